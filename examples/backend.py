@@ -1,6 +1,6 @@
 """gradwire as the process group itself, for code without a DDP hook: every all_reduce of torch.distributed uses it.
 
-torchrun --standalone --nproc-per-node 2 examples/backend.py
+torchrun --standalone --nproc-per-node 2 examples/backend.py    # --device cuda: on two GPUs
 """
 
 import argparse
@@ -23,17 +23,20 @@ def main() -> None:
     """Trains without DDP and checks that all ranks hold the same weights in the end."""
     parser = argparse.ArgumentParser(description="gradwire as a process group.")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
 
+    if options.device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("gradwire", pg_options=gradwire.Config(plan="auto"))
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = nn.Linear(64, 10)
+    model = nn.Linear(64, 10).to(options.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1 + rank)
     for step in range(options.steps):
         optimizer.zero_grad()
-        loss = model(torch.randn(32, 64, generator=generator)).square().mean()
+        loss = model(torch.randn(32, 64, generator=generator).to(options.device)).square().mean()
         loss.backward()
         average_gradients(model)
         optimizer.step()

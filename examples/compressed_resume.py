@@ -32,9 +32,10 @@ def build() -> nn.Sequential:
 class Run:
     """A model, its optimizer and its hook."""
 
-    def __init__(self, compressor: str) -> None:
+    def __init__(self, compressor: str, device: str) -> None:
         torch.manual_seed(0)
-        self.model = DistributedDataParallel(build())
+        self.device = device
+        self.model = DistributedDataParallel(build().to(device))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         node = f"node{dist.get_rank()}"
         self.state = gradwire.HookState(self.model, compressor=compressor, rules=RULES, hostname=node)
@@ -45,7 +46,7 @@ class Run:
         for step in range(first, last):
             generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
             self.optimizer.zero_grad()
-            self.model(torch.randn(32, 64, generator=generator)).square().mean().backward()
+            self.model(torch.randn(32, 64, generator=generator).to(self.device)).square().mean().backward()
             self.optimizer.step()
         return [parameter.detach() for parameter in self.model.parameters()]
 
@@ -56,7 +57,7 @@ class Run:
 
     def load(self, file: Path) -> None:
         """Reads what `save` wrote on this rank."""
-        saved = torch.load(file, weights_only=True)
+        saved = torch.load(file, weights_only=True, map_location=self.device)
         self.model.module.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.state.load_state_dict(saved["hook"])
@@ -68,16 +69,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--compressor", default="int8")
     parser.add_argument("--folder", type=Path, default=Path("checkpoints"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    dist.init_process_group("gloo")
+    if options.device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     options.folder.mkdir(parents=True, exist_ok=True)
     file, half = options.folder / f"rank{dist.get_rank()}.pt", options.steps // 2
 
-    whole = Run(options.compressor).train(0, options.steps)
-    before = Run(options.compressor)
+    whole = Run(options.compressor, options.device).train(0, options.steps)
+    before = Run(options.compressor, options.device)
     before.train(0, half)
     before.save(file)
-    after = Run(options.compressor)
+    after = Run(options.compressor, options.device)
     after.load(file)
     resumed = after.train(half, options.steps)
     if not all(torch.equal(one, other) for one, other in zip(whole, resumed, strict=True)):

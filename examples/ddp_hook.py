@@ -1,6 +1,6 @@
 """A small training with gradwire's DDP hook: the two lines that it takes are marked.
 
-torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py
+torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py                  # --device cuda: on two GPUs
 sudo env "PATH=$PATH" gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit -- python examples/ddp_hook.py
 """
 
@@ -18,14 +18,18 @@ def main() -> None:
     """Trains on data that every rank draws for itself, and prints the hook's report on rank 0."""
     parser = argparse.ArgumentParser(description="A small training with gradwire's DDP hook.")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compressor", help="fp16, int8, ...; without it GRADWIRE_COMPRESSOR counts, else exact")
     options = parser.parse_args()
     settings = {"compressor": options.compressor} if options.compressor else {}  # an option wins over its variable
 
-    dist.init_process_group("gloo")
+    if options.device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)  # the same weights everywhere; DDP would see to it, too
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)))
+    layers = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
+    model = DistributedDataParallel(layers.to(options.device))
 
     state = gradwire.HookState(model, **settings)  # 1
     model.register_comm_hook(state, gradwire.comm_hook)  # 2
@@ -37,7 +41,7 @@ def main() -> None:
         inputs = torch.randn(32, 64, generator=generator)
         labels = (inputs @ teacher).argmax(dim=1)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss = nn.functional.cross_entropy(model(inputs.to(options.device)), labels.to(options.device))
         loss.backward()
         optimizer.step()
         if rank == 0 and (step % 10 == 0 or step == options.steps - 1):

@@ -34,10 +34,11 @@ class Float8:
         flat.copy_(payload[4:].view(torch.float8_e4m3fn).float() * scale)
 
 
-def train(compressor: str | None, steps: int) -> tuple[float, float]:
+def train(compressor: str | None, steps: int, device: str) -> tuple[float, float]:
     """Trains from the same start on the same data, and returns (last loss, bytes that a step sent)."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+    layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = DistributedDataParallel(layers.to(device))
     state = gradwire.HookState(model, compressor=compressor, hostname=f"node{dist.get_rank()}")
     model.register_comm_hook(state, gradwire.comm_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -46,7 +47,8 @@ def train(compressor: str | None, steps: int) -> tuple[float, float]:
     for _ in range(steps):
         inputs = torch.randn(32, 64, generator=generator)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), (inputs @ teacher).argmax(dim=1))
+        labels = (inputs @ teacher).argmax(dim=1)
+        loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
     sent = sum(row.wire_nbytes for row in state.report().rows) / steps
@@ -58,11 +60,14 @@ def main() -> None:
     """Registers the codec on every rank, before a state is made, and compares."""
     parser = argparse.ArgumentParser(description="A codec of one's own.")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    dist.init_process_group("gloo")
+    if options.device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     gradwire.register_codec("float8", Float8)
     for compressor in (None, "float8"):
-        loss, sent = train(compressor, options.steps)
+        loss, sent = train(compressor, options.steps, options.device)
         if dist.get_rank() == 0:
             print(f"{compressor or 'exact':>7}: loss {loss:.3f}, {sent / 1e3:.1f} kB sent a step", flush=True)
     dist.destroy_process_group()

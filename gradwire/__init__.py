@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradwire.comms.fusion import FusionPlan
     from gradwire.comms.hook import HookState, comm_hook
     from gradwire.comms.outer.outer import Outer
+    from gradwire.comms.watch.watch import watch
     from gradwire.comms.wrap import wrap
     from gradwire.compressors.base import Codec, Collective, Compressor, Layout, Member, Slice
     from gradwire.compressors.optim.fit import check_optimizer, take_momentum
@@ -64,6 +65,7 @@ _HOMES = {
     "register_codec": "gradwire.compressors.registry",
     "register_compressor": "gradwire.compressors.registry",
     "take_momentum": "gradwire.compressors.optim.fit",
+    "watch": "gradwire.comms.watch.watch",
     "wrap": "gradwire.comms.wrap",
 }
 __all__ = [
@@ -91,6 +93,7 @@ __all__ = [
     "register_codec",
     "register_compressor",
     "take_momentum",
+    "watch",
     "wrap",
 ]
 

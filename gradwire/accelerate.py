@@ -1,18 +1,19 @@
 """gradwire in Hugging Face Accelerate, tested with 1.10 and 1.15: the hook, and its state in what `save_state` writes.
 
-`accelerator.register_for_checkpointing(state)` alone would keep rank 0's state, which no other rank can load: what is
-registered here gathers all of them when it is saved, and each rank takes its own part back.
+`accelerator.register_for_checkpointing(state)` would keep rank 0's state alone, which no other rank can load. Here each
+rank writes a file of its own into the checkpoint, and takes it back: nothing of it goes through the network.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradwire.comms import attach as attaching
-from gradwire.comms.checkpoint import Checkpoint
 from gradwire.comms.config import Config
+from gradwire.comms.elastic.ddp import OnChange
 from gradwire.comms.elastic.transfer import Carried
-from gradwire.comms.hook import HookState, OnChange
+from gradwire.comms.hook import HookState
 
 attaching.require("accelerate", (1, 10), (1, 15), "state = gradwire.attach(accelerator.prepare(model))")
 
@@ -46,27 +47,21 @@ def attach(
     """
     state = attaching.attach(model, config=config, carries=carries, on_change=on_change, **options)
     attaching.watch_scaler(state, accelerator.scaler)
-    everywhere = accelerator.project_configuration.save_on_each_node
-    accelerator.register_for_checkpointing(OfAllRanks(state, everywhere))
+    number = _attached[accelerator] = _attached.get(accelerator, 0) + 1
+
+    def place(folder: str) -> str:
+        return f"{folder}/" if number == 1 else f"{folder}/model_{number}."
+
+    def save(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
+        attaching.save_own(state, place(folder))
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        attaching.load_own(state, place(folder))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
     return state
 
 
-class OfAllRanks:
-    """What Accelerate saves and loads: the states of all ranks in one file, which rank 0 writes.
-
-    Args:
-        state: This rank's.
-        everywhere: Whether a rank of each node writes, as `ProjectConfiguration(save_on_each_node=True)` says.
-    """
-
-    def __init__(self, state: HookState, everywhere: bool = False) -> None:
-        self.state = state
-        self.everywhere = everywhere
-
-    def state_dict(self) -> Checkpoint:
-        """See `HookState.gathered_state_dict`; Accelerate calls it on all ranks."""
-        return self.state.gathered_state_dict(on_all_ranks=self.everywhere)
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """See `HookState.load_state_dict`."""
-        self.state.load_state_dict(state)
+_attached: "weakref.WeakKeyDictionary[Accelerator, int]" = weakref.WeakKeyDictionary()
+"""How many models of an accelerator have the hook: each has files of its own."""

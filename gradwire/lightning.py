@@ -1,13 +1,16 @@
-"""gradwire in Lightning's Trainer, tested with 2.5 and 2.6: the hook, and its state in the Trainer's checkpoints.
+"""gradwire in Lightning's Trainer, tested with 2.5 and 2.6: the hook, and its state beside the Trainer's checkpoints.
 
 Lightning registers the hooks that `DDPStrategy(ddp_comm_hook=...)` names on CUDA devices only, and says nothing of it
 elsewhere; this callback registers gradwire's on every device. For Fabric, `gradwire.attach(fabric_module)` is enough.
 """
 
 import logging
-from collections.abc import Mapping
+import weakref
+from pathlib import Path
+from typing import Any
 
 from gradwire.comms import attach as attaching
+from gradwire.comms.checkpoint import rank_file
 from gradwire.comms.config import Config
 from gradwire.comms.hook import HookState
 
@@ -21,9 +24,9 @@ log = logging.getLogger("gradwire")
 class LightningCallback(pytorch.Callback):
     """Registers gradwire's hook when training starts: `Trainer(strategy="ddp", callbacks=[Callback()])`.
 
-    The states of all ranks are in the checkpoints that the Trainer writes, and `fit(ckpt_path=...)` restores them. With
-    one process there is nothing to average, and it does nothing. Residuals follow the loss scale of precision
-    "16-mixed".
+    Each rank writes a file of its own beside each checkpoint, `epoch=1.ckpt.gradwire_state_0.pth`, through the
+    Trainer's checkpoint plugin, and `fit(ckpt_path=...)` restores it: nothing of it goes through the network. With one
+    process there is nothing to average, and it does nothing. Residuals follow the loss scale of precision "16-mixed".
 
     Args:
         **options: Fields of `gradwire.Config` by name.
@@ -37,7 +40,9 @@ class LightningCallback(pytorch.Callback):
         self.config = Config.from_env(**options)
         self.state: HookState | None = None
         """The hook's, from the start of training on: `callback.state.report()`."""
-        self._loaded: dict[str, object] = {}
+        self._accompanied: weakref.ref[pytorch.strategies.DDPStrategy] | None = None
+        self._saves = False
+        """The checkpoint that the Trainer is about to write is a whole one, not of the weights alone."""
 
     def on_fit_start(self, trainer: pytorch.Trainer, pl_module: pytorch.LightningModule) -> None:
         """Registers the hook; Lightning has wrapped the model and read the checkpoint."""
@@ -52,17 +57,36 @@ class LightningCallback(pytorch.Callback):
             )
         self.state = attaching.attach(strategy.model, config=self.config)
         attaching.watch_scaler(self.state, getattr(strategy.precision_plugin, "scaler", None))
-        if self._loaded:
-            self.state.load_state_dict(self._loaded)
-            self._loaded = {}
+        self._accompany(strategy)
+        if trainer.ckpt_path is not None:
+            link = Path(trainer.ckpt_path)  # ModelCheckpoint(save_last="link") makes such to what has the files
+            place = link.resolve() if link.is_symlink() else trainer.ckpt_path
+            attaching.load_own(self.state, f"{place}.", strategy.checkpoint_io.load_checkpoint)
 
-    def state_dict(self) -> dict[str, object]:
-        """See `HookState.gathered_state_dict`; Lightning calls it on all ranks, and rank 0 writes."""
-        return dict(self.state.gathered_state_dict()) if self.state is not None else dict(self._loaded)
+    def on_save_checkpoint(
+        self, trainer: pytorch.Trainer, pl_module: pytorch.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Notes that a whole checkpoint is being made; Lightning calls it on all ranks."""
+        self._saves = True
 
-    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Keeps what Lightning has read until training starts."""
-        self._loaded = dict(state_dict)
+    def _accompany(self, strategy: pytorch.strategies.DDPStrategy) -> None:
+        """Has this rank's file written and removed with each checkpoint: only these calls know where that is."""
+        if self._accompanied is not None and self._accompanied() is strategy:
+            return
+        self._accompanied = weakref.ref(strategy)
+        save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
+
+        def save_both(checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
+            save(checkpoint, filepath, storage_options)
+            if self._saves and self.state is not None:
+                attaching.save_own(self.state, f"{filepath}.", strategy.checkpoint_io.save_checkpoint)
+            self._saves = False
+
+        def remove_both(filepath: str | Path) -> None:
+            remove(filepath)
+            strategy.checkpoint_io.remove_checkpoint(rank_file(f"{filepath}.", strategy.global_rank))
+
+        strategy.save_checkpoint, strategy.remove_checkpoint = save_both, remove_both
 
 
 Callback = LightningCallback

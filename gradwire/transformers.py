@@ -8,8 +8,6 @@ import logging
 import weakref
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms import attach as attaching
@@ -63,9 +61,9 @@ class TransformersCallback(TrainerCallback):
         self._trainer = weakref.ref(trainer)
         load = trainer._load_optimizer_and_scheduler  # the one place that learns of the folder
 
-        def load_and_note(checkpoint: str | None) -> None:
-            load(checkpoint)
-            self._resumed = Path(checkpoint) if checkpoint else None
+        def load_and_note(folder: str | None) -> None:
+            load(folder)
+            self._resumed = Path(folder) if folder else None
 
         trainer._load_optimizer_and_scheduler = load_and_note
 
@@ -82,47 +80,16 @@ class TransformersCallback(TrainerCallback):
             self.state, self._model = attaching.attach(model, config=self.config), model
             attaching.watch_scaler(self.state, trainer.accelerator.scaler)
         resumed, self._resumed = self._resumed, None
-        saved = _read(resumed) if resumed is not None else None
-        if saved is not None:
-            self.state.load_state_dict(saved)
+        if resumed is not None:
+            attaching.load_own(self.state, f"{resumed}/")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Adds this rank's state to the checkpoint that the Trainer has just written."""
         trainer = self._trainer()
-        saved = self.state.state_dict() if self.state is not None else {}
-        if saved and trainer is not None:
+        if self.state is not None and trainer is not None:
             folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{state.global_step}"
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(saved, _file(folder, dist.get_rank()))
+            attaching.save_own(self.state, f"{folder}/")
 
 
 Callback = TransformersCallback
 """As its users write it: `gradwire.transformers.Callback`."""
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"gradwire_state_{rank}.pth"
-
-
-def _read(folder: Path) -> dict[str, object] | None:
-    """This rank's file; rank 0's, which says whether it was flushed, where more ranks resume than saved.
-
-    Returns:
-        None where the checkpoint was written without the callback, or without a compressor.
-
-    Raises:
-        FileNotFoundError: Other ranks have files.
-    """
-    found = next((file for rank in (dist.get_rank(), 0) if (file := _file(folder, rank)).exists()), None)
-    everywhere: list[bool | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found is not None)
-    if found is not None:
-        saved: dict[str, object] = torch.load(found, map_location="cpu", weights_only=True)
-        return saved
-    if any(everywhere):
-        raise FileNotFoundError(
-            f"{folder} has no {_file(folder, dist.get_rank()).name} on this machine, while other ranks have theirs: "
-            "copy the whole checkpoint to each machine"
-        )
-    log.warning("%s holds no state of gradwire's hook: a compressor starts anew", folder)
-    return None

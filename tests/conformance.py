@@ -32,7 +32,6 @@ from unittest.mock import patch
 if TYPE_CHECKING:
     from types import ModuleType
 
-WORLD_SIZE = 4
 TIMEOUT_SECONDS = 120
 """For one test; the slowest takes about 20 s on 2 cores."""
 
@@ -46,7 +45,7 @@ LAYOUTS = {
 BY_DESIGN = {
     "test_monitored_barrier": "dist.monitored_barrier of torch before 2.15 refuses every backend not named gloo",
 }
-"""Differences from gloo that are meant: start of the test's name -> reason; see docs/reference/conformance.md."""
+"""Differences from gloo that are meant: start of the test's name -> reason; see docs/develop/conformance.md."""
 
 ASK_FOR_GLOO = ("test_accumulate_gradients_no_sync",)
 """Tests that look at BACKEND while they run, to know whether to use the CPU: start of the name."""
@@ -61,11 +60,11 @@ class Outcome:
     message: str
 
 
-def load_suite(backend: str, chosen_as: str = "gloo") -> "ModuleType":
-    """PyTorch's suite, its tests chosen as for the backend `chosen_as`, to be run on `backend`."""
+def load_suite(backend: str, ranks: int, chosen_as: str = "gloo") -> "ModuleType":
+    """PyTorch's suite, its tests chosen as for the backend `chosen_as`, to be run on `backend` by so many ranks."""
     settings = {
         "BACKEND": chosen_as,
-        "WORLD_SIZE": str(WORLD_SIZE),
+        "WORLD_SIZE": str(ranks),
         "TEMP_DIR": tempfile.gettempdir(),
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TIMEOUT_SECONDS),
     }
@@ -78,7 +77,7 @@ def load_suite(backend: str, chosen_as: str = "gloo") -> "ModuleType":
 
 def make_case(backend: str, nodes: list[str], chosen_as: str = "gloo") -> type[unittest.TestCase]:
     """The suite's test case, its ranks forked, each told which logical node it is on."""
-    suite = load_suite(backend, chosen_as)
+    suite = load_suite(backend, len(nodes), chosen_as)
 
     class Conformance(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         def setUp(self) -> None:
@@ -111,7 +110,7 @@ def run_tests(
         deadline: By time.monotonic(); no test is started after it.
         chosen_as: The backend by whose name the suite chooses its tests.
     """
-    with patch.dict("os.environ", {"WORLD_SIZE": str(WORLD_SIZE), "BACKEND": backend, "OMP_NUM_THREADS": "1"}):
+    with patch.dict("os.environ", {"WORLD_SIZE": str(len(nodes)), "BACKEND": backend, "OMP_NUM_THREADS": "1"}):
         case = make_case(backend, nodes, chosen_as)
         importlib.import_module("gradwire.comms.backend.process_group")  # once, and not in each rank of each test
         gc.freeze()  # ranks that collect do not walk, and so copy, all that torch has imported

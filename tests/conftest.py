@@ -27,13 +27,13 @@ takes 0.1 to 0.4 s. Tests of that look say `probe=None`, or make the Config them
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--require", action="append", default=[], metavar="MARK", help="fail instead of skipping: netns, wheel"
+        "--require", action="append", default=[], metavar="MARK", help="instead of skipping: netns, wheel, gpu_standin"
     )
     parser.addoption(
         "--hosts-network",
         metavar="NETWORK",
-        help="run the ranks of the fixture `processes` in network namespaces with addresses of this network, as "
-        "10.201.0.0/16 or fd77::/64, without a default route and without names",
+        help="run the tests with the fixture `processes` alone, and their ranks in network namespaces with addresses "
+        "of this network, as 10.201.0.0/16 or fd77::/64, without a default route and without names",
     )
     parser.addoption("--schedules", type=int, default=6, help="random schedules of each plan on the GPU stand-in")
 
@@ -81,8 +81,10 @@ SLOW_FOLDERS = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what `make test-fast` leaves out: processes, emulated clusters, studies, compilers, long laws."""
+    if config.getoption("--hosts-network"):
+        items[:] = [item for item in items if "processes" in getattr(item, "fixturenames", ())]
     for item in items:
         starts_ranks = SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))
         emulated = item.get_closest_marker("netns") or item.get_closest_marker("mpi")

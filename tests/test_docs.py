@@ -161,10 +161,15 @@ def test_links_between_pages_lead_somewhere(name: str) -> None:
         assert not anchor or anchor in _anchors(file), f"{name} links to {target}, which has no such heading"
 
 
-def test_every_page_is_in_the_table_of_contents() -> None:
+def test_every_page_is_in_the_index() -> None:
+    """Whose lists are the site's navigation, too: docs/site_pages.py."""
     index = (ROOT / "docs" / "index.md").read_text()
-    pages = [page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES[1:]]
-    assert [page for page in pages if page != "index" and f"\n{page}\n" not in index] == []
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]]
+    assert [page for page in pages if page != "index.md" and f"]({page}" not in index] == []
+
+
+def test_no_page_shows_directives_where_a_forge_shows_it() -> None:
+    assert [name for name, page in zip(NAMES, PAGES, strict=True) if "```{" in page.read_text()] == []
 
 
 def _yaml_files() -> list[Path]:

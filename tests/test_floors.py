@@ -5,6 +5,7 @@ What a reader pays for is capped: 20 files in a folder, one class of a name, no 
 
 import ast
 import re
+import shutil
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ NATIVE_DOORS = {"compressors/kernels/native.py"}
 """Modules of `compressors` that may import the compiled part; kernels/dispatch.py chooses between it and the others."""
 
 MOST_FILES = 20
+MOST_OF_A_CLASS = {"compressors": (25, 23)}
+"""Folder -> methods and attributes that a class of it has at most."""
 STUDIES = "gradwire.bench.studies"
 
 
@@ -144,17 +147,70 @@ def test_no_product_needs_a_study() -> None:
 
 
 def test_a_folder_holds_twenty_files_at_most() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    names = listed.stdout.split("\n") if listed.returncode == 0 else [str(f.relative_to(ROOT)) for f in FILES]
+    names = [str(file.relative_to(ROOT)) for file in FILES]
+    if (git := shutil.which("git")) is not None:  # who unpacked an archive may have none
+        command = [git, "ls-files", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        names = listed.stdout.split("\n") if listed.returncode == 0 else names
     there = [Path(name) for name in names if name and (ROOT / name).exists()]
     full = {str(folder): count for folder, count in Counter(f.parent for f in there).items() if count > MOST_FILES}
     assert not full, f"more than {MOST_FILES} files: {full}; a folder answers one question: split it by questions"
+
+
+def test_a_codec_is_described_once() -> None:
+    """A class says what it is; what is done with it stands in the base and in each set of kernels, for all alike."""
+    operations = {"encode", "decode", "encode_residual", "decode_reduce", "encode_pieces", "decode_pieces"}
+    operations |= {"reduce_encode"}
+    found = []
+    for file in (ROOT / "compressors" / "codecs").glob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and "BlockCodec" in {ast.unparse(base) for base in node.bases}:
+                found.append(node.name)
+                own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                assert not own & operations, f"{node.name} has operations of its own: {sorted(own & operations)}"
+    assert len(found) >= 5
+    for file in (ROOT / "compressors" / "kernels").rglob("*.py"):
+        of_one = [name for name in imports(file) if name.startswith("gradwire.compressors.codecs")]
+        assert not of_one, f"{file.relative_to(ROOT)} imports {of_one}; kernels know formats by `BlockFormat`"
+
+
+@pytest.mark.parametrize("folder", MOST_OF_A_CLASS)
+def test_a_class_is_of_a_size_that_one_can_know(folder: str) -> None:
+    most_methods, most_attributes = MOST_OF_A_CLASS[folder]
+    for file in (file for file in FILES if file.is_relative_to(ROOT / folder)):
+        for node in nodes_of(file):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(each, ast.FunctionDef) for each in node.body)
+                where = f"{file.relative_to(ROOT)}: {node.name}"
+                assert methods <= most_methods, f"{where} has {methods} methods"
+                assert len(attributes_of(node)) <= most_attributes, f"{where} has {sorted(attributes_of(node))}"
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """The fields that a class declares, and what its methods assign to `self`."""
+    fields = {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    assigned = {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
+    }
+    return fields | assigned
+
+
+def test_plans_ask_no_compressor_for_its_class() -> None:
+    """A compressor declares what plans go by, beside the few that are like no other."""
+    apart = {"Adasum", "Routed", "Stateful", "WideSum", "Packer"}
+    for file in (file for file in FILES if file.is_relative_to(ROOT / "comms" / "plan")):
+        for node in nodes_of(file):
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) == "isinstance"
+                and "compressor" in ast.unparse(node.args[0])
+            ):
+                asked = {name.strip() for name in ast.unparse(node.args[1]).split("|")}
+                assert asked <= apart, f"{file.relative_to(ROOT)}:{node.lineno} asks for {sorted(asked - apart)}"
 
 
 def test_no_two_classes_have_one_name() -> None:

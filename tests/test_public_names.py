@@ -30,6 +30,7 @@ PUBLIC = [
     "register_codec",
     "register_compressor",
     "take_momentum",
+    "watch",
     "wrap",
 ]
 

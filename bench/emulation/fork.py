@@ -98,6 +98,7 @@ def run_forked(
     nodes: Sequence[int],
     order: str = "contiguous",
     timeout_seconds: float | None = None,
+    grace_seconds: float = 5.0,
     on_line: RankLine | None = None,
 ) -> RunResult:
     """Runs `module.rank_main` as every rank of a job on an emulated cluster.
@@ -109,6 +110,7 @@ def run_forked(
         nodes: Ranks of each node.
         order: How the ranks are dealt over the nodes.
         timeout_seconds: Longest time for the whole job.
+        grace_seconds: How long the other nodes may go on after a rank has failed.
         on_line: Called with (node, line) for every line printed.
     """
     if list(cluster.nodes) != [1] * len(nodes):
@@ -128,7 +130,7 @@ def run_forked(
         listener.close()
         try:
             command = [sys.executable, "-I", "-S", "-c", _CLIENT, path, shape, order, *arguments]
-            return cluster.run(command, timeout_seconds=timeout_seconds, grace_seconds=5.0, on_line=on_line)
+            return cluster.run(command, timeout_seconds=timeout_seconds, grace_seconds=grace_seconds, on_line=on_line)
         finally:
             warmed.kill()
             warmed.wait()
@@ -188,6 +190,34 @@ def fork_ranks(places: Sequence[P], entry: Callable[[P, list[str]], int], argume
             for other in children:
                 os.kill(other, signal.SIGTERM)
     return status
+
+
+def ask_in_child(question: Callable[[], bool]) -> bool:
+    """Asks in a forked process, for questions after which this one could fork no ranks.
+
+    torch.cuda.device_count() is one: where NVML is missing (WSL, containers without NVIDIA's `utility` capability) it
+    asks CUDA, and a rank forked after that cannot use a GPU.
+
+    Raises:
+        RuntimeError: The child ended by itself; its reason stands on stderr.
+    """
+    yes, no = 10, 11
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            status = yes if question() else no
+        except BaseException:  # noqa: BLE001 - the child must not run on into the parent's code, whatever happened
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if ended not in (yes, no):
+        raise RuntimeError(f"a child process that was to look for devices ended with status {ended}")
+    return ended == yes
 
 
 def _fork(place: P, entry: Callable[[P, list[str]], int], arguments: list[str]) -> int:

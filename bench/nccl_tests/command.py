@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
                 f"`-g` is {options.ngpus}, but {start.by} has started {start.size} ranks already, each with one "
                 "device; wanted -g 1, or no -g, and as many ranks of the launcher as there are devices"
             )
-        check_device(options)
+        check_device(options, before_fork=start is None)
         if start is None or start.rank == 0:
             _check_places(options, 1 if start else options.ngpus or 1)
     except (ValueError, RuntimeError) as error:

@@ -3,13 +3,13 @@
     python -m gradwire.bench.studies.gradients pairs.npz --steps 20,21,200,201,600,601
     python -m gradwire.bench.studies.exponents pairs.npz
 
-Feeds docs/reference/codecs.md. Bits of an exponent: its entropy alone; given the largest exponent of its block of 64,
-which takes 8/64 of a bit itself; and, where the file has the gradient of the step before too, given the exponent that
-the same value had there, which a code with memory could know on both sides. No code of single values that knows nothing
-else is shorter. `sent` is what bf16_packed takes beyond 8 bits for the sign and mantissa of each value whose block is
-not all zero; the other blocks' values have none, so that `sent` may be compared with the entropies. Then how many
-times fewer bytes than bf16 the payloads of a number of owners are: in a fixed size with room for the worst run of
-values, and all as long as the longest one, with blocks dealt out in turn.
+Feeds docs/results/number_formats.md. Bits of an exponent: its entropy alone; given the largest exponent of its block
+of 64, which takes 8/64 of a bit itself; and, where the file has the gradient of the step before too, given the
+exponent that the same value had there, which a code with memory could know on both sides. No code of single values
+that knows nothing else is shorter. `sent` is what bf16_packed takes beyond 8 bits for the sign and mantissa of each
+value whose block is not all zero; the other blocks' values have none, so that `sent` may be compared with the
+entropies. Then how many times fewer bytes than bf16 the payloads of a number of owners are: in a fixed size with room
+for the worst run of values, and all as long as the longest one, with blocks dealt out in turn.
 """
 
 import argparse

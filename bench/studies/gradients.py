@@ -2,9 +2,9 @@
 
     python -m gradwire.bench.studies.gradients gradients.npz [--steps 20,200,600]
 
-Feeds docs/reference/codecs.md. One process computes the mean gradient of a node of two ranks, which is what a codec
-sees; the mean of all four ranks steps the optimizer. An entry is one node's whole gradient, flat, in the order of the
-parameters.
+Feeds docs/results/number_formats.md. One process computes the mean gradient of a node of two ranks, which is what a
+codec sees; the mean of all four ranks steps the optimizer. An entry is one node's whole gradient, flat, in the order of
+the parameters.
 """
 
 import argparse

@@ -447,9 +447,9 @@ def average(nodes: Sequence[Node], flats: Sequence[Tensor], layout: Layout, tran
         flat.mul_(1 / len(flats))
     if not nodes:
         return flats[0] + flats[1]
-    for _, chooser in nodes:
-        if chooser is not None:
-            chooser.step_begins()
+    for compressor, chooser in nodes:
+        if chooser is not None and isinstance(compressor, Adaptive):
+            chooser.step_began(compressor.step)
     reduce_together([compressor for compressor, _ in nodes], flats, layout)
     choosers = [chooser for _, chooser in nodes if chooser is not None]
     auto = [compressor for compressor, _ in nodes if isinstance(compressor, Adaptive) and compressor.measuring]

@@ -1,4 +1,4 @@
-"""Every figure of docs/reference/performance.md, measured again and written down with its machine, date and command.
+"""Every figure of docs/results/performance.md, measured again and written down with its machine, date and command.
 
     python -m gradwire.bench.studies.performance              # all sections; an hour on 2 quiet cores, needs root
     python -m gradwire.bench.studies.performance hook sweep   # these alone; the others keep what the page says
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gradwire.bench.machine import machine_line
 
-PAGE = Path("docs/reference/performance.md")
+PAGE = Path("docs/results/performance.md")
 NOT_YET = "Not measured yet."
 
 _HEAD = """# Performance
@@ -105,8 +105,7 @@ SECTIONS = (
     Section(
         "swin-2x8",
         "Replay: Swin-T on 2x8 GPUs behind 25 Gbit",
-        "Real shapes and order, computation as timed waits. A connection reaches 5 Gbit, see "
-        "docs/explanation/replays.md.",
+        "Real shapes and order, computation as timed waits. A connection reaches 5 Gbit, see docs/results/replays.md.",
         _compare("--replay", "swin_t", "--nodes", "2", "--stream", "5gbit"),
     ),
     Section(
@@ -198,7 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m gradwire.bench.studies.performance",
-        description="Measures the figures of docs/reference/performance.md again.",
+        description="Measures the figures of docs/results/performance.md again.",
     )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(one.name for one in SECTIONS))
     parser.add_argument("--output", type=Path, default=PAGE, help=f"the page (default {PAGE})")

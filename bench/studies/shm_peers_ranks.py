@@ -1,4 +1,4 @@
-"""One turn of one peer of `shm_peers` (docs/reference/performance.md), as a script of its own.
+"""One turn of one peer of `shm_peers` (docs/results/performance.md), as a script of its own.
 
 It also runs in venvs that hold mpi4py and nothing of ours.
 

@@ -46,6 +46,7 @@ from gradwire.comms.execute import Bucket, Launch, Times
 from gradwire.comms.observe import stragglers
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.observe.share import Shared
+from gradwire.comms.step.listeners import EndedStep
 
 Result = TypeVar("Result")
 BUCKETS = 4
@@ -68,7 +69,7 @@ class WatchedRank:
 
     def step(self, computes: Callable[[int], float]) -> None:
         """One step; `computes` gives the seconds of each bucket."""
-        self.observer.step_began()
+        self.observer.step_began(self.steps)
         buckets = []
         for index, flat in enumerate(self._flats):
             time.sleep(computes(index))
@@ -77,7 +78,7 @@ class WatchedRank:
             buckets.append(bucket)
         self.steps += 1
         began = time.thread_time()
-        self.observer.step_ended(self.steps, buckets, lambda: self.communicator.report(self.steps))
+        self.observer.step_ended(EndedStep(self.steps, buckets, (), lambda: self.communicator.report(self.steps)))
         self.watching.append(time.thread_time() - began)
         for bucket in buckets:
             bucket.result().wait()
@@ -216,7 +217,7 @@ def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]
             super().step_ended(step, buckets)
             own += time.thread_time() - began
 
-    with patch("gradwire.comms.observe.observer.StragglerWatch", Timed):
+    with patch("gradwire.comms.observe.stragglers.StragglerWatch", Timed):
         models = {
             name: _hooked(SleepingLayers(width, lambda index: seconds / BUCKETS), width, every)
             for name, every in ((WITH, 50), (WITHOUT, 0), (CONTROL, 0), (OFTEN, 50))

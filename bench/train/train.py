@@ -324,11 +324,15 @@ def node_nbytes(training: HookTraining) -> float | None:
         gradient = sum(weights.numel() * weights.element_size() for weights in training.model.parameters())
         return 2 * (ranks - 1) / ranks * gradient / narrow
     report = training.state.report()
-    crossed = torch.tensor(
-        [sum(row.wire_nbytes for row in report.rows if row.level == "inter_node")], dtype=torch.int64
-    )
-    dist.all_reduce(crossed)
-    return crossed.item() / report.steps / (ranks // local)
+    sent = {
+        level: torch.tensor([sum(row.wire_nbytes for row in report.rows if row.level == level)], dtype=torch.float64)
+        for level in ("inter_node", "all ranks")
+    }
+    for nbytes in sent.values():
+        dist.all_reduce(nbytes)
+    # Around a ring of all ranks every rank sends the same, and the messages of one rank a node leave it.
+    crossed = sent["inter_node"].item() / (ranks // local) + sent["all ranks"].item() / ranks
+    return crossed / report.steps
 
 
 def rank_device(kind: str) -> torch.device:

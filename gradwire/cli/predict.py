@@ -16,9 +16,10 @@ from gradwire.cli import predict_models, predict_sharded
 from gradwire.cli.pipe import reader_may_leave
 from gradwire.cli.predict_show import Gains, as_json, as_table, draw
 from gradwire.cli.public_models import PUBLIC_MODELS, PublicModel
-from gradwire.comms.plan.advise import BUCKET_NBYTES, Advice, Workload, advise
+from gradwire.comms.plan.advise import Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
+from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
 from gradwire.topology.cluster import Cluster

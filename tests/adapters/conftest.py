@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import pytest
 
 RANKS = 2
-SECONDS = 120
+SECONDS = 400
 
 
 class RunJob(Protocol):

@@ -25,7 +25,8 @@ def needs(package: str) -> pytest.MarkDecorator:
 @needs("lightning")
 def test_lightning(run_job: RunJob) -> None:
     for found in run_job("lightning_job"):
-        assert found == {"exact": True, "compressed": True, "resumed": True, "steps": [8, 4]}
+        assert found.pop("files") == [f"epoch=3.ckpt.gradwire_state_{rank}.pth" for rank in range(2)]
+        assert found == {"exact": True, "compressed": True, "resumed": True, "linked": True, "steps": [8, 4]}
 
 
 @needs("transformers")
@@ -40,8 +41,8 @@ def test_transformers(run_job: RunJob) -> None:
 def test_accelerate(run_job: RunJob) -> None:
     for found in run_job("accelerate_job"):
         assert "`model` has a hook already, comm_hook" in found.pop("twice")
-        files = ["custom_checkpoint_0.pkl"]
-        assert found == {"exact": True, "compressed": True, "resumed": True, "files": files}
+        files = ["gradwire_state_0.pth", "gradwire_state_1.pth"]
+        assert found == {"exact": True, "compressed": True, "resumed": True, "shuffled": True, "files": files}
 
 
 @needs("ray")

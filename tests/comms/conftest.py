@@ -27,12 +27,12 @@ import torch
 
 from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster
 from gradwire.bench.emulation.fork import enter_namespaces
-from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.compat import HashStore, TCPStore
 from gradwire.comms.transport.shm import ShmGroup
 from support.processes import Processes
 from support.threads import run_ranks
 
-RANK = "gradwire_rank"
+RANK, AGENT = "gradwire_rank", "gradwire_agent"
 BLOCK_NBYTES = 4096  # small: a few thousand elements already stream through several chunks
 
 
@@ -76,6 +76,14 @@ def _starter(server: multiprocessing.context.ForkServerContext, network: str | N
     started: list[multiprocessing.process.BaseProcess] = []
     emulated = ExitStack()
 
+    def serve_store(address: str, host: int | None) -> dict[str, str]:
+        ours, theirs = server.Pipe()
+        serving = server.Process(target=runpy.run_path, args=(__file__, {"STORE": (address, host, theirs)}, AGENT))
+        serving.start()
+        theirs.close()
+        emulated.callback(ours.close)  # which ends it
+        return {"MASTER_PORT": str(ours.recv()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
     def run(
         size: int,
         target: Callable[..., object],
@@ -84,6 +92,7 @@ def _starter(server: multiprocessing.context.ForkServerContext, network: str | N
         environment: dict[str, str] | None = None,
         seconds: float = 90.0,
         lost: Collection[int] = (),
+        agent: bool = False,
     ) -> list[object]:
         common = {
             "MASTER_ADDR": "127.0.0.1",
@@ -97,6 +106,8 @@ def _starter(server: multiprocessing.context.ForkServerContext, network: str | N
             cluster = emulated.enter_context(EmulatedCluster([1] * (max(places) + 1), names="none", network=network))
             common |= {"MASTER_ADDR": cluster.address(places[0]), "GLOO_SOCKET_IFNAME": INTERFACE}
             hosts = [cluster.process(place) for place in places]
+        if agent:
+            common |= serve_store(common["MASTER_ADDR"], hosts[0])
         common |= environment or {}
         connections = []
         for rank in range(size):
@@ -126,9 +137,11 @@ def processes(
 ) -> Iterator[Processes]:
     """Starts ranks as processes, with torchrun's variables set and a free port for the store.
 
-    `processes(size, target, *arguments, nodes=["one", "one", "two"], environment={}, seconds=90, lost=())`: `target` is
-    a top-level function of a test module; `nodes` names the logical node of each rank; ranks in `lost` may die without
-    a result (None in the results). Whatever is still there after `seconds`, or when the test ends, is killed.
+    `processes(size, target, *arguments, nodes=["a", "a", "b"], environment={}, seconds=90, lost=(), agent=False)`:
+    `target` is a top-level function of a test module; `nodes` names the logical node of each rank; ranks in `lost` may
+    die without a result (None in the results); `agent` has a process of its own serve the store, as torchrun's agent
+    does: the loss of rank 0 does not take it along. Whatever is still there after `seconds`, or when the test ends, is
+    killed.
     """
     with _starter(_server, request.config.getoption("--hosts-network")) as run:
         yield run
@@ -222,6 +235,22 @@ def _serve(task: Task) -> None:
             task.outcome.close()
 
 
+def _serve_store(address: str, host: int | None, outcome: Connection) -> None:
+    """Serves a store on the host of rank 0, until the other end of the pipe is closed."""
+    if host is not None:
+        enter_namespaces(host, ("net", "uts"))
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    outcome.send(store.port)
+    outcome.poll(None)
+
+
+@pytest.fixture
+def one_machine(request: pytest.FixtureRequest) -> None:
+    """For ranks that meet outside of the fixture `processes`: not on hosts of their own."""
+    if request.config.getoption("--hosts-network"):
+        pytest.skip("its ranks meet on this machine, not on emulated hosts")
+
+
 class OnGroups(Protocol):
     """Runs a body on every rank of a new shared-memory group, ranks as threads."""
 
@@ -255,3 +284,5 @@ def on_groups() -> OnGroups:
 
 if __name__ == RANK:
     _serve(globals()["TASK"])
+if __name__ == AGENT:
+    _serve_store(*globals()["STORE"])

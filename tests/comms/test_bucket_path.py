@@ -36,10 +36,12 @@ COMPRESSED = (
     "compressors.routed",
     "compressors.two_stage",
     "compressors.residual",
-    "compressors.quantize",
+    "compressors.codecs.base",
     "compressors.kernels.native",
+    "compressors.codecs.quantize",
 )
-MOST_EXACT, MOST_COMPRESSED = 8, 12
+"""The codec's own file is the lowest: it describes the format, which all above ask for a payload's length."""
+MOST_EXACT, MOST_COMPRESSED = 8, 13
 
 Edge = tuple[str | None, str]
 """Whose frame is the nearest of ours above a call, and which module was called."""
@@ -70,10 +72,10 @@ def module_of(frame: FrameType) -> str | None:
 
 
 def record(rank: int, compressor: str) -> list[Edge]:
-    """Trains on one rank, and returns what the second bucket of the fifth step entered."""
+    """Trains on one rank, and returns what the middle bucket of the fifth step entered: it begins and ends no step."""
     recorder = Recorder()
     dist.init_process_group("gloo")
-    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(6)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.03)  # two layers a bucket
     state = gradwire.HookState(model, compressor=compressor)
     step = 0

@@ -257,6 +257,7 @@ def launch_restarted_job(rank: int, folder: str) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=1,
+        local_addr=os.environ["MASTER_ADDR"],  # without it the ranks are told a host name, which may not resolve
         monitor_interval=0.1,
         start_method="fork",
     )

@@ -99,7 +99,7 @@ def test_the_report_counts_the_bytes_of_the_plan() -> None:
         return str(report), {row.level: row.wire_nbytes for row in report.rows if row.op == "all_reduce"}
 
     for text, sent in on_ranks("aabb", body, plan="hierarchical"):
-        assert "links as given (`probe=True` measures them): " in text
+        assert "links as assumed where nobody gives them (`probe=True` measures them): " in text
         assert "2 nodes x 2 ranks" in text
         assert "hierarchical" in text
         assert sent == {"inter_node": 128_000}  # half the bucket is this rank's shard; a ring of two sends it once

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.comms.config import Config
+from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, MEASURING, PLANNING, SUMMING, WATCHING, Config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "hook.md"
 
@@ -49,6 +49,19 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
 """Field -> its variable, a text for it, and the value that the text stands for."""
 
 FIELDS = [entry.name for entry in dataclasses.fields(Config)]
+
+
+def test_every_option_is_of_one_part() -> None:
+    """Faces take and refuse options by their parts: an option of none would be ignored by all but the hook."""
+    parts = [*PLANNING, *MEASURING, *COMPRESSION, *SUMMING, *FUSION, *WATCHING, *ELASTIC]
+    assert sorted(parts) == sorted(FIELDS)
+
+
+def test_defaults_ask_for_nothing() -> None:
+    assert Config().asked_for(FIELDS) == Config(probe=False).asked_for(FIELDS) == []
+    given = Config(elastic=True, fusion_mb=1.0, rules=({"pattern": "a"},))
+    assert given.asked_for(ELASTIC) == ["elastic"] and given.asked_for(FIELDS) == ["rules", "fusion_mb", "elastic"]
+    assert given.only(PLANNING) == Config()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.comms import hook
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.step import features
 from support.processes import Processes
 
 NODES = "aabb"
@@ -164,7 +164,7 @@ def fail_to_connect(_: int) -> int:
     closed: list[Communicator] = []
     with (
         patch.object(Communicator, "close", lambda communicator: closed.append(communicator)),
-        patch.object(hook, "StepWatch", refuse),
+        patch.object(features, "StepWatch", refuse),
     ):
         with suppress(ValueError):
             gradwire.HookState(nn.Linear(2, 2))

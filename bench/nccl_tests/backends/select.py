@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from gradwire.bench.emulation.fork import ask_in_child
 from gradwire.bench.nccl_tests.backends.backend import Backend
 from gradwire.bench.nccl_tests.backends.gradwire_backend import GradwireBackend
 from gradwire.bench.nccl_tests.backends.shm_backend import ShmBackend
@@ -93,8 +94,12 @@ def make_compressor(name: str) -> Compressor | None:
     return compressor
 
 
-def check_device(options: argparse.Namespace) -> str:
-    """Where the tensors are: `cpu` or `cuda`. Leaves CUDA untouched, so that ranks may still be forked.
+def check_device(options: argparse.Namespace, *, before_fork: bool = False) -> str:
+    """Where the tensors are: `cpu` or `cuda`.
+
+    Args:
+        options: Of the command line.
+        before_fork: Leave CUDA untouched, so that this process may still fork ranks.
 
     Raises:
         ValueError: A flag needs a GPU that is not there, or another kind of tensor.
@@ -112,8 +117,8 @@ def check_device(options: argparse.Namespace) -> str:
         if options.cudagraph:
             raise ValueError(f"`-G` is {options.cudagraph}, but the tensors are on the CPU; wanted 0, or --device cuda")
         return asked
-    # Asks NVML; torch.cuda.is_available() would ask CUDA, after which a forked rank cannot use it.
-    if torch.cuda.device_count() == 0:
+    found = ask_in_child(_finds_a_gpu) if before_fork else _finds_a_gpu()
+    if not found:
         cause = f"`--backend` is {needs_cuda[0]}" if needs_cuda else "`--device` is cuda"
         raise ValueError(
             f"{cause}, but torch finds no CUDA device here; wanted a GPU and a CUDA build of torch, or "
@@ -123,6 +128,10 @@ def check_device(options: argparse.Namespace) -> str:
     if on_cpu:
         raise ValueError(f"`--backend` is {on_cpu[0]} and the tensors are on CUDA; wanted --device cpu for it")
     return asked
+
+
+def _finds_a_gpu() -> bool:
+    return torch.cuda.device_count() > 0
 
 
 def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:

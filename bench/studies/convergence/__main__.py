@@ -3,7 +3,7 @@ r"""Does training under a compressor reach plain DDP's quality, and how soon?
     python -m gradwire.bench.studies.convergence quality --json runs.json   # every task, method and seed; an hour
     python -m gradwire.bench.studies.convergence speed --json runs.json     # seconds per step on emulated links; root
     python -m gradwire.bench.studies.convergence show --json runs.json \
-        --page docs/reference/convergence.md --draw docs/pictures/convergence
+        --page docs/results/convergence.md --draw docs/pictures/convergence
 
 All of it goes into one file. Runs that are in it already are not repeated, so that a stopped measurement goes on.
 """

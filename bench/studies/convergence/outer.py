@@ -1,6 +1,6 @@
 """Does `gradwire.Outer` reach plain DDP's quality on slow links, and how fast does it train there?
 
-Feeds docs/explanation/talk_less_often.md.
+Feeds docs/results/outer.md.
 
     python -m gradwire.bench.studies.convergence.outer quality --json runs.jsonl            # 2 nodes of 2 ranks
     python -m gradwire.bench.studies.convergence.outer quality --json runs.jsonl --joined   # the same on 2 processes

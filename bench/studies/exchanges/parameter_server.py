@@ -1,6 +1,6 @@
 """Parameter servers and asynchronous updates: what they would cost on the links, and what staleness costs in quality.
 
-Feeds docs/explanation/parameter_server.md.
+Feeds docs/results/parameter_server.md.
 
     python -m gradwire.bench.studies.exchanges.parameter_server price
     python -m gradwire.bench.studies.exchanges.parameter_server staleness --json FILE   # 15 minutes a seed on one core

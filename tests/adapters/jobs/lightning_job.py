@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -59,14 +60,22 @@ def main() -> None:
     exact = train([gradwire.lightning.Callback()])
     saving = pl.callbacks.ModelCheckpoint(FOLDER, filename="{epoch}", save_top_k=-1)
     int8 = gradwire.lightning.Callback(compressor="int8")
-    whole = train([int8, saving])
-    again = gradwire.lightning.Callback(compressor="int8")
+    with patch("torch.distributed.gather_object") as gather, patch("torch.distributed.all_gather_object") as gather_all:
+        whole = train([int8, saving])
+    assert not gather.called and not gather_all.called  # nothing of the state goes through the network
+    again, linked = (gradwire.lightning.Callback(compressor="int8") for _ in range(2))
     resumed = train([again], ckpt_path=str(FOLDER / "epoch=1.ckpt"))
+    last = pl.callbacks.ModelCheckpoint(FOLDER / "last", filename="{epoch}", save_top_k=1, save_last="link")
+    train([gradwire.lightning.Callback(compressor="int8"), last], epochs=2)
+    from_last = train([linked], ckpt_path=str(FOLDER / "last" / "last.ckpt"))
+    train([gradwire.lightning.Callback(compressor="int8"), last], ckpt_path=str(FOLDER / "last" / "last.ckpt"))
     assert int8.state is not None and again.state is not None
     found = {
         "exact": torch.equal(exact, plain),
         "compressed": not torch.equal(whole, plain) and bool((whole - plain).abs().max() < 0.01),
         "resumed": torch.equal(resumed, whole),
+        "linked": torch.equal(from_last, whole),
+        "files": sorted(path.name for path in (FOLDER / "last").glob("*gradwire*")),
         "steps": [int8.state.steps, again.state.steps],
     }
     (FOLDER / f"{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -1,12 +1,13 @@
 """Ranks that are forked from one warmed process are on their nodes as if they had been started there."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.bench.emulation.fork import run_forked
+from gradwire.bench.emulation.fork import ask_in_child, run_forked
 
 JOB = """
 import json, os, socket
@@ -68,3 +69,24 @@ def test_ranks_end_when_their_time_is_up(tmp_path: Path) -> None:
         assert result.timed_out and result.exit_status == 124
         assert result.seconds < 30
     assert not left.exists()
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_question_is_asked_in_another_process(answer: bool, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+
+    def question() -> bool:
+        asked.write_text(str(os.getpid()))
+        return answer
+
+    assert ask_in_child(question) is answer
+    assert int(asked.read_text()) != os.getpid()
+
+
+def test_a_question_that_raises_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    def question() -> bool:
+        raise OSError("the driver is gone")
+
+    with pytest.raises(RuntimeError, match="ended with status 1"):
+        ask_in_child(question)
+    assert "the driver is gone" in capfd.readouterr().err

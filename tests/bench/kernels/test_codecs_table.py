@@ -21,7 +21,7 @@ from gradwire.bench.kernels.formats import (
     packed_bits,
     packing,
 )
-from gradwire.compressors.kernels.reference.waterfill import waterfill_widths
+from gradwire.compressors.codecs.waterfill import waterfill_widths
 
 
 def uneven(numel: int) -> torch.Tensor:

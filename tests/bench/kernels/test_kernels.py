@@ -14,7 +14,6 @@ from gradwire.bench.kernels.cases import (
     onebit_decode_case,
     onebit_encode_case,
     pack_bits,
-    pack_case,
     quantize_case,
     unpack_bits,
 )
@@ -35,9 +34,7 @@ NAMES = {
     "exponents_pack",
     "exponents_unpack",
     "dgc_step",
-    "pack",
     "powersgd_step",
-    "unpack",
 }
 
 
@@ -122,16 +119,3 @@ def test_the_composition_quantizes_as_the_kernel_does(bits: int) -> None:
     meta = 8192 // 512 * 8
     torch.testing.assert_close(ours[:meta].view(torch.float32), composed[:meta].view(torch.float32))
     assert (ours[meta:] != composed[meta:]).float().mean() < 0.001
-
-
-@pytest.mark.parametrize("back", [False, True])
-def test_the_composition_packs_what_the_kernel_does(back: bool) -> None:
-    case, outputs = pack_case(back, 8192, torch.device("cpu")), []
-    for step in (case.ours, case.composed):
-        for tensor in case.outputs:
-            tensor.zero_()
-        step(0)
-        outputs.append([tensor.clone() for tensor in case.outputs])
-    assert any(tensor.any() for tensor in outputs[0])
-    for ours, composed in zip(*outputs, strict=True):
-        assert torch.equal(ours, composed)

@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+from gpu_standin.calls import is_standin
 
 from gradwire.bench.nccl_tests import command
 
@@ -23,11 +24,28 @@ def test_a_backend_of_nccl_is_exact(run_bench: Run, collective: str, backend: st
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(is_standin(), reason="the GPU stand-in has no CUDA graphs")
 @pytest.mark.parametrize("backend", ["nccl", "nccl-raw"])
 def test_a_graph_of_iterations_is_replayed(run_bench: Run, backend: str) -> None:
     done = run_bench("all_reduce", "--backend", backend, "-G", "2", "-b", "64K", "-e", "64K", "-n", "5")
     assert done.returncode == 0, done.stderr
     assert "graph: 2" in done.stdout and "# Out of bounds values : 0 OK" in done.stdout
+
+
+def test_this_process_asks_for_no_gpu_before_it_forks_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where NVML is missing, torch asks CUDA, and ranks forked after that cannot use it."""
+    asked = []
+
+    def count() -> int:
+        asked.append("here")
+        return 1
+
+    monkeypatch.setattr(command, "launcher_variables", dict)
+    monkeypatch.setattr("torch.cuda.device_count", count)
+    monkeypatch.setattr(command, "_start_ranks", lambda *arguments: len(asked))
+    assert command.main(["all_reduce", "--backend", "nccl"]) == 0
 
 
 @pytest.mark.parametrize(

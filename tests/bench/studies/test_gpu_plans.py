@@ -7,13 +7,13 @@ import pytest
 from gradwire.bench.studies.gpu.plans import CLUSTERS, COLUMNS, main, predict, tables, with_tables
 from gradwire.cli.predict import PRESETS, build_parser, read_question
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "gpu_plans.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "results" / "gpu_plans.md"
 
 
 def test_the_page_shows_what_the_model_says() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert with_tables(text) == text, (
-        "run `python -m gradwire.bench.studies.gpu.plans --write docs/reference/gpu_plans.md`"
+        "run `python -m gradwire.bench.studies.gpu.plans --write docs/results/gpu_plans.md`"
     )
     assert "Nothing on this page has been measured" in text
 

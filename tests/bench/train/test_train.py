@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.bench.emulation.launch import python_module
+from gradwire.bench.emulation.launch import python_module, run_logical
 from gradwire.bench.train.train import main
 
 
@@ -18,7 +18,7 @@ def test_hooks_train_the_same_model_on_the_same_batches(tmp_path: Path) -> None:
         outcome = cluster.run(command, timeout_seconds=240)
     outcome.check()
     assert "step    4/4" in outcome.output[0] and "step" not in outcome.output[1]
-    assert "in a time that is not known: the rates" in outcome.output[0]  # nobody gave the link's rate
+    assert "its time is not known: the rates" in outcome.output[0]  # nobody gave the link's rate
     plain, narrow, exact = json.loads(file.read_text())
     assert [plain["hook"], narrow["hook"], exact["hook"]] == ["plain", "torch-fp16", "gradwire"]
     assert exact["predicted_seconds"] is None
@@ -29,6 +29,21 @@ def test_hooks_train_the_same_model_on_the_same_batches(tmp_path: Path) -> None:
     assert 0.48 < narrow["nic_nbytes_per_step"] / plain["nic_nbytes_per_step"] < 0.55
     assert plain["loss_deviation"] > 0
     assert plain["seconds_per_step"] > 0 and plain["validation_bits_per_byte"] > 1
+
+
+@pytest.mark.parametrize(("plan", "share"), [("flat", 1.0), ("hierarchical", 2 / 3)])
+def test_what_a_node_sends_is_counted_in_every_plan(
+    plan: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of two: a ring of all ranks sends 3/2 of the gradient from a node, and a sum inside it first 1."""
+    monkeypatch.setenv("GRADWIRE_PLAN", plan)
+    file = tmp_path / "results.json"
+    words = ["--hook", "plain", "--hook", "gradwire", "--steps", "2", "--batch", "1", "--context", "16"]
+    command = python_module("gradwire.bench.train.train", *words, "--json", str(file))
+    run_logical([2, 2], command, timeout_seconds=240).check()
+    plain, exact = json.loads(file.read_text())
+    assert plain["node_nbytes_per_step"] == 1.5 * plain["gradient_nbytes"]
+    assert exact["node_nbytes_per_step"] == pytest.approx(share * plain["node_nbytes_per_step"], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from gradwire.comms.plan.choice import (
 )
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import byte_costs
+from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.adaptive import Adaptive
 from gradwire.compressors.base import Layout, StateDict
 from support.layouts import layout_of_whole
@@ -197,7 +198,7 @@ class Rank:
             self.communicator.state_loaded()
 
     def step(self, number: int, poison: bool = False) -> Tensor:
-        self.chooser.step_begins()
+        self.chooser.step_began(number)
         buckets, transfers = [], []
         for place, names in enumerate(BUCKETS):
             layout, flat = layout_of(names), torch.cat([gradient(self.rank, number, name) for name in names])
@@ -209,7 +210,7 @@ class Rank:
             buckets.append(bucket)
             transfers.append(layout)
         self.compression.end_step(buckets, transfers)
-        self.chooser.step_ended(buckets, transfers)
+        self.chooser.step_ended(EndedStep(number, buckets, transfers, self.communicator.report))
         return torch.cat([bucket.flat for bucket in buckets])
 
 
@@ -406,7 +407,9 @@ def train_with_ddp(rank: int) -> tuple[str, list[str], float]:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)))
-    with patch("gradwire.comms.hook.probe"):  # it would measure loopback; a link of 1 MB/s is what it shall choose for
+    with patch(
+        "gradwire.comms.autotune.probe.probe"
+    ):  # it would measure loopback; a link of 1 MB/s is what it shall choose for
         state = gradwire.HookState(
             model,
             compressor="auto",

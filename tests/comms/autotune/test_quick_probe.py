@@ -340,5 +340,5 @@ def test_a_slow_node_owns_less_by_default_and_no_bit_tells() -> None:
     result.check()
     text = "\n".join(result.output)
     assert len(re.findall("default: owners by their links, as measured at the start", text)) == 3
-    assert len(re.findall("probe=False: equal owners, as given", text)) == 3
+    assert len(re.findall("probe=False: equal owners, not measured", text)) == 3
     assert len(set(re.findall(r"bits (\w{64})", text))) == 1 and len(re.findall(r"bits (\w{64})", text)) == 6

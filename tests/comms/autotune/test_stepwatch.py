@@ -16,7 +16,7 @@ def test_a_step_and_its_exposed_part() -> None:
         for _ in range(2):
             buckets.append(Times(now))
             now += 0.5
-        watch.step_ended(buckets)
+        watch.note(buckets)
         now += 0.25  # the last bucket is under way
         for bucket in buckets:
             bucket.reduced = now

@@ -3,6 +3,7 @@
 Ranks are processes; nodes are logical (GRADWIRE_HOSTNAME).
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -103,6 +104,7 @@ def train_in_a_start(rank: int, port: int, dies: bool) -> list[Tensor]:
 
 
 @every_cluster
+@pytest.mark.usefixtures("one_machine")
 def test_a_restart_on_the_same_store_meets_nothing_of_the_start_before(processes: Processes, nodes: list[str]) -> None:
     """torchrun --max-restarts keeps the store, with the addresses and segments of processes that are dead."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -227,8 +229,23 @@ def test_options_that_do_not_fit_are_refused_in_words(processes: Processes) -> N
     assert processes(2, asks, Config(plan="flat")) == ["", ""]
     (lossy, _) = processes(2, asks, Config(compressor="onebit"))
     assert "`pg_options`" in lossy and "HookState" in lossy
+    (lossless, _) = processes(2, asks, Config(elastic=True))
+    assert "`pg_options` has `elastic` True" in lossless and "gradwire.HookState" in lossless
     (other, _) = processes(2, asks, "fast")
     assert "`pg_options` is a str" in other
+
+
+def from_environment(rank: int) -> bool:
+    os.environ.update({"GRADWIRE_ELASTIC": "1", "GRADWIRE_FUSION_MB": "25", "GRADWIRE_PLAN": "flat"})
+    dist.init_process_group("gradwire")
+    group = dist.group.WORLD
+    assert group.config == Config(plan="flat", timeout=group.config.timeout)  # type: ignore[union-attr]
+    dist.barrier()
+    return True
+
+
+def test_variables_of_the_hook_are_not_the_backends(processes: Processes) -> None:
+    processes(2, from_environment)
 
 
 def differs(rank: int) -> str:

@@ -34,7 +34,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     for name, probe in (("default", None), ("probe=False", False)):
         text, digest = trained(probe)
         owners = "owners by their links" if "owners by their links" in text else "equal owners"
-        links = "as measured at the start" if "as measured at the start" in text else "as given"
+        links = "as measured at the start" if "as measured at the start" in text else "not measured"
         print(f"{name}: {owners}, {links}; bits {digest}", flush=True)
     place.leave()
     return 0

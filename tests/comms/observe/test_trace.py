@@ -2,6 +2,9 @@
 
 import json
 import random
+import threading
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,7 @@ from gradwire.comms.errors import PeerError
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.observe.recorder import PREFIX, Note, Recorder
 from gradwire.comms.observe.trace import Offset, aligned, chrome, offset, spread
+from gradwire.comms.step.listeners import EndedStep
 from gradwire.comms.streams import HostClock
 from support.observed import PARAMETERS, Steps, on_ranks
 
@@ -65,13 +69,26 @@ STEPS = 3
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of four ranks on two nodes with a compressor; rank 2 is late to the second bucket."""
     file = tmp_path_factory.mktemp("trace") / "steps.json"
+    through: Counter[int] = Counter()
+    changed = threading.Condition()
+
+    def pause(steps: Steps, index: int) -> float:
+        if steps.communicator.rank != 2:
+            with changed:
+                through[steps.steps] += index == 2  # the second bucket is on its way
+                changed.notify_all()
+        elif index == 1:  # not by the clock, which runs on while another rank waits for a core
+            with changed:
+                changed.wait_for(lambda: through[steps.steps] == 3, 30)
+            return 0.03
+        return 1e-3
 
     def body(steps: Steps) -> None:
         steps.step()
         steps.observer.trace(file, STEPS)
         for _ in range(STEPS + 1):
             assert steps.communicator.executor.recorder is None or steps.steps <= STEPS
-            steps.step(lambda index: 0.03 if steps.communicator.rank == 2 and index == 1 else 1e-3)
+            steps.step(partial(pause, steps))
         assert steps.communicator.executor.recorder is None  # with the last step the trace ends
 
     on_ranks("aabb", body, numel=8000, compressor="int8", stall_seconds=0.0)
@@ -192,6 +209,6 @@ def test_a_trace_whose_epoch_ends_while_ranks_tell_of_a_step_is_warned_of(caplog
     trace: Any = SimpleNamespace(step_ended=end)
     before._trace = trace
     for step in (8, 9):
-        before.step_ended(step, (), pytest.fail)
+        before.step_ended(EndedStep(step, (), (), pytest.fail))
     after.follow(before)
     assert "the trace is given up" in caplog.text

@@ -20,7 +20,7 @@ from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.comms.plan.routes import Routes
 from gradwire.comms.plan.sharded import ShardedCosts, ShardedWorkload
 from gradwire.compressors import registry
-from gradwire.compressors.cast import PACKED_SHARE
+from gradwire.compressors.codecs.packed_cast import PACKED_SHARE
 from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule
 from gradwire.topology.cluster import Level, Link, two_level_cluster
@@ -156,7 +156,7 @@ def test_packing_follows_what_is_known_of_the_links() -> None:
     assert evens == {0.0}
     routes.watch(True)  # and while the first steps are watched, plain
     assert state()[1] == pytest.approx(nbytes / PACKED_SHARE, rel=0.01)
-    assert "not packed yet" in routes[key].plan.why
+    assert "not packed yet" in routes[key].plan.payload_note
     routes.watch(False)
     assert state() == (evens, nbytes)
     for gbit, why in ((100.0, "too fast"), (0.2, "where that saves more than")):
@@ -164,8 +164,8 @@ def test_packing_follows_what_is_known_of_the_links() -> None:
         evens, sent = state()
         assert (evens == {NEVER}) == (gbit == 100.0)
         assert sent == pytest.approx(nbytes / (PACKED_SHARE if gbit == 100.0 else 1.0), rel=0.01)
-        assert why in routes[key].plan.why
-        assert routes[key].plan.why.count("Exponents") == 1
+        assert why in routes[key].plan.payload_note
+        assert " ".join(routes[key].plan.reasons).count("Exponents") == 1
     fast = Routes(
         two_level_cluster([0, 0, 1, 1], Link(20e-6, 5e9), Link(100e-6, 12.5e9)), 0, "cpu", Config(), compressor
     )
@@ -175,4 +175,4 @@ def test_packing_follows_what_is_known_of_the_links() -> None:
     routes.clear()
     assert not packed._trials  # other ranks may have another history
     gpus = Routes(cluster, 0, "cuda", Config(), compressor)
-    assert "on CUDA the host would have to wait" in gpus[key].plan.why
+    assert "on CUDA the host would have to wait" in gpus[key].plan.payload_note

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from gradwire.comms.config import LAUNCH_ORDER, launch_order
 from gradwire.comms.transport import launch_order as module
-from gradwire.comms.transport.launch_order import KEPT_FROM, Devices
+from gradwire.comms.transport.launch_order import KEPT_FROM, Devices, TorchIssuer
 from gradwire.comms.transport.nccl import INTER_NODE_CTAS, NODE_CTAS, NcclTransport
 from support.nccl import FakeNccl, FakeNcclWorld, FakeWork
 
@@ -132,3 +133,47 @@ def test_a_torch_without_nccl_leaves_the_environment_alone(monkeypatch: pytest.M
     monkeypatch.delenv(LAUNCH_ORDER, raising=False)
     Devices().prepare(several=True)
     assert launch_order() is None
+
+
+def test_what_torch_issues_takes_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2's own collectives beside gradwire's: those that the current stream waits for by an event behind them."""
+    monkeypatch.setattr(module, "multiprocessors", lambda device: NODE_CTAS)
+    log: list[str] = []
+    event = Waited((), "event", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
+
+    def torchs(work: Waited | None) -> Waited | None:
+        log.append("torch")
+        return work
+
+    between = NcclTransport(Logged("between", log), 0, 1, ctas=INTER_NODE_CTAS)
+    issuer, devices = TorchIssuer("torch's group", NODE_CTAS), Devices()
+    issuer.issue(lambda: torchs(None))
+    assert log == ["torch"], "nobody else is there"
+    devices.join(between, DEVICE)
+    devices.join(issuer, DEVICE)
+    for work in (None, Waited((), "work", log)):
+        issuer.issue(lambda work=work: torchs(work))  # type: ignore[misc]
+        between.all_reduce(torch.zeros(4))
+    waits = ["wait for between", "torch", "wait for work", "between"]
+    assert log == ["torch", "torch", "wait for event", "between", *waits]
+    devices.leave(between)
+    devices.leave(issuer)
+    assert issuer.turns is None
+
+
+@pytest.mark.parametrize("room", [NODE_CTAS, NODE_CTAS + INTER_NODE_CTAS])
+def test_what_torch_issues_by_itself_waits_for_the_last_where_there_is_no_room(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "multiprocessors", lambda device: room)
+    log: list[str] = []
+    node, between = transports(log)
+    devices = Devices()
+    for each in (node, between):
+        devices.join(each, DEVICE)
+    devices.wait_for_last(DEVICE)
+    issue(node, between)
+    log.clear()
+    devices.wait_for_last(DEVICE)
+    assert log == (["wait for node"] if room == NODE_CTAS else [])
