@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import importlib.util
+import io
 import json
 import os
 import select
@@ -220,6 +221,16 @@ def ask_in_child(question: Callable[[], bool]) -> bool:
     return ended == yes
 
 
+def print_whole_lines() -> None:
+    """Has a line that this process prints leave it in one piece, also under PYTHONUNBUFFERED.
+
+    Ranks share a pipe: pieces of two lines would mix.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a test's capture need not be one
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 def _fork(place: P, entry: Callable[[P, list[str]], int], arguments: list[str]) -> int:
     parent = os.getpid()
     pid = os.fork()
@@ -228,6 +239,7 @@ def _fork(place: P, entry: Callable[[P, list[str]], int], arguments: list[str]) 
     status = 1
     try:
         die_with_parent(parent)
+        print_whole_lines()
         status = entry(place, arguments)
     except BaseException:  # noqa: BLE001 - the child must not run on into the parent's code, whatever happened
         traceback.print_exc()
