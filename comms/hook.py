@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from gradwire.comms.elastic.membership import View
     from gradwire.comms.elastic.survive import Change
     from gradwire.comms.elastic.transfer import Carried
+    from gradwire.comms.step.used_map import UsedMap
     from gradwire.compressors.optim.first_step import Check, HasParameters
 
 log = logging.getLogger("gradwire")
@@ -109,6 +110,8 @@ class HookState:
         self._group: dist.ProcessGroup | None = None
         self._connection: GradientSession | None = None
         self._life = StepLife()
+        self._used_map: UsedMap | None = None
+        """On CUDA, once the ranks have connected."""
         self._timed = True
         self._sparse: list[Bucket] = []
         self._buckets: list[Bucket] = []
@@ -179,7 +182,7 @@ class HookState:
                 "`model` skips the all-reduce of unused parameters; wanted skip_all_reduce_unused_params=False: a step "
                 "whose last bucket is left out has no end that the hook could see"
             )
-        self._connect(parameter.device)
+        self._connect(parameter.device, model)
         if self._elastic is not None:
             self._group = self._elastic.take_over_group()
 
@@ -507,7 +510,7 @@ class HookState:
             raise ValueError("`compressor` is not set, or no model is bound yet: there is no state to keep")
         return self._connection.compression
 
-    def _connect(self, device: torch.device) -> GradientSession:
+    def _connect(self, device: torch.device, model: nn.Module | None = None) -> GradientSession:
         if self._connection is None:
             if not dist.is_initialized():
                 raise RuntimeError(
@@ -522,6 +525,9 @@ class HookState:
                 self._connection = GradientSession(SessionRanks.of(group, None), device, self.config, self.names)
             assert self._connection is not None
             if device.type == "cuda":
+                from gradwire.comms.step.used_map import UsedMap  # here: on a CPU nothing waits for room
+
+                self._used_map = UsedMap(model)
                 _on_cuda.add(self)
                 _register()
             pending, self._pending = self._pending, None
@@ -561,6 +567,8 @@ class HookState:
         if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
             self._check = self._checked_later(self.names)
         communicator = connection.communicator
+        if self._used_map is not None:
+            self._used_map.step_begins(communicator.device, self.steps)
         if communicator.device.type == "cuda":
             communicator.executor.timing = is_timed(self.steps) or connection.listeners.wants_times
         self._timed = connection.listeners.wants_arrivals or communicator.executor.timing
@@ -581,6 +589,8 @@ class HookState:
             self._elastic.settle()
         else:
             self._release(connection)
+        if self._used_map is not None:
+            self._used_map.last_is_issued(connection.communicator)
         if ends:
             self._end_step()
 

@@ -5,6 +5,10 @@ operation, never gets the GIL: before 3.14 Python ends such a thread by unwindin
 and takes it back in destructors, which may not be unwound, so the C++ library ends the whole process by SIGABRT, after
 the training has done all its work. So before Python is finalized each thread is asked to end, and waited for.
 
+Torch's own threads of gloo come back in the same way: one lets go of the last collective after who waited for it has gone
+on, and with it of what Python had put into the thread's state. A group that DistributedDataParallel has used outlives
+`destroy_process_group` (torch 2.13), so its threads are there when Python ends; they are waited for until they rest.
+
 Source: Python's documentation of PyEval_RestoreThread and of daemon threads; [except.terminate] of the C++ standard.
 """
 
@@ -13,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 log = logging.getLogger("gradwire")
 
@@ -21,6 +26,12 @@ EXIT_SECONDS = 5.0
 come back in the tenth of a second that the rest of the exit takes."""
 
 NAP_SECONDS = 0.05
+
+GLOO_THREAD = "pt_gloo_runloop"
+"""The name that torch gives those that run gloo's collectives."""
+
+GLOO_SECONDS = 1.0
+"""For gloo's threads to rest; one that waits for a peer rests, too."""
 
 _running: "set[BackgroundThread]" = set()
 _lock = threading.Lock()
@@ -96,6 +107,27 @@ def wait_for_all(seconds: float = EXIT_SECONDS) -> list[str]:
         next(iter(left)).join(NAP_SECONDS)
 
 
+def gloo_rests(tasks: Path = Path("/proc/self/task")) -> bool:
+    """Whether none of torch's threads of gloo runs or wants to (proc_pid_stat(5): states R and D)."""
+    for stat in tasks.glob("*/stat"):
+        try:
+            name, state = stat.read_text().split("(", 1)[1].rsplit(") ", 1)
+        except (FileNotFoundError, ProcessLookupError):  # has ended meanwhile
+            continue
+        if name == GLOO_THREAD and state[0] in "RD":
+            return False
+    return True
+
+
+def wait_for_gloo(seconds: float = GLOO_SECONDS) -> None:
+    """Waits until torch's threads of gloo rest, without the GIL, which they may want."""
+    deadline = time.monotonic() + seconds
+    resting = 0
+    while resting < 2 and time.monotonic() < deadline:  # twice: one that has just been given the GIL runs on
+        time.sleep(NAP_SECONDS / 10)
+        resting = resting + 1 if gloo_rests() else 0
+
+
 class _Process:
     """What lives as long as this module."""
 
@@ -103,6 +135,7 @@ class _Process:
 def _at_exit() -> None:
     if left := wait_for_all():
         log.debug("still in C++ at the end of the process: %s", ", ".join(left))
+    wait_for_gloo()
 
 
 _process = _Process()

@@ -73,6 +73,14 @@ def test_one_that_does_not_end_is_left_behind() -> None:
     assert threads.wait_for_all(20) == []
 
 
+@pytest.mark.parametrize(("state", "rests"), [("S", True), ("R", False), ("D", False)])
+def test_gloos_threads_rest_where_the_kernel_says_so(tmp_path: Path, state: str, rests: bool) -> None:
+    for number, line in enumerate(("1 (python) R 0", f"2 (pt_gloo_runloop) {state} 0", "3 (a) b) R 0")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "stat").write_text(line)
+    assert threads.gloo_rests(tmp_path) is rests
+
+
 def test_no_other_module_starts_a_thread_of_its_own() -> None:
     calls = [
         str(file.relative_to(COMMS))

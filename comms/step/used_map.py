@@ -1,0 +1,51 @@
+"""The map of used parameters, which DDP sums on its own communicator beside the buckets.
+
+On CUDA that sum and gradwire's could wait for each other for ever, where a GPU has no room for the kernels of all of
+them (comms/transport/launch_order.py), so they are never in flight together. With `find_unused_parameters` DDP issues
+the sum after each step's last bucket, and its stream waits for it before backward has ended; with `static_graph` before
+the first step's first bucket, and nothing waits. A state that has never seen its DDP model does not know of it: there
+NCCL has to keep the order.
+
+Source: torch/csrc/distributed/c10d/reducer.cpp, `all_reduce_local_used_map` and who calls it (torch 2.13 to 2.15).
+"""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Issues(Protocol):
+    """What issues the buckets' collectives."""
+
+    def rejoin(self) -> None:
+        """On CUDA: puts the current stream behind everything that was issued."""
+
+
+class UsedMap:
+    """Keeps DDP's sum of the map away from gradwire's collectives.
+
+    Args:
+        model: Whose buckets come; only a DDP model tells what it sums.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        known = model if isinstance(model, DistributedDataParallel) else None
+        self._in_first_step = known is not None and known.static_graph
+        self._in_every_step = known is not None and known.find_unused_parameters and not known.static_graph
+
+    def step_begins(self, device: torch.device, step: int) -> None:
+        """A step's first bucket has come, and nothing is issued yet; the host waits for the sum in the first one.
+
+        Args:
+            device: Of the bucket, a CUDA device.
+            step: Steps before this one.
+        """
+        if step == 0 and self._in_first_step:
+            torch.cuda.synchronize(device)
+
+    def last_is_issued(self, communicator: Issues) -> None:
+        """The collectives of a step's last bucket are issued: DDP's stream goes on behind all of them."""
+        if self._in_every_step:
+            communicator.rejoin()

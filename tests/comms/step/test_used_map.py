@@ -1,0 +1,61 @@
+"""When gradwire's collectives stay away from the sum that DDP issues beside the buckets.
+
+That nothing waits for ever is the law of tests/gpu_standin/test_schedules.py, on a GPU with few multiprocessors.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.comms.step.used_map import UsedMap
+
+CUDA = torch.device("cuda", 0)
+
+
+class Recorded:
+    """A communicator, and a device, that are told to wait."""
+
+    def __init__(self) -> None:
+        self.rejoined, self.waited = 0, 0
+
+    def rejoin(self) -> None:
+        self.rejoined += 1
+
+    def synchronize(self, device: torch.device) -> None:
+        self.waited += 1
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "first", "every"),
+    [
+        ({}, 0, 0),
+        ({"find_unused_parameters": True}, 0, 1),
+        ({"static_graph": True}, 1, 0),
+        ({"static_graph": True, "find_unused_parameters": True}, 1, 0),
+        (None, 0, 0),
+    ],
+    ids=["neither", "find_unused_parameters", "static_graph", "both", "not a DDP model"],
+)
+def test_where_ddp_sums_the_map(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool] | None, first: int, every: int
+) -> None:
+    layer = nn.Linear(2, 2)
+    recorded = Recorded()
+    monkeypatch.setattr(torch.cuda, "synchronize", recorded.synchronize)
+    used = UsedMap(layer if options is None else DistributedDataParallel(layer, **options))
+    for step in range(3):
+        used.step_begins(CUDA, step)
+        used.last_is_issued(recorded)
+    assert (recorded.waited, recorded.rejoined) == (first, 3 * every)
