@@ -5,9 +5,10 @@ operation, never gets the GIL: before 3.14 Python ends such a thread by unwindin
 and takes it back in destructors, which may not be unwound, so the C++ library ends the whole process by SIGABRT, after
 the training has done all its work. So before Python is finalized each thread is asked to end, and waited for.
 
-Torch's own threads of gloo come back in the same way: one lets go of the last collective after who waited for it has gone
-on, and with it of what Python had put into the thread's state. A group that DistributedDataParallel has used outlives
-`destroy_process_group` (torch 2.13), so its threads are there when Python ends; they are waited for until they rest.
+Torch's own threads of gloo come back in the same way: one lets go of the last collective after who waited for it has
+gone on, and with it of what Python had put into the thread's state. A group that DistributedDataParallel has used
+outlives `destroy_process_group` (torch 2.13), so its threads are there when Python ends; they are waited for until they
+rest.
 
 Source: Python's documentation of PyEval_RestoreThread and of daemon threads; [except.terminate] of the C++ standard.
 """
