@@ -18,6 +18,8 @@ from fake_cuda.clocks import Block, Clock, Timeline
 from fake_cuda.machine import device_index, machine
 
 RealFuture = torch.futures.Future
+CUDA_DEVICE_TYPE = 1
+"""c10::DeviceType::CUDA (torch/headeronly/core/DeviceType.h)."""
 WAIT_SECONDS = 60.0
 """How long the host waits for a future that another thread completes: longer than any test takes."""
 
@@ -38,6 +40,11 @@ class FakeStream:
     def device_index(self) -> int:
         """Of its device."""
         return self.timeline.device
+
+    @property
+    def device_type(self) -> int:
+        """That of CUDA."""
+        return CUDA_DEVICE_TYPE
 
     @property
     def stream_id(self) -> int:

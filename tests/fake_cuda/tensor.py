@@ -53,6 +53,8 @@ class Spec:
         self.is_view = (views and not any(self.written)) or self.name == UNSAFE_VIEW
         self.waits = self.name in WAITING
         self.blank = self.name.startswith(BLANK)
+        # What returns and writes nothing is bookkeeping of the host's: fsdp.record_grad_output_stream of torch 2.15.
+        self.launches = bool(returned) or any(self.written)
         self.copies = self.name in COPIES
         self.indexes = self.name in INDEXING
 
@@ -316,7 +318,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     wrapped = _wrapped(result, block_for, made)
     written = [(tensor.block, tensor) for tensor in (*writes, *([] if spec.blank else made))]
-    read = [] if spec.blank else [(tensor.block, tensor) for tensor in reads]
+    read = [] if spec.blank or not spec.launches else [(tensor.block, tensor) for tensor in reads]
     if read or written:
         running.access(
             stream,

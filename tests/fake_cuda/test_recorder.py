@@ -311,3 +311,17 @@ def test_faults_are_exactly_the_conflicts_that_no_path_orders(program: Program) 
             last[stream] = [number]
         found = [fault for fault in running.faults if fault.kind == "race"]
     assert bool(found) == expected
+
+
+def test_an_operation_without_result_reads_nothing(gpu: Machine) -> None:
+    """Torch 2.15 names a stream to the allocator by such an operation; no kernel is launched."""
+    with torch.library._scoped_library("gradwire_test", "FRAGMENT") as library:
+        library.define("note(Tensor buffer, int number) -> ()")
+        library.impl("note", lambda buffer, number: None, "CompositeExplicitAutograd")
+        x, side = torch.ones(8, device="cuda"), side_stream()
+        with torch.cuda.stream(side):
+            torch.ops.gradwire_test.note(x, 1)
+        gpu.check()
+        with torch.cuda.stream(side):
+            x + 1
+    assert kinds(gpu) == ["race"]

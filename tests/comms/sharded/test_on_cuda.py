@@ -84,6 +84,7 @@ class Unit:
             fsdp_placement=Shard(0),
             offload_to_cpu=False,
             pin_memory=False,
+            sharded_grad_dtype=torch.float32,
             _orig_size=torch.Size(shape),
             sharded_size=size,
             padded_sharded_param_size=size,
