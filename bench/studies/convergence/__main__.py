@@ -24,7 +24,7 @@ from gradwire.bench.studies.convergence.show import (
 )
 from gradwire.bench.studies.convergence.speed import LINKS, measure
 from gradwire.bench.studies.convergence.tasks import TASKS
-from gradwire.bench.studies.convergence.training import METHODS, method_of, train
+from gradwire.bench.studies.convergence.training import METHODS, add_import_option, import_modules, method_of, train
 
 SEEDS = (0, 1, 2)
 
@@ -82,7 +82,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=("quality", "speed", "show"))
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="holds all results; added to")
     parser.add_argument("--task", action="append", choices=TASKS, help="repeatable (default: all)")
-    parser.add_argument("--method", action="append", metavar="NAME", help="repeatable (default: all of the task's)")
+    parser.add_argument(
+        "--method",
+        action="append",
+        metavar="NAME",
+        help="of the tables, or a compressor; repeatable (default: all of the task's)",
+    )
+    add_import_option(parser)
     parser.add_argument("--seed", action="append", type=int, help=f"repeatable (default: {SEEDS})")
     parser.add_argument(
         "--share",
@@ -102,6 +108,7 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv)
     try:
         with clean_end():
+            import_modules(options.modules)
             record = Record(options.json)
             if options.what == "quality":
                 measure_quality(record, options)

@@ -5,6 +5,7 @@ ranks are averaged exactly, the compressors of both nodes take turns, and one op
 those of the real job, but for the order in which floats are added; nothing is timed.
 
     python -m gradwire.bench.studies.convergence.alone --task text --compressor powersgd --options '{"rank": 16}'
+    python -m gradwire.bench.studies.convergence.alone --task text --import my_codecs --compressor ternary
 """
 
 import argparse
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
-from gradwire.bench.studies.convergence.training import FREEZE_SHARE, ONEBIT_ADAM
+from gradwire.bench.studies.convergence.training import FREEZE_SHARE, ONEBIT_ADAM, add_import_option, import_modules
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, Collective, Compressor, Layout, Member, Request, Slice
 from gradwire.compressors.optim.fit import take_momentum
 from gradwire.compressors.optim.onebit_adam import OneBitAdam
@@ -193,6 +194,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--compressor", help=f"or {ONEBIT_ADAM} (default: an exact sum)")
+    add_import_option(parser)
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="of the compressor")
     parser.add_argument("--seed", action="append", type=int, help="repeatable (default: 0)")
     return parser
@@ -200,7 +202,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Trains, and prints where it ended; returns the exit status."""
-    asked = build_parser().parse_args(argv)
+    parser = build_parser()
+    asked = parser.parse_args(argv)
+    try:
+        import_modules(asked.modules)
+        if asked.compressor not in (None, ONEBIT_ADAM):
+            options_of(asked.compressor)
+    except ValueError as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     task = TASKS[asked.task]()
     task.load()

@@ -3,10 +3,11 @@
 It runs on two logical nodes of two ranks. Time plays no part in it.
 """
 
+import argparse
 import importlib
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks
 from gradwire.bench.emulation.launch import free_port
 from gradwire.bench.studies.convergence.tasks import RANKS, Task, share_of_peak
 from gradwire.compressors.registry import Option, options_of
+from gradwire.compressors.registry import names as compressor_names
 
 PLAIN, TORCH_FP16, ONEBIT_ADAM = "plain DDP", "torch fp16 hook", "OneBitAdam"
 FREEZE_SHARE = 0.2
@@ -219,16 +221,53 @@ class TrainingRun:
         return self.curve[-1][1]
 
 
+def add_import_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--import MODULE`, which brings compressors of one's own; see `import_modules`."""
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="modules",
+        metavar="MODULE",
+        help="imported first: it registers a codec or compressor of your own; repeatable",
+    )
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Imports the modules that `--import` names.
+
+    Raises:
+        ValueError: One cannot be imported; says why.
+    """
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise ValueError(
+                f"`--import` is {name!r}, and importing it fails: {type(error).__name__}: {error}; name a module of "
+                "this folder or of PYTHONPATH, as my_codecs for my_codecs.py"
+            ) from error
+
+
 def method_of(task: Task, name: str) -> Method:
-    """Returns the method of that name under the task's optimizer.
+    """Returns the method of that name under the task's optimizer: of the tables, or any registered compressor.
+
+    Args:
+        task: Whose optimizer.
+        name: `plain DDP`, `gradwire int8`; a compressor as `int8`, or one that `--import` has brought.
 
     Raises:
         ValueError: There is none.
     """
     found = {method.name: method for method in (*METHODS[task.facts.optimizer], *SHARDED_METHODS)}
-    if name not in found:
-        raise ValueError(f"`--method` is {name!r}; {task.facts.name} has {', '.join(found)}")
-    return found[name]
+    if name in found:
+        return found[name]
+    if name in compressor_names():
+        return found.get(f"gradwire {name}", _gradwire(name))
+    raise ValueError(
+        f"`--method` is {name!r}; {task.facts.name} has {', '.join(found)}, and the compressors are "
+        f"{', '.join(compressor_names())}: `--import MODULE` brings one of your own"
+    )
 
 
 def train(task: Task, method: Method, seed: int) -> TrainingRun:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.bench.studies.convergence import __main__ as convergence
-from gradwire.bench.studies.convergence import tasks
+from gradwire.bench.studies.convergence import alone, tasks
 from gradwire.bench.studies.convergence.alone import train_alone, train_onebit_adam
 from gradwire.bench.studies.convergence.record import DENSE, Record, Speed, Timed, seconds_to, steps_to, target
 from gradwire.bench.studies.convergence.show import (
@@ -35,6 +35,7 @@ from gradwire.bench.studies.convergence.tasks import (
     share_of_peak,
 )
 from gradwire.bench.studies.convergence.training import EVALUATED, METHODS, PLAIN, TORCH_FP16, TrainingRun, method_of
+from gradwire.compressors import registry
 
 JOB = Path(__file__).parent / "convergence_job.py"
 ONEBIT = "gradwire onebit"
@@ -79,6 +80,36 @@ def test_the_optimizer_that_communicates_by_itself_takes_part(runs: dict[str, di
     ending = train_onebit_adam(runpy.run_path(str(JOB))["Line"]("adamw"), {}, seed=1)
     assert ending.quality == pytest.approx(curve[-1][1], rel=1e-3)  # type: ignore[index]
     assert 1.0 < ending.ratio < 20 / 4
+
+
+def test_a_codec_of_ones_own_takes_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "codecs_of_a_test.py").write_text(
+        "import torch\n"
+        "from gradwire import register_codec\n"
+        "class Doubles:\n"
+        "    def wire_nbytes(self, numel): return 8 * numel\n"
+        "    def encode(self, flat, payload): payload.copy_(flat.double().view(torch.uint8))\n"
+        "    def decode(self, payload, flat): flat.copy_(payload.view(torch.float64).float())\n"
+        "register_codec('doubles', Doubles)\n"
+    )
+    (tmp_path / "broken_codecs.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    line = runpy.run_path(str(JOB))["Line"]
+    monkeypatch.setitem(tasks.TASKS, "line", lambda: line("sgd"))
+    asked = ["--task", "line", "--compressor", "doubles", "--options", '{"warmup_steps": 0}']
+    with pytest.raises(SystemExit):
+        alone.main(asked)
+    assert "`compressor` is 'doubles'" in capsys.readouterr().err
+    assert alone.main([*asked, "--import", "codecs_of_a_test"]) == 0
+    said = capsys.readouterr().out
+    exact = train_alone(line("sgd"), None, {}, seed=0)
+    assert f"squared error {exact.quality:.4f}, 0.5 times fewer bytes" in said
+    assert method_of(line("sgd"), "doubles").compressor == "doubles"
+    assert convergence.main(["quality", "--json", str(tmp_path / "runs.json"), "--import", "broken_codecs"]) == 1
+    assert "`--import` is 'broken_codecs'" in capsys.readouterr().err
 
 
 def a_run(method: str, seed: int, *qualities: float, dense_steps: int = 0) -> TrainingRun:
