@@ -1,10 +1,13 @@
 """What every command shares in listening: a parser, bounds of numbers, places to write to, all checked beforehand."""
 
 import argparse
+import importlib
 import importlib.util
 import math
 import os
 import stat
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +26,43 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints what went wrong and ends with status 2."""
         super().error(printable(message))
+
+
+def add_import_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Adds `--import MODULE`, for codecs of the user's own.
+
+    Args:
+        parser: A command's, or a group of it.
+    """
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this first, where it registers codecs of yours; repeatable",
+    )
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Imports what `--import` names, from the current folder as well.
+
+    Args:
+        names: Of modules, as Python's `import` takes them.
+
+    Raises:
+        ValueError: One of them does not exist, or raises.
+    """
+    if names and (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise ValueError(
+                f"`--import` {name}: {type(error).__name__}: {error}; wanted a module in the current folder or on "
+                "PYTHONPATH that can be imported"
+            ) from error
 
 
 def check_number(option: str, value: float | None, least: float, most: float) -> None:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from gradwire.bench.arguments import MOST_SECONDS
+from gradwire.bench.arguments import MOST_SECONDS, add_import_option, import_modules
 from gradwire.bench.emulation.cluster import MOST_RANKS
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, OPERATIONS
 
@@ -282,6 +282,7 @@ def _add_backends(parser: Parser) -> None:
         metavar="NAME",
         help="gradwire's compressor between nodes, for all_reduce (default none: exact)",
     )
+    add_import_option(backends)
     backends.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -307,6 +308,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.stepfactor == 1.0 and options.stepbytes == 0:
         raise ValueError("`-i` is 0; wanted a size to add from row to row, or a factor with -f")
     sizes(options)
+    import_modules(options.imports)
     if options.per_iter_skip >= options.iters:
         raise ValueError(
             f"`-K` is {options.per_iter_skip} and `-n` is {options.iters}; wanted fewer skipped than timed"

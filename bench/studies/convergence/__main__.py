@@ -12,6 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from gradwire.bench.arguments import add_import_option, import_modules
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.studies.convergence.record import Record
 from gradwire.bench.studies.convergence.show import (
@@ -24,7 +25,7 @@ from gradwire.bench.studies.convergence.show import (
 )
 from gradwire.bench.studies.convergence.speed import LINKS, measure
 from gradwire.bench.studies.convergence.tasks import TASKS
-from gradwire.bench.studies.convergence.training import METHODS, add_import_option, import_modules, method_of, train
+from gradwire.bench.studies.convergence.training import METHODS, method_of, train
 
 SEEDS = (0, 1, 2)
 
@@ -108,7 +109,7 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv)
     try:
         with clean_end():
-            import_modules(options.modules)
+            import_modules(options.imports)
             record = Record(options.json)
             if options.what == "quality":
                 measure_quality(record, options)

@@ -18,8 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from gradwire.bench.arguments import add_import_option, import_modules
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
-from gradwire.bench.studies.convergence.training import FREEZE_SHARE, ONEBIT_ADAM, add_import_option, import_modules
+from gradwire.bench.studies.convergence.training import FREEZE_SHARE, ONEBIT_ADAM
+from gradwire.bench.terminal import complain
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, Collective, Compressor, Layout, Member, Request, Slice
 from gradwire.compressors.optim.fit import take_momentum
 from gradwire.compressors.optim.onebit_adam import OneBitAdam
@@ -202,14 +204,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Trains, and prints where it ended; returns the exit status."""
-    parser = build_parser()
-    asked = parser.parse_args(argv)
+    asked = build_parser().parse_args(argv)
     try:
-        import_modules(asked.modules)
+        import_modules(asked.imports)
         if asked.compressor not in (None, ONEBIT_ADAM):
             options_of(asked.compressor)
     except ValueError as error:
-        parser.error(str(error))
+        complain("alone", error)
+        return 2
     torch.set_num_threads(1)
     task = TASKS[asked.task]()
     task.load()

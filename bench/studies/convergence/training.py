@@ -3,11 +3,10 @@
 It runs on two logical nodes of two ranks. Time plays no part in it.
 """
 
-import argparse
 import importlib
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -219,34 +218,6 @@ class TrainingRun:
     def final(self) -> float:
         """Quality at the end."""
         return self.curve[-1][1]
-
-
-def add_import_option(parser: argparse.ArgumentParser) -> None:
-    """Adds `--import MODULE`, which brings compressors of one's own; see `import_modules`."""
-    parser.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="modules",
-        metavar="MODULE",
-        help="imported first: it registers a codec or compressor of your own; repeatable",
-    )
-
-
-def import_modules(names: Sequence[str]) -> None:
-    """Imports the modules that `--import` names.
-
-    Raises:
-        ValueError: One cannot be imported; says why.
-    """
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            raise ValueError(
-                f"`--import` is {name!r}, and importing it fails: {type(error).__name__}: {error}; name a module of "
-                "this folder or of PYTHONPATH, as my_codecs for my_codecs.py"
-            ) from error
 
 
 def method_of(task: Task, name: str) -> Method:

@@ -1,0 +1,74 @@
+"""`--import MODULE`: a codec of the user's own in the bench and in the convergence study."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradwire.bench.studies.convergence import alone
+from gradwire.compressors import registry
+
+CODEC = """
+import torch
+from torch import Tensor
+
+import gradwire
+
+
+class Halves:
+    def wire_nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, flat: Tensor, payload: Tensor) -> None:
+        payload.copy_(flat.half().view(torch.uint8))
+
+    def decode(self, payload: Tensor, flat: Tensor) -> None:
+        flat.copy_(payload.view(torch.float16))
+
+
+gradwire.register_codec("halves", Halves)
+"""
+
+
+def bench(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "gradwire", "bench", "all_reduce", "-b", "64K", "-e", "64K", "-n", "2", "-w", "1"]
+    return subprocess.run(
+        [*line, "-g", "2", *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_bench_takes_a_codec_of_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "my_codecs.py").write_text(CODEC)
+    done = bench(tmp_path, "--import", "my_codecs", "--compressor", "halves")
+    assert done.returncode == 0, done.stderr
+    assert "halves" in done.stdout
+    without = bench(tmp_path, "--compressor", "halves")
+    assert without.returncode == 2 and "`--compressor` is 'halves'" in without.stderr
+
+
+def test_a_module_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "broken_codecs.py").write_text("raise RuntimeError('no such luck')\n")
+    for name, why in (("missing_codecs", "No module named"), ("broken_codecs", "RuntimeError: no such luck")):
+        assert alone.main(["--task", "text", "--import", name]) == 2
+        said = capsys.readouterr().err
+        assert f"`--import` {name}" in said and why in said and "PYTHONPATH" in said
+
+
+def test_the_study_trains_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert alone.main(["--task", "text", "--compressor", "quarters"]) == 2
+    assert "`compressor` is 'quarters'" in capsys.readouterr().err
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))  # what follows is of this test alone
+    (tmp_path / "quarter_codecs.py").write_text(CODEC.replace("halves", "quarters"))
+    steps = alone.train_alone
+    monkeypatch.setattr(alone, "train_alone", lambda task, name, options, seed: steps(task, name, options, seed, 2))
+    assert alone.main(["--task", "text", "--import", "quarter_codecs", "--compressor", "quarters"]) == 0
+    assert "2.0 times fewer bytes" in capsys.readouterr().out
