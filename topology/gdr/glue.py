@@ -13,6 +13,54 @@ PEERMEM_PATHS = (
 """Any of these makes NCCL use peer memory. Source: NCCL src/transport/net_ib/gdr.cc."""
 
 
+DATA_CENTRE = {
+    0x1DB1: "V100 SXM2 16GB",
+    0x1DB5: "V100 SXM2 32GB",
+    0x1DB6: "V100 PCIe 32GB",
+    0x20B0: "A100 SXM4 40GB",
+    0x20B2: "A100 SXM4 80GB",
+    0x20B5: "A100 PCIe 80GB",
+    0x20F1: "A100 PCIe 40GB",
+    0x2330: "H100 SXM5 80GB",
+    0x2331: "H100 PCIe",
+    0x2335: "H200 SXM 141GB",
+    0x2342: "GH200",
+    0x26B9: "L40S",
+    0x2901: "B200",
+}
+"""Device ids of GPUs sold with GPUDirect RDMA. Source: pci.ids and NVIDIA's data sheets."""
+
+
+_PROFESSIONAL = re.compile(r"Tesla|Quadro|RTX PRO|RTX A\d|RTX \d{4} Ada|\b(A|H|B|L|V|GH|GB|P)\d{2,3}S?\b")
+UNIFIED = {0x2E12: "GB10"}
+"""GPUs that share the processor's memory: CUDA offers no GPUDirect RDMA there. Source: NVIDIA DGX Spark, Known issues
+and frequently asked questions; pci.ids."""
+
+
+def gpu_has_gdr(host: Host, gpu: str) -> tuple[bool | None, str]:
+    """Whether a GPU's memory can be registered with a NIC at all, and what says so; None is unknown.
+
+    Args:
+        host: The machine.
+        gpu: Its bus id.
+    """
+    facts, function = host.gpu_facts(gpu), host.tree.functions[gpu]
+    name = facts.name or DATA_CENTRE.get(function.device or 0) or UNIFIED.get(function.device or 0, "")
+    if facts.gdr_supported is not None:
+        return facts.gdr_supported, f"attribute 116 is {facts.gdr_supported:d}"
+    if "GeForce" in name or re.search(r"\bGB10\b", name):
+        return False, f"{name} has no GPUDirect RDMA"
+    if _PROFESSIONAL.search(name):
+        return True, f"{name} has GPUDirect RDMA"
+    why = host.facts.cuda_error or "no libcuda, no NVML"
+    return None, f"GPU {function.device or 0:04x} was not asked: {why}"
+
+
+def no_gpu_has_gdr(host: Host) -> bool:
+    """Whether every GPU says that it has none: then nothing is to be loaded, and nothing to be mended."""
+    return bool(host.gpus) and all(gpu_has_gdr(host, gpu.bus_id)[0] is False for gpu in host.gpus)
+
+
 @dataclass(frozen=True, slots=True)
 class DmabufCondition:
     """One condition of dma-buf; `good` None is unknown."""

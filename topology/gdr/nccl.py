@@ -79,3 +79,15 @@ def default_level(version: Version | None) -> str:
 def within(path: str, level: str) -> bool:
     """Whether a path is at most as far as a level."""
     return LEVELS.index(path) <= LEVELS.index(level)
+
+
+def hca_matches(value: str, name: str) -> bool:
+    """Whether NCCL_IB_HCA lets NCCL use a device.
+
+    Source: NCCL user guide, NCCL_IB_HCA; src/misc/utils.cc (parseStringList, matchIfList).
+    """
+    exclude, rest = value.startswith("^"), value.lstrip("^")
+    exact, rest = rest.startswith("="), rest.lstrip("=")
+    words = [word.partition(":")[0] for word in rest.split(",") if word]
+    listed = any(name == word if exact else name.startswith(word) for word in words)
+    return listed != exclude

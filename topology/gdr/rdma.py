@@ -72,6 +72,8 @@ class RdmaDevice:
     hca_type: str | None
     firmware: str | None
     ports: tuple[RdmaPort, ...]
+    system_guid: str | None = None
+    """Of the card: the same on all its functions, in whatever slot they are."""
     verbs: bool = True
     """False for Slingshot: libfabric's cxi provider, no verbs."""
 
@@ -118,7 +120,14 @@ def _read_device(files: Files, folder: str, name: str, owners: dict[str, str]) -
         ports = tuple(_read_slingshot_port(files, net) for net in files.names(f"{top}/device/net") or ())
         return RdmaDevice(name, bus_id, "cxi", files.text(f"{top}/fw_ver"), ports, verbs=False)
     ports = tuple(_read_port(files, f"{top}/ports/{port}") for port in files.names(f"{top}/ports") or ())
-    return RdmaDevice(name, bus_id, files.text(f"{top}/hca_type"), files.text(f"{top}/fw_ver"), ports)
+    return RdmaDevice(
+        name, bus_id, files.text(f"{top}/hca_type"), files.text(f"{top}/fw_ver"), ports, _guid(files, top)
+    )
+
+
+def _guid(files: Files, top: str) -> str | None:
+    text = files.text(f"{top}/sys_image_guid")
+    return None if text is None or not text.strip("0:") else text
 
 
 def _read_slingshot_port(files: Files, net: str) -> RdmaPort:

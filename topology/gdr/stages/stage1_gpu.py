@@ -2,7 +2,7 @@
 
 import re
 
-from gradwire.topology.gdr.glue import driver_flavour, peermem_known, peermem_path
+from gradwire.topology.gdr.glue import driver_flavour, gpu_has_gdr, no_gpu_has_gdr, peermem_known, peermem_path
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import (
     CheckOutcome,
@@ -18,25 +18,7 @@ from gradwire.topology.gdr.model import (
 )
 from gradwire.topology.pci_ids import NVIDIA
 
-DATA_CENTRE = {
-    0x1DB1: "V100 SXM2 16GB",
-    0x1DB5: "V100 SXM2 32GB",
-    0x1DB6: "V100 PCIe 32GB",
-    0x20B0: "A100 SXM4 40GB",
-    0x20B2: "A100 SXM4 80GB",
-    0x20B5: "A100 PCIe 80GB",
-    0x20F1: "A100 PCIe 40GB",
-    0x2330: "H100 SXM5 80GB",
-    0x2331: "H100 PCIe",
-    0x2335: "H200 SXM 141GB",
-    0x2342: "GH200",
-    0x26B9: "L40S",
-    0x2901: "B200",
-}
-"""Device ids of GPUs sold with GPUDirect RDMA. Source: pci.ids and NVIDIA's data sheets."""
-
 _BAR1_FLOOR_NBYTES = 1 << 30  # 256 MiB is the size without Above-4G decoding; a judgement, no vendor publishes a limit
-_PROFESSIONAL = re.compile(r"Tesla|Quadro|RTX PRO|RTX A\d|RTX \d{4} Ada|\b(A|H|B|L|V|GH|GB|P)\d{2,3}S?\b")
 
 
 def driver_loaded(host: Host) -> Finding:
@@ -71,19 +53,13 @@ def gpu_can_register(host: Host) -> Finding:
 
     def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
         del nic
-        facts, function = host.gpu_facts(gpu), host.tree.functions[gpu]
-        name = facts.name or DATA_CENTRE.get(function.device or 0, "")
-        if facts.gdr_supported is not None:
-            return (
-                CheckOutcome.PASS if facts.gdr_supported else CheckOutcome.FAIL
-            ), f"attribute 116 is {facts.gdr_supported:d}"
-        if "GeForce" in name:
-            return CheckOutcome.FAIL, f"{name} has no GPUDirect RDMA"
-        if _PROFESSIONAL.search(name):
-            return CheckOutcome.PASS, f"{name} has GPUDirect RDMA"
-        why = host.facts.cuda_error or "no libcuda, no NVML"
-        return CheckOutcome.UNKNOWN, f"GPU {function.device or 0:04x} was not asked: {why}"
+        has, why = gpu_has_gdr(host, gpu)
+        outcomes = {True: CheckOutcome.PASS, False: CheckOutcome.FAIL, None: CheckOutcome.UNKNOWN}
+        return outcomes[has], why
 
+    if no_gpu_has_gdr(host):
+        remedy = "none: this GPU's memory cannot be registered with a NIC, by no module and no variable; NCCL stages it"
+        return judge_pairs(host, judge, remedy)
     return judge_pairs(
         host, judge, "use a data-centre or professional GPU; where unknown, run with the driver's libraries"
     )
@@ -96,6 +72,8 @@ def module_flavour(host: Host) -> Finding:
     Source: NVIDIA GPU Operator documentation, GPUDirect RDMA; open-gpu-kernel-modules kernel-open/nvidia/nv.c.
     """
     flavour = driver_flavour(host)
+    if no_gpu_has_gdr(host):
+        return informed("no GPU here has GPUDirect RDMA (G2): either flavour will do")
     if flavour is None:
         return unknown("the driver does not say which flavour it is", "modinfo -F license nvidia")
     if flavour == "open":
@@ -113,6 +91,8 @@ def gpu_dmabuf(host: Host) -> Finding:
     Command: `python -c "cuDeviceGetAttribute(124)"` (CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)
     Source: NCCL src/misc/cudawrap.cc and src/transport/net_ib (dmaBufSupported).
     """
+    if no_gpu_has_gdr(host):
+        return informed("no GPU here has GPUDirect RDMA (G2)")
     exported = [host.gpu_facts(gpu.bus_id).dmabuf_supported for gpu in host.gpus]
     version = host.facts.cuda_version
     if version is not None and version >= 11070 and exported and all(exported):

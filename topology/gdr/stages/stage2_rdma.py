@@ -3,11 +3,12 @@
 import errno
 import re
 
-from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.host import Host, RdmaNic
 from gradwire.topology.gdr.model import Finding, GdrCheck, Verdict, failed, informed, passed, unknown, warned
-from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE
+from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, hca_matches
 from gradwire.topology.gdr.process_context import CAP_IPC_LOCK
 from gradwire.topology.gdr.rdma import MODULES, RdmaPort, pcie_gigabits
+from gradwire.topology.pci_ids import MELLANOX
 
 _JUMBO_NBYTES = 4200  # Ethernet MTU that holds a 4096-byte RDMA payload and its headers
 _COUNTERS = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
@@ -24,6 +25,12 @@ def devices_of_hardware(host: Host) -> Finding:
     if host.rdma_devices is None:
         return unknown("/sys/class cannot be read", "mount /sys in the container")
     if not host.capable:
+        if (kind := _with_efa(host)) is not None:
+            return failed(
+                f"this is {kind}, which can have EFA, and none is attached: NCCL uses sockets without a word",
+                "attach interfaces of type efa when the instance is launched, with a security group that lets its own "
+                "members through (Amazon EC2 user guide, Elastic Fabric Adapter)",
+            )
         return failed("no NIC on the PCI bus that can do RDMA", "use nodes with InfiniBand, RoCE, EFA or Slingshot")
     bonded = {nic.bus_id[:-1] for nic in host.capable if any("bond" in device.name for device in nic.devices)}
     bare = [nic for nic in host.capable if not nic.devices and nic.bus_id[:-1] not in bonded]
@@ -39,6 +46,21 @@ def devices_of_hardware(host: Host) -> Finding:
     if bare:
         return warned(f"no RDMA device on {', '.join(nic.bus_id for nic in bare[:8])}", remedy)
     return passed(f"{len(host.capable)} NICs: {', '.join(nic.name for nic in host.capable[:16])}")
+
+
+_EFA_KINDS = re.compile(
+    r"(p4d|p4de|p5|p5e|p5en|p6-\w+|p6e-\w+|trn1|trn1n|trn2|dl1|hpc\w+|g4dn\.(8xlarge|12xlarge|16xlarge|metal)|"
+    r"p3dn\.24xlarge|g5\.(8|12|16|24|48)xlarge|g6e?\.(8|12|16|24|48)xlarge)(\.|$)"
+)
+"""Instance types with GPUs or accelerators that can have EFA. Source: Amazon EC2 user guide, Elastic Fabric Adapter,
+supported instance types."""
+
+
+def _with_efa(host: Host) -> str | None:
+    """The type of this EC2 instance, where it can have EFA."""
+    vendor = host.files.text("sys/class/dmi/id/sys_vendor") or ""
+    kind = host.files.text("sys/class/dmi/id/product_name") or ""
+    return kind if vendor == "Amazon EC2" and _EFA_KINDS.match(kind) else None
 
 
 def device_files(host: Host) -> Finding:
@@ -117,20 +139,95 @@ def port_state(host: Host) -> Finding:
     return passed(f"{len(ports)} ports ACTIVE")
 
 
+def _fastest(nic: RdmaNic) -> float:
+    return max((port.gigabits or 0 for device in nic.devices for port in device.ports), default=0)
+
+
+def half_ports(host: Host) -> list[tuple[RdmaNic, ...]]:
+    """NICs that are one card's two ways to one port, as on DGX Spark: each has a part of the PCIe lanes it needs.
+
+    Such functions have the card's one system image GUID and the same function number, in different slots, and both
+    state the whole port's rate. Source: geerlingguy/sbc-reviews issue 92 (GB10: `rocep1s0f0` and `roceP2p1s0f0`, both
+    MT4129 with a rate of 200); NVIDIA, ConnectX-7 adapter cards user manual, Socket Direct.
+
+    Args:
+        host: The machine.
+    """
+    groups: dict[tuple[str, str], list[RdmaNic]] = {}
+    for nic in host.nics:
+        guid = next((device.system_guid for device in nic.devices if device.system_guid), None)
+        if guid is not None:
+            groups.setdefault((guid, nic.bus_id.rpartition(".")[2]), []).append(nic)
+    found = []
+    for group in groups.values():
+        rates = [
+            pcie_gigabits(nic.function.current_gigatransfers, nic.function.current_width)
+            for nic in group
+            if nic.function.current_gigatransfers and nic.function.current_width
+        ]
+        port = max(map(_fastest, group))
+        if len(group) > 1 and len(rates) == len(group) and port and max(rates) < port:
+            found.append(tuple(group))
+    return found
+
+
+def _halves_in_use(host: Host, halves: list[tuple[RdmaNic, ...]]) -> Finding:
+    """Whether both halves of each port have an address, and NCCL is let use both."""
+    value = host.setting("NCCL_IB_HCA")
+    words = []
+    for group in halves:
+        names = [device.name for nic in group for device in nic.devices]
+        shares = [pcie_gigabits(n.function.current_gigatransfers or 0, n.function.current_width or 0) for n in group]
+        text = f"{' and '.join(names)} are halves of one {max(map(_fastest, group)):g} Gb/s port, {shares[0]:.0f} each"
+        bare = [
+            device.name
+            for nic in group
+            for device in nic.devices
+            for port in device.ports
+            if port.gids and not any(gid.scope in ("ipv4", "ipv6") for gid in port.gids)
+        ]
+        unused = [name for name in names if value and not hca_matches(value, name)]
+        if bare or unused:
+            why = f"{', '.join(bare)} has no address" if bare else f"NCCL_IB_HCA={value} leaves out {', '.join(unused)}"
+            remedy = f"an address on each half's interface, and NCCL_IB_HCA={','.join(names)}"
+            return warned(f"{text}: {why}, so half the rate is lost", remedy)
+        words.append(text)
+    return passed(f"{'; '.join(words)}: NCCL uses both; one TCP interface has one half")
+
+
 def link_layer_and_speed(host: Host) -> Finding:
     """The ports are alike, and no NIC's PCIe link is slower than its port.
 
     Command: `ibstat | grep -E "Rate|Link layer"; cat /sys/class/infiniband/*/ports/*/rate`
-    Source: Linux Documentation/ABI/stable/sysfs-class-infiniband (rate, link_layer); PCIe encoding as in P9.
+    Source: Linux Documentation/ABI/stable/sysfs-class-infiniband (rate, link_layer); PCIe encoding as in P9; for two
+    halves of one port `half_ports`.
     """
-    slow = []
+    halves = half_ports(host)
+    split = {nic.bus_id for group in halves for nic in group}
+    slow, whole = [], []
     for nic in host.nics:
-        fastest = max((port.gigabits or 0 for device in nic.devices for port in device.ports), default=0)
+        fastest = _fastest(nic)
         speed, width = nic.function.current_gigatransfers, nic.function.current_width
-        if fastest and speed and width and not host.process.virtual and pcie_gigabits(speed, width) < fastest:
-            slow.append(f"{nic.name}: {fastest:g} Gb/s port on {pcie_gigabits(speed, width):.0f} Gb/s of PCIe")
+        if not (fastest and speed and width) or host.process.virtual or pcie_gigabits(speed, width) >= fastest:
+            continue
+        if nic.bus_id in split:
+            continue
+        most = nic.function.max_width
+        of = f" of x{most}" if most and most > width else ""
+        slow.append(
+            f"{nic.name}: {fastest:g} Gb/s port on {pcie_gigabits(speed, width):.0f} Gb/s of PCIe "
+            f"({speed:g} GT/s x{width}{of})"
+        )
+        whole.append(bool(most and most > width))
     if slow:
-        return warned("; ".join(slow[:4]), "move the NIC to a faster or wider slot")
+        remedy = (
+            "the card could use more lanes: another slot, or the slot's bifurcation in the firmware"
+            if all(whole)
+            else "a slot with as many lanes of as high a speed as the port needs; else count on PCIe's rate"
+        )
+        return warned("; ".join(slow[:4]), remedy)
+    if halves:
+        return _halves_in_use(host, halves)
     rates = {f"{port.gigabits:g} Gb/s {port.link_layer}" for _, port in _ports(host) if port.gigabits}
     if not rates:
         return unknown("no rate can be read")
@@ -236,7 +333,9 @@ def lossless_ethernet(host: Host) -> Finding:
                 counts[f"{name}/{counter}"] = int(text)
     lossy = [f"{name} {count}" for name, count in counts.items() if count]
     if lossy:
-        remedy = "priority flow control or ECN on switch and NIC (mlnx_qos --pfc), NCCL_IB_TC as the site says"
+        nvidia = any(nic.function.vendor == MELLANOX for nic in host.nics)
+        tool = " (mlnx_qos --pfc)" if nvidia else " (the maker's tool, or dcb pfc)"
+        remedy = f"priority flow control or ECN on switch and NIC{tool}, NCCL_IB_TC as the site says"
         return warned(f"retransmissions: {', '.join(lossy[:4])}", remedy)
     return passed(f"{len(counts)} retransmission counters are zero") if counts else unknown("no counters can be read")
 

@@ -6,6 +6,7 @@ from gradwire.topology.gdr.glue import (
     PEERMEM_PATHS,
     chain_state,
     dmabuf_chain,
+    no_gpu_has_gdr,
     peermem_known,
     peermem_path,
 )
@@ -14,6 +15,7 @@ from gradwire.topology.gdr.model import Finding, GdrCheck, Verdict, failed, info
 from gradwire.topology.gdr.nccl import DMABUF_SINCE, MODULE_PATH_SINCE
 from gradwire.topology.pci_ids import AMAZON, CRAY, HPE
 
+_NO_GDR = "no GPU here has GPUDirect RDMA (G2): there is nothing to load"
 _SYMBOLS = re.compile(r"(disagrees about version of|[Uu]nknown) symbol (\w*peer_memory\w*)")
 
 
@@ -24,6 +26,8 @@ def some_mechanism(host: Host) -> Finding:
     Source: NCCL src/transport/net_ib/gdr.cc (ncclIbGdrSupport, ncclIbDmaBufSupport).
     """
     peermem, chain = peermem_path(host), dmabuf_chain(host)
+    if no_gpu_has_gdr(host):
+        return informed(_NO_GDR)
     if peermem:
         return passed(f"peer memory: /{peermem}")
     state = chain_state(chain)
@@ -42,6 +46,8 @@ def peermem_quality(host: Host) -> Finding:
     Source: NVIDIA open-gpu-kernel-modules kernel-open/nvidia-peermem; gpu-operator issue 2868.
     """
     log = host.facts.kernel_log
+    if no_gpu_has_gdr(host):
+        return informed(_NO_GDR)
     symbol = next((match for line in log or () if (match := _SYMBOLS.search(line))), None)
     legacy = host.files.state("sys/module/nv_peer_mem") == "present"
     if host.files.state("sys/module/nvidia_peermem") == "present" and not legacy:
@@ -68,6 +74,8 @@ def dmabuf_quality(host: Host) -> Finding:
     Source: NVIDIA GPU Operator documentation, GPUDirect RDMA; siderolabs/pkgs issue 1356.
     """
     chain = dmabuf_chain(host)
+    if no_gpu_has_gdr(host):
+        return informed(_NO_GDR)
     broken = [f"{link.name} ({link.text})" for link in chain if link.good is False]
     missing = [link.name for link in chain if link.good is None]
     if broken and peermem_path(host):
@@ -86,6 +94,8 @@ def nccl_and_mechanism(host: Host) -> Finding:
     Source: NCCL tags v2.13.4-1 (dma-buf), v2.23.4-1 (/sys/module/nvidia_peermem), v2.26, v2.27 (C2C default).
     """
     version, peermem = host.nccl_version, peermem_path(host)
+    if no_gpu_has_gdr(host):
+        return informed(_NO_GDR)
     if version is None:
         if peermem in PEERMEM_PATHS[:2]:
             return passed(f"version not known, but every release looks at /{peermem}")
@@ -136,6 +146,38 @@ def gdrcopy(host: Host) -> Finding:
     return passed("gdrdrv is loaded") if module == "present" else informed("not installed (optional)")
 
 
+_LIBRARY_FOLDERS = (
+    "opt/amazon/ofi-nccl/lib",
+    "opt/amazon/ofi-nccl/lib64",
+    "opt/amazon/ofi-nccl/lib/x86_64-linux-gnu",
+    "opt/aws-ofi-nccl/lib",
+    "usr/local/lib",
+    "usr/local/lib64",
+    "usr/lib",
+    "usr/lib64",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
+    "lib/x86_64-linux-gnu",
+    "lib64",
+)
+"""Where the EFA installer, distributions and `make install` put libnccl-net.so. Source: Amazon EC2 user guide, Get
+started with EFA and NCCL; aws-ofi-nccl README."""
+
+
+def plugin_below(host: Host) -> bool | None:
+    """Whether a plug-in lies below `--root`, or in a capture; None where no folder of libraries can be seen.
+
+    Args:
+        host: The machine.
+    """
+    variable = host.setting("LD_LIBRARY_PATH") or ""
+    folders = [*(path.lstrip("/") for path in variable.split(":") if path), *_LIBRARY_FOLDERS]
+    listed = [names for folder in folders if (names := host.files.names(folder)) is not None]
+    if any(name.startswith(("libnccl-net", "libaws-ofi-nccl")) and ".so" in name for names in listed for name in names):
+        return True
+    return False if listed else None
+
+
 def vendor_path(host: Host) -> Finding:
     """EFA and Slingshot reach NCCL through a plugin; without it NCCL falls back to sockets.
 
@@ -146,14 +188,15 @@ def vendor_path(host: Host) -> Finding:
     if not special:
         return passed("verbs NICs need no plugin") if host.nics else unknown("no NIC to look at")
     names = ", ".join(nic.name for nic in special[:4])
-    if host.facts.nccl_plugin is False:
+    plugin = host.facts.nccl_plugin if host.facts.nccl_plugin is not None else plugin_below(host)
+    if plugin is False:
         return failed(f"{names}: libnccl-net.so is not found, NCCL would use sockets", "install aws-ofi-nccl")
     providers = {nic.name: host.files.text(f"sys/class/infiniband/{nic.name}/device/p2p") for nic in special}
     if "NA" in providers.values():
         return warned(
             "EFA driver has no peer-to-peer provider", "efa driver 1.12.1 or later after the NVIDIA driver, or dma-buf"
         )
-    return passed(f"{names}: plugin found") if host.facts.nccl_plugin else unknown(f"{names}: plugin not looked for")
+    return passed(f"{names}: plugin found") if plugin else unknown(f"{names}: plugin not looked for")
 
 
 CHECKS = (

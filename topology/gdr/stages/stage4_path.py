@@ -16,8 +16,9 @@ from gradwire.topology.gdr.model import (
     unknown,
     warned,
 )
-from gradwire.topology.gdr.nccl import within
+from gradwire.topology.gdr.nccl import hca_matches, within
 from gradwire.topology.gdr.rdma import pcie_gigabits
+from gradwire.topology.pci_ids import AMAZON, CRAY, HPE, MELLANOX
 from gradwire.topology.readers.affinity import members
 from gradwire.topology.readers.pci import PciFunction
 from gradwire.topology.readers.pci_config import ConfigSpace
@@ -81,18 +82,6 @@ def foreign_nics(host: Host) -> Finding:
     if near and used:
         return warned(f"near no GPU, yet usable by NCCL: {', '.join(used[:8])}", f"NCCL_IB_HCA=^={','.join(foreign)}")
     return passed(f"NCCL_IB_HCA={value}" if value else "no foreign NIC")
-
-
-def hca_matches(value: str, name: str) -> bool:
-    """Whether NCCL_IB_HCA lets NCCL use a device.
-
-    Source: NCCL user guide, NCCL_IB_HCA; src/misc/utils.cc (parseStringList, matchIfList).
-    """
-    exclude, rest = value.startswith("^"), value.lstrip("^")
-    exact, rest = rest.startswith("="), rest.lstrip("=")
-    words = [word.partition(":")[0] for word in rest.split(",") if word]
-    listed = any(name == word if exact else name.startswith(word) for word in words)
-    return listed != exclude
 
 
 def iommu(host: Host) -> Finding:
@@ -184,8 +173,18 @@ def address_translation(host: Host) -> Finding:
         return passed("bare metal needs no ATS")
     off, known = _registers(host, _ats)
     if off:
-        return warned(f"ATS off on {', '.join(off[:8])}", "mlxconfig -d NIC set ATS_ENABLED=1 on the host, reboot")
+        return warned(f"ATS off on {', '.join(off[:8])}", _ats_remedy(host, off))
     return passed("ATS on") if known else unknown("ATS bits cannot be read", "run as root")
+
+
+def _ats_remedy(host: Host, names: list[str]) -> str:
+    """By the maker of the cards: NVIDIA's tool knows NVIDIA's cards alone."""
+    makers = {nic.function.vendor for nic in host.nics if nic.name in names}
+    if makers <= {MELLANOX}:
+        return "mlxconfig -d NIC set ATS_ENABLED=1 on the host, reboot"
+    if makers <= {AMAZON}:
+        return "nothing to do: on EC2 the hypervisor decides how EFA reaches a GPU"
+    return "ATS in the NIC's firmware, by its maker's tool on the host"
 
 
 def _ats(config: ConfigSpace) -> bool | None:
@@ -229,7 +228,11 @@ def relaxed_ordering(host: Host) -> Finding:
     Command: `lspci -vvv -s NIC | grep RlxdOrd; grep -F "[RO]" NCCL_LOG`
     Source: NCCL user guide, NCCL_IB_PCI_RELAXED_ORDERING; src/transport/net_ib (ibv_reg_mr_iova2).
     """
-    remedy = "mlxconfig -d NIC set PCI_WR_ORDERING=1; NCCL_IB_PCI_RELAXED_ORDERING=1; rdma-core with IBVERBS_1.8"
+    verbs = "NCCL_IB_PCI_RELAXED_ORDERING=1; rdma-core with IBVERBS_1.8"
+    nvidia = any(nic.function.vendor == MELLANOX for nic in host.nics)
+    if host.nics and all(nic.function.vendor in (AMAZON, CRAY, HPE) for nic in host.nics):
+        return informed("libfabric's provider decides for EFA and Slingshot, not NCCL's verbs")
+    remedy = f"mlxconfig -d NIC set PCI_WR_ORDERING=1; {verbs}" if nvidia else f"{verbs}; the NIC's own firmware tool"
     if host.log is not None and host.log.relaxed_ordering is not None:
         return passed("NCCL's log says [RO]") if host.log.relaxed_ordering else warned("NCCL's log lacks [RO]", remedy)
     off, known = _registers(host, lambda config: config.relaxed_ordering)

@@ -16,8 +16,8 @@ from gradwire.topology.gdr.model import (
     unknown,
     warned,
 )
-from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, LEVELS, default_level, parse_level, within
-from gradwire.topology.gdr.stages.stage4_path import domain_type, hca_matches
+from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, LEVELS, default_level, hca_matches, parse_level, within
+from gradwire.topology.gdr.stages.stage4_path import domain_type
 from gradwire.topology.pci_ids import AMAZON
 
 _UNKNOWN = unknown("the environment is not known", "give --env FILE: the output of env, or /proc/PID/environ")

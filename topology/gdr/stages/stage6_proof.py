@@ -4,6 +4,7 @@ import errno
 import os
 
 from gradwire.topology.gdr.compare import differences
+from gradwire.topology.gdr.glue import no_gpu_has_gdr
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.inputs.facts import Registration
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog
@@ -18,14 +19,16 @@ from gradwire.topology.gdr.model import (
     unknown,
     warned,
 )
-from gradwire.topology.gdr.nccl import within
+from gradwire.topology.gdr.nccl import parse_level, within
 
 _HOST_SHARE = 0.8  # of the host-memory rate; redirected traffic loses about half (nccl-tests issue 112)
 _NOISE_SHARE = 0.95
 _HCA_REMEDY = (
-    "M1: load nvidia_peermem, or make dma-buf work (M3); NCCL before 2.23.4 looks for peer memory only below "
-    "/sys/kernel/mm/memory_peers (M4)"
+    "with a data-centre or professional GPU and a NIC in hardware: load nvidia_peermem (M1), or make dma-buf work "
+    "(M3); NCCL before 2.23.4 looks for peer memory only below /sys/kernel/mm/memory_peers (M4). GB10, GeForce and "
+    "soft RoCE have no GPUDirect RDMA: nothing helps there (G2, R6)"
 )
+_NO_GDR_REMEDY = "none: no GPU of this machine has GPUDirect RDMA (G2)"
 _LEVEL_REMEDY = "P1: a card near the GPU; or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
 _ERRNO_NAMES = {
     **errno.errorcode,
@@ -97,14 +100,14 @@ def nccl_log(host: Host) -> Finding:
     if log.fatal is not None:
         text, known = log.fatal
         return failed(f"the job failed: {known.cause} (NCCL WARN {text[:100]})", known.remedy)
-    finding = _by_channels(log)
+    finding = _by_channels(host, log)
     unclear = next((text for text, known in log.warnings.items() if known is None), None)
     if unclear is not None and finding.outcome is CheckOutcome.PASS:
         return warned(f"{finding.text}; but NCCL warned: {unclear[:120]}", "look it up: grep 'NCCL WARN' LOG")
     return finding
 
 
-def _by_channels(log: NcclLog) -> Finding:
+def _by_channels(host: Host, log: NcclLog) -> Finding:
     """What the lines about channels prove, or why there are none."""
     remedy = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH; then the first failed check above"
     if log.local_channels and not log.network_channels:
@@ -121,7 +124,9 @@ def _by_channels(log: NcclLog) -> Finding:
         return _without_channels(log, remedy)
     if not log.gdr_channels:
         reasons = "; ".join(log.reasons) or _path_words(log)
-        remedy = _HCA_REMEDY if False in log.hcas.values() else remedy
+        if no_gpu_has_gdr(host):
+            return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", _NO_GDR_REMEDY)
+        remedy = _HCA_REMEDY if False in log.hcas.values() else _level_remedy(log) if log.far_pairs else remedy
         return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", remedy)
     if log.staged_channels:
         lacking = [
@@ -156,7 +161,7 @@ def _without_channels(log: NcclLog, remedy: str) -> Finding:
     if log.far_pairs:
         far, all_ = log.far_pairs.total(), log.far_pairs.total() + log.near_pairs
         found = f"{far} of {all_} GPU-NIC pairs in the log are Disabled: {'; '.join(log.reasons)}"
-        return warned(found, _LEVEL_REMEDY) if log.near_pairs else failed(found, _LEVEL_REMEDY)
+        return warned(found, _level_remedy(log)) if log.near_pairs else failed(found, _level_remedy(log))
     level = log.overrides.get("NCCL_NET_GDR_LEVEL", "PXB").upper()
     known = level if level in ("LOC", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS") else "PXB"
     if log.nearest and not within(log.nearest, known) and "NCCL_NET_GDR_LEVEL" not in log.overrides:
@@ -164,6 +169,14 @@ def _without_channels(log: NcclLog, remedy: str) -> Finding:
         return failed(f"0 pairs within the default level: {_path_words(log)}, although {able} NICs say Enabled", remedy)
     lines = f"the first {log.lines} lines (the log goes on)" if log.truncated else f"{log.lines} lines"
     return unknown("; ".join([f"{lines}, none about network channels", *log.reasons]), remedy)
+
+
+def _level_remedy(log: NcclLog) -> str:
+    """What to do about pairs that are too far: first what lowered the level, if anything did."""
+    level = log.overrides.get("NCCL_NET_GDR_LEVEL")
+    if level is not None and not within("PXB", (parse_level(level) or "SYS")):
+        return f"unset NCCL_NET_GDR_LEVEL, which is {level}: the default is PXB (NCCL user guide)"
+    return _LEVEL_REMEDY
 
 
 def _path_words(log: NcclLog) -> str:

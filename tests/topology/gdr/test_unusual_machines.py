@@ -1,0 +1,175 @@
+"""Machines whose owners were told to do what cannot help: what is said of them, and what is not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradwire.topology.gdr.example import GPU, NIC, NIC_PORT, ExampleMachine
+from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log
+from gradwire.topology.gdr.model import CheckOutcome, Finding
+from gradwire.topology.gdr.stages import CHECKS
+
+PORT = "sys/class/infiniband/mlx5_0/ports/1"
+OTHER, OTHER_PORT = "0002:01:00.0", "sys/class/infiniband/roceP2p1s0f0/ports/1"
+GUID = "fc4c:ea03:00f9:4230\n"
+GLUE = ("G3", "G4", "M1", "M2", "M3", "M4")
+
+
+def findings(machine: ExampleMachine, *names: str) -> dict[str, Finding]:
+    host = machine.host()
+    return {check.name: check.function(host) for check in CHECKS if check.name in names}
+
+
+def words(found: dict[str, Finding]) -> str:
+    return " ".join(f"{each.text} {each.remedy}" for each in found.values())
+
+
+def two_halves(machine: ExampleMachine) -> None:
+    """One port of 200 Gb/s behind two links of four lanes, as on GB10: a second function in another domain."""
+    lanes = {"current_gigatransfers": 32.0, "current_width": 4, "max_width": 4}
+    half = replace(machine.functions[NIC], **lanes)  # type: ignore[arg-type]
+    machine.functions[NIC] = half
+    machine.functions[OTHER] = replace(
+        half, bus_id=OTHER, parents=(), host_bridge="pci0002:00", rdma_devices=("roceP2p1s0f0",), net_devices=("enP2",)
+    )
+    machine.link("sys/class/infiniband/roceP2p1s0f0/device", f"sys/bus/pci/devices/{OTHER}")
+    for top in ("sys/class/infiniband/mlx5_0", "sys/class/infiniband/roceP2p1s0f0"):
+        machine.write(f"{top}/sys_image_guid", GUID)
+        port = f"{top}/ports/1"
+        machine.write(f"{port}/rate", "200 Gb/sec (2X NDR)\n")
+        machine.write(f"{port}/state", "4: ACTIVE\n")
+        machine.write(f"{port}/link_layer", "Ethernet\n")
+        machine.write(f"{port}/gids/3", "0000:0000:0000:0000:0000:ffff:0a00:0001\n")
+        machine.write(f"{port}/gid_attrs/types/3", "RoCE v2\n")
+
+
+def test_two_halves_of_one_port_are_no_slow_slot(tmp_path: Path) -> None:
+    machine = ExampleMachine(tmp_path)
+    two_halves(machine)
+    found = findings(machine, "R5")["R5"]
+    assert found.outcome is CheckOutcome.PASS
+    assert "mlx5_0 and roceP2p1s0f0 are halves of one 200 Gb/s port, 126 each" in found.text
+
+
+@pytest.mark.parametrize(("change", "word"), [
+    (lambda machine: machine.environment.update(NCCL_IB_HCA="mlx5_0"), "leaves out roceP2p1s0f0"),
+    (lambda machine: machine.write(f"{OTHER_PORT}/gids/3", "fe80:0000:0000:0000:0000:0000:0000:0001\n"),
+     "roceP2p1s0f0 has no address"),
+])  # fmt: skip
+def test_one_half_that_is_left_out_is_half_of_the_rate(
+    tmp_path: Path, change: Callable[[ExampleMachine], object], word: str
+) -> None:
+    machine = ExampleMachine(tmp_path)
+    two_halves(machine)
+    change(machine)
+    found = findings(machine, "R5")["R5"]
+    assert found.outcome is CheckOutcome.WARN and word in found.text
+    assert "NCCL_IB_HCA=mlx5_0,roceP2p1s0f0" in found.remedy and "slot" not in found.remedy
+
+
+def test_two_cards_are_no_halves(tmp_path: Path) -> None:
+    machine = ExampleMachine(tmp_path)
+    two_halves(machine)
+    machine.write("sys/class/infiniband/roceP2p1s0f0/sys_image_guid", "fc4c:ea03:00f9:9999\n")
+    found = findings(machine, "R5")["R5"]
+    assert found.outcome is CheckOutcome.WARN and found.text.count("200 Gb/s port on 126 Gb/s of PCIe") == 2
+
+
+@pytest.mark.parametrize(("most", "said"), [(16, "bifurcation"), (4, "as many lanes")])
+def test_four_lanes_under_a_fast_card_say_whose_they_are(tmp_path: Path, most: int, said: str) -> None:
+    machine = ExampleMachine(tmp_path)
+    machine.write(f"{PORT}/rate", "200 Gb/sec (4X HDR)\n")
+    for bus in (NIC, NIC_PORT):
+        machine.functions[bus] = replace(
+            machine.functions[bus], current_gigatransfers=16.0, current_width=4, max_width=most
+        )
+    found = findings(machine, "R5")["R5"]
+    assert found.outcome is CheckOutcome.WARN and said in found.remedy
+    assert "200 Gb/s port on 63 Gb/s of PCIe (16 GT/s x4" in found.text
+
+
+@pytest.mark.parametrize("change", [
+    lambda gpu: gpu.update(gdr_supported=False, name="NVIDIA GB10"),
+    lambda gpu: gpu.update(gdr_supported=None, name="NVIDIA GB10"),
+    lambda gpu: gpu.update(gdr_supported=None, name="NVIDIA GeForce RTX 5090"),
+])  # fmt: skip
+def test_nobody_is_told_to_load_a_module_for_a_gpu_that_has_no_gpudirect(
+    tmp_path: Path, change: Callable[[dict[str, object]], object]
+) -> None:
+    machine = ExampleMachine(tmp_path)
+    change(machine.facts["gpus"][0])  # type: ignore[index]
+    machine.remove("sys/module/nvidia_peermem", "sys/kernel/mm/memory_peers")
+    machine.log = [
+        "node:1:1 [0] NCCL INFO NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'",
+        "node:1:1 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0",
+    ]
+    found = findings(machine, "G2", *GLUE, "U3")
+    assert found["G2"].outcome is CheckOutcome.FAIL and found["U3"].outcome is CheckOutcome.FAIL
+    assert all(found[name].outcome is CheckOutcome.INFO for name in GLUE)
+    assert not any(text in words(found) for text in ("modprobe", "load nvidia_peermem", "install"))
+
+
+def test_a_level_that_was_lowered_is_unset_before_a_card_is_moved(tmp_path: Path) -> None:
+    machine = ExampleMachine(tmp_path)
+    machine.log = [
+        "node:1:1 [0] NCCL INFO NCCL_NET_GDR_LEVEL set by environment to LOC",
+        "node:1:1 [0] NCCL INFO GPU Direct RDMA Disabled for GPU 3000 / HCA 0 (distance 4 > 0)",
+        "node:1:1 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0",
+    ]
+    assert parse_nccl_log(machine.log).overrides == {"NCCL_NET_GDR_LEVEL": "LOC"}
+    found = findings(machine, "U3")["U3"]
+    assert "unset NCCL_NET_GDR_LEVEL" in found.remedy and "card" not in found.remedy
+
+
+@pytest.mark.parametrize(("kind", "named"), [("p5.48xlarge", True), ("g5.48xlarge", True), ("g5.xlarge", False)])
+def test_efa_that_was_never_attached_is_named(tmp_path: Path, kind: str, named: bool) -> None:
+    machine = ExampleMachine(tmp_path)
+    machine.functions[NIC] = replace(
+        machine.functions[NIC], vendor=0x1D0F, device=0xEC20, driver="ena", rdma_devices=()
+    )
+    machine.remove("sys/class/infiniband")
+    machine.write("sys/class/dmi/id/sys_vendor", "Amazon EC2\n")
+    machine.write("sys/class/dmi/id/product_name", f"{kind}\n")
+    found = findings(machine, "R1")["R1"]
+    assert found.outcome is CheckOutcome.FAIL
+    assert ("none is attached" in found.text) is named and ("type efa" in found.remedy) is named
+
+
+def efa_machine(tmp_path: Path) -> ExampleMachine:
+    machine = ExampleMachine(tmp_path)
+    config = machine.functions[NIC].config
+    assert config is not None
+    machine.functions[NIC] = replace(
+        machine.functions[NIC],
+        vendor=0x1D0F,
+        device=0xEFA1,
+        driver="efa",
+        config=replace(config, relaxed_ordering=False, ats_enabled=None),
+    )
+    machine.write("proc/cpuinfo", "flags : hypervisor\n")
+    return machine
+
+
+def test_nvidias_tools_are_for_nvidias_cards(tmp_path: Path) -> None:
+    machine = efa_machine(tmp_path)
+    machine.write(f"{PORT}/hw_counters/out_of_sequence", "7\n")
+    found = findings(machine, "P6", "P8", "R9")
+    assert "retransmissions" in found["R9"].text
+    assert "mlxconfig" not in words(found) and "mlnx_qos" not in words(found)
+    assert "EFA" in words(found)
+
+
+@pytest.mark.parametrize(("file", "outcome"), [
+    ("opt/amazon/ofi-nccl/lib/libnccl-net.so", "pass"),
+    ("usr/lib/libc.so.6", "fail"),
+    (None, "unknown"),
+])  # fmt: skip
+def test_a_plug_in_is_looked_for_below_the_root(tmp_path: Path, file: str | None, outcome: str) -> None:
+    machine = efa_machine(tmp_path)
+    if file is not None:
+        machine.write(file, "")
+    found = findings(machine, "M7")["M7"]
+    assert str(found.outcome) == outcome
+    assert GPU in machine.functions
