@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.cli.public_models import PublicModel
+from gradwire.bench.compare.public_models import PublicModel
 from gradwire.comms.plan.advise import Advice, Offer
 
 LINKS = (("1 GbE", "1gbit", 1), ("2.5 GbE", "2.5gbit", 1), ("10 GbE", "10gbit", 1), ("25 GbE", "25gbit", 1),

@@ -1,0 +1,175 @@
+"""One column of docs/results/models_by_link.md on the emulator: steps of `predict --models` beside measured ones.
+
+    python -m gradwire.bench.studies.models_check --json rows.json               # int8; 1, 10 and 25 GbE
+    python -m gradwire.bench.studies.models_check --model gpt2 --link "10 GbE"   # one row
+
+Each row replays the model (see gradwire.bench.compare.replay): the real shapes, 1/F of each gradient over links of 1/F
+of the rate, the computation that the table assumes as timed waits, all of it T times as long. So the measured step over
+T stands beside the predicted one. What no emulator has is missing or small there: GPUs, PCIe, NCCL, codecs on a GPU.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gradwire.bench.compare.public_models import PUBLIC_MODELS, PublicModel
+from gradwire.bench.machine import machine_line
+from gradwire.bench.terminal import add_json_option, complain, write_json
+
+NODES, RANKS_PER_NODE = 2, 4
+"""Of the column: two of the table's nodes."""
+RATES = {"1 GbE": "1gbit", "2.5 GbE": "2.5gbit", "10 GbE": "10gbit", "25 GbE": "25gbit"}
+"""Links of the table with one card a node; two cards of one node are not emulated."""
+LINKS = ("1 GbE", "10 GbE", "25 GbE")
+"""Those that README shows."""
+CONTENDERS = {"exact": "gradwire hierarchical", "int8": "gradwire int8", "waterfill4": "gradwire waterfill4"}
+"""Column -> who stands for it in `gradwire compare`."""
+MOST_PLAIN_SECONDS = 12.0
+"""A row is left out where plain DDP, which `compare` always runs, would take longer for a step."""
+TIMEOUT_SECONDS = 590
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    """One row of the column.
+
+    Attributes:
+        model: As the table has it.
+        link: As the table has it.
+        predicted_seconds: A step, as the table has it.
+        measured_seconds: A step on the emulator over `slow_motion`; the median of the rounds.
+        factor: Gradients and links had 1/factor of their bytes.
+        slow_motion: Everything lasted so many times as long.
+    """
+
+    model: str
+    link: str
+    predicted_seconds: float
+    measured_seconds: float
+    factor: int
+    slow_motion: int
+
+
+def case_of(model: PublicModel) -> dict[str, object]:
+    """The model as `gradwire compare --replay FILE.json` reads it.
+
+    Args:
+        model: One of the table's.
+    """
+    return {
+        "name": model.title,
+        "source": f"assumed by gradwire predict --models, for {model.batch}",
+        "step_seconds": model.step_seconds,
+        "parameters": [[name, list(shape)] for name, shape in model.shapes],
+    }
+
+
+def predictions(column: str) -> dict[tuple[str, str], float]:
+    """(model, link) -> a predicted step of the column in seconds, on `NODES` nodes.
+
+    Args:
+        column: Of the table.
+    """
+    command = [sys.executable, "-m", "gradwire", "predict", "--preset", "pcie_box", "--models", "--json"]
+    rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {(row["model"], row["link"]): row["seconds"][column] for row in rows if row["nodes"] == NODES}
+
+
+def measure(model: PublicModel, link: str, column: str, rounds: int) -> tuple[float, int, int]:
+    """A step on the emulator.
+
+    Args:
+        model: Which.
+        link: One of `RATES`.
+        column: One of `CONTENDERS`.
+        rounds: Steps that are timed.
+
+    Returns:
+        Its seconds over the slow motion, the factor, the slow motion.
+
+    Raises:
+        RuntimeError: The comparison failed; with what it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-models-") as folder:
+        case, found = Path(folder, "case.json"), Path(folder, "found.json")
+        case.write_text(json.dumps(case_of(model)))
+        words = ["--replay", str(case), "--nodes", str(NODES), "--ranks-per-node", str(RANKS_PER_NODE)]
+        words += ["--nic", RATES[link], "--only", CONTENDERS[column], "--rounds", str(rounds), "--json", str(found)]
+        command = [sys.executable, "-m", "gradwire", "compare", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+        if done.returncode:
+            raise RuntimeError(
+                f"`gradwire compare` of {model.title} on {link}: {done.stdout[-500:]}{done.stderr[-500:]}"
+            )
+        record = json.loads(found.read_text())
+    seconds = next(row["seconds"] for row in record["results"] if row["name"] == CONTENDERS[column])
+    scale = record["scale"]
+    return seconds / scale["slow_motion"], scale["factor"], scale["slow_motion"]
+
+
+def as_markdown(rows: list[CheckedRow], column: str) -> str:
+    """The table for the page.
+
+    Args:
+        rows: What was measured.
+        column: Of what.
+    """
+    lines = [f"| model | link | F, T | {column}, predicted ms | emulated ms | ratio |", "|---|---|---|---:|---:|---:|"]
+    for row in rows:
+        scale = f"{row.factor}, {row.slow_motion}"
+        ratio = row.measured_seconds / row.predicted_seconds
+        seconds = f"{1e3 * row.predicted_seconds:.0f} | {1e3 * row.measured_seconds:.0f} | {ratio:.2f}"
+        lines.append(f"| {row.model} | {row.link} | {scale} | {seconds} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Measures the rows and prints the table; returns the exit status.
+
+    Args:
+        argv: Options.
+    """
+    parser = argparse.ArgumentParser(prog="models_check", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--model", action="append", choices=sorted(PUBLIC_MODELS), help="rows (default: all); repeatable"
+    )
+    parser.add_argument("--link", action="append", choices=RATES, help="rows (default: README's); repeatable")
+    parser.add_argument("--column", choices=CONTENDERS, default="int8")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each row (default 3)")
+    add_json_option(parser)
+    options = parser.parse_args(argv)
+    predicted = predictions(options.column)
+    rows: list[CheckedRow] = []
+    for name in options.model or PUBLIC_MODELS:
+        for link in options.link or LINKS:
+            model = PUBLIC_MODELS[name]
+            if (plain := _plain_seconds(model, link)) > MOST_PLAIN_SECONDS:
+                print(f"{model.title}, {link}: left out, a step of plain DDP takes {plain:.0f} s", file=sys.stderr)
+                continue
+            try:
+                seconds, factor, slow_motion = measure(model, link, options.column, options.rounds)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                complain("models_check", error)
+                return 1
+            rows.append(CheckedRow(model.title, link, predicted[name, link], seconds, factor, slow_motion))
+            print(rows[-1], file=sys.stderr, flush=True)
+    print(as_markdown(rows, options.column), machine_line(), sep="\n\n")
+    write_json(options.json, {"kind": "models_check", "machine": machine_line(), "rows": [asdict(row) for row in rows]})
+    return 0
+
+
+def _plain_seconds(model: PublicModel, link: str) -> float:
+    """What a step of plain DDP over a ring takes at least, without slow motion."""
+    ranks = NODES * RANKS_PER_NODE
+    nbytes = 4 * sum(math.prod(shape) for _, shape in model.shapes)
+    rate = float(RATES[link].removesuffix("gbit")) * 1e9 / 8
+    return max(model.step_seconds, 2 * (ranks - 1) / ranks * nbytes / rate)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
