@@ -6,6 +6,7 @@ these is in an HTML comment of the page, `<!-- before: ... -->`; a block that ca
 `<!-- not run: why -->`.
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -170,6 +171,55 @@ def test_every_page_is_in_the_index() -> None:
 
 def test_no_page_shows_directives_where_a_forge_shows_it() -> None:
     assert [name for name, page in zip(NAMES, PAGES, strict=True) if "```{" in page.read_text()] == []
+
+
+FOR_USERS = ("start", "how-to", "reference", "explanation")
+MOST_WORDS, MOST_WORDS_OF_A_HOW_TO = 30_000, 800
+"""What a reader is asked to read: all pages for users, and one that answers one question."""
+
+
+def _words(page: Path) -> int:
+    return len(page.read_text().split())
+
+
+def test_pages_for_users_stay_short() -> None:
+    pages = [page for page in PAGES[1:] if page.parent.name in FOR_USERS]
+    assert sum(map(_words, pages)) <= MOST_WORDS, (
+        "move what was measured to docs/results, what is built to docs/develop"
+    )
+    long = {page.name: _words(page) for page in pages if page.parent.name == "how-to"}
+    assert {name: count for name, count in long.items() if count > MOST_WORDS_OF_A_HOW_TO} == {}
+
+
+def _texts_of_the_code() -> str:
+    """All strings of the code, f-strings with `...` for what differs, one a line."""
+    found = []
+    for folder in ("comms", "compressors", "gradwire"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+                elif isinstance(node, ast.JoinedStr):
+                    found.append(
+                        "".join(str(each.value) if isinstance(each, ast.Constant) else "..." for each in node.values)
+                    )
+    return "\n".join(text.replace("%s", "...").replace("%d", "...") for text in found)
+
+
+def test_troubleshooting_quotes_messages_that_there_are() -> None:
+    """Who looks for the words of a message must find them: each is a part of one string of the code."""
+    page = (ROOT / "docs" / "reference" / "troubleshooting.md").read_text().partition("## Not gradwire's own")[0]
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    quoted = [
+        words.strip()
+        for row in rows
+        for words in re.findall(r"``\s?(.+?)\s?``|`([^`]+)`", row)
+        for words in words
+        if words
+    ]
+    texts = _texts_of_the_code()
+    assert len(quoted) > 40
+    assert [words for words in quoted if words not in texts] == []
 
 
 def _yaml_files() -> list[Path]:

@@ -1,6 +1,6 @@
 """Ten faults planted on an emulated cluster, one at a time, and a healthy one again and again: what does doctor say?
 
-Feeds docs/how-to/find_why_it_is_slow.md.
+Feeds docs/results/diagnosis.md.
 
     python -m gradwire.bench.studies.doctor                      # all faults, and 20 healthy runs; needs root
     python -m gradwire.bench.studies.doctor --only slow_link lost_duplex --healthy 0

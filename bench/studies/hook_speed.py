@@ -1,6 +1,6 @@
 """One bucket through the DDP hook, on emulated clusters: seconds and bytes on the busiest network card.
 
-Feeds docs/results/performance.md, docs/reference/compressors.md, docs/how-to/slow_links.md and README.md.
+Feeds docs/results/performance.md, docs/results/compressors.md and docs/results/exchanges.md.
 
     python -m gradwire.bench.studies.hook_speed                       # every cluster of `CASES`; needs root
     python -m gradwire.bench.studies.hook_speed 2x2 3+1 --json FILE

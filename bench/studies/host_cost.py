@@ -8,7 +8,7 @@ tensors are small, so that what torch computes in place of kernels takes no time
     python -m gradwire.bench.studies.host_cost --nodes 2 --gpus 8
 
 With `--device cuda`, on a machine with a GPU, streams, events, futures and kernels are real, and NCCL's collectives
-alone are left out. Feeds docs/reference/gpu.md.
+alone are left out. Feeds docs/results/gpu.md.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`compressor="auto"` beside every uniform compressor, on a classifier of many words behind convolutions.
 
-Feeds docs/how-to/let_it_choose.md.
+Feeds docs/results/choosing.md.
 
 The model reads bytes of Python's own standard library through convolutions and names the next word of 24,000: its
 classifier has nine times the gradients of the rest, as 782 MB beside ResNet-50's 90 MB. Parts, `speed` under

@@ -1,4 +1,4 @@
-"""Kills, freezes and cuts off ranks of a training job, and starts others: docs/how-to/survive_a_lost_node.md.
+"""Kills, freezes and cuts off ranks of a training job, and starts others: docs/results/elastic.md.
 
     python -m gradwire.bench.studies.losses --nodes 2 --compressors none,int8,onebit --faults 20
     python -m gradwire.bench.studies.losses --nodes 4 --nic 200mbit --faults 4 --every 15 --compute 0.1

@@ -53,9 +53,10 @@ SECTIONS = (
     Section(
         "hook",
         "One bucket through the DDP hook",
-        "16 MB at 200 Mbit. The lower bound is 2(N-1)/N of the bucket on every node's card, the limit of the link the "
-        'time that takes; speed-up is over plain DDP. "Rate unknown" is gradwire where nobody has said how fast the '
-        "links are. Of the link: headers counted, and without the seconds of a step that averages nothing.",
+        "16 MB at 200 Mbit. The lower bound is 2(N-1)/N of the bucket on every node's card. "
+        '"Share of limit" is the ideal time over the measured one. "Of link" also counts packet headers and leaves out '
+        'the time of a step without communication. Speed-up is over plain DDP. "Rate unknown" is gradwire where nobody '
+        "has said how fast the links are.",
         ("gradwire.bench.studies.hook_speed",),
     ),
     Section(

@@ -1,6 +1,6 @@
 """Training steps of sharded models on emulated clusters: seconds, and bytes on the busiest network card.
 
-Feeds docs/how-to/train_sharded.md.
+Feeds docs/results/sharded.md.
 
     python -m gradwire.bench.studies.sharded_step                # 2x2 and 4x2, links of 200 Mbit/s; needs root
     python -m gradwire.bench.studies.sharded_step 2x2 --rounds 3 --tokens 256 --json FILE

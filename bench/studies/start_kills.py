@@ -1,6 +1,6 @@
 """Ranks that are killed, or run out of memory, while groups are made: who says what, how soon, and what stays behind.
 
-Feeds docs/reference/startup.md.
+Feeds docs/results/elastic.md.
 
     python -m gradwire.bench.studies.start_kills --rounds 40
     python -m gradwire.bench.studies.start_kills --rounds 10 --how memory

@@ -1,6 +1,6 @@
 """What a start costs at scale: questions to the store, bytes through its host, memory of a rank.
 
-Feeds docs/reference/startup.md.
+Feeds docs/develop/startup.md.
 
     python -m gradwire.bench.studies.startup count --ranks 16 64 256 1024 4096
     python -m gradwire.bench.studies.startup real --ranks 256

@@ -1,6 +1,6 @@
 """Who is named late in thousands of real steps without a late rank, how soon one is named, and what watching costs.
 
-Feeds docs/how-to/find_the_slow_rank.md.
+Feeds docs/results/diagnosis.md.
 
     python -m gradwire.bench.studies.stragglers alarms --steps 10000     # nobody is late: who is named?
     python -m gradwire.bench.studies.stragglers inject --seconds 0.2     # one rank is: after how many steps?

@@ -1,6 +1,6 @@
 """What tuning is worth: a model as it was wrapped beside its twin with the tuner on, in turns, on an emulated cluster.
 
-Feeds docs/how-to/tune.md.
+Feeds docs/results/choosing.md.
 
 Run it as the ranks of a job: `gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit -- python -m
 gradwire.bench.studies.tuned --backward-ms 160`. Rank 0 prints one JSON line. Backward sleeps, as a host does whose

@@ -49,7 +49,7 @@ make 4 + 12 + 2 steps after which a rank is named at the latest."""
 
 PULSE_SECONDS = 0.24
 """And at least so long: an exchange takes some 0.3 to 0.4 ms of a rank's own thread on a busy machine, and faster steps
-should not pay more of it a second than slower ones. Figures: docs/how-to/find_the_slow_rank.md."""
+should not pay more of it a second than slower ones. Figures: docs/results/diagnosis.md."""
 
 FLOOR_SECONDS, SHARE = 5e-3, 0.05
 """Less than this, of less than this share of a step, is not worth a name: what a scheduler's time slice takes."""

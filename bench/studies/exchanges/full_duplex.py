@@ -1,6 +1,6 @@
 """What large messages between nodes take through one gloo group and through two, and what the order of sums costs.
 
-Feeds docs/explanation/plans.md and docs/explanation/fusion.md.
+Feeds docs/results/exchanges.md.
 
     python -m gradwire.bench.studies.exchanges.full_duplex              # 2x1, 2x2 and 4x2; needs root
     python -m gradwire.bench.studies.exchanges.full_duplex 4x2 --sums   # all-reduces in rank order, beside gloo's ring

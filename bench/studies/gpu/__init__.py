@@ -1,1 +1,1 @@
-"""Clusters of GPUs, measured and predicted; feeds docs/reference/gpu.md and docs/results/gpu_plans.md."""
+"""Clusters of GPUs, measured and predicted; feeds docs/results/gpu.md and docs/results/gpu_plans.md."""

@@ -1,4 +1,4 @@
-"""What `gpu_report` times for docs/reference/gpu.md besides bench/kernels/cases.py: sums and many matrices."""
+"""What `gpu_report` times for docs/results/gpu.md besides bench/kernels/cases.py: sums and many matrices."""
 
 from collections.abc import Callable
 

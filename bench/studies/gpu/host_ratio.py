@@ -13,7 +13,7 @@ median of the rounds' own. As in training the device is behind the host: it wait
 issue when rank 0 is through, and they do nothing meanwhile. So no stream runs dry, and nothing else of the job runs
 beside what is measured.
 
-`--profile` names the functions in which the first of `--modes` spends its time. Feeds docs/reference/gpu.md.
+`--profile` names the functions in which the first of `--modes` spends its time. Feeds docs/results/gpu.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Everything that docs/reference/gpu.md wants to know of a machine with a GPU, as Markdown, in under eight minutes.
+"""Everything that docs/results/gpu.md wants to know of a machine with a GPU, as Markdown, in under eight minutes.
 
     python -m gradwire.bench.studies.gpu.report                    # on the terminal
     python -m gradwire.bench.studies.gpu.report --output FILE      # and into a file

@@ -1,6 +1,6 @@
 """What the hook costs a training step on one rank, and whether backward waits for it.
 
-`gpu_report` writes it into docs/reference/gpu.md.
+`gpu_report` writes it into docs/results/gpu.md.
 
 A residual network of 50 layers takes steps on one device in a world of one rank: in turns with a hook that hands every
 bucket back at once, and with gradwire's. The difference is what the hook itself puts on the compute stream.

@@ -1,4 +1,4 @@
-"""How many planted delays and disagreements a watch names, in jobs of six kinds. Feeds docs/how-to/watch_any_job.md.
+"""How many planted delays and disagreements a watch names, in jobs of six kinds. Feeds docs/results/diagnosis.md.
 
 python -m gradwire.bench.studies.watch.planted late --repeats 10     # a rank is 200 ms late: is it named, and alone?
 python -m gradwire.bench.studies.watch.planted disagree --repeats 4  # a rank leaves out, swaps, or resizes one
