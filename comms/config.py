@@ -308,6 +308,25 @@ class Config:
         return cls(**given)  # type: ignore[arg-type]  # checked by name above, by value in __post_init__
 
     @classmethod
+    def given(cls, config: "Config | None", options: Mapping[str, object]) -> "Config":
+        """The configuration that a face is made with.
+
+        Args:
+            config: All of it; None: what `options` and the environment give.
+            options: By name.
+
+        Raises:
+            TypeError: Both are given, or an option has an unknown name.
+            ValueError: A value does not fit; see `from_env`.
+        """
+        if config is not None and options:
+            raise TypeError(
+                f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options into the "
+                "Config"
+            )
+        return config or cls.from_env(**options)
+
+    @classmethod
     def automatic(cls) -> "Config | None":
         """The configuration that GRADWIRE_HOOK and the other variables give; None where it is unset or empty.
 

@@ -7,10 +7,9 @@ is narrowed.
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comms.bootstrap.compat import GradBucket, queue_end_of_backward, timeout_of, why_no_ddp_hook
-from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
@@ -30,15 +28,14 @@ from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
 from gradwire.comms.resume import Resume
-from gradwire.comms.session import GradientSession, SessionRanks
+from gradwire.comms.session import Face, GradientSession, SessionRanks, refused
 from gradwire.comms.step.life import StepLife, StepState, is_timed
 from gradwire.comms.step.listeners import EndedStep
-from gradwire.compressors.base import Layout, StateDict
+from gradwire.compressors.base import Layout
 from gradwire.compressors.rules import warn_of_idle
 
 if TYPE_CHECKING:
-    from gradwire.comms.autotune.job_advice import JobAdvice
-    from gradwire.comms.compression import Compression, LossScaler
+    from gradwire.comms.compression import Compression
     from gradwire.comms.elastic.ddp import ElasticTraining, OnChange
     from gradwire.comms.elastic.membership import View
     from gradwire.comms.elastic.survive import Change
@@ -69,7 +66,7 @@ _on_cuda: "weakref.WeakSet[HookState]" = weakref.WeakSet()
 """States on CUDA that are open: an optimizer asks them for failures before it steps."""
 
 
-class HookState:
+class HookState(Face[GradientSession]):
     """What the hook keeps between steps. One for each model.
 
     Args:
@@ -89,6 +86,10 @@ class HookState:
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
 
+    NOT_CONNECTED = "this state has not seen a bucket yet: call {call} after the first backward pass"
+
+    synchronize = refused("the ranks of a DDP model hold the same parameters after every step, without a call")
+
     def __init__(
         self,
         model_or_group: nn.Module | dist.ProcessGroup | None = None,
@@ -98,17 +99,8 @@ class HookState:
         on_change: "OnChange | None" = None,
         **options: object,
     ) -> None:
-        if config is not None and options:
-            raise TypeError(
-                f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options "
-                "into the Config"
-            )
-        self.config = config or Config.from_env(**options)
+        super().__init__(Config.given(config, options))
         self.names = ParameterNames()
-        self.steps = 0
-        """Backward passes so far."""
-        self._group: dist.ProcessGroup | None = None
-        self._connection: GradientSession | None = None
         self._life = StepLife()
         self._used_map: UsedMap | None = None
         """On CUDA, once the ranks have connected."""
@@ -118,10 +110,6 @@ class HookState:
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
         self._elastic: ElasticTraining | None = None
-        self._pending: Checkpoint | None = None
-        """A state that was loaded before the ranks had connected."""
-        self._loaded = False
-        """Whether a state was loaded."""
         self._check: Check | None = None
         for name, given in (("on_change", on_change), ("carries", carries), ("join", self.config.join)):
             if given and not self.config.elastic:
@@ -156,7 +144,8 @@ class HookState:
         """
         if (why := why_no_ddp_hook(model)) is not None:
             raise TypeError(f"`model` is {why}")
-        if self._compresses and self.names.shapes and not self.names.bound:
+        compresses = self._connection is not None and self._connection.compression is not None
+        if compresses and self.names.shapes and not self.names.bound:
             raise ValueError(
                 "`model` comes after the first step: residuals are already kept under numbers instead of its "
                 "parameters' names; call state.bind(model) before the first backward pass"
@@ -222,157 +211,7 @@ class HookState:
         Raises:
             RuntimeError: The state has neither a model nor seen a bucket.
         """
-        connection = self._connected("report()")
-        return connection.listeners.add_to(connection.communicator.report(self.steps))
-
-    def trace(self, file: str | Path, steps: int = 20) -> None:
-        """Writes a timeline of all ranks' next steps into one file; every rank calls it between the same two steps.
-
-        Buckets, transfers, phases, codecs, lanes and waits, on one clock, for https://ui.perfetto.dev, chrome://tracing
-        and `gradwire plot`. The file is there when the last of the steps has ended.
-
-        Args:
-            file: JSON; rank 0 writes it.
-            steps: How many.
-
-        Raises:
-            ValueError: `steps` is less than one.
-            OSError: Rank 0 cannot write the file; raised on all ranks.
-            RuntimeError: The ranks have not connected yet, or a trace is being made already.
-        """
-        self._connected("trace()").observer.trace(Path(file), steps)
-
-    def export_metrics(
-        self,
-        *,
-        file: str | Path | None = None,
-        port: int | None = None,
-        address: str = "127.0.0.1",
-        every_seconds: float = 15.0,
-    ) -> int | None:
-        """Exports this rank's numbers for Prometheus, made anew at the end of a step.
-
-        A second call adds a file or a port, or replaces the one there was; what it does not name goes on.
-
-        Args:
-            file: Replaced in one piece, as node_exporter's textfile collector wants it.
-            port: Served as http://address:port/metrics; 0 takes a free one.
-            address: That the port is opened at; "0.0.0.0" for all of this host.
-            every_seconds: At most so often.
-
-        Returns:
-            The port; None without one.
-
-        Raises:
-            ValueError: Neither `file` nor `port` is given.
-            OSError: The file cannot be written, or the port is taken.
-            RuntimeError: The ranks have not connected yet.
-        """
-        observer = self._connected("export_metrics()").observer
-        return observer.export_metrics(None if file is None else Path(file), port, address, every_seconds)
-
-    def watch(self, scaler: "LossScaler") -> None:
-        """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
-
-        Raises:
-            ValueError: There is no compressor, or no model yet.
-        """
-        self._compressed().watch(scaler)
-
-    def set_loss_scale(self, scale: float) -> None:
-        """Sets the factor that the next gradients carry, where no GradScaler does; call it before backward."""
-        self._compressed().set_loss_scale(scale)
-
-    def flush(self) -> None:
-        """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.
-
-        To be called on all ranks before the same step.
-        """
-        self._compressed().flushing = True
-
-    def state_dict(self) -> Checkpoint:
-        """This rank's residuals, momenta and factors; every rank saves its own.
-
-        An entry under a key that carries the rank, and one that is the same on all ranks, both plain tuples of CPU
-        tensors, numbers and strings: safe with `torch.load(weights_only=True)`, and with torch.distributed.checkpoint,
-        which may be given the state itself. A state that has just been made for the model has the same keys. Empty
-        without a compressor, and while neither torch.distributed is initialised nor a state has been loaded.
-        """
-        if not self._wants_compression:
-            return {}
-        if self._connection is None and self._pending is not None:
-            return dict(self._pending)
-        group = self._group or dist.group.WORLD if dist.is_initialized() else None
-        if group is None:
-            return {}
-        own: StateDict = {}
-        dirty = False
-        if self._connection is not None:
-            with self._connection.communicator.alone():
-                own = self._compressed().state_dict() | {NAMED: int(self.names.bound)}
-            self._connection.communicator.rejoin()
-            dirty = self._compressed().dirty
-        return pack(own, group.rank(), group.size(), dirty)
-
-    def gathered_state_dict(self, *, on_all_ranks: bool = False) -> Checkpoint:
-        """The states of all ranks in one, for frameworks in which rank 0 writes the checkpoint; all ranks call it.
-
-        `load_state_dict` takes each rank's own part of it.
-
-        Args:
-            on_all_ranks: Whether every rank shall have all of it (one writes on each node); else rank 0 of the group
-                alone, and the others get their own part.
-
-        Raises:
-            RuntimeError: torch.distributed is not initialised.
-        """
-        if not self._wants_compression:
-            return {}
-        group = self._group or dist.group.WORLD if dist.is_initialized() else None
-        if group is None:
-            raise RuntimeError("torch.distributed is not initialised: there are no ranks to gather a state from")
-        return gather(self.state_dict(), group, on_all_ranks)
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restores what `state_dict` returned on this rank, or `gathered_state_dict`; training goes on bit for bit.
-
-        Before the state has a model or has seen a bucket, `state` is kept until then, and checked then. At another
-        world size a state is taken only if it was flushed before it was saved (`flush()`, one step, save); momenta and
-        warm-start factors then build up again.
-
-        Raises:
-            ValueError: The state is of another model, compressor, rank or world size; nothing was changed.
-        """
-        if not state and not self._wants_compression:
-            return
-        found = normalize(state)
-        self._loaded = True
-        if not self._wants_compression:
-            if dict(found[JOB])["dirty"]:
-                raise ValueError(
-                    "`compressor` is not set, and `state` holds residuals that would be lost: set the compressor that "
-                    "saved it, or call state.flush() and train one more step before saving"
-                )
-            return
-        if self._connection is None:
-            self._pending = found
-        else:
-            self._take_over(self._connection, found)
-
-    def _take_over(self, connection: GradientSession, state: Checkpoint) -> None:
-        own = unpack(state, connection.communicator.rank, connection.communicator.size)
-        if own is None:
-            return
-        named = own.pop(NAMED, None)
-        if named is not None and bool(named) != self.names.bound:
-            has, other = ("its parameters' names", "numbers") if self.names.bound else ("numbers", "parameters' names")
-            raise ValueError(
-                f"`state` keeps residuals under {other}, this HookState under {has}: give both the model, with "
-                "HookState(model) or state.bind(model) before the first backward pass, or neither"
-            )
-        with connection.communicator.alone():
-            self._compressed().load_state_dict(own)
-        connection.communicator.state_loaded()
+        return self._connected("report()").report(self.steps)
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
@@ -455,26 +294,6 @@ class HookState:
         if self._resume is not None and self._resume.is_complete:
             self._launch_resumed(connection)
 
-    def advise(self, optimizer: str = "sgd", accumulate: int = 1) -> "JobAdvice":
-        """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
-
-        Args:
-            optimizer: `sgd`, `adam`, ...: some compressors require one.
-            accumulate: How many of the steps as they are shall be one, as micro-batches that are accumulated.
-
-        Raises:
-            RuntimeError: Fewer than three steps have been seen.
-            ValueError: `accumulate` is less than one.
-        """
-        connection = self._connection
-        observed = connection.watch.observed() if connection else None
-        if connection is None or observed is None:
-            raise RuntimeError("this state has seen fewer than three steps: call advise() later")
-        from gradwire.comms.autotune.job_advice import advise_job  # here: it knows every compressor
-
-        routes = connection.communicator.routes
-        return advise_job(routes.priced, connection.fusion.last_sizes, observed, optimizer, routes.library, accumulate)
-
     def fuse(self, plan: FusionPlan) -> None:
         """Changes which buckets travel together, from the next step on; every rank calls it between the same two steps.
 
@@ -492,24 +311,6 @@ class HookState:
         connection.fusion_plans.agree(asdict(plan))
         connection.fusion.change(plan)
 
-    def _connected(self, call: str) -> GradientSession:
-        if self._connection is None:
-            raise RuntimeError(f"this state has not seen a bucket yet: call {call} after the first backward pass")
-        return self._connection
-
-    @property
-    def _wants_compression(self) -> bool:
-        return self.config.compressor not in (None, "none")
-
-    @property
-    def _compresses(self) -> bool:
-        return self._connection is not None and self._connection.compression is not None
-
-    def _compressed(self) -> "Compression":
-        if self._connection is None or self._connection.compression is None:
-            raise ValueError("`compressor` is not set, or no model is bound yet: there is no state to keep")
-        return self._connection.compression
-
     def _connect(self, device: torch.device, model: nn.Module | None = None) -> GradientSession:
         if self._connection is None:
             if not dist.is_initialized():
@@ -522,7 +323,7 @@ class HookState:
             if self._elastic is not None:
                 self._elastic.connect(group, device)
             else:
-                self._connection = GradientSession(SessionRanks.of(group, None), device, self.config, self.names)
+                self._connection = GradientSession(SessionRanks.of(group, "hook"), device, self.config, self.names)
             assert self._connection is not None
             if device.type == "cuda":
                 from gradwire.comms.step.used_map import UsedMap  # here: on a CPU nothing waits for room
@@ -530,9 +331,8 @@ class HookState:
                 self._used_map = UsedMap(model)
                 _on_cuda.add(self)
                 _register()
-            pending, self._pending = self._pending, None
-            if pending is not None:
-                self._take_over(self._connection, pending)
+            if self._pending is not None:
+                self._restore(self._pending)
         return self._connection
 
     def _checked_later(self, model: "HasParameters") -> "Check":
@@ -545,22 +345,9 @@ class HookState:
 
         def resumed() -> None:
             if (state := this()) is not None:
-                state._warn_of_resume()
+                _warn_of_resume(state)
 
         return check_at_first_step(model, config.compressor, options, rules, config.error_budget, resumed)
-
-    def _warn_of_resume(self) -> None:
-        """Called where the optimizer goes on from a checkpoint, before its first step here."""
-        compression = self._connection.compression if self._connection is not None else None
-        if self._loaded or compression is None or self.config.join is not None:
-            return
-        if any(isinstance(value, Tensor) for value in compression.compressor.state_dict().values()):
-            log.warning(
-                "the optimizer goes on from a checkpoint, and gradwire's state was not loaded: %s starts without what "
-                "it held back, so training goes on otherwise than it would have. Save state.state_dict() of each "
-                "rank, and load it",
-                self.config.compressor,
-            )
 
     def _begin_step(self, connection: GradientSession) -> None:
         self._life.begin(autograd_calls=queue_end_of_backward(self._backward_ended))
@@ -751,6 +538,20 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     if isinstance(bucket, tuple):
         raise TypeError(PYTHON_REDUCER)
     return state.reduce(bucket)
+
+
+def _warn_of_resume(state: HookState) -> None:
+    """Called where the optimizer goes on from a checkpoint, before its first step here."""
+    compression = state._connection.compression if state._connection is not None else None
+    if state._loaded or compression is None or state.config.join is not None:
+        return
+    if any(isinstance(value, Tensor) for value in compression.compressor.state_dict().values()):
+        log.warning(
+            "the optimizer goes on from a checkpoint, and gradwire's state was not loaded: %s starts without what "
+            "it held back, so training goes on otherwise than it would have. Save state.state_dict() of each "
+            "rank, and load it",
+            state.config.compressor,
+        )
 
 
 def _end_compression(

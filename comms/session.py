@@ -1,29 +1,36 @@
-"""The connection of a model's ranks: who they are, the communicator, what compresses, what travels together, listeners.
+"""One session, three faces: what the states for DDP (`HookState`), FSDP2 (`FsdpState`) and `Outer` have in common.
 
-A state has one from the moment at which its ranks have connected; in elastic training one after the other.
+An `AveragingSession` has the ranks average named tensors, step by step: the communicator, what compresses, who listens.
+A face has one from the moment at which its ranks have connected; in elastic training one after the other. `Face` is
+what a user asks of any of them: advice, a timeline, metrics, a checkpoint. What one cannot do it names as `refused`.
 """
 
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.bootstrap.compat import Store, store_of
+from gradwire.comms.bootstrap.failure import Board
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.plan import BUCKET_NBYTES
+from gradwire.comms.report import Report
 from gradwire.comms.step.features import choose_compressors, measure_links, tune, watch_steps
 from gradwire.comms.step.listeners import Listeners
 from gradwire.compressors.adasum import Adasum
-from gradwire.compressors.base import Compressor
+from gradwire.compressors.base import Compressor, StateDict
 from gradwire.compressors.dense import WideSum
 
 FUSION_TIMEOUT = timedelta(seconds=30)
@@ -33,10 +40,11 @@ GRADIENT_NBYTES = 4
 """Of an element, where the size of a model's gradients is estimated."""
 
 if TYPE_CHECKING:
-    from gradwire.comms.compression import Compression
+    from gradwire.comms.autotune.job_advice import JobAdvice
+    from gradwire.comms.compression import Compression, LossScaler
 
-_numbers: "dict[str, count[int]]" = {}
-"""Process group -> numbers for the states that are made on it, in the same order on all ranks."""
+_numbers: "dict[tuple[str, str], count[int]]" = {}
+"""(Kind, process group) -> numbers for what is made of that kind on it, in the same order on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,7 @@ class SessionRanks:
         size: How many.
         group: Torch's group of them; None in elastic training, once the ranks have changed.
         oversight: In elastic training, who hears of a failure.
+        board: Where other ranks hear of a failure, too; None: these alone do.
     """
 
     store: Store
@@ -58,21 +67,132 @@ class SessionRanks:
     size: int
     group: dist.ProcessGroup | None
     oversight: Oversight | None = None
+    board: Board | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, oversight: Oversight | None) -> "SessionRanks":
-        """The ranks of a group of torch's."""
-        return cls(store_of(group), cls.name_in(group), group.rank(), group.size(), group, oversight)
+    def of(
+        cls, group: dist.ProcessGroup, kind: str, *, oversight: Oversight | None = None, board: Board | None = None
+    ) -> "SessionRanks":
+        """The ranks of a group of torch's.
+
+        Args:
+            group: Which.
+            kind: Of session; those of a kind are made in the same order on all ranks of the group.
+            oversight: As above.
+            board: As above.
+        """
+        name = cls.name_in(group, kind)
+        return cls(store_of(group), name, group.rank(), group.size(), group, oversight, board)
 
     @classmethod
-    def name_in(cls, group: dist.ProcessGroup | None) -> str:
-        """The name of the next state of a group."""
-        assert group is not None
-        return f"hook{next(_numbers.setdefault(group.group_name, count()))}"
+    def name_in(cls, group: dist.ProcessGroup, kind: str) -> str:
+        """The name of a group's next session of a kind."""
+        return f"{kind}{next(_numbers.setdefault((kind, group.group_name), count()))}"
 
 
-class GradientSession:
-    """What a state has once its ranks have connected.
+class AveragingSession:
+    """What a face has once its ranks have connected: the ranks, what compresses between them, and who listens.
+
+    Args:
+        ranks: That connect.
+        device: Where the tensors are.
+        config: What the user set.
+        numels: Of the parameters, by name, as this rank holds them.
+        reduction: What combines tensors between nodes where nothing compresses them; None is a plain sum.
+        previous: What there was before the ranks have changed; its compressor goes on.
+
+    Attributes:
+        group: Of torch's; see `SessionRanks`.
+        communicator: Of the ranks.
+        compression: What compresses; None where tensors are exact.
+        listeners: Who follows its steps.
+
+    Raises:
+        RuntimeError: A rank did not join within the time-out.
+        ValueError: A rank joined with another world size or configuration.
+    """
+
+    def __init__(
+        self,
+        ranks: SessionRanks,
+        device: torch.device,
+        config: Config,
+        numels: Mapping[str, int],
+        *,
+        reduction: Compressor | None = None,
+        previous: "AveragingSession | None" = None,
+    ) -> None:
+        self.group = ranks.group
+        self._config = config
+        self._sizes: Sequence[int] = ()
+        self.compression: Compression | None = previous.compression if previous else _compression(config, numels, ranks)
+        self.communicator = Communicator(
+            ranks.store,
+            ranks.rank,
+            ranks.size,
+            device,
+            config,
+            name=ranks.name,
+            compressor=self.compression.compressor if self.compression else reduction,
+            group=ranks.group,
+            board=ranks.board,
+            oversight=ranks.oversight,
+        )
+        weakref.finalize(self, self.communicator.close)  # also where something later raises
+        self.listeners = Listeners()
+
+    def connect(self, nbytes: int) -> None:
+        """Settles plans, and connects what buckets of `nbytes` take; all ranks."""
+        self.communicator.routes.settle(nbytes)
+        self.communicator.connect(nbytes)
+
+    def watch_steps(self, previous: "AveragingSession | None" = None) -> None:
+        """Has steps noted from here on, as the configuration says.
+
+        Args:
+            previous: Whose metrics go on.
+        """
+        self.watch, self.observer = watch_steps(self.listeners, self.communicator, self._config, self.group)
+        if previous is not None:
+            self.observer.follow(previous.observer)
+        weakref.finalize(self, self.observer.close)
+
+    @property
+    def last_sizes(self) -> Sequence[int]:
+        """Bytes of what has travelled in the last step, in order."""
+        return self._sizes
+
+    def note_sizes(self, sizes: Sequence[int]) -> None:
+        """Notes the bytes of what has travelled in a step."""
+        self._sizes = tuple(sizes)
+
+    def report(self, steps: int) -> Report:
+        """What has travelled in so many steps."""
+        return self.listeners.add_to(self.communicator.report(steps))
+
+    def state_dict(self) -> StateDict:
+        """What this rank holds back; empty without a compressor."""
+        if self.compression is None:
+            return {}
+        with self.communicator.alone():
+            own = self.compression.state_dict()
+        self.communicator.rejoin()
+        return own
+
+    def load_state_dict(self, own: StateDict) -> None:
+        """Restores what `state_dict` returned on this rank of as many.
+
+        Raises:
+            ValueError: The state is of another model or compressor, or is damaged; nothing was changed.
+        """
+        if self.compression is not None:
+            with self.communicator.alone():
+                self.compression.load_state_dict(own)
+            self.communicator.state_loaded()
+
+
+class GradientSession(AveragingSession):
+    """The session of a DDP model's gradients: buckets may travel together, links are measured, and cuts tuned.
 
     Args:
         peers: The ranks.
@@ -96,24 +216,10 @@ class GradientSession:
         previous: "GradientSession | None" = None,
         joined: bool = False,
     ) -> None:
-        self.group = peers.group
-        self._config = config
-        self.compression: Compression | None = previous.compression if previous else _compression(config, names, peers)
-        name, compressor = peers.name, self.compression.compressor if self.compression else _reduction(config)
-        self.communicator = Communicator(
-            peers.store,
-            peers.rank,
-            peers.size,
-            device,
-            config,
-            name=name,
-            compressor=compressor,
-            group=peers.group,
-            oversight=peers.oversight,
-        )
-        weakref.finalize(self, self.communicator.close)  # also where something below raises
+        super().__init__(peers, device, config, names.numels(), reduction=_reduction(config), previous=previous)
+        name, store = peers.name, self.communicator.plain_store
+        self._names = names
         self.communicator.executor.checking = self.compression is not None
-        store = self.communicator.plain_store
         threshold_nbytes = round(config.fusion_mb * 2**20)
         delayed = config.fusion == "delayed"
         if delayed and names.bound:
@@ -123,7 +229,6 @@ class GradientSession:
         self.agrees = previous is None and not joined
         """Whether what payloads are decoded with is the same on all ranks."""
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
-        self.listeners = Listeners()
 
         def consensus(what: str, timeout: timedelta) -> Consensus:
             return self._consensus(store, f"{what}/{name}", timeout)
@@ -134,18 +239,39 @@ class GradientSession:
             self._move_state()
         else:
             measure_links(self.listeners, self.communicator, config, consensus)
-        self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
-        self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
+        self.connect(threshold_nbytes or BUCKET_NBYTES)
         if self.compression is not None:
             choose_compressors(self.listeners, self.communicator, self.compression, consensus)
         self.scale, self.after = _factors(config, self.communicator)
         """On every rank's gradients, and on their sum."""
-        self.watch, self.observer = watch_steps(self.listeners, self.communicator, config, peers.group)
-        if previous is not None:
-            self.observer.follow(previous.observer)
-        weakref.finalize(self, self.observer.close)
+        self.watch_steps(previous)
         if previous is None and not joined:
             tune(self.listeners, self.communicator, self.fusion, name, names.shapes)
+
+    @property
+    def last_sizes(self) -> Sequence[int]:
+        """Bytes of the last step's buckets, in the order in which they arrived."""
+        return self.fusion.last_sizes
+
+    def state_dict(self) -> StateDict:
+        """What this rank holds back, and whether under its parameters' names; empty without a compressor."""
+        own = super().state_dict()
+        return own | {NAMED: int(self._names.bound)} if own else own
+
+    def load_state_dict(self, own: StateDict) -> None:
+        """Restores what `state_dict` returned on this rank of as many.
+
+        Raises:
+            ValueError: The state is of another model or compressor, or under other names; nothing was changed.
+        """
+        named = own.pop(NAMED, None)
+        if named is not None and bool(named) != self._names.bound:
+            has, other = ("its parameters' names", "numbers") if self._names.bound else ("numbers", "parameters' names")
+            raise ValueError(
+                f"`state` keeps residuals under {other}, this HookState under {has}: give both the model, with "
+                "HookState(model) or state.bind(model) before the first backward pass, or neither"
+            )
+        super().load_state_dict(own)
 
     def _go_on(self, previous: "GradientSession") -> None:
         """Takes over what was learned with the ranks before: the links' rates."""
@@ -164,15 +290,267 @@ class GradientSession:
         return Consensus(own, self.communicator.rank, self.communicator.size, name, timeout)
 
 
-def _compression(config: Config, names: ParameterNames, peers: SessionRanks) -> "Compression | None":
-    if config.compressor in (None, "none"):
+class Refused:
+    """A name that other faces have and this one cannot have.
+
+    Args:
+        why: And what to do instead.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, face: object, owner: type) -> "Refused":
+        """Raises where a face is asked for it.
+
+        Raises:
+            AttributeError: With the name in it, and why it is not there.
+        """
+        if face is None:
+            return self
+        raise AttributeError(f"`{self._name}` is not there for {owner.__name__}: {self.why}")
+
+
+def refused(why: str) -> Any:
+    """A member of a face that refuses to be asked for; see `Refused`."""
+    return Refused(why)
+
+
+S = TypeVar("S", bound=AveragingSession)
+
+
+class Face(Generic[S]):
+    """What a user asks of any state: advice, a timeline, metrics, a checkpoint.
+
+    Args:
+        config: The configuration.
+
+    Attributes:
+        config: The configuration.
+        steps: That have ended.
+    """
+
+    NOT_CONNECTED: ClassVar[str]
+    """Why there is no session, where a call needs one; `{call}` stands for that."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.steps = 0
+        self._group: dist.ProcessGroup | None = None
+        self._connection: S | None = None
+        self._pending: Checkpoint | None = None
+        """A state that was loaded before the ranks had connected."""
+        self._loaded = False
+        """Whether a state was loaded."""
+
+    def advise(self, optimizer: str = "sgd", accumulate: int = 1) -> "JobAdvice":
+        """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
+
+        Args:
+            optimizer: `sgd`, `adam`, ...: some compressors require one.
+            accumulate: How many of the steps as they are shall be one, as micro-batches that are accumulated.
+
+        Raises:
+            RuntimeError: The ranks have not connected, or fewer than three steps have been seen.
+            ValueError: `accumulate` is less than one.
+        """
+        connection = self._connected("advise()")
+        observed = connection.watch.observed()
+        if observed is None:
+            raise RuntimeError("this state has seen fewer than three steps: call advise() later")
+        from gradwire.comms.autotune.job_advice import advise_job  # here: it knows every compressor
+
+        routes = connection.communicator.routes
+        return advise_job(routes.priced, connection.last_sizes, observed, optimizer, routes.library, accumulate)
+
+    def trace(self, file: str | Path, steps: int = 20) -> None:
+        """Writes a timeline of all ranks' next steps into one file; every rank calls it between the same two steps.
+
+        Buckets, transfers, phases, codecs, lanes and waits, on one clock, for https://ui.perfetto.dev, chrome://tracing
+        and `gradwire plot`. The file is there when the last of the steps has ended.
+
+        Args:
+            file: JSON; rank 0 writes it.
+            steps: How many.
+
+        Raises:
+            ValueError: `steps` is less than one.
+            OSError: Rank 0 cannot write the file; raised on all ranks.
+            RuntimeError: The ranks have not connected yet, or a trace is being made already.
+        """
+        self._connected("trace()").observer.trace(Path(file), steps)
+
+    def export_metrics(
+        self,
+        *,
+        file: str | Path | None = None,
+        port: int | None = None,
+        address: str = "127.0.0.1",
+        every_seconds: float = 15.0,
+    ) -> int | None:
+        """Exports this rank's numbers for Prometheus, made anew at the end of a step.
+
+        A second call adds a file or a port, or replaces the one there was; what it does not name goes on.
+
+        Args:
+            file: Replaced in one piece, as node_exporter's textfile collector wants it.
+            port: Served as http://address:port/metrics; 0 takes a free one.
+            address: That the port is opened at; "0.0.0.0" for all of this host.
+            every_seconds: At most so often.
+
+        Returns:
+            The port; None without one.
+
+        Raises:
+            ValueError: Neither `file` nor `port` is given.
+            OSError: The file cannot be written, or the port is taken.
+            RuntimeError: The ranks have not connected yet.
+        """
+        observer = self._connected("export_metrics()").observer
+        return observer.export_metrics(None if file is None else Path(file), port, address, every_seconds)
+
+    def watch(self, scaler: "LossScaler") -> None:
+        """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
+
+        Raises:
+            ValueError: There is no compressor, or no model yet.
+        """
+        self._compressed().watch(scaler)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Sets the factor that the next gradients carry, where no GradScaler does; call it before backward.
+
+        Raises:
+            ValueError: There is no compressor, or no model yet; or `scale` is not a positive number.
+        """
+        self._compressed().set_loss_scale(scale)
+
+    def flush(self) -> None:
+        """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.
+
+        To be called on all ranks before the same step; before a checkpoint that is to be loaded on other ranks.
+
+        Raises:
+            ValueError: There is no compressor, or no model yet.
+        """
+        self._compressed().flushing = True
+
+    @property
+    def dirty(self) -> bool:
+        """Whether something is held back, so that the state fits these ranks alone; the same on all of them."""
+        compression = None if self._connection is None else self._connection.compression
+        return compression is not None and compression.dirty
+
+    def state_dict(self) -> Checkpoint:
+        """This rank's residuals, momenta and factors; every rank saves its own.
+
+        An entry under a key that carries the rank, and one that is the same on all ranks, both plain tuples of CPU
+        tensors, numbers and strings: safe with `torch.load(weights_only=True)`, and with torch.distributed.checkpoint,
+        which may be given the state itself. A state that has just been made for the model has the same keys. Empty
+        where nothing is kept, and while neither torch.distributed is initialised nor a state has been loaded.
+        """
+        if not self._keeps:
+            return {}
+        if self._connection is None and self._pending is not None:
+            return dict(self._pending)
+        place = self._place()
+        return {} if place is None else pack(self._own_state(), *place, self.dirty)
+
+    def gathered_state_dict(self, *, on_all_ranks: bool = False) -> Checkpoint:
+        """The states of all ranks in one, for frameworks in which rank 0 writes the checkpoint; all ranks call it.
+
+        `load_state_dict` takes each rank's own part of it.
+
+        Args:
+            on_all_ranks: Whether every rank shall have all of it (one writes on each node); else rank 0 of the group
+                alone, and the others get their own part.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised.
+        """
+        if not self._keeps:
+            return {}
+        group = self._group or dist.group.WORLD if dist.is_initialized() else None
+        if group is None:
+            raise RuntimeError("torch.distributed is not initialised: there are no ranks to gather a state from")
+        return gather(self.state_dict(), group, on_all_ranks)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restores what `state_dict` returned on this rank, or `gathered_state_dict`; training goes on bit for bit.
+
+        Before the state has a model or has seen a bucket, `state` is kept until then, and checked then. On other ranks
+        (another world size, another mesh) a state is taken only if it was flushed before it was saved (`flush()`, one
+        step, save); momenta and warm-start factors then build up again.
+
+        Raises:
+            ValueError: The state is of another model, compressor, rank, world size or mesh; nothing was changed.
+        """
+        if not state and not self._keeps:
+            return
+        found = normalize(state)
+        self._loaded = True
+        if not _compresses(self.config) and dict(found[JOB])["dirty"]:
+            raise ValueError(
+                "`compressor` is not set, and `state` holds residuals that would be lost: set the compressor that "
+                "saved it, or call state.flush() and train one more step before saving"
+            )
+        if self._keeps:
+            self._restore(found)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether there is anything to save."""
+        return _compresses(self.config)
+
+    def _place(self) -> tuple[int, int] | None:
+        """This rank, and how many there are, in a checkpoint; None where nobody knows yet."""
+        if self._connection is not None:
+            return self._connection.communicator.rank, self._connection.communicator.size
+        group = self._group or dist.group.WORLD if dist.is_initialized() else None
+        return None if group is None else (group.rank(), group.size())
+
+    def _own_state(self) -> StateDict:
+        """What this rank saves."""
+        return {} if self._connection is None else self._connection.state_dict()
+
+    def _restore(self, found: Checkpoint) -> None:
+        """Takes over this rank's part of a checkpoint, now or once the ranks have connected."""
+        if self._connection is None:
+            self._pending = found
+            return
+        self._pending = None
+        own = unpack(found, self._connection.communicator.rank, self._connection.communicator.size)
+        if own is not None:
+            self._connection.load_state_dict(own)
+
+    def _connected(self, call: str) -> S:
+        if self._connection is None:
+            raise RuntimeError(self.NOT_CONNECTED.format(call=call))
+        return self._connection
+
+    def _compressed(self) -> "Compression":
+        if self._connection is None or self._connection.compression is None:
+            raise ValueError("`compressor` is not set, or no model is bound yet: there is no state to keep")
+        return self._connection.compression
+
+
+def _compresses(config: Config) -> bool:
+    return config.compressor not in (None, "none")
+
+
+def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks) -> "Compression | None":
+    if not _compresses(config) or config.compressor is None:
         return None
     from gradwire.comms.compression import Compression  # here: exact gradients need no compressor
 
     compression = Compression(
-        config.compressor, config.compressor_options, config.rules, peers.rank, peers.size, config.error_budget
+        config.compressor, config.compressor_options, config.rules, ranks.rank, ranks.size, config.error_budget
     )
-    compression.compressor.bind_model(names.numels())
+    compression.compressor.bind_model(numels)
     return compression
 
 

@@ -45,11 +45,8 @@ def wrap(
         )
     if config is None:
         fusion = options.get("fusion") or Config.from_env().fusion
-        config = Config.from_env(**(({} if fusion == "delayed" else {"fusion_mb": FUSION_MB}) | options))
-    elif options:
-        raise TypeError(
-            f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options into the Config"
-        )
+        options = ({} if fusion == "delayed" else {"fusion_mb": FUSION_MB}) | options
+    config = Config.given(config, options)
     model = DistributedDataParallel(module, bucket_cap_mb=base_bucket_mb, **(ddp_options or {}))  # type: ignore[arg-type]
     state = HookState(model, config=config)
     model.register_comm_hook(state, comm_hook)

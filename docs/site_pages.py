@@ -15,7 +15,9 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|mailto:|#)([^)\s]+)\)")
 LISTED = re.compile(r"\]\(([\w/-]+)\.md(?:#[\w-]+)?\)")
 OPTIONS = {
-    "gradwire.fsdp.FsdpState": ":members:\n   :exclude-members: take_links",
+    "gradwire.HookState": ":members:\n   :inherited-members: Generic",
+    "gradwire.Outer": ":members:\n   :inherited-members: Generic",
+    "gradwire.fsdp.FsdpState": ":members:\n   :inherited-members: Generic",
     "gradwire.OneBitAdam": ":members: frozen",
     "gradwire.OneBitLamb": ":members: frozen",
 }

@@ -82,7 +82,7 @@ def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineB
         ended = began + event["dur"] / 1e6
         rank, track, name = int(event["pid"]), str(event["cat"]), str(event["name"])
         if track == "step" and event["args"].get("step") == step:
-            kind = "backward" if name.endswith("backward") else "wait"
+            kind = "wait" if "wait for buckets" in name else "backward"
             found[rank]["step"].append(TimelineBar(began, ended, kind))
         elif track == "buckets" and event["args"].get("step") == step:
             number = event["args"]["bucket"]

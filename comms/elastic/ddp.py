@@ -181,7 +181,7 @@ class ElasticTraining:
 
     def _connect_first(self, group: dist.ProcessGroup, device: torch.device) -> None:
         first = first_oversight(group.rank(), group.size(), self._state.config.timeout)
-        peers = SessionRanks.of(group, first)
+        peers = SessionRanks.of(group, "hook", oversight=first)
         name = peers.name
         session = GradientSession(peers, device, self._state.config, self._state.names)
         self._state.connect_to(session)
@@ -233,7 +233,7 @@ class ElasticTraining:
         """Joins a running job: waits until it takes this process in, and takes over its state."""
         if not self._carries:
             raise ValueError("`join` is set and `carries` is empty; wanted the optimizer in it, as in the running job")
-        name = SessionRanks.name_in(group)
+        name = SessionRanks.name_in(group, "hook")
         store = find_job(address, name, self._state.config.timeout)
         self._requests = self._open_door(store, device)
         presence, own = packed(Presence.here(0, 1, self._state.config, device)), described(self._bound().module)

@@ -52,6 +52,8 @@ class Observer(StepListener):
     def __init__(self, communicator: Communicator, config: Config, group: dist.ProcessGroup | None = None) -> None:
         self.contents: dict[int, tuple[int, tuple[str, ...]]] = {}
         """Bucket -> (elements, names of its parameters); the caller keeps it."""
+        self.phase = "backward"
+        """What a step is, in a timeline."""
         self._communicator = communicator
         self._config = config
         self._trace: Trace | None = None
@@ -158,7 +160,7 @@ class Observer(StepListener):
             raise OSError(
                 f"`file` is {file}, which rank 0 cannot write ({reason}): name a file in a folder that is there"
             )
-        self._trace = Trace(self._communicator, file, steps, self.contents)
+        self._trace = Trace(self._communicator, file, steps, self.contents, self.phase)
 
     def export_metrics(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> int | None:
         """Exports metrics from the next step on; see `HookState.export_metrics`."""

@@ -106,17 +106,21 @@ class Trace:
         file: That rank 0 writes.
         steps: How many.
         contents: What each bucket holds.
+        phase: What a step is, in a word.
 
     Raises:
         RuntimeError: The group has failed.
     """
 
-    def __init__(self, communicator: Communicator, file: Path, steps: int, contents: Contents) -> None:
+    def __init__(
+        self, communicator: Communicator, file: Path, steps: int, contents: Contents, phase: str = "backward"
+    ) -> None:
         self.recorder = Recorder(communicator.clock, keeps=True, ranges=False)
         self._communicator = communicator
         self._file = file
         self._left = self._steps = steps
         self._contents = contents
+        self._phase = phase
         rounds = clock_rounds(communicator)
         if rounds is None:
             raise RuntimeError("a trace was asked for, but a collective of this group has failed before: see the log")
@@ -163,7 +167,7 @@ class Trace:
             return
         step, began, ended, buckets = last
         note, between = self.recorder.note, self._communicator.clock.between
-        note(STEP, f"step {step}: backward", began, ended, step=step)
+        note(STEP, f"step {step}: {self._phase}", began, ended, step=step)
         latest = ended
         for bucket in buckets:
             arrived, reduced = bucket.times.arrived, bucket.times.reduced

@@ -29,10 +29,11 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.elastic.survive import Survivor
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
-from gradwire.comms.observe.observer import Observer
 from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
 from gradwire.comms.plan.plan import Plan
+from gradwire.comms.session import AveragingSession
+from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import Layout, StateDict, StateValue
 from gradwire.compressors.residual import keep_until_read
 
@@ -66,6 +67,7 @@ class Pending:
         finite: Whether the average is finite; None while it is under way.
         error: Why there is none and will be none.
         communicator: With which it was begun.
+        bucket: What travels; None where nothing does.
         before: What the compressor held before it, where that was saved; else None.
     """
 
@@ -77,6 +79,7 @@ class Pending:
     finite: bool | None = None
     error: RuntimeError | None = None
     communicator: Communicator | None = None
+    bucket: Bucket | None = None
     before: StateDict | None = None
 
 
@@ -88,7 +91,7 @@ class OuterExchange:
         compression: Of the communicator's compressor; None exchanges exactly.
         fragments: Of the model.
         settings: When, and what becomes of the result.
-        observer: Of the communicator; None watches nothing.
+        session: Of the communicator, whose listeners hear of each exchange as of a step; None has none.
         council: Of all ranks of the job; None where those of the communicator are all.
         alone: There is one unit: nothing travels, and its own pseudo-gradient is the average.
 
@@ -107,7 +110,7 @@ class OuterExchange:
         compression: Compression | None,
         fragments: Sequence[Fragment],
         settings: OuterSettings,
-        observer: Observer | None = None,
+        session: AveragingSession | None = None,
         *,
         council: Council | None = None,
         alone: bool = False,
@@ -130,12 +133,14 @@ class OuterExchange:
         )
         self._store = PollingStore(communicator.plain_store, communicator.config.timeout, ranks=communicator.size)
         self._survivor: Survivor | None = None
-        if observer is not None:
-            self.be_watched(observer)
+        self._session: AveragingSession | None = None
+        if session is not None:
+            self.be_watched(session)
 
-    def be_watched(self, observer: Observer) -> None:
-        """Tells an observer what travels."""
-        observer.contents.update(
+    def be_watched(self, session: AveragingSession) -> None:
+        """Has the listeners of a session follow the exchanges, and tells what travels in them."""
+        self._session = session
+        session.observer.contents.update(
             (number, (fragment.numel, fragment.names)) for number, fragment in enumerate(self.fragments)
         )
 
@@ -422,6 +427,8 @@ class OuterExchange:
         self.communicator.rejoin()
 
     def _begin(self, delay: int) -> None:
+        if self._session is not None and not self.alone:
+            self._session.listeners.step_began(self.begun)
         pending = self._prepared(self.begun % len(self.fragments), delay)
         try:
             self._launch(pending)
@@ -510,7 +517,9 @@ class OuterExchange:
         if self.alone:
             self._take_back(fragment, flat)
             return
-        bucket = Bucket.of(flat, fragment.layout, index=pending.number)
+        timed = self._session is not None and self._session.listeners.wants_times
+        arrived = self.communicator.clock.now() if timed else None
+        pending.bucket = bucket = Bucket.of(flat, fragment.layout, arrived, pending.number)
         flush = self.compression is not None and self.compression.flushing
         launch = Launch((flat,), fragment.layout if self.compression is not None else None, (bucket,), alone=True)
         self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
@@ -574,11 +583,19 @@ class OuterExchange:
         fragment.check()
         self._settle(pending)
         self._pending = None
-        if not pending.finite:
-            self.skipped += 1
-            return
-        fragment.arrive(pending.flat, pending.sent, None if self.settings.warms_up(self.begun) else self.settings)
-        self.done += 1
+        if pending.finite:
+            fragment.arrive(pending.flat, pending.sent, None if self.settings.warms_up(self.begun) else self.settings)
+        self.done += bool(pending.finite)
+        self.skipped += not pending.finite
+        if self._session is not None and not self.alone:
+            self._tell_ended(self._session, pending)
+
+    def _tell_ended(self, session: AveragingSession, pending: Pending) -> None:
+        """Tells the listeners of an exchange that has been taken up. Ranks that may be lost ask each other nothing."""
+        buckets = [] if pending.bucket is None else [pending.bucket]
+        together, steps = self._survivor is None, self.steps
+        report = lambda: session.report(steps)
+        session.listeners.step_ended(EndedStep(self.begun, buckets, (), report, timed=False, together=together))
 
     def _settle(self, pending: Pending, *, saving: bool = False) -> None:
         """Waits for the average, and decides what becomes of what the compressor holds back.

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from itertools import count
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,19 @@ from torch.optim import Optimizer
 
 from gradwire.comms.attach import attach, look_inside
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
-from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, unpack
+from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, unpack
 from gradwire.comms.communicator import Communicator, Oversight
-from gradwire.comms.compression import Compression
-from gradwire.comms.config import ENVIRONMENT_PREFIX, Config, asks
+from gradwire.comms.config import COMPRESSION, ENVIRONMENT_PREFIX, PLANNING, Config, asks
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.survive import EpochBoard, Survivor, first_oversight
 from gradwire.comms.hook import HookState
-from gradwire.comms.observe.observer import Observer
 from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.exchange import OuterExchange
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of, wire_nbytes_of
 from gradwire.comms.report import Report
+from gradwire.comms.session import AveragingSession, Face, SessionRanks, refused
 from gradwire.comms.transport.launch_order import devices
 from gradwire.compressors.base import StateDict
 from gradwire.compressors.rules import warn_of_idle
@@ -64,8 +63,12 @@ INSIDE_ONLY = (
 )
 """Options of the hook that averages gradients inside a unit; exchanges between units have no use for them."""
 
-_numbers: "dict[str, count[int]]" = {}
-"""Process group -> numbers for the exchanges that are made on it, in the same order on all ranks."""
+OF_EXCHANGES = (*PLANNING, *COMPRESSION, "elastic", "stall_seconds", "nvtx")
+"""Options of exchanges between units; the others are of the gradients inside one."""
+
+NO_GRADIENTS = "Outer exchanges parameters, which carry no loss scale: leave it out"
+GRADIENTS_INSIDE = "it is of the gradients inside a unit: ask `outer.hook`, where there is one"
+FIXED_UNITS = "Outer's ranks cannot change but by losses, and nobody joins them: print `outer.report()`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class OuterReport:
         return "\n".join([head, traffic, str(self.exchange)])
 
 
-class Outer:
+class Outer(Face[AveragingSession]):
     """Trains a model in units that exchange what they have learned now and then: for links that are slow.
 
     A unit averages its gradients at every step and exchanges its parameters' progress (the pseudo-gradient) with the
@@ -183,6 +186,20 @@ class Outer:
     Don't use large mini-batches, use local SGD, arXiv 1808.07217 (post-local SGD).
     """
 
+    NOT_CONNECTED = "Outer has not connected its ranks: {call} has nothing to say yet"
+
+    advise = refused(GRADIENTS_INSIDE + "; `gradwire predict` weighs Outer against other ways")
+    fuse = refused(GRADIENTS_INSIDE)
+    reduce = refused(GRADIENTS_INSIDE)
+    watch = refused(NO_GRADIENTS)
+    set_loss_scale = refused(NO_GRADIENTS)
+    flush = refused("call synchronize(), which averages parameters with all that is held back")
+    bind = refused("Outer is made with its model, once")
+    unbind = refused("Outer is made with its model, once; close() ends the exchanges")
+    view = refused(FIXED_UNITS)
+    changes = refused(FIXED_UNITS)
+    take_in = refused(FIXED_UNITS)
+
     def __init__(
         self,
         model: nn.Module,
@@ -212,13 +229,8 @@ class Outer:
         )
         if inside not in INSIDE:
             raise ValueError(f"`inside` is {inside!r}; wanted one of {', '.join(INSIDE)}")
-        if config is not None and options:
-            raise TypeError(
-                f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options "
-                "into the Config"
-            )
         chosen = options if config is None else {each.name: getattr(config, each.name) for each in fields(Config)}
-        config = config or Config.from_env(**options)
+        config = Config.given(config, options)
         refuse_unfit(config)
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` is a {type(model).__name__}; wanted a torch.nn.Module")
@@ -230,8 +242,8 @@ class Outer:
             raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
         world = dist.group.WORLD
         config = config.with_timeout_of(timeout_of(world, local_of(trained[0][1]).device))
-        number = next(_numbers.setdefault(COUNCIL, count()))
-        store = PrefixStore(f"gradwire/{COUNCIL}{number}", store_of(world))
+        super().__init__(replace(config, plan="hierarchical") if config.plan == "auto" else config)
+        store = PrefixStore(f"gradwire/{SessionRanks.name_in(world, COUNCIL)}", store_of(world))
         council = Council(store, world.rank(), world.size(), config.timeout)
         council.compare(facts_of(self.settings, inside, model, trained))
         group, own_unit = _peers(model, trained, inside, council)
@@ -243,8 +255,8 @@ class Outer:
                     ENVIRONMENT_PREFIX + name.upper(),
                 )
         self.hook: HookState | None = None
-        self._connect(group, trained, replace(config, plan="hierarchical") if config.plan == "auto" else config)
-        communicator = self._communicator
+        connection = self._connection = self._connect(group, trained)
+        communicator = connection.communicator
         self._units = _units(communicator.cluster, inside) if own_unit is None else _units_of(group, own_unit)
         if config.elastic and (own_unit is not None or any(len(unit) > 1 for unit in self._units)):
             self._leave()
@@ -252,14 +264,14 @@ class Outer:
                 "`elastic` is set, and a unit has several ranks, of which one alone may be lost; wanted units of one "
                 'rank: nodes of one rank, or inside="none"'
             )
-        compressor = self._compression.compressor if self._compression else None
+        compressor = connection.compression.compressor if connection.compression else None
         parts = cut_into_fragments(trained, self.settings, wire_nbytes_of(trained, compressor))
         self.exchange = OuterExchange(
             communicator,
-            self._compression,
+            connection.compression,
             parts,
             self.settings,
-            self._observer,
+            connection,
             council=council,
             alone=len(self._units) == 1,
         )
@@ -282,42 +294,28 @@ class Outer:
         # The optimizer keeps this object: without it steps would go on, and nothing would be exchanged.
         self._handle = optimizer.register_step_post_hook(lambda stepper, *_: self._stepped(stepper))
 
-    def _connect(self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]], config: Config) -> None:
-        config = replace(config, fusion_mb=0.0, fusion="fixed", tune=False, probe=False, trace=None, straggler_every=0)
-        config = replace(config, average=True, predivide=None, sum_dtype="own", reduction="sum")  # are of gradients
-        self._compression: Compression | None = None
-        if config.compressor not in (None, "none"):
-            self._compression = Compression(
-                config.compressor, config.compressor_options, config.rules, group.rank(), group.size()
-            )
-            numels = {name: local_of(each).numel() for name, each in trained}
-            self._compression.compressor.bind_model({name: numel for name, numel in numels.items() if numel})
-            warn_of_idle(config.rules, numels, "Patterns are shell-style, of the whole name.")
-        self._config = config
+    def _connect(self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]]) -> AveragingSession:
+        self._group = group
+        self._exchanged = replace(self.config.only(OF_EXCHANGES), probe=False, straggler_every=0)
         self._survivor: Survivor | None = None
-        self._first = first_oversight(group.rank(), group.size(), config.timeout) if config.elastic else None
-        self._communicator = Communicator(
-            store_of(group),
-            group.rank(),
-            group.size(),
-            local_of(trained[0][1]).device,
-            config,
-            name=f"outer{next(_numbers.setdefault(group.group_name, count()))}",
-            compressor=self._compression.compressor if self._compression else None,
-            group=group,
-            oversight=self._first,
-        )
-        self._ends: list[weakref.finalize[..., object]] = [weakref.finalize(self, self._communicator.close)]
-        self._observer = Observer(self._communicator, config, group)
-        self._ends.append(weakref.finalize(self, self._observer.close))
+        timeout, numels = self.config.timeout, {name: local_of(each).numel() for name, each in trained}
+        self._first = first_oversight(group.rank(), group.size(), timeout) if self.config.elastic else None
+        ranks = SessionRanks.of(group, "outer", oversight=self._first)
+        device, held = local_of(trained[0][1]).device, {name: numel for name, numel in numels.items() if numel}
+        connection = AveragingSession(ranks, device, self._exchanged, held)
+        if connection.compression is not None:
+            warn_of_idle(self.config.rules, numels, "Patterns are shell-style, of the whole name.")
+        connection.watch_steps()
+        connection.observer.phase = "exchange"
+        return connection
 
     def _survive(self, first: Oversight, council: Council) -> None:
         """Has this rank's exchanges go on where others are lost."""
-        communicator = self._communicator
+        communicator = self._connected("elastic").communicator
         view = View(0, communicator.rank, tuple(f"rank {rank}" for rank in range(communicator.size)))
         place = PrefixStore(f"gradwire/{ELASTIC}/{communicator.start_name}", unprefixed(communicator.plain_store))
         said = {name: packed(each) for name, each in zip(view.members, communicator.presences, strict=True)}
-        membership = Membership(place, view, self._config.timeout, said)
+        membership = Membership(place, view, self.config.timeout, said)
         assert isinstance(first.board, EpochBoard)
         first.board.membership = membership
         this = weakref.ref(self)
@@ -327,30 +325,20 @@ class Outer:
             assert outer is not None
             return outer._rebuild(view, store, oversight)
 
-        self._survivor = Survivor(membership, communicator, rebuild, self._config.timeout)
+        self._survivor = Survivor(membership, communicator, rebuild, self.config.timeout)
         weakref.finalize(self, self._survivor.close)
         self.exchange.survive(self._survivor)
         self.exchange.council = self._council(communicator, first)
 
     def _rebuild(self, view: View, store: Store, oversight: Oversight) -> Communicator:
         """Connects the ranks that are left."""
-        self._communicator = communicator = Communicator(
-            store,
-            view.rank,
-            view.size,
-            self._communicator.device,
-            self._config,
-            name=ELASTIC,
-            compressor=self._compression.compressor if self._compression else None,
-            oversight=oversight,
-        )
-        self._ends[0].detach()  # of a communicator that is closed; it would be kept
-        self._ends[0] = weakref.finalize(self, communicator.close)
-        before, self._observer = self._observer, Observer(communicator, self._config)
-        self._observer.follow(before)
-        self._ends[1].detach()
-        self._ends[1] = weakref.finalize(self, self._observer.close)
-        self.exchange.be_watched(self._observer)
+        previous = self._connected("elastic")
+        ranks = SessionRanks(store, ELASTIC, view.rank, view.size, None, oversight)
+        connection = AveragingSession(ranks, previous.communicator.device, self._exchanged, {}, previous=previous)
+        connection.watch_steps(previous)
+        connection.observer.phase = "exchange"
+        self._connection, communicator = connection, connection.communicator
+        self.exchange.be_watched(connection)
         self.exchange.reconnect(communicator, self._council(communicator, oversight))
         self._units = _units(communicator.cluster, NONE)
         return communicator
@@ -358,17 +346,17 @@ class Outer:
     def _council(self, communicator: Communicator, oversight: Oversight) -> Council:
         """Of the ranks of one epoch: nobody waits in it for one that is lost."""
         store = oversight.polling(PrefixStore(COUNCIL, communicator.plain_store))
-        return Council(store, communicator.rank, communicator.size, self._config.timeout)
+        return Council(store, communicator.rank, communicator.size, self.config.timeout)
 
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
         """Wraps the model in DDP over this rank's unit; all ranks make all units' groups, in the same order."""
-        own, device = model, self._communicator.device
+        own, device, rank = model, self.exchange.communicator.device, self.exchange.communicator.rank
         plain = replace(config, compressor=None, compressor_options={}, error_budget=None, rules=())
         for unit in self._units:
             if len(unit) == 1:
                 continue
             group = dist.new_group(list(unit), timeout=config.timeout)
-            if self._communicator.rank in unit:
+            if rank in unit:
                 own = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
                 self.hook = attach(own, config=plain)
                 if device.type == "cuda":  # DDP broadcasts buffers in it, while an exchange may be under way
@@ -384,6 +372,7 @@ class Outer:
             )
         self._began = self._began or time.perf_counter()
         self.exchange.step_ended()
+        self.steps = self.exchange.steps
 
     def synchronize(self) -> None:
         """Averages the units' parameters now, in full precision: afterwards all ranks hold the same ones.
@@ -397,16 +386,19 @@ class Outer:
         """
         buffers = [each for each in self._inner.buffers() if each.is_floating_point() and not isinstance(each, DTensor)]
         self.exchange.synchronize([] if self._sharded else buffers)
+        self.steps = self.exchange.steps
         for buffer in buffers if self._sharded else []:  # every rank of a sharded unit has buffers of its own
-            wide = buffer.detach().to(self._communicator.device, torch.promote_types(buffer.dtype, torch.float32))
+            wide = buffer.detach().to(
+                self.exchange.communicator.device, torch.promote_types(buffer.dtype, torch.float32)
+            )
             wide = wide.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(wide)
             buffer.detach().copy_(wide / dist.get_world_size())
 
     def report(self) -> OuterReport:
         """What has been exchanged so far, how many bits that took, and how long this rank has waited."""
-        exchange, communicator = self.exchange, self._communicator
-        found = self._observer.add_to(communicator.report(exchange.steps))
+        exchange, communicator = self.exchange, self.exchange.communicator
+        found = self._connected("report()").report(exchange.steps)
         inside = LEVEL_NAMES[0] if len(communicator.cluster.nodes) > 1 else ""
         work = max(exchange.numel * exchange.steps, 1)
         return OuterReport(
@@ -425,6 +417,50 @@ class Outer:
             sharded=self._sharded,
         )
 
+    def trace(self, file: str | Path, steps: int = 20) -> None:
+        """Writes a timeline of all ranks' next exchanges into one file; see `HookState.trace`.
+
+        Args:
+            file: JSON; rank 0 writes it.
+            steps: How many exchanges.
+
+        Raises:
+            ValueError: `steps` is less than one; or `elastic` is set.
+            OSError: Rank 0 cannot write the file; raised on all ranks.
+            RuntimeError: There is one unit alone, or a trace is being made already.
+        """
+        if self._survivor is not None:
+            raise ValueError("`elastic` is set, and ranks that are lost would end a timeline: leave one of the two out")
+        if self.exchange.alone:
+            raise RuntimeError("Outer has one unit: there are no exchanges to trace; see `outer.hook.trace()`")
+        super().trace(file, steps)
+
+    def gathered_state_dict(self, *, on_all_ranks: bool = False) -> Checkpoint:
+        """The states of all ranks in one; see `HookState.gathered_state_dict`.
+
+        Args:
+            on_all_ranks: Whether every rank shall have all of it; else rank 0 alone.
+
+        Raises:
+            ValueError: `model` is sharded, or ranks were lost.
+        """
+        if self._sharded or self._connected("gathered_state_dict()").group is None:
+            why = "`model` is sharded" if self._sharded else "ranks were lost"
+            raise ValueError(f"{why}: each rank saves its own state_dict(), beside its part of the model")
+        return super().gathered_state_dict(on_all_ranks=on_all_ranks)
+
+    @property
+    def _keeps(self) -> bool:
+        return True
+
+    @property
+    def dirty(self) -> bool:
+        """Units differ between exchanges, so a state is always of these ranks alone."""
+        return True
+
+    def _own_state(self) -> StateDict:
+        return {PREFIX + "outer/" + key: value for key, value in self.exchange.state_dict().items()}
+
     def state_dict(self) -> Checkpoint:
         """This rank's part of the exchanges, for resuming bit for bit; every rank saves its own, beside its model.
 
@@ -435,8 +471,7 @@ class Outer:
         `torch.load(weights_only=True)`. Units hold different parameters between exchanges, so every unit has to save
         its own model and optimizer too.
         """
-        state: StateDict = {PREFIX + "outer/" + key: value for key, value in self.exchange.state_dict().items()}
-        return pack(state, self._communicator.rank, self._communicator.size, True)
+        return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restores what `state_dict` returned on this rank; model and optimizer are the caller's to restore.
@@ -456,19 +491,20 @@ class Outer:
         prefix = PREFIX + "outer/"
         found: StateDict | ValueError
         try:
-            saved, size = normalize(state), self._communicator.size
+            saved, (rank, size) = normalize(state), self._place() or (0, 1)
             if (before := dict(saved[JOB])["size"]) != size:
                 raise ValueError(
                     f"`state` is of {before} ranks, there are {size}; wanted as many: call synchronize() before you "
                     "save, load the model alone, and make Outer of that"
                 )
-            own = unpack(saved, self._communicator.rank, size)
+            own = unpack(saved, rank, size)
             if not own or not all(key.startswith(prefix) for key in own):
                 raise ValueError("`state` has no entries of gradwire's Outer: wanted what Outer.state_dict() returned")
             found = {key.removeprefix(prefix): value for key, value in own.items()}
         except ValueError as error:
             found = error
         self.exchange.load_state_dict(found)
+        self.steps = self.exchange.steps
 
     def close(self) -> None:
         """Ends the exchanges: the optimizer's steps drive nothing any more. `model` is for judging and saving then."""
@@ -479,11 +515,12 @@ class Outer:
 
     def _leave(self) -> None:
         """Leaves the other ranks."""
-        self._observer.close()
+        connection = self._connected("close()")
+        connection.observer.close()
         if self._survivor is not None:
             self._survivor.close()
         else:
-            self._communicator.close()
+            connection.communicator.close()
 
 
 def refuse_unfit(config: Config) -> None:

@@ -23,6 +23,7 @@ from gradwire.comms.bootstrap.compat import (
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import ELASTIC, FUSION, MEASURING, SUMMING, Config
+from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
 from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
@@ -36,9 +37,6 @@ CPU = torch.device("cpu")
 
 _applied = count()
 """Numbers of the calls of `apply`, in the same order on all ranks of a model."""
-
-_linked: "dict[str, count[int]]" = {}
-"""Group that shares parameters -> numbers for the communicators that are made on it, in the same order on all ranks."""
 
 NOTED_BETWEEN_REPLICAS = ("trace", "nvtx")
 """Options that have something written down about what travels between replicas."""
@@ -93,15 +91,11 @@ def apply(
             does not fit or differs between the ranks.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
-    if config is not None and options:
-        raise TypeError(
-            f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options into the Config"
-        )
+    config = Config.given(config, options)
     if replicas is not None and not isinstance(replicas, DeviceMesh):
         raise TypeError(
             f"`replicas` is a {type(replicas).__name__}; wanted one dimension of a DeviceMesh, mesh['replicate']"
         )
-    config = config or Config.from_env(**options)
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
     units = sharded_units(model)
@@ -143,7 +137,7 @@ def apply(
     totals = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
     overlap = Overlap(units) if device.type == "cpu" else None
-    state.take_links(links.communicators, totals, rounding if totals else None, described, overlap, torchs)
+    state._take_links(links.communicators, totals, rounding if totals else None, described, overlap, torchs)
     return state
 
 
@@ -206,7 +200,7 @@ class ShardLinks:
             group.size(),
             self._device,
             replace(self._config, compressor=None),
-            name=f"shards{next(_linked.setdefault(group.group_name, count()))}",
+            name=SessionRanks.name_in(group, "shards"),
             group=group,
             board=self._board.of_group(ranks),
         )

@@ -9,11 +9,10 @@ waits for it.
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -25,27 +24,23 @@ from gradwire.comms.bootstrap.compat import (
     ShardedUnit,
     at_end_of_sharded_backward,
     sharded_units,
-    store_of,
 )
 from gradwire.comms.bootstrap.failure import FailureBoard
-from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, unpack
+from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, unpack
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compression import Compression, LossScaler, is_finite
+from gradwire.comms.compression import is_finite
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, FutureTensor, Launch, PhaseTotals
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
+from gradwire.comms.session import AveragingSession, Face, SessionRanks, refused
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.turns import TorchGroups
-from gradwire.comms.step.features import watch_steps
 from gradwire.comms.step.life import is_timed
-from gradwire.comms.step.listeners import EndedStep, Listeners
+from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import StateDict
-
-if TYPE_CHECKING:
-    from gradwire.comms.autotune.job_advice import JobAdvice
 
 NOTHING = torch.empty(0)
 
@@ -60,11 +55,11 @@ ROUNDING = PREFIX + "rounding"
 OF_SHARDS = ", of the ranks that share parameters"
 """Behind a level's name in a report's rows."""
 
-_numbers: "dict[str, count[int]]" = {}
-"""Replica group -> numbers for the states that are made on it, in the same order on all ranks."""
+BOUND = "gradwire.fsdp.apply(model, ...) has bound it to its model for good"
+LOST = "`elastic` is refused for sharded models: a lost rank's shards are lost with it"
 
 
-class FsdpState:
+class FsdpState(Face[AveragingSession]):
     """The gradients, and what is held back of them, of one sharded model; `gradwire.fsdp.apply` makes it.
 
     Args:
@@ -80,6 +75,17 @@ class FsdpState:
         ValueError: A replica joined with another configuration; or an option does not fit sharded models.
     """
 
+    NOT_CONNECTED = "`replicas` is not set: {call} has nothing to say about torch's own collectives"
+
+    bind = refused(BOUND)
+    unbind = refused(BOUND + "; close() puts torch's collectives back")
+    reduce = refused("FSDP2 hands over its units by itself")
+    fuse = refused("FSDP2 says what travels together, by its units")
+    view = refused(LOST)
+    changes = refused(LOST)
+    take_in = refused(LOST)
+    synchronize = refused("replicas hold the same parameters after every step, without a call")
+
     def __init__(
         self,
         model: nn.Module,
@@ -89,14 +95,10 @@ class FsdpState:
         config: Config,
         board: FailureBoard,
     ) -> None:
-        self.config = config
-        self.steps = 0
-        """Backward passes so far, whose gradients were averaged over the replicas."""
+        super().__init__(config)
         self._model = weakref.ref(model)
         self._units = tuple(units)
         self._names = names
-        self._communicator: Communicator | None = None
-        self._compression: Compression | None = None
         self._shard_groups = shard_groups(units)
         self._partial: dict[int, tuple[tuple[ShardedParameter, ...], Tensor]] = {}
         """Unit -> whose gradients, and their sum over the micro-batches that have not been averaged."""
@@ -114,7 +116,6 @@ class FsdpState:
         """On a CPU: averages that torch has made gradients of already."""
         self._buckets: list[Bucket] = []
         self._sizes: list[int] = []
-        self._last_sizes: list[int] = []
         if replicas is not None:
             self._connect(replicas, units[0].device, board)
             for unit in units:
@@ -122,32 +123,13 @@ class FsdpState:
             at_end_of_sharded_backward(units, self._end_backward)
 
     def _connect(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
-        config = self.config
-        if config.compressor not in (None, "none"):
-            self._compression = Compression(
-                config.compressor, config.compressor_options, config.rules, group.rank(), group.size()
-            )
-            self._compression.compressor.bind_model(self._names.numels())
-        self._communicator = Communicator(
-            store_of(group),
-            group.rank(),
-            group.size(),
-            device,
-            config,
-            name=f"sharded{next(_numbers.setdefault(group.group_name, count()))}",
-            compressor=self._compression.compressor if self._compression else None,
-            group=group,
-            board=board.of_group(dist.get_process_group_ranks(group)),
-        )
-        weakref.finalize(self, self._communicator.close)
-        self._communicator.executor.checking = self._compression is not None
-        self._communicator.routes.settle(BUCKET_NBYTES)
-        self._communicator.connect(BUCKET_NBYTES)
-        self._listeners = Listeners()
-        self._watch, self._observer = watch_steps(self._listeners, self._communicator, config, group)
-        weakref.finalize(self, self._observer.close)
+        ranks = SessionRanks.of(group, "sharded", board=board.of_group(dist.get_process_group_ranks(group)))
+        self._connection = connection = AveragingSession(ranks, device, self.config, self._names.numels())
+        connection.communicator.executor.checking = connection.compression is not None
+        connection.connect(BUCKET_NBYTES)
+        connection.watch_steps()
 
-    def take_links(
+    def _take_links(
         self,
         communicators: Sequence[Communicator],
         totals: Sequence[PhaseTotals],
@@ -184,100 +166,10 @@ class FsdpState:
         for link in self._links:
             rows += [replace(row, level=f"{row.level}{OF_SHARDS}") for row in link.executor.totals()]
         described = [self._described] if rows else []
-        if self._communicator is None:
+        if self._connection is None:
             return Report(self._described or "torch's own collectives", (), tuple(rows), 0, self.steps)
-        found = self._listeners.add_to(self._communicator.report(self.steps))
+        found = self._connection.report(self.steps)
         return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
-
-    def advise(self, optimizer: str = "sgd") -> "JobAdvice":
-        """Recommends a plan and a compressor between replicas, from what this rank has measured.
-
-        Args:
-            optimizer: `sgd`, `adam`, ...: some compressors require one.
-
-        Raises:
-            RuntimeError: There are no `replicas`, or fewer than three steps have been seen.
-        """
-        routes = self._between_replicas("advise()").routes
-        observed = self._watch.observed()
-        if observed is None:
-            raise RuntimeError("this state has seen fewer than three steps: call advise() later")
-        from gradwire.comms.autotune.job_advice import advise_job  # here: it knows every compressor
-
-        return advise_job(routes.cluster, self._last_sizes, observed, optimizer, routes.library)
-
-    def watch(self, scaler: LossScaler) -> None:
-        """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
-
-        Raises:
-            ValueError: There is no compressor.
-        """
-        self._compressed().watch(scaler)
-
-    def set_loss_scale(self, scale: float) -> None:
-        """Sets the factor that the next gradients carry, where no GradScaler does; call it before backward.
-
-        Raises:
-            ValueError: There is no compressor, or `scale` is not a positive number.
-        """
-        self._compressed().set_loss_scale(scale)
-
-    def flush(self) -> None:
-        """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.
-
-        To be called on all ranks before the same step; before a checkpoint that is to be loaded on another mesh.
-
-        Raises:
-            ValueError: There is no compressor.
-        """
-        self._compressed().flushing = True
-
-    @property
-    def dirty(self) -> bool:
-        """Whether residuals are held back, so that the state fits this mesh alone; the same on all ranks."""
-        return self._compression is not None and self._compression.dirty
-
-    def state_dict(self) -> Checkpoint:
-        """This rank's residuals, momenta and factors; every rank saves its own.
-
-        Keys and values are as those of `HookState.state_dict`, by the rank in the default group, so that
-        torch.distributed.checkpoint may be given the state itself. Empty where nothing is kept.
-        """
-        own = self._own_state()
-        return pack(own, dist.get_rank(), dist.get_world_size(), self.dirty) if own else {}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restores what `state_dict` returned on this rank; training goes on bit for bit.
-
-        On another mesh a state is taken only if it was flushed before it was saved (`flush()`, one step, save);
-        momenta and warm-start factors then build up again.
-
-        Raises:
-            ValueError: The state is of another model, compressor, rank or mesh; nothing was changed.
-        """
-        mine = self._own_state()
-        if not state and not mine:
-            return
-        found = normalize(state)
-        dirty = bool(dict(found[JOB])["dirty"])
-        if self._compression is None and dirty:
-            raise ValueError(
-                "`compressor` is not set, and `state` holds residuals that would be lost: set the compressor that "
-                "saved it, or call state.flush() and train one more step before saving"
-            )
-        own = unpack(found, dist.get_rank(), dist.get_world_size()) if mine else None
-        if own is None:
-            return
-        if own.pop(SHARDS, None) != mine[SHARDS]:
-            if dirty:
-                raise ValueError(
-                    f"`state` is of another mesh than {mine[SHARDS]} shards, and it still holds residuals that belong "
-                    "to its shards: call state.flush() and train one more step before saving, or load it on the mesh "
-                    "that saved it"
-                )
-            log.info("a flushed state of another mesh: the compressor starts anew")
-            return
-        self._take_over(own)
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the model is collected or at exit.
@@ -288,46 +180,50 @@ class FsdpState:
         for unit, (all_gather, reduce_scatter) in zip(self._units, self._torchs, strict=True):
             unit.set_all_gather(all_gather)
             unit.set_reduce_scatter(reduce_scatter)
-        if self._communicator is not None:
-            self._observer.close()
+        if self._connection is not None:
+            self._connection.observer.close()
         if self._overlap is not None:
             self._overlap.close()
         if self._beside is not None:
             self._beside.close()
-        for communicator in (self._communicator, *self._links):
-            if communicator is not None:
-                communicator.close()
+        for communicator in (*([] if self._connection is None else [self._connection.communicator]), *self._links):
+            communicator.close()
+
+    @property
+    def _keeps(self) -> bool:
+        return self._rounding is not None or (self._connection is not None and self._connection.compression is not None)
+
+    def _place(self) -> tuple[int, int]:
+        return dist.get_rank(), dist.get_world_size()
 
     def _own_state(self) -> StateDict:
-        own: StateDict = {}
-        if self._compression is not None and self._communicator is not None:
-            with self._communicator.alone():
-                own |= self._compression.state_dict()
-            self._communicator.rejoin()
+        own = super()._own_state()
         if self._rounding is not None:
             own[ROUNDING] = self._rounding.calls
-        if own:
-            own[SHARDS] = self._shard_groups[0].size() if self._shard_groups else 1
-        return own
+        return own | {SHARDS: self._shard_count}
 
-    def _take_over(self, own: StateDict) -> None:
+    @property
+    def _shard_count(self) -> int:
+        return self._shard_groups[0].size() if self._shard_groups else 1
+
+    def _restore(self, found: Checkpoint) -> None:
+        own = unpack(found, *self._place())
+        if own is None:
+            return
+        if own.pop(SHARDS, None) != self._shard_count:
+            if dict(found[JOB])["dirty"]:
+                raise ValueError(
+                    f"`state` is of another mesh than {self._shard_count} shards, and it still holds residuals that "
+                    "belong to its shards: call state.flush() and train one more step before saving, or load it on the "
+                    "mesh that saved it"
+                )
+            log.info("a flushed state of another mesh: the compressor starts anew")
+            return
         calls = own.pop(ROUNDING, None)
-        if self._compression is not None and self._communicator is not None:
-            with self._communicator.alone():
-                self._compression.load_state_dict(own)
-            self._communicator.state_loaded()
+        if self._connection is not None:
+            self._connection.load_state_dict(own)
         if self._rounding is not None and calls is not None:
             self._rounding.calls = int(calls)
-
-    def _compressed(self) -> Compression:
-        if self._compression is None:
-            raise ValueError("`compressor` is not set: there is no state to keep")
-        return self._compression
-
-    def _between_replicas(self, call: str) -> Communicator:
-        if self._communicator is None:
-            raise RuntimeError(f"`replicas` is not set: {call} has nothing to say about torch's own collectives")
-        return self._communicator
 
     def _reduce(self, unit: ShardedUnit, flat: Tensor) -> None:
         """Averages this rank's row of one unit over the replicas, in place; torch's hook.
@@ -336,7 +232,8 @@ class FsdpState:
             unit: Whose.
             flat: 1-D, in the unit's reduce dtype, divided by the number of shards.
         """
-        communicator = self._between_replicas("backward()")
+        connection = self._connected("backward()")
+        communicator, compression = connection.communicator, connection.compression
         present = tuple(unit.present)
         numel = sum(one.padded_numel for one in present)
         if numel != flat.numel():
@@ -347,13 +244,12 @@ class FsdpState:
         if not self._whole_sum(unit, present, flat):
             return
         if id(unit) in self._reduced:  # a unit that runs twice in a backward pass: residuals of its first run count now
-            self._end_step(communicator)
+            self._end_step(connection)
         if not self._in_step:
-            self._begin_step(communicator)
+            self._begin_step(connection)
         self._reduced.add(id(unit))
-        compression = self._compression
         layout = None if compression is None else self._names.layout(present)
-        index, contents = len(self._buckets), self._observer.contents
+        index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
             contents[index] = flat.numel(), tuple(shard.name for shard in self._names.of(present))
         bucket = Bucket.of(flat, layout, communicator.clock.now() if communicator.executor.timing else None, index)
@@ -385,13 +281,14 @@ class FsdpState:
             RuntimeError: One of them failed; none is under way any more.
         """
         under_way, self._under_way = self._under_way, []
+        compresses = self._connection is not None and self._connection.compression is not None
         failed: RuntimeError | None = None
         for flat, future in under_way:
             try:
                 future.wait()
             except RuntimeError as error:
                 failed = failed or error
-            if self._compression is not None and not flat.is_cuda and self._finite:
+            if compresses and not flat.is_cuda and self._finite:
                 self._finite = is_finite(flat)
         if failed is not None:
             self._finite = False
@@ -418,17 +315,18 @@ class FsdpState:
             return False
         return True
 
-    def _begin_step(self, communicator: Communicator) -> None:
+    def _begin_step(self, connection: AveragingSession) -> None:
         if self.steps == 0:
             self._refuse_late_units()
         self._in_step = True
         self._finite = True
+        communicator, compression = connection.communicator, connection.compression
         if communicator.device.type == "cuda":
-            communicator.executor.timing = is_timed(self.steps) or self._listeners.wants_times
-        if self._compression is not None and self._compression.follows_scaler:
+            communicator.executor.timing = is_timed(self.steps) or connection.listeners.wants_times
+        if compression is not None and compression.follows_scaler:
             with communicator.alone():
-                self._compression.begin_step()
-        self._listeners.step_began(self.steps)
+                compression.begin_step()
+        connection.listeners.step_began(self.steps)
 
     def _refuse_late_units(self) -> None:
         model = self._model()
@@ -442,7 +340,7 @@ class FsdpState:
         """Runs at the end of each backward pass, on all ranks at the same point."""
         if not self._in_step:
             return
-        self._end_step(self._between_replicas("backward()"))
+        self._end_step(self._connected("backward()"))
         if self._partial:
             left = [shard.name for present, _ in self._partial.values() for shard in self._names.of(present)]
             self._partial.clear()
@@ -451,23 +349,25 @@ class FsdpState:
                 "model.set_reduce_scatter_unused_params(True), or leave out set_requires_all_reduce(False)"
             )
 
-    def _end_step(self, communicator: Communicator) -> None:
+    def _end_step(self, connection: AveragingSession) -> None:
+        communicator, compression = connection.communicator, connection.compression
         self._settle()
         self._in_step = False
         self.steps += 1
         self._reduced.clear()
         communicator.executor.release()
         communicator.executor.read_times()
-        if self._compression is not None:
+        if compression is not None:
             if communicator.device.type == "cuda":
                 with communicator.alone():
-                    self._compression.end_step_on_device(self._agreed_extremes(communicator), ())
+                    compression.end_step_on_device(self._agreed_extremes(communicator), ())
             else:
-                self._compression.decide(self._agreed(), ())
+                compression.decide(self._agreed(), ())
         buckets, self._buckets = self._buckets, []
-        self._last_sizes, self._sizes = self._sizes, []
+        connection.note_sizes(self._sizes)
+        self._sizes.clear()
         timed = communicator.executor.timing
-        self._listeners.step_ended(EndedStep(self.steps, buckets, (), self.report, timed=timed))
+        connection.listeners.step_ended(EndedStep(self.steps, buckets, (), self.report, timed=timed))
 
     def _agreed(self) -> bool:
         """Whether the step is finite on all ranks: other ranks hold other shards."""

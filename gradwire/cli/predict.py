@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from gradwire.bench.arguments import CommandParser, check_can_plot, check_number, check_output, read_input
+from gradwire.bench.compare.public_models import PUBLIC_MODELS, PublicModel
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.terminal import CleanConsole, complain, working, writing
 from gradwire.cli import predict_models, predict_sharded
 from gradwire.cli.pipe import reader_may_leave
 from gradwire.cli.predict_show import Gains, as_json, as_table, draw
-from gradwire.bench.compare.public_models import PUBLIC_MODELS, PublicModel
 from gradwire.comms.plan.advise import Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of

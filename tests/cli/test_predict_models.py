@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.bench.compare.public_models import PUBLIC_MODELS
 from gradwire.cli import predict_models
 from gradwire.cli.predict import main
-from gradwire.bench.compare.public_models import PUBLIC_MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = {"resnet50": 25_557_032, "gpt2": 124_439_808, "llama-3.2-1b": 1_235_814_400}
