@@ -67,3 +67,36 @@ def powersgd_restore(
     matrix: int, new_residual: int, rows: int, columns: int, rank: int, p: int, q_own: int, q_sum: int
 ) -> None: ...
 def orthogonalize(matrix: int, rank: int, columns: int, key: int) -> None: ...
+
+class Relay:
+    def __init__(
+        self,
+        interfaces: Sequence[str],
+        mtu: int,
+        rates: Sequence[float],
+        queues: Sequence[float],
+        delays: Sequence[float],
+        jitters: Sequence[float],
+        losses: Sequence[float],
+        reorder: bool,
+        seed: int,
+    ) -> None: ...
+    def run(self) -> None: ...
+    def stop(self) -> None: ...
+    def limit(self, node: int, bits_per_second: float) -> None: ...
+    def counts(self) -> list[tuple[int, int, int, int, int]]: ...
+    def overrun(self) -> int: ...
+
+class RelayTimeline:
+    def __init__(
+        self,
+        rates: Sequence[float],
+        queues: Sequence[float],
+        delays: Sequence[float],
+        jitters: Sequence[float],
+        losses: Sequence[float],
+        reorder: bool,
+        seed: int,
+    ) -> None: ...
+    def pass_frames(self, frames: Sequence[tuple[int, int, int, int]], tick: int) -> tuple[list[int], list[int]]: ...
+    def counts(self) -> list[tuple[int, int, int, int, int]]: ...

@@ -1,6 +1,7 @@
 """A cluster on one machine: nodes are namespaces, joined by a bridge, each behind a link of a given rate."""
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from types import TracebackType
 from typing import Literal, Self, cast, get_args
 
 from gradwire.bench.emulation.launch import JobOutcome, RankLine, Ranks
-from gradwire.bench.emulation.namespaces import Holder, available
+from gradwire.bench.emulation.namespaces import Holder, available, is_unprivileged, run_shell
+from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import parse_rates
+from gradwire.bench.emulation.relay import PathCounts, Relay, send_real_packets
 from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
 
 INTERFACE = "eth0"
@@ -55,6 +58,18 @@ def check_names(names: str, parameter: str = "names") -> Names:
         if names == known:
             return cast(Names, known)
     raise ValueError(f"`{parameter}`: found {names[:40]!r}, wanted one of {', '.join(get_args(Names))}")
+
+
+def check_congestion(name: str | None, parameter: str = "congestion") -> str | None:
+    """Returns how TCP reacts to loss, as the kernel calls it.
+
+    Raises:
+        ValueError: if this kernel has none of the name; the message names `parameter`.
+    """
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    if name is not None and name not in known:
+        raise ValueError(f"`{parameter}`: found {name[:40]!r}, wanted one that this kernel has: {', '.join(known)}")
+    return name
 
 
 def parse_network(text: str, parameter: str = "network") -> IPv4Network | IPv6Network:
@@ -117,6 +132,8 @@ class EmulatedCluster:
         *,
         names: Names = "all",
         network: str = FIRST_NETWORK,
+        path: PathOptions | None = None,
+        congestion: str | None = None,
     ) -> None:
         """Brings the nodes up.
 
@@ -129,6 +146,10 @@ class EmulatedCluster:
                 node's own to 127.0.1.1 and no others, `none` to nothing.
             network: Of the nodes' addresses: 16 bits of IPv4, or 64 of IPv6, with nothing but IPv6 on the nodes then.
                 No node has a route out of it.
+            path: Delay, jitter, loss and queues between the nodes; None for a network without any, whose links hold
+                200 ms. With them a compiled relay carries the packets in place of the kernel's bridge.
+            congestion: How the nodes' TCP reacts to loss: a name of net.ipv4.tcp_available_congestion_control. None
+                leaves the machine's own, which is `cubic` unless somebody changed it.
 
         Raises:
             ValueError: if a parameter is out of range.
@@ -140,6 +161,8 @@ class EmulatedCluster:
         self.mtu = mtu
         self.names: Names = check_names(names)
         self._network = parse_network(network)
+        self.paths = None if path is None else path.read(len(nodes), has_rates=bool(self.nic_rates))
+        self.congestion = check_congestion(congestion)
         if len(nodes) > MOST_NODES:
             raise ValueError(f"`nodes`: found {len(nodes)} nodes, wanted at most {MOST_NODES} on one machine")
         if not 576 <= mtu <= 65535:
@@ -184,11 +207,16 @@ class EmulatedCluster:
             # The nodes keep the file itself; its name may go as soon as all have mounted it.
             for name in self.hostnames:
                 Path(folder, f"hosts-{name}").write_text("\n".join(self._hosts(name)) + "\n")
-            self._bridge = self._hold("bridge", "")
+            # A sysfs of its own shows the cables' ends.
+            self._bridge = self._hold("bridge", "mount -t sysfs sysfs /sys")
             self._holders = [
                 self._hold(name, _NODE_SETUP.format(folder=folder, name=name), self._bridge) for name in self.hostnames
             ]
+            if self.congestion is not None:
+                for holder in self._holders:
+                    holder.run(f"echo {self.congestion} > /proc/sys/net/ipv4/tcp_congestion_control")
             self._networks = 0
+            self._relays: list[Relay] = []
             self.add_network(INTERFACE)
 
     def _hosts(self, own: str) -> list[str]:
@@ -216,23 +244,54 @@ class EmulatedCluster:
             interface: Its name on the nodes; for the first network `INTERFACE`.
         """
         network, self._networks = self._networks, self._networks + 1
-        self._bridge.run(f"ip link add bridge{network} mtu {self.mtu} type bridge\nip link set bridge{network} up")
+        rates = self.nic_rates or (None,) * len(self._holders)
+        if self.paths is None:
+            self._bridge.run(f"ip link add bridge{network} mtu {self.mtu} type bridge\nip link set bridge{network} up")
+            for node, holder in enumerate(self._holders):
+                self._join(holder, node, network, interface)
+                self.limit(node, interface, network, rates[node])
+            return
         for node, holder in enumerate(self._holders):
             self._join(holder, node, network, interface)
-            self.limit(node, interface, network, self.nic_rates[node] if self.nic_rates else None)
+            send_real_packets(holder, interface)
+            for end, name in ((holder, interface), (self._bridge, _port(network, node))):
+                self._keep_order(end, name, node)
+        ports = [_port(network, node) for node in range(len(self._holders))]
+        relay = Relay(self._bridge, ports, rates, self.paths, self.mtu, f"the relay of network {network}")
+        self._stack.callback(relay.close)
+        self._relays.append(relay)
 
     def _join(self, holder: Holder, node: int, network: int, interface: str) -> None:
         """Lays the cable from a node to a bridge; its node's end is born inside the node, its other end outside."""
         port = _port(network, node)
+        # Behind a relay the port is nobody's: without an address of its own, which would speak up on IPv6.
+        joined = f"master bridge{network}" if self.paths is None else "addrgenmode none"
         self._bridge.run(
             f"ip link add {port} mtu {self.mtu} type veth"
             f" peer name {interface} mtu {self.mtu} netns /proc/{holder.pid}/ns/net\n"
-            f"ip link set {port} master bridge{network} up"
+            f"ip link set {port} {joined} up"
         )
         address = f"{self.address(node, network)}/{self._network.prefixlen}"
         # Without duplicate address detection, which holds an address of IPv6 back for a second.
         quick = " nodad" if self.has_ipv6_alone else ""
         holder.run(f"ip address add {address} dev {interface}{quick}\nip link set {interface} up")
+
+    def _keep_order(self, end: Holder, interface: str, node: int) -> None:
+        """Has one core handle what an interface receives.
+
+        Otherwise packets wait on the core of who sent them, and a sender that moves to another core overtakes itself.
+        In a user namespace the kernel lets nobody say so: there a busy machine may change the order of some packets.
+        """
+        if is_unprivileged():
+            return
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[node % len(cores)]
+        # Source: Linux Documentation/networking/scaling.rst, RPS; masks have a comma every 32 cores.
+        words = [f"{1 << core % 32:x}", *["00000000"] * (core // 32)]
+        file = f"/sys/class/net/{interface}/queues/rx-0/rps_cpus"
+        done = run_shell(f"set -e\necho {','.join(words)} > {file}", prefix=end.enter())
+        if done.returncode != 0:
+            raise RuntimeError(f"cannot set up the emulated network: {done.stderr.strip()}")
 
     def limit(self, node: int, interface: str, network: int, bits_per_second: int | None) -> None:
         """Sets the rate of one node's link, each direction.
@@ -242,9 +301,33 @@ class EmulatedCluster:
             interface: Its name on the node.
             network: 0 for the first one.
             bits_per_second: None for no limit.
+
+        Raises:
+            RuntimeError: The relay of the network has ended.
         """
+        if self.paths is not None:
+            self._relays[network].limit(node, bits_per_second)
+            return
         for holder, name in ((self._holders[node], interface), (self._bridge, _port(network, node))):
             holder.run(f"tc qdisc del dev {name} root 2> /dev/null || true\n" + self._limit(name, bits_per_second))
+
+    def path_counts(self, network: int = 0) -> tuple[tuple[PathCounts, ...], ...]:
+        """What became of the packets since the start, by sending node, then receiving node.
+
+        Args:
+            network: 0 for the first one.
+
+        Raises:
+            RuntimeError: The cluster has no `path`, whose relay counts them; or the relay has ended.
+        """
+        if self.paths is None:
+            raise RuntimeError("only a cluster with a `path` counts packets: the kernel's bridge carries the others'")
+        return self._relays[network].counts()
+
+    @property
+    def relays(self) -> tuple[Relay, ...]:
+        """By network; none without a `path`."""
+        return tuple(self._relays)
 
     def shrink_switch(self, mtu: int) -> None:
         """Has the first network's bridge carry smaller packets than the nodes send; larger ones vanish.
@@ -306,13 +389,18 @@ class EmulatedCluster:
 
         Returns:
             Statuses, output and bytes; a rank that failed is no exception, see `RunResult.check`.
+
+        Raises:
+            RuntimeError: The relay that carries the network has ended; the ranks have been ended, too.
         """
+        self._check_relays("")
         seats = seat_ranks(self.nodes, order)
         argvs = [self._command_line(seat, seats, command, environment or {}) for seat in seats]
         self._runs += 1
         before = [holder.nic_bytes(INTERFACE) for holder in self._holders]
         with Ranks(argvs, raw=raw, on_line=on_line) as ranks:
-            outcome = ranks.wait(timeout_seconds, grace_seconds)
+            outcome = ranks.wait(timeout_seconds, grace_seconds, [relay.pid for relay in self._relays])
+        self._check_relays("; the job was ended")
         after = [holder.nic_bytes(INTERFACE) for holder in self._holders]
         return RunResult(
             returncodes=outcome.returncodes,
@@ -325,6 +413,11 @@ class EmulatedCluster:
                 for node, (name, then, now) in enumerate(zip(self.hostnames, before, after, strict=True))
             ),
         )
+
+    def _check_relays(self, consequence: str) -> None:
+        for relay in self._relays:
+            if (failure := relay.failure()) is not None:
+                raise RuntimeError(failure + consequence)
 
     def _command_line(
         self, seat: Seat, seats: Sequence[Seat], command: Sequence[str], environment: Mapping[str, str]

@@ -17,10 +17,12 @@ from gradwire.bench.emulation.cluster import (
     EmulatedCluster,
     Names,
     RunResult,
+    check_congestion,
     parse_network,
 )
 from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.namespaces import available
+from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_rate, parse_rates
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
@@ -64,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=FIRST_NETWORK,
         help=f"of the nodes' addresses; one such as fd77::/64 leaves them IPv6 alone (default {FIRST_NETWORK})",
     )
+    _add_path_options(parser)
     parser.add_argument("--prefix", action="store_true", help="start every line of output with its [rank N]")
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=GRACE_HELP)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="longest time for the command (default: none)")
@@ -76,6 +79,63 @@ def build_parser() -> argparse.ArgumentParser:
         help="print statuses and bytes as JSON on stdout, and what the ranks print on stderr; with FILE write it there",
     )
     return parser
+
+
+def _add_path_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what lies between the nodes, in the words of `PathOptions`."""
+    group = parser.add_argument_group("between the nodes (default: no delay, no loss)")
+    group.add_argument(
+        "--delay",
+        metavar="TIME[,TIME...]",
+        help="how long what a node sends takes to the others, one way, or one for each node: with 40ms ping shows 80",
+    )
+    group.add_argument(
+        "--jitter", metavar="TIME[,TIME...]", help="each packet takes so much more or less, uniform: 5ms"
+    )
+    group.add_argument("--loss", metavar="SHARE[,SHARE...]", help="of the packets that a node sends: 0.1%%")
+    group.add_argument(
+        "--queue",
+        metavar="TIME[,TIME...]",
+        help="what would wait longer for a node's link is dropped (default 200ms); needs --nic",
+    )
+    group.add_argument("--regions", metavar="NAME,NAME...", help="region of each node: eu,eu,us")
+    group.add_argument(
+        "--between",
+        action="append",
+        default=[],
+        metavar="REGION/REGION:...",
+        help="between two regions, both ways; may be repeated: eu/us:delay=40ms,loss=0.1%%,jitter=5ms",
+    )
+    group.add_argument("--reorder", action="store_true", help="let packets with jitter overtake each other")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of losses and jitter (default 0)")
+    group.add_argument(
+        "--congestion", metavar="NAME", help="how the nodes' TCP reacts to loss, such as cubic (default: the machine's)"
+    )
+
+
+def path_options(options: argparse.Namespace) -> PathOptions:
+    """Returns what the options say about the network between the nodes."""
+    return PathOptions(**{each.name: getattr(options, each.name) for each in dataclasses.fields(PathOptions)})
+
+
+def path_table(cluster: EmulatedCluster) -> Table:
+    """Returns the table of what became of the packets between the nodes.
+
+    Args:
+        cluster: A cluster with paths.
+    """
+    table = Table(title="packets between the nodes")
+    for heading in ("from", "to", "round trip", "packets", "lost", "dropped at a queue"):
+        table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
+    assert cluster.paths is not None
+    for node, row in enumerate(cluster.path_counts()):
+        for other, counts in enumerate(row):
+            if node != other:
+                trip = cluster.paths.round_trip_seconds(node, other)
+                lost, dropped = f"{counts.lost:,}", f"{counts.dropped:,}"
+                names = cluster.hostnames
+                table.add_row(names[node], names[other], f"{trip * 1e3:g} ms", f"{counts.offered:,}", lost, dropped)
+    return table
 
 
 def ranks_of_nodes(options: argparse.Namespace) -> list[int]:
@@ -136,6 +196,12 @@ def as_record(cluster: EmulatedCluster, result: RunResult, command: list[str], o
         command: What was run.
         order: How the ranks were dealt.
     """
+    paths = (
+        None
+        if cluster.paths is None
+        else dataclasses.asdict(cluster.paths)
+        | {"packets": [[dataclasses.asdict(counts) for counts in row] for row in cluster.path_counts()]}
+    )
     return {
         "command": command,
         "nodes": list(cluster.nodes),
@@ -143,6 +209,8 @@ def as_record(cluster: EmulatedCluster, result: RunResult, command: list[str], o
         "nic_bits_per_second": cluster.nic_bits_per_second,
         "nic_rates": list(cluster.nic_rates),
         "mtu": cluster.mtu,
+        "paths": paths,
+        "congestion": cluster.congestion,
         "seconds": result.seconds,
         "returncodes": list(result.returncodes),
         "exit_status": result.exit_status,
@@ -174,6 +242,17 @@ def _printer(options: argparse.Namespace) -> RankLine | None:
     return print_line
 
 
+def _show_paths(cluster: EmulatedCluster) -> None:
+    console = CleanConsole(stderr=True)
+    console.print(path_table(cluster))
+    for relay in cluster.relays:
+        if missed := relay.overrun():
+            console.print(
+                f"{relay.name} could not keep up: {missed:,} packets are missing besides; this machine is too busy for "
+                "what the links carry"
+            )
+
+
 def _run(options: argparse.Namespace, command: list[str]) -> int:
     if not command:
         raise ValueError(f"`COMMAND`: found nothing after `--`; {_EXAMPLE}")
@@ -182,6 +261,9 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         parse_rates(options.nic, len(nodes), "--nic")
     check_number("--mtu", options.mtu, 576, 65535)
     parse_network(options.network, "--network")
+    path = path_options(options)
+    path.read(len(nodes), has_rates=options.nic is not None, prefix="--")
+    check_congestion(options.congestion, "--congestion")
     check_number("--grace", options.grace, 0, MOST_SECONDS)
     check_number("--timeout", options.timeout, 0, MOST_SECONDS)
     check_output("--json", options.json)
@@ -190,7 +272,15 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     with ExitStack() as stack:
         with working(f"starting {len(nodes)} nodes"):
             cluster = stack.enter_context(
-                EmulatedCluster(nodes, options.nic, options.mtu, names=options.names, network=options.network)
+                EmulatedCluster(
+                    nodes,
+                    options.nic,
+                    options.mtu,
+                    names=options.names,
+                    network=options.network,
+                    path=path,
+                    congestion=options.congestion,
+                )
             )
         print_line = _printer(options)
         result = cluster.run(
@@ -202,6 +292,8 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
             on_line=print_line,
         )
         CleanConsole(stderr=True).print(nic_table(cluster, result))
+        if cluster.paths is not None:
+            _show_paths(cluster)
         write_json(options.json, as_record(cluster, result, command, options.order))
     return result.exit_status
 

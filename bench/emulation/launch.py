@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os import close, killpg, pidfd_open
+from os import P_PID, WEXITED, WNOHANG, WNOWAIT, close, killpg, pidfd_open, waitid
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -103,21 +103,22 @@ class Ranks:
             if self._on_line is not None:
                 self._on_line(rank, line.rstrip("\n"))
 
-    def wait(self, timeout_seconds: float | None, grace_seconds: float) -> JobOutcome:
+    def wait(self, timeout_seconds: float | None, grace_seconds: float, needed: Sequence[int] = ()) -> JobOutcome:
         """Waits until every rank has ended, or ends them.
 
         Args:
             timeout_seconds: Longest time for the whole job; None for no limit.
             grace_seconds: How long the others may go on after the first rank failed, to print what they saw.
+            needed: Processes of this one's without which the ranks are ended at once.
         """
         limit = float("inf") if timeout_seconds is None else self._started + timeout_seconds
         deadline = limit
-        while self._running() and time.monotonic() < deadline:
+        while self._running() and time.monotonic() < deadline and not any(map(_has_ended, needed)):
             if self._first_failure is not None:
                 # From the first failure on; later rounds do not prolong it.
                 deadline = min(deadline, time.monotonic() + grace_seconds)
                 grace_seconds = float("inf")
-            self._wait_for_an_end(deadline)
+            self._wait_for_an_end(deadline, needed)
         timed_out = bool(self._running()) and time.monotonic() >= limit
         self.stop()
         for reader in self._readers:
@@ -142,9 +143,10 @@ class Ranks:
                 self._first_failure = rank
         return running
 
-    def _wait_for_an_end(self, deadline: float) -> None:
-        """Sleeps until a running rank ends or the deadline (monotonic seconds) has come."""
-        descriptors = [pidfd_open(process.pid) for process in self._processes if process.returncode is None]
+    def _wait_for_an_end(self, deadline: float, needed: Sequence[int] = ()) -> None:
+        """Sleeps until a running rank or a needed process ends, or the deadline (monotonic seconds) has come."""
+        running = [process.pid for process in self._processes if process.returncode is None]
+        descriptors = [pidfd_open(pid) for pid in (*running, *needed)]
         try:
             poller = select.poll()
             for descriptor in descriptors:
@@ -184,6 +186,12 @@ class Ranks:
     ) -> None:
         """Ends the ranks that still run."""
         self.stop()
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended; it stays for its own parent's `wait`."""
+    # Source: waitid(2): with WNOHANG and nothing to report it returns no result.
+    return waitid(P_PID, pid, WEXITED | WNOHANG | WNOWAIT) is not None
 
 
 def free_port() -> int:

@@ -148,6 +148,10 @@ class Holder:
         """Returns the words that run a command inside; SIGTERM is for the command, nsenter itself ignores it."""
         return ["env", "--ignore-signal=TERM", *self._enter("--mount", "--uts", "--net", "--pid")]
 
+    def enter_network(self) -> list[str]:
+        """Returns the words that run a command in the network namespace alone; the process is this one's child."""
+        return self._enter("--net")
+
     def enter_user(self) -> list[str]:
         """Returns the words that run a command in the user namespace alone; none where it is the machine's own."""
         return self._enter() if is_unprivileged() else []
@@ -168,6 +172,17 @@ class Holder:
         done = run_shell("set -e\n" + script, prefix=self._enter("--net"))
         if done.returncode != 0:
             raise RuntimeError(f"cannot set up the emulated network: {done.stderr.strip()}")
+
+    def run_python(self, script: str) -> None:
+        """Runs lines of Python, without gradwire, in the network namespace alone.
+
+        Args:
+            script: The lines.
+
+        Raises:
+            RuntimeError: if they fail, with what they said.
+        """
+        self.run(shlex.join([sys.executable, "-I", "-S", "-c", script]))
 
     def nic_bytes(self, interface: str) -> tuple[int, int]:
         """Reads how many bytes an interface inside has carried.

@@ -10,6 +10,7 @@ void bind_exponents(nb::module_& m);
 void bind_isa(nb::module_& m);
 void bind_outer(nb::module_& m);
 void bind_powersgd(nb::module_& m);
+void bind_relay(nb::module_& m);
 
 NB_MODULE(_native, m) {
   // Groups may outlive the interpreter, because lanes are daemon threads; the operating system frees what they hold.
@@ -25,4 +26,5 @@ NB_MODULE(_native, m) {
   bind_isa(m);
   bind_outer(m);
   bind_powersgd(m);
+  bind_relay(m);
 }

@@ -81,15 +81,17 @@ def test_output_is_raw_by_default() -> None:
 
 @pytest.mark.netns
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("path", [[], ["--delay", "40ms"]], ids=["bridge", "relay"])
 def test_no_signal_leaves_anything_behind(
     number: signal.Signals,
+    path: list[str],
     namespaces_below: Callable[[int], set[str]],
     wait_until_gone: Callable[[set[str]], set[str]],
     tmp_path: Path,
 ) -> None:
     # A child that has left its rank's session is the hardest to find again.
     script = "setsid sleep 600 & echo ready; sleep 600"
-    words = ["--nodes", "2", "--ranks-per-node", "1", "--prefix", "--", "sh", "-c", script]
+    words = ["--nodes", "2", "--ranks-per-node", "1", "--prefix", *path, "--", "sh", "-c", script]
     with subprocess.Popen(
         [*EMULATE, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path
     ) as process:

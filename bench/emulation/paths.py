@@ -1,0 +1,262 @@
+"""What the network between emulated nodes is like: delay, jitter, loss, queues, by node and by pair of regions."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+"""Source: tc(8), section PARAMETERS, TIMES."""
+
+MOST_DELAY_SECONDS = 10.0
+"""One way. A geostationary satellite takes 0.27 s; from here on connections time out before they are made."""
+MOST_LOSS = 0.5
+"""Of the packets. TCP hardly connects at half, and a link that loses all is no link."""
+DEFAULT_QUEUE_SECONDS = 0.2
+"""What the links without delay hold, so that TCP fills them without losing packets: see `EmulatedCluster`."""
+MOST_QUEUE_SECONDS = 10.0
+_REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,30}")
+_EXAMPLE = "eu/us:delay=40ms,loss=0.1%,jitter=5ms"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkPath:
+    """One way from a node to another one.
+
+    Attributes:
+        delay_seconds: Between leaving the sender's link and reaching the receiver's.
+        jitter_seconds: Each packet takes a time of its own, uniform in `delay_seconds` plus and minus this.
+        loss: Probability that a packet is lost, each for itself.
+    """
+
+    delay_seconds: float = 0.0
+    jitter_seconds: float = 0.0
+    loss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """The network between all nodes.
+
+    Attributes:
+        paths: By sending node, then receiving node; a node's path to itself is not used.
+        queue_seconds: By node: the longest that a packet waits for the node's link, each direction; what would wait
+            longer is dropped.
+        reorder: Whether jitter may let a packet overtake another one.
+        seed: Of losses and jitter.
+    """
+
+    paths: tuple[tuple[NetworkPath, ...], ...]
+    queue_seconds: tuple[float, ...]
+    reorder: bool = False
+    seed: int = 0
+
+    def round_trip_seconds(self, node: int, other: int) -> float:
+        """What ping shows between two nodes, on idle links and without jitter."""
+        return self.paths[node][other].delay_seconds + self.paths[other][node].delay_seconds
+
+
+def parse_seconds(text: str, parameter: str, most: float) -> float:
+    """Reads a time.
+
+    Args:
+        text: A number with its unit: `40ms`, `0.5s`, `100us`.
+        parameter: The parameter's name as the user wrote it, for the error message.
+        most: The longest that makes sense, in seconds.
+
+    Raises:
+        ValueError: if the text is no time, or one too long.
+    """
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in SECONDS_PER_UNIT:
+        units = ", ".join(SECONDS_PER_UNIT)
+        raise ValueError(f"`{parameter}`: found {text[:40]!r}, wanted a time with its unit ({units}) such as 40ms")
+    seconds = float(match[1]) * SECONDS_PER_UNIT[match[2]]
+    if seconds > most:
+        raise ValueError(f"`{parameter}`: found {text[:40]!r}, wanted at most {most:g}s")
+    return seconds
+
+
+def parse_loss(text: str, parameter: str) -> float:
+    """Reads a share of lost packets.
+
+    Args:
+        text: In percent: `0.1%`.
+        parameter: As for `parse_seconds`.
+
+    Returns:
+        The share, 0 to `MOST_LOSS`.
+
+    Raises:
+        ValueError: if the text is no share, or a larger one.
+    """
+    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,12})?)\s*%", text.strip())
+    if match is None:
+        raise ValueError(f"`{parameter}`: found {text[:40]!r}, wanted a share of the packets in percent such as 0.1%")
+    loss = float(match[1]) / 100
+    if loss > MOST_LOSS:
+        raise ValueError(
+            f"`{parameter}`: found {text[:40]!r}, wanted at most {MOST_LOSS:.0%}: TCP does not get through"
+        )
+    return loss
+
+
+def _one_each(text: str, count: int, parameter: str) -> list[str]:
+    """The words of a list with commas: one for all nodes, or one for each."""
+    words = text.split(",")
+    if len(words) not in (1, count):
+        raise ValueError(
+            f"`{parameter}`: found {len(words)} values in {text[:60]!r}, wanted one for all nodes or {count}, one for "
+            "each"
+        )
+    return words * count if len(words) == 1 else words
+
+
+def _check_jitter(path: NetworkPath, parameter: str) -> NetworkPath:
+    if path.jitter_seconds > path.delay_seconds:
+        raise ValueError(
+            f"`{parameter}`: found {path.jitter_seconds * 1e3:g}ms with a delay of {path.delay_seconds * 1e3:g}ms, "
+            "wanted at most the delay: no packet arrives before it is sent"
+        )
+    return path
+
+
+def _parse_regions(text: str, count: int, parameter: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if len(words) != count or not all(map(_REGION.fullmatch, words)):
+        raise ValueError(
+            f"`{parameter}`: found {text[:60]!r}, wanted the region of each of the {count} nodes, for example "
+            f"{','.join(['eu', *['us'] * (count - 1)][:4])}"
+        )
+    return words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathOptions:
+    """The network between nodes as a user writes it; what is None or empty has not been said.
+
+    Attributes:
+        delay: How long what a node sends takes to the others, one way: `40ms`, or one for each node, with commas.
+            What ping shows between two nodes is the sum of theirs.
+        jitter: Plus and minus this, uniform: `5ms`, or one for each node.
+        loss: Share of the packets that a node sends: `0.1%`, or one for each node.
+        queue: Longest wait for a node's link: `50ms`, or one for each node; 200 ms where it is not said.
+        regions: The region of each node: `eu,eu,us`.
+        between: Paths between nodes of two regions, both ways, or within one: `eu/us:delay=40ms,loss=0.1%,jitter=5ms`;
+            what is left out is the sending node's.
+        reorder: Let packets overtake each other where they have jitter.
+        seed: Of losses and jitter.
+    """
+
+    delay: str | None = None
+    jitter: str | None = None
+    loss: str | None = None
+    queue: str | None = None
+    regions: str | None = None
+    between: Sequence[str] = field(default=())
+    reorder: bool = False
+    seed: int = 0
+
+    def read(self, count: int, *, has_rates: bool, prefix: str = "") -> Paths | None:
+        """Reads them for so many nodes.
+
+        Args:
+            count: Number of nodes.
+            has_rates: Whether the links have rates; queues wait for nothing without.
+            prefix: Before a parameter's name in error messages: `--` on the command line.
+
+        Returns:
+            The network; None if nothing has been said.
+
+        Raises:
+            ValueError: if something is no time or share, too large, or contradicts the rest.
+        """
+        said = (self.delay, self.jitter, self.loss, self.queue, self.regions)
+        if all(word is None for word in said) and not self.between and not self.reorder and not self.seed:
+            return None
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"`{prefix}seed`: found {self.seed}, wanted 0 to {2**32 - 1}")
+        own = self._own(count, prefix)
+        paths = [[path] * count for path in own]
+        if (self.regions is None) != (not self.between):
+            given, missing = ("between", "regions") if self.regions is None else ("regions", "between")
+            raise ValueError(
+                f"`{prefix}{given}` is given and `{prefix}{missing}` is not; wanted both: the region of each node, "
+                f"such as eu,us, and what lies between two of them, such as {_EXAMPLE}"
+            )
+        if self.regions is not None:
+            regions = _parse_regions(self.regions, count, f"{prefix}regions")
+            for text in self.between:
+                self._lay_between(text, regions, own, paths, f"{prefix}between")
+        if self.reorder and not any(path.jitter_seconds for row in paths for path in row):
+            raise ValueError(f"`{prefix}reorder`: found no jitter, wanted some: packets of equal delay never overtake")
+        return Paths(
+            paths=tuple(map(tuple, paths)),
+            queue_seconds=self._queues(count, has_rates, prefix),
+            reorder=self.reorder,
+            seed=self.seed,
+        )
+
+    def _own(self, count: int, prefix: str) -> list[NetworkPath]:
+        """What each node sends meets, wherever it goes."""
+        delays = _one_each(self.delay or "0ms", count, f"{prefix}delay")
+        jitters = _one_each(self.jitter or "0ms", count, f"{prefix}jitter")
+        losses = _one_each(self.loss or "0%", count, f"{prefix}loss")
+        return [
+            _check_jitter(
+                NetworkPath(
+                    delay_seconds=parse_seconds(delay, f"{prefix}delay", MOST_DELAY_SECONDS),
+                    jitter_seconds=parse_seconds(jitter, f"{prefix}jitter", MOST_DELAY_SECONDS),
+                    loss=parse_loss(loss, f"{prefix}loss"),
+                ),
+                f"{prefix}jitter",
+            )
+            for delay, jitter, loss in zip(delays, jitters, losses, strict=True)
+        ]
+
+    def _queues(self, count: int, has_rates: bool, prefix: str) -> tuple[float, ...]:
+        if self.queue is None:
+            return (DEFAULT_QUEUE_SECONDS,) * count
+        if not has_rates:
+            raise ValueError(
+                f"`{prefix}queue`: found {self.queue[:40]!r} on links without a rate, wanted `{prefix}nic` besides: "
+                "nothing waits for a link without a limit"
+            )
+        words = _one_each(self.queue, count, f"{prefix}queue")
+        return tuple(parse_seconds(word, f"{prefix}queue", MOST_QUEUE_SECONDS) for word in words)
+
+    @staticmethod
+    def _lay_between(
+        text: str, regions: Sequence[str], own: Sequence[NetworkPath], paths: list[list[NetworkPath]], parameter: str
+    ) -> None:
+        """Sets the paths between two regions, both ways."""
+        pair, colon, words = text.partition(":")
+        names = [name.strip() for name in pair.split("/")]
+        found = dict(word.strip().split("=", 1) for word in words.split(",") if "=" in word)
+        sensible = len(names) == 2 and colon and found and len(found) == len(words.split(","))
+        if not sensible or not found.keys() <= {"delay", "loss", "jitter"}:
+            raise ValueError(
+                f"`{parameter}`: found {text[:80]!r}, wanted two regions and what lies between, {_EXAMPLE}"
+            )
+        for name in names:
+            if name not in regions:
+                raise ValueError(
+                    f"`{parameter}`: found {name[:40]!r} in {text[:80]!r}, wanted a region that some node is in: "
+                    f"{', '.join(dict.fromkeys(regions))}"
+                )
+        for source, source_region in enumerate(regions):
+            for target, target_region in enumerate(regions):
+                if source == target or (source_region, target_region) not in (tuple(names), tuple(reversed(names))):
+                    continue
+                base = own[source]
+                paths[source][target] = _check_jitter(
+                    NetworkPath(
+                        delay_seconds=parse_seconds(found["delay"], f"{parameter}: delay", MOST_DELAY_SECONDS)
+                        if "delay" in found
+                        else base.delay_seconds,
+                        jitter_seconds=parse_seconds(found["jitter"], f"{parameter}: jitter", MOST_DELAY_SECONDS)
+                        if "jitter" in found
+                        else base.jitter_seconds,
+                        loss=parse_loss(found["loss"], f"{parameter}: loss") if "loss" in found else base.loss,
+                    ),
+                    f"{parameter}: jitter",
+                )

@@ -1,0 +1,1 @@
+"""What distance does to a job: round trips and loss between nodes."""
