@@ -127,6 +127,10 @@ class HookState(Face[GradientSession]):
                 f"`model_or_group` is a {type(model_or_group).__name__}; wanted a torch.nn.Module, a process "
                 "group, or None"
             )
+        if self.config.compressor is not None and not self.names.bound:
+            from gradwire.compressors.optim.first_step import watch_optimizers
+
+            watch_optimizers()  # also in the steps before the first bucket names the model
 
     def bind(self, model: nn.Module) -> None:
         """Takes parameter names from `model`, and its process group where it is a DDP model; connects the ranks.
@@ -347,7 +351,12 @@ class HookState(Face[GradientSession]):
             if (state := this()) is not None:
                 _warn_of_resume(state)
 
-        return check_at_first_step(model, config.compressor, options, rules, config.error_budget, resumed)
+        def averaged() -> bool:
+            return (state := this()) is not None and state.steps > 0
+
+        return check_at_first_step(
+            model, config.compressor, options, rules, config.error_budget, resumed=resumed, averaged=averaged
+        )
 
     def _begin_step(self, connection: GradientSession) -> None:
         self._life.begin(autograd_calls=queue_end_of_backward(self._backward_ended))

@@ -1,9 +1,9 @@
 """Checks the optimizer at its first step: only then is it known which optimizer a training script uses."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,8 +32,15 @@ _passed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[HasParameters, tuple[Che
 
 Resumed = Callable[[], None]
 """Called where an optimizer goes on from a checkpoint."""
+Averaged = Callable[[], bool]
+"""Whether gradients of the model have been averaged: a step before that is none of training."""
 
-_resumed: WeakKeyDictionary[HasParameters, Resumed] = WeakKeyDictionary()
+_resumed: WeakKeyDictionary[HasParameters, tuple[Resumed, Averaged]] = WeakKeyDictionary()
+
+_seen: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that have taken a step."""
+_made_their_state: WeakSet[Optimizer] = WeakSet()
+"""Those among them that had no state before it, and into which none was loaded since."""
 
 
 def check_at_first_step(
@@ -43,6 +50,7 @@ def check_at_first_step(
     rules: Sequence[Rule | Mapping[str, object]] = (),
     budget: str | float | None = None,
     resumed: Resumed | None = None,
+    averaged: Averaged = lambda: True,
 ) -> Check:
     """Runs `check_optimizer` before the first step that an optimizer takes on the model's parameters.
 
@@ -56,16 +64,18 @@ def check_at_first_step(
         options: The compressor's options.
         rules: As in `rules=`.
         budget: As in `error_budget=`.
-        resumed: Called once, before the first step on the model's parameters, where the optimizer knows them already:
-            its state was loaded.
+        resumed: Called once, before the first step of training on the model's parameters, where the optimizer's state
+            was loaded.
+        averaged: Tells a step of training from others: torch.distributed.checkpoint takes one to make the state into
+            which it loads.
 
     Returns:
         What `withdraw` takes back.
     """
     check = _checks[model] = CompressorUse(compressor_name, options, budget=budget), rules_from(rules)
     if resumed is not None:
-        _resumed[model] = resumed
-    _register()
+        _resumed[model] = resumed, averaged
+    watch_optimizers()
     return check
 
 
@@ -77,15 +87,24 @@ def withdraw(model: nn.Module, check: Check | None) -> None:
 
 
 @cache
-def _register() -> RemovableHandle:
-    """Once for the process: torch runs its hooks in a loop that does not allow one to remove itself."""
+def watch_optimizers() -> RemovableHandle:
+    """Sees every optimizer's steps from now on: for who will check a model that is not known yet.
+
+    Once for the process: torch runs its hooks in a loop that does not allow one to remove itself.
+    """
     return register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: Optimizer, _args: object, _named: object) -> None:
+    if optimizer not in _seen:
+        _seen.add(optimizer)
+        if not any(optimizer.state.values()):
+            _made_their_state.add(optimizer)
+            optimizer.register_load_state_dict_post_hook(_made_their_state.discard)
     passed = _passed.setdefault(optimizer, WeakKeyDictionary())
     for model, check in list(_checks.items()):
-        if passed.get(model) == (check, len(optimizer.param_groups)):
+        known = passed.get(model) == (check, len(optimizer.param_groups))
+        if known and model not in _resumed:
             continue
         main, rules = check
         uses = _uses(model, main, rules)
@@ -93,13 +112,23 @@ def _check(optimizer: Optimizer, _args: object, _named: object) -> None:
         for entry in optimizer.param_groups:
             for use in dict.fromkeys(uses[id(each)] for each in entry["params"] if id(each) in uses):
                 groups.setdefault(use, []).append(entry)
-        for use, entries in groups.items():
-            check_groups(use, optimizer, entries)
-        passed[model] = check, len(optimizer.param_groups)
-        if groups and (resumed := _resumed.pop(model, None)) is not None:
-            known = {id(each) for each, state in optimizer.state.items() if state}
-            if known & uses.keys():
-                resumed()
+        if not known:
+            for use, entries in groups.items():
+                check_groups(use, optimizer, entries)
+            passed[model] = check, len(optimizer.param_groups)
+        if groups:
+            _look_for_checkpoint(model, optimizer, uses.keys())
+
+
+def _look_for_checkpoint(model: HasParameters, optimizer: Optimizer, parameters: Collection[int]) -> None:
+    """Calls the model's `resumed` where the optimizer's state of these parameters (their ids) was loaded."""
+    resumed, averaged = _resumed.get(model, (None, None))
+    if resumed is None or averaged is None or not averaged():
+        return
+    del _resumed[model]
+    loaded = optimizer not in _made_their_state
+    if loaded and any(state and id(each) in parameters for each, state in optimizer.state.items()):
+        resumed()
 
 
 def _uses(model: HasParameters, main: CompressorUse, rules: tuple[Rule, ...]) -> dict[int, CompressorUse]:

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from gradwire.compressors.optim import first_step
 from gradwire.compressors.optim.first_step import check_at_first_step
@@ -122,7 +123,37 @@ def test_who_goes_on_from_a_checkpoint_is_noticed_once() -> None:
     assert called == ["resumed"]
 
 
+@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_checkpoint_that_torch_distributed_loads_is_noticed(loads: bool, late: bool) -> None:
+    """torch.distributed.checkpoint makes the optimizer's state by a step without gradients, and loads into it."""
+    saved = torch.optim.Adam((before := model_with_gradients()).parameters())
+    take_steps(saved)
+    kept = get_optimizer_state_dict(before, saved)
+
+    model, called, trained = nn.Linear(3, 2), list[str](), list[bool]()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def check() -> None:
+        check_at_first_step(model, "fp16", {}, resumed=lambda: called.append("resumed"), averaged=lambda: bool(trained))
+
+    if not late:
+        check()
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state
+    if loads:
+        set_optimizer_state_dict(model, optimizer, kept)
+    assert called == []
+    if late:
+        check()
+    model(torch.ones(1, 3)).sum().backward()
+    trained.append(True)
+    take_steps(optimizer)
+    assert called == ["resumed"] * loads
+
+
 def test_nothing_is_left_behind() -> None:
+    gc.collect()
     before = len(first_step._checks)
     passed, forgotten = model_with_gradients(), model_with_gradients()
     for model in (passed, forgotten):
