@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, nccl_backend_of, timeout_of
 from gradwire.comms.bootstrap.door import Directory, Door, Place
 from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoard
-from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
+from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
@@ -30,15 +30,14 @@ from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.routes import Route, Routes
 from gradwire.comms.report import Report
-from gradwire.comms.sparse import AUTO, BETWEEN, LANES, Sharing, check_sparse, sum_sparse
 from gradwire.comms.streams import Clock, DeviceClock, HostClock, SideStreams
 from gradwire.comms.transport.groups import Groups, Transport
-from gradwire.comms.transport.nccl import NcclGroups
 from gradwire.comms.transport.torch_group import Waiting
-from gradwire.compressors.base import Compressor, Layout, Work
-from gradwire.compressors.dense import WideSum
-from gradwire.compressors.routed import Routed
+from gradwire.compressors.base import Compressor, Layout, Work, planned
 from gradwire.topology.cluster import Cluster
+
+if TYPE_CHECKING:  # each is loaded where it is asked for
+    from gradwire.comms.transport.nccl import NcclGroups
 
 SPARSE_PHASE = 20
 """Where the steps of sparse gradients stand in the report: behind the phases of plans."""
@@ -162,7 +161,11 @@ class Communicator:
         self._connected = False
         self._streams = SideStreams(device) if device.type == "cuda" else None
         self.clock: Clock = DeviceClock(device) if self._streams else HostClock()
-        deadline = Deadline(config.timeout, device) if self._streams else None
+        deadline = None
+        if self._streams is not None:
+            from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
+
+            deadline = Deadline(config.timeout, device)
         self.executor = Executor(
             f"gradwire {name}", self._groups, rank, cluster, compressor, board, self._streams, self.clock, deadline
         )
@@ -179,7 +182,10 @@ class Communicator:
         self._loaded = False
 
     def _presence(self, door: Door, store_host: str | None) -> Presence:
-        own = Presence.here(self.rank, self.size, self.config, self.device)
+        config = self.config
+        alone = self.size == 1 and not config.elastic and not config.nic_per_rank
+        nobody = Hardware(None, None, None) if alone else None  # whom links would lead to
+        own = Presence.here(self.rank, self.size, config, self.device, known=nobody)
         return replace(own, port=door.port, addresses=tuple(own_addresses(store_host)))
 
     @property
@@ -273,7 +279,7 @@ class Communicator:
             self._migrate(layout, route)
         self.executor.start(launch, route, scale, flush, hold=hold, after=after)
 
-    def start_sparse(self, bucket: Bucket, *, scale: float = 1.0, as_dense: bool | str = AUTO) -> None:
+    def start_sparse(self, bucket: Bucket, *, scale: float = 1.0, as_dense: bool | str = "auto") -> None:
         """Starts an all-reduce of a sparse tensor, inside the nodes first; see `sum_sparse`.
 
         Args:
@@ -285,6 +291,8 @@ class Communicator:
         Raises:
             TypeError: It has another layout, or other numbers.
         """
+        from gradwire.comms.sparse import BETWEEN, LANES, Sharing, check_sparse, sum_sparse
+
         check_sparse(bucket.flat)
         sharing = Sharing.of(self.cluster, self.rank, self.config.plan)
         names, inside = self.cluster.level_names, self.cluster.level_names[0]
@@ -378,8 +386,8 @@ class Communicator:
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
         plans = dict.fromkeys(plan.describe(self.cluster.level_names) for plan in self.routes.plans())
-        if isinstance(self.compressor, Routed):
-            plans.update(dict.fromkeys(self.compressor.report_lines()))
+        if self.compressor is not None:
+            plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
         links = (self.routes.describe_links(), *self._nics)
         totals = self.executor.totals()
         return Report(self.cluster.describe(), tuple(plans), totals, self._all_reduces, steps, links, rank=self.rank)
@@ -448,9 +456,7 @@ class Communicator:
 
     def _takes(self, dtype: torch.dtype) -> bool:
         """Whether one phase of buckets of a dtype goes through the compressor."""
-        if isinstance(self.compressor, WideSum):
-            return self.compressor.takes(dtype)
-        return self.compressor is not None
+        return self.compressor is not None and planned(self.compressor).takes(dtype)
 
     def _check(self, flat: Tensor, scale: float) -> None:
         if flat.device != self.device and (flat.device.type != self.device.type or self.device.index is not None):
@@ -478,7 +484,9 @@ def _nccl_groups(
     device: torch.device,
     group: dist.ProcessGroup | None,
     global_ranks: Sequence[int] | None,
-) -> NcclGroups:
+) -> "NcclGroups":
+    from gradwire.comms.transport.nccl import NcclGroups
+
     if global_ranks is None:
         global_ranks = () if group is None else dist.get_process_group_ranks(group)
     return NcclGroups(

@@ -18,9 +18,9 @@ from gradwire.comms.execute import Bucket
 from gradwire.comms.resume import to_rows
 from gradwire.comms.streams import LateFlag
 from gradwire.compressors.adaptive import AUTO, Adaptive
-from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue
+from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue, planned
 from gradwire.compressors.registry import Option
-from gradwire.compressors.routed import Routed, make_routed
+from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule, rules_from
 
 
@@ -121,8 +121,7 @@ class Compression:
 
     def held_norm(self) -> float:
         """The norm of what this rank holds back of the gradients, as they come out of backward, without loss scale."""
-        square = self.compressor.held_square() if isinstance(self.compressor, Routed) else 0.0
-        return math.sqrt(square) / (float(self._loss_scale) or 1.0)
+        return math.sqrt(planned(self.compressor).held_square()) / (float(self._loss_scale) or 1.0)
 
     def take_saved_transfers(self) -> Tensor | None:
         """The transfers of the step before this one, where that step is in a state that was just loaded; else None."""

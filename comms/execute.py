@@ -19,37 +19,39 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
-from gradwire.comms.bootstrap.liveness import Deadline
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
-from gradwire.comms.migration import migrate
-from gradwire.comms.observe.recorder import Recorder
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Plan, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
 from gradwire.comms.plan.schedule import has_owners_by_links
 from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
 from gradwire.comms.transport.exchange import all_to_all_of, exchange
-from gradwire.comms.transport.groups import Groups, Transport, way_back
-from gradwire.comms.transport.nccl import NcclTransport
+from gradwire.comms.transport.groups import Groups, IssuesTogether, Transport, way_back
 from gradwire.comms.transport.torch_group import GlooTransport, Works
-from gradwire.compressors.adasum import PRODUCTS, Adasum
 from gradwire.compressors.base import (
+    PRODUCTS,
     Collective,
     Compressor,
     Layout,
     Member,
     Request,
     Work,
+    planned,
     weighted_bounds,
 )
 from gradwire.topology.cluster import Cluster
+
+if TYPE_CHECKING:  # each is loaded where it is asked for
+    from gradwire.comms.bootstrap.liveness import Deadline
+    from gradwire.comms.observe.recorder import Recorder
+    from gradwire.compressors.adasum import Adasum
 
 log = logging.getLogger("gradwire")
 
@@ -441,7 +443,7 @@ class Executor:
         board: Board,
         streams: SideStreams | None = None,
         clock: Clock | None = None,
-        deadline: Deadline | None = None,
+        deadline: "Deadline | None" = None,
     ) -> None:
         self.timing = True
         self.launches = 0
@@ -721,7 +723,7 @@ class Executor:
             self._fail(job, lane, error)
         self._lanes.end(job)
 
-    def _recorded_step(self, recorder: Recorder, job: _ChunkJob, lane: Lane) -> Hop | None:
+    def _recorded_step(self, recorder: "Recorder", job: _ChunkJob, lane: Lane) -> Hop | None:
         """What `_step` does, noted: the wait for what is under way, and what is issued then."""
         track, number = f"lane {lane[0]}.{lane[1]}", -1 if job.run is None else job.run.number
         if job.works:
@@ -848,13 +850,14 @@ class Executor:
         by_links: set[tuple[int, ...]] = set()
         bucket = run.launch.layout
         products: Tensor | None = None
-        if isinstance(compressor, Adasum) and bucket is not None and transfers:
-            products = compressor.products(bucket, len(transfers[0].members), run.flat.device)
+        adasum = cast("Adasum", compressor) if planned(compressor).whole_parameters else None
+        if adasum is not None and bucket is not None and transfers:
+            products = adasum.products(bucket, len(transfers[0].members), run.flat.device)
         for transfer, layout, shares, shard in zip(transfers, part.layouts, part.shares, wide, strict=True):
             place = transfer.members.index(self._rank)
             member = Member(place, len(transfer.members), shares, part.break_even, run.flat.dtype, scale)
-            if isinstance(compressor, Adasum) and bucket is not None and products is not None:
-                running.append((transfer.members, compressor.combine(shard, layout, member, bucket, products)))
+            if adasum is not None and bucket is not None and products is not None:
+                running.append((transfer.members, adasum.combine(shard, layout, member, bucket, products)))
                 continue
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
             if shares:
@@ -929,6 +932,8 @@ class Executor:
         ask: bool,
     ) -> Iterator[Hop]:
         node = self._groups[(0, 0), self._node] if len(self._node) > 1 else None
+        from gradwire.comms.migration import migrate  # here: exact tensors have no state
+
         migrate(compressor, layout, shards, node, device, ask=ask)
         yield from ()
 
@@ -1183,12 +1188,12 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
     Raises:
         RuntimeError: One of them could not be issued. On NCCL the transport is then of no use any more.
     """
-    if isinstance(transport, NcclTransport):
-        return transport.issue_together(collectives)
-    if len(collectives) > 1 and isinstance(transport, GlooTransport):
-        together = transport.issue_together(collectives)
-        if together is not None:
-            return together
+    if hasattr(transport, "issue_together"):  # a protocol's isinstance() costs more than many a collective
+        together = cast("IssuesTogether", transport).issue_together(collectives)
+    else:
+        together = None
+    if together is not None:
+        return together
     works = [_issue_one(transport, each) for each in collectives]
     return works[0] if len(works) == 1 else Works(works)
 

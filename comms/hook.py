@@ -8,7 +8,6 @@ is narrowed.
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -27,12 +26,10 @@ from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
-from gradwire.comms.resume import Resume
 from gradwire.comms.session import Face, GradientSession, SessionRanks, refused
 from gradwire.comms.step.life import StepLife, StepState, is_timed
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import Layout
-from gradwire.compressors.rules import warn_of_idle
 
 if TYPE_CHECKING:
     from gradwire.comms.compression import Compression
@@ -40,6 +37,7 @@ if TYPE_CHECKING:
     from gradwire.comms.elastic.membership import View
     from gradwire.comms.elastic.survive import Change
     from gradwire.comms.elastic.transfer import Carried
+    from gradwire.comms.resume import Resume
     from gradwire.comms.step.used_map import UsedMap
     from gradwire.compressors.optim.first_step import Check, HasParameters
 
@@ -156,6 +154,8 @@ class HookState(Face[GradientSession]):
             )
         self.names.bind(model)
         if self.config.compressor is not None:
+            from gradwire.compressors.rules import warn_of_idle
+
             self._check = self._checked_later(model)
             warn_of_idle(self.config.rules, self.names.numels(), "Patterns are shell-style, of the whole name.")
         self._life.announces_last = isinstance(model, DistributedDataParallel) and not model.static_graph
@@ -311,9 +311,7 @@ class HookState(Face[GradientSession]):
                 f"`plan` has piece_nbytes {plan.piece_nbytes}, and `reduction` is adasum, which needs a parameter's "
                 "gradient in one piece; wanted 0"
             )
-        connection = self._connected("fuse()")
-        connection.fusion_plans.agree(asdict(plan))
-        connection.fusion.change(plan)
+        self._connected("fuse()").fuse(plan)
 
     def _connect(self, device: torch.device, model: nn.Module | None = None) -> GradientSession:
         if self._connection is None:
@@ -373,7 +371,7 @@ class HookState(Face[GradientSession]):
                 with communicator.alone():
                     connection.compression.begin_step()
             saved = connection.compression.take_saved_transfers()
-            self._resume = None if saved is None else Resume(saved)
+            self._resume = None if saved is None else _resume(saved)
         connection.listeners.step_began(self.steps)
         if self._elastic is not None:
             self._resume = self._elastic.begin_step(communicator, self._resume)
@@ -395,7 +393,7 @@ class HookState(Face[GradientSession]):
         connection = self._connected("backward()")
         self._transfers.clear()
         self._buckets = buckets
-        self._resume = None if rows is None else Resume(rows)
+        self._resume = None if rows is None else _resume(rows)
         for bucket in buckets:
             self._travel(connection, bucket)
 
@@ -436,6 +434,8 @@ class HookState(Face[GradientSession]):
         connection = self._connected("backward()")
         self.steps += 1
         if self.steps == 1 and not self.names.bound and self.config.compressor is not None:
+            from gradwire.compressors.rules import warn_of_idle
+
             warn_of_idle(self.config.rules, self.names.numels(), UNNAMED)
         self._launch(connection, connection.fusion.end_step())
         self._launch_resumed(connection)
@@ -586,6 +586,12 @@ def _sparse_extremes(buckets: Sequence[Bucket]) -> list[Tensor]:
     """Of the rows of sparse averages, 0-dim: finite if and only if all of them are."""
     values = [bucket.result().wait()._values() for bucket in buckets]
     return [extreme for value in values if value.numel() for extreme in torch.aminmax(value)]
+
+
+def _resume(rows: Tensor) -> "Resume":
+    from gradwire.comms.resume import Resume  # here: exact gradients may travel together in any way
+
+    return Resume(rows)
 
 
 def _restore(config: Config) -> HookState:

@@ -7,7 +7,7 @@ what a user asks of any of them: advice, a timeline, metrics, a checkpoint. What
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.bootstrap.compat import Store, store_of
 from gradwire.comms.bootstrap.failure import Board
 from gradwire.comms.bootstrap.store import PollingStore
@@ -29,9 +28,7 @@ from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.step.features import choose_compressors, measure_links, tune, watch_steps
 from gradwire.comms.step.listeners import Listeners
-from gradwire.compressors.adasum import Adasum
 from gradwire.compressors.base import Compressor, StateDict
-from gradwire.compressors.dense import WideSum
 
 FUSION_TIMEOUT = timedelta(seconds=30)
 """How long `fuse()` waits for the other ranks to ask for the same."""
@@ -40,6 +37,7 @@ GRADIENT_NBYTES = 4
 """Of an element, where the size of a model's gradients is estimated."""
 
 if TYPE_CHECKING:
+    from gradwire.comms.autotune.consensus import Consensus
     from gradwire.comms.autotune.job_advice import JobAdvice
     from gradwire.comms.compression import Compression, LossScaler
 
@@ -217,7 +215,7 @@ class GradientSession(AveragingSession):
         joined: bool = False,
     ) -> None:
         super().__init__(peers, device, config, names.numels(), reduction=_reduction(config), previous=previous)
-        name, store = peers.name, self.communicator.plain_store
+        name = self._name = peers.name
         self._names = names
         self.communicator.executor.checking = self.compression is not None
         threshold_nbytes = round(config.fusion_mb * 2**20)
@@ -228,10 +226,10 @@ class GradientSession(AveragingSession):
         self.fusion: Fusion = Fusion(previous.fusion.plan if previous and not joined else first)
         self.agrees = previous is None and not joined
         """Whether what payloads are decoded with is the same on all ranks."""
-        self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
+        self._fusion_plans: Consensus | None = None
 
-        def consensus(what: str, timeout: timedelta) -> Consensus:
-            return self._consensus(store, f"{what}/{name}", timeout)
+        def consensus(what: str, timeout: timedelta) -> "Consensus":
+            return self._consensus(f"{what}/{name}", timeout)
 
         if previous is not None and not joined:
             self._go_on(previous)
@@ -285,8 +283,20 @@ class GradientSession(AveragingSession):
             self.compression.renumber(self.communicator.rank, self.communicator.size)
             self.communicator.state_loaded()
 
-    def _consensus(self, store: Store, name: str, timeout: timedelta) -> Consensus:
-        own = PollingStore(store, self._config.timeout, ranks=self.communicator.size)
+    def fuse(self, plan: FusionPlan) -> None:
+        """Changes which buckets travel together, once all ranks have asked for the same.
+
+        Raises:
+            ValueError: They have not: refused on all of them.
+        """
+        self._fusion_plans = self._fusion_plans or self._consensus(f"fusion/{self._name}", FUSION_TIMEOUT)
+        self._fusion_plans.agree(asdict(plan))
+        self.fusion.change(plan)
+
+    def _consensus(self, name: str, timeout: timedelta) -> "Consensus":
+        from gradwire.comms.autotune.consensus import Consensus  # here: fixed plans need no decisions
+
+        own = PollingStore(self.communicator.plain_store, self._config.timeout, ranks=self.communicator.size)
         return Consensus(own, self.communicator.rank, self.communicator.size, name, timeout)
 
 
@@ -557,8 +567,14 @@ def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks)
 def _reduction(config: Config) -> Compressor | None:
     """What combines gradients between nodes, where that is no plain sum in their own dtype."""
     if config.reduction == "adasum":
+        from gradwire.compressors.adasum import Adasum
+
         return Adasum()
-    return WideSum() if config.sum_dtype == "float32" else None
+    if config.sum_dtype == "float32":
+        from gradwire.compressors.dense import WideSum
+
+        return WideSum()
+    return None
 
 
 def _factors(config: Config, communicator: Communicator) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from gradwire.compressors.base import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    PRODUCTS,
     Collective,
     Layout,
     Member,
@@ -31,15 +32,14 @@ from gradwire.compressors.base import (
 from gradwire.compressors.dense import CACHE_LINE_NUMEL
 from gradwire.compressors.stateful import Stateful
 
-PRODUCTS: Request = ()
-"""What `Adasum.combine` yields where the products are to be summed over all ranks that hold a part of the bucket."""
-
 BLOCK_NUMEL = 1 << 18
 """Elements that are widened to float64 at a time: 2 MiB for each node, which stay in the cache."""
 
 
 class Adasum(Stateful):
     """The reduction "adasum" between nodes; what it is given are the nodes' own sums or means. It keeps nothing."""
+
+    is_sum = whole_parameters = True
 
     def __init__(self) -> None:
         super().__init__("adasum", [])

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -269,6 +269,87 @@ class Packer(Protocol):
 
     def expected_nbytes(self, layout: Layout, group_size: int, break_even: float, device_type: str) -> int:
         """What `Compressor.wire_nbytes` is where it is known whether a shard is packed."""
+
+
+class Planned:
+    """What plans and executors go by, beside what a compressor sends; here the answers of one that is like no other.
+
+    Attributes:
+        is_sum: It is a sum of another kind, and sends no fewer bytes.
+        whole_parameters: It needs a parameter's gradient in one piece, and `products` of all ranks' pieces: Adasum.
+    """
+
+    is_sum = False
+    whole_parameters = False
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether payloads go to owners of parts, who send their sum to all (two_stage.py)."""
+        return False
+
+    @property
+    def by_element(self) -> bool:
+        """Whether the result for an element goes by nothing but what the ranks have of it, and nothing is kept of it.
+
+        Then a bucket may be cut anywhere, and another way in every start.
+        """
+        return False
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether buckets of a dtype go through it."""
+        return True
+
+    def parts(self, layout: Layout) -> "list[tuple[Compressor, Layout]]":
+        """The compressors of a shard, and which of its parameters each gets."""
+        return [(cast("Compressor", self), layout)]
+
+    def every(self) -> "tuple[Compressor, ...]":
+        """The compressors that it is made of."""
+        return (cast("Compressor", self),)
+
+    def shared(self) -> Sequence[Any]:
+        """Stores that hold the same in all nodes, because payloads are decoded with it: made of averages alone.
+
+        Returns:
+            `ElementStore`s (compressors/residual.py).
+        """
+        return ()
+
+    def held_square(self) -> float:
+        """The squared norm of what this rank holds back of the gradients; the host waits for it, nothing is changed."""
+        return 0.0
+
+    def replanned(self) -> None:
+        """Is called where ranks may exchange in other groups from now on, on all of them at the same point.
+
+        What the ranks of a group have found out together in earlier steps does not hold any more.
+        """
+
+    def report_lines(self) -> list[str]:
+        """What it says of itself in reports, a line each."""
+        return []
+
+
+class _OfAnother(Planned):
+    """The answers for a compressor that gives none."""
+
+    def __init__(self, compressor: "Compressor") -> None:
+        self._compressor = compressor
+
+    def parts(self, layout: Layout) -> "list[tuple[Compressor, Layout]]":
+        return [(self._compressor, layout)]
+
+    def every(self) -> "tuple[Compressor, ...]":
+        return (self._compressor,)
+
+
+def planned(compressor: "Compressor") -> Planned:
+    """What plans go by for a compressor, whoever wrote it."""
+    return compressor if isinstance(compressor, Planned) else _OfAnother(compressor)
+
+
+PRODUCTS: "Request" = ()
+"""What `Adasum.combine` yields where the products are to be summed over all ranks that hold a part of the bucket."""
 
 
 @runtime_checkable

@@ -77,6 +77,8 @@ class Dense(Stateful):
 class WideSum(Dense):
     """The sum of float16 and bfloat16 gradients in float32, for the option `sum_dtype`."""
 
+    is_sum = True
+
     def __init__(self) -> None:
         super().__init__()
         self.name = "float32"
@@ -86,7 +88,6 @@ class WideSum(Dense):
         """See `Stateful.by_element`: owners by the links' rates are for sums in the dtype of the buckets."""
         return False
 
-    @staticmethod
-    def takes(dtype: torch.dtype) -> bool:
+    def takes(self, dtype: torch.dtype) -> bool:
         """Whether buckets of a dtype are widened."""
         return dtype in (torch.float16, torch.bfloat16)

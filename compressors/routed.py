@@ -13,6 +13,7 @@ from gradwire.compressors.base import (
     HeldRun,
     Layout,
     Member,
+    Planned,
     Request,
     Slice,
     StateDict,
@@ -81,7 +82,7 @@ def _selection(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Select
     return Selection(Layout(tuple(moved)), tuple(runs), tuple(sizes))
 
 
-class Routed:
+class Routed(Planned):
     """One main compressor, and others for the parameters that match a rule.
 
     Args:
@@ -111,6 +112,10 @@ class Routed:
     def by_element(self) -> bool:
         """See `Stateful.by_element`; all routes decide."""
         return all(isinstance(each, Stateful) and each.by_element for each in self.routes)
+
+    def every(self) -> tuple[Compressor, ...]:
+        """The main compressor, and those of the rules."""
+        return self.routes
 
     def route_of(self, layout: Layout, index: int) -> int:
         """Returns the number of the slice's compressor in `routes`: 0 for the main one, else 1 + the rule's number.

@@ -1,18 +1,18 @@
 """What every compressor with state shares: staging and commit, saving, loading, migration, rescaling."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import HeldRun, Layout, StateDict, StateValue, check_factor, check_finite
+from gradwire.compressors.base import HeldRun, Layout, Planned, StateDict, StateValue, check_factor, check_finite
 from gradwire.compressors.residual import ElementStore, Piece
 
 HELD_BACK = frozenset(("residual", "server", "total"))
 """Fields of what payloads have left out so far, and of gradients that wait to be sent; the others are averages."""
 
 
-class Stateful:
+class Stateful(Planned):
     """State of one compressor on one rank: named element stores, the step count, and the model's parameters.
 
     A compressor derives from it and implements `partition`, `wire_nbytes`, `all_reduce` and `flush`. In a step it reads
@@ -32,26 +32,9 @@ class Stateful:
         self.fields = {field: ElementStore() for field in fields}
         self._numels: dict[str, int] = {}
 
-    @property
-    def has_owners(self) -> bool:
-        """Whether payloads go to owners of parts, who send their sum to all (two_stage.py)."""
-        return False
-
-    @property
-    def by_element(self) -> bool:
-        """Whether the result for an element goes by nothing but what the ranks have of it, and nothing is kept of it.
-
-        Then a bucket may be cut anywhere, and another way in every start.
-        """
-        return False
-
     def bind_model(self, numels: Mapping[str, int]) -> None:
         """See `Compressor.bind_model`."""
         self._numels = dict(numels)
-
-    def shared(self) -> Sequence[ElementStore]:
-        """Stores that hold the same in all nodes, because payloads are decoded with it: made of averages alone."""
-        return ()
 
     def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`."""
@@ -72,12 +55,6 @@ class Stateful:
     def note(self) -> str:
         """A line for reports about what this compressor has done so far; empty for nothing."""
         return ""
-
-    def replanned(self) -> None:
-        """Is called where ranks may exchange in other groups from now on, on all of them at the same point.
-
-        What the ranks of a group have found out together in earlier steps does not hold any more.
-        """
 
     def rescale(self, factor: float | Tensor) -> None:
         """See `Compressor.rescale`."""

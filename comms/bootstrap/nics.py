@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.config import Config
-from gradwire.topology.assign import crowded
 
 UNKNOWN = "?"
 
@@ -70,6 +69,8 @@ def _by_local_rank(nodes: Nodes) -> str:
 
 def _shared(nodes: Nodes) -> list[str]:
     """Nodes where ranks share a NIC while one as fast stands idle."""
+    from gradwire.topology.assign import crowded  # here: where no NIC is known there is nothing to say
+
     found = [
         crowded({presence.rank: presence.hardware.nic for presence in node}, node[0].hardware.fastest) for node in nodes
     ]

@@ -15,9 +15,7 @@ import torch
 from gradwire.comms.bootstrap.hardware import Hardware, hardware
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.config import Config, local_rank
-from gradwire.topology.bandwidth import ALPHA_SECONDS
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
-from gradwire.topology.fabric import CHANNELS_PER_NIC, NETWORK_SECONDS, sender_nics
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
 """Inside a node where the topology does not say, until it is measured: shared memory of a small host."""
@@ -59,8 +57,18 @@ class Presence:
     kernel: str = ""
 
     @classmethod
-    def here(cls, rank: int, size: int, config: Config, device: torch.device) -> "Presence":
-        """This process's."""
+    def here(
+        cls, rank: int, size: int, config: Config, device: torch.device, *, known: Hardware | None = None
+    ) -> "Presence":
+        """This process's.
+
+        Args:
+            rank: See above.
+            size: See above.
+            config: What the user set.
+            device: Where the gradients are.
+            known: Of this machine; None reads its topology.
+        """
         return cls(
             rank,
             size,
@@ -68,7 +76,7 @@ class Presence:
             config.location,
             device.type,
             torch.__version__,
-            hardware(local_rank(), device.type),
+            known or hardware(local_rank(), device.type),
             config.shared(),
             config.nic_bytes_per_second,
             kernel=own_kernel(),
@@ -167,6 +175,9 @@ def _of_gpus(
     presences: Sequence[Presence], cluster: Cluster, fabric: GpuFabric | None, config: Config
 ) -> tuple[Link, Link]:
     """The links as NCCL uses them: its latencies, and the cards that the ranks of the smallest node drive."""
+    from gradwire.topology.bandwidth import ALPHA_SECONDS  # here: ranks on CPUs need nothing of GPUs
+    from gradwire.topology.fabric import CHANNELS_PER_NIC, NETWORK_SECONDS, sender_nics
+
     intra, inter = (level.link for level in cluster.levels[:2])
     intra = replace(intra, alpha_seconds=ALPHA_SECONDS["nvlink" if fabric is not None and fabric.nvlink else "pcie"])
     network = "tcp" if fabric is None else fabric.network

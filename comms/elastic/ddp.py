@@ -34,8 +34,7 @@ from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
 from gradwire.comms.session import GradientSession, SessionRanks
 from gradwire.comms.step.listeners import RESIDUAL_NOTES
-from gradwire.compressors.base import Layout
-from gradwire.compressors.routed import Routed
+from gradwire.compressors.base import Layout, planned
 
 log = logging.getLogger("gradwire")
 
@@ -299,8 +298,8 @@ class ElasticTraining:
         """Has all ranks decode payloads alike, before an epoch's first launch: some nodes may lack what that takes."""
         if self.survivor is None or session.agrees:
             return
-        routed = session.compression.compressor if session.compression is not None else None
-        if isinstance(routed, Routed) and (stores := routed.shared()):
+        compressor = session.compression.compressor if session.compression is not None else None
+        if compressor is not None and (stores := planned(compressor).shared()):
             agree(stores, self._state.names.numels(), session.communicator, self.survivor.wait)
         session.agrees = True
 

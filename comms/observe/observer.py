@@ -17,7 +17,6 @@ from gradwire.comms.bootstrap.compat import profiler_is_on
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.observe.recorder import Recorder
 from gradwire.comms.report import Report
 from gradwire.comms.step.listeners import EndedStep, StepListener
 
@@ -109,6 +108,8 @@ class Observer(StepListener):
             executor.recorder.ranges, executor.recorder.nvtx = ranges, nvtx
             self._trace.step_began()
         elif ranges or nvtx:
+            from gradwire.comms.observe.recorder import Recorder
+
             executor.recorder = Recorder(self._communicator.clock, keeps=False, ranges=ranges, nvtx=nvtx)
         else:
             executor.recorder = None

@@ -13,9 +13,7 @@ import torch
 
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice
 from gradwire.comms.transport.echo import EchoGroup
-from gradwire.compressors.base import Compressor, Layout, Slice
-from gradwire.compressors.routed import Routed
-from gradwire.compressors.stateful import Stateful
+from gradwire.compressors.base import Compressor, Layout, Slice, planned
 
 if TYPE_CHECKING:  # compressors are loaded where one is priced: exact plans need none
     from gradwire.compressors.registry import Option
@@ -165,8 +163,7 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int, sent: Se
         return 1.0
     if sent is None:
         return compressor.wire_nbytes(layout, group_size) / exact
-    parts = compressor.parts(layout) if isinstance(compressor, Routed) else [(compressor, layout)]
-    return sum(sent(each, part, group_size) for each, part in parts) / exact
+    return sum(sent(each, part, group_size) for each, part in planned(compressor).parts(layout)) / exact
 
 
 def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> float:
@@ -179,15 +176,9 @@ def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> floa
         layout: Which parameter lies where in the shard.
         group_size: Ranks that the shard is summed over.
     """
-    parts = compressor.parts(layout) if isinstance(compressor, Routed) else [(compressor, layout)]
-    sent = [(each, each.wire_nbytes(part, group_size)) for each, part in parts]
-    owned = sum(nbytes for each, nbytes in sent if has_owners(each))
+    sent = [(each, each.wire_nbytes(part, group_size)) for each, part in planned(compressor).parts(layout)]
+    owned = sum(nbytes for each, nbytes in sent if planned(each).has_owners)
     return owned / total if (total := sum(nbytes for _, nbytes in sent)) else 0.0
-
-
-def has_owners(compressor: Compressor) -> bool:
-    """Whether a compressor's payloads go to owners of parts (two_stage.py)."""
-    return isinstance(compressor, Stateful) and compressor.has_owners
 
 
 def alone(processor_seconds: float, share: float) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from gradwire.comms.plan.cost import (
     EXACT,
@@ -14,7 +15,6 @@ from gradwire.comms.plan.cost import (
     busiest_resource,
     mixed_cost,
 )
-from gradwire.comms.plan.nccl_model import NcclModel, nccl_model
 from gradwire.comms.plan.owners import part_shares, rank_shares
 from gradwire.comms.plan.plan import (
     ALL_GATHER,
@@ -29,6 +29,9 @@ from gradwire.comms.plan.plan import (
     Plan,
 )
 from gradwire.topology.cluster import Cluster
+
+if TYPE_CHECKING:
+    from gradwire.comms.plan.nccl_model import NcclModel
 
 CHUNK_COUNTS = (1, 2, 4, 8, 16)
 """Candidates for the number of chunks; the optimum is flat, so powers of two are enough."""
@@ -233,7 +236,11 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
     """The plans of `candidates`, payloads going by the links if `price.owned` is above 0."""
     exact = price.name == EXACT.name
     phases = _phases_for(cluster, name, price)
-    model = nccl_model(cluster) if cluster.fabric is not None and name != HALVING_DOUBLING else None
+    model = None
+    if cluster.fabric is not None and name != HALVING_DOUBLING:
+        from gradwire.comms.plan.nccl_model import nccl_model  # here: CPUs have no fabric
+
+        model = nccl_model(cluster)
     if name == NVLS_TREE and exact and phases and (model is None or NVLS_TREE not in model.flat(nbytes)):
         raise ValueError("`name` is nvls_tree, but no NVSwitch of several nodes sums here; wanted another algorithm")
     algorithm = RING
@@ -376,7 +383,7 @@ def _taken(cluster: Cluster, phase: Phase) -> int:
 
 
 def _nccl_seconds(
-    model: NcclModel, cluster: Cluster, phase: Phase, cost: PhaseCost, part: float, price: CodecPrice
+    model: "NcclModel", cluster: Cluster, phase: Phase, cost: PhaseCost, part: float, price: CodecPrice
 ) -> float:
     """What NCCL needs for one phase of one chunk of `part` bytes; `cost` says what the wire needs."""
     wire = cost.byte_seconds(part)

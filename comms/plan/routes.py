@@ -11,19 +11,7 @@ from typing import cast
 import torch
 
 from gradwire.comms.config import Config
-from gradwire.comms.plan.codec_price import (
-    ELEMENT_NBYTES,
-    GPU_BYTES_PER_SECOND,
-    ROUNDS,
-    codec_price,
-    codec_seconds,
-    gpu_bytes_per_second,
-    has_owners,
-    owned_share,
-    wire_ratio,
-)
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, sent_nbytes
-from gradwire.comms.plan.packing import packing_break_even, price_as_sent
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import candidates, make_phases, plan_all_reduce, presumed, with_note, with_reason
 from gradwire.comms.plan.schedule import (
@@ -35,11 +23,7 @@ from gradwire.comms.plan.schedule import (
     executable,
     member_shares,
 )
-from gradwire.compressors.adasum import Adasum
-from gradwire.compressors.base import Compressor, Layout, Packer
-from gradwire.compressors.dense import WideSum
-from gradwire.compressors.routed import Routed
-from gradwire.compressors.stateful import Stateful
+from gradwire.compressors.base import Compressor, Layout, Packer, planned
 from gradwire.topology.cluster import Cluster, Level
 
 log = logging.getLogger("gradwire")
@@ -161,7 +145,8 @@ class Routes(dict[RouteKey, Route]):
         self.cluster = cluster
         self.library = "nccl" if device_type == "cuda" else "gloo"
         self.plan_name = config.plan
-        self.chunks = 1 if isinstance(compressor, Adasum) else config.chunks  # it needs whole parameters
+        whole = compressor is not None and planned(compressor).whole_parameters
+        self.chunks = 1 if whole else config.chunks
         self._rank = rank
         self._device_type = device_type
         self._fixed_order = config.fuses
@@ -173,7 +158,7 @@ class Routes(dict[RouteKey, Route]):
         """With the rates that owners' shares go by, where they change no bit; nothing else goes by these."""
         self._measured_at_start = self._refined = False
         self._compressor = compressor
-        every = compressor.routes if isinstance(compressor, Routed) else (compressor,)
+        every = () if compressor is None else planned(compressor).every()
         self._packers = [cast(Packer, each) for each in every if isinstance(each, Packer)]
         self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
         self._tell()
@@ -201,8 +186,8 @@ class Routes(dict[RouteKey, Route]):
 
     def _tell(self) -> None:
         """Has the compressor forget what ranks know of each other that may exchange with others from now on."""
-        if isinstance(self._compressor, Stateful | Routed):
-            self._compressor.replanned()
+        if self._compressor is not None:
+            planned(self._compressor).replanned()
 
     def along(self, numel: int, plan: Plan, layout: Layout | None = None, base: Plan | None = None) -> Route:
         """The route of a bucket along any plan, whatever the planner thinks of it.
@@ -307,8 +292,8 @@ class Routes(dict[RouteKey, Route]):
         name, compressor = self.compressed_name(), self._compressor
         if self._device_type != "cuda" or name is None or compressor is None:
             return ()
-        every = compressor.routes if isinstance(compressor, Routed) else (compressor,)
-        phases = make_phases(self.cluster, name, compressor.name, owned=any(map(has_owners, every)))
+        owned = any(planned(each).has_owners for each in planned(compressor).every())
+        phases = make_phases(self.cluster, name, compressor.name, owned=owned)
         found: dict[tuple[int, ...], None] = {}
         numel = ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))
         plan = Plan(name, phases, 1, numel, 0.0, {}, "")
@@ -424,7 +409,8 @@ class Routes(dict[RouteKey, Route]):
                 return plan
         plan = plan_all_reduce(self.cluster, nbytes, name=self.plan_name, chunks=self.chunks, library=self.library)
         plan = with_reason(plan, self._why) if self._why else plan
-        if isinstance(self._compressor, Adasum | WideSum) and self.cluster.size > 1:
+        sums = self._compressor is not None and planned(self._compressor).is_sum
+        if self._compressor is not None and sums and self.cluster.size > 1:
             return with_note(plan, f"{self._compressor.name} was asked for: it works between nodes alone.")
         if self._compressor is not None and layout is not None and self.cluster.size > 1:
             return with_note(
@@ -496,6 +482,8 @@ class Routes(dict[RouteKey, Route]):
             group_size: Ranks that exchange each shard.
             plan: Decides whether exponents are packed; without one they are.
         """
+        from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, ROUNDS, codec_seconds, owned_share, wire_ratio
+
         compressor, packers = self._compressor, self._packers
         assert compressor is not None
         even = 0.0 if plan is None or not packers else self._break_even(plan)
@@ -544,11 +532,14 @@ class Routes(dict[RouteKey, Route]):
         if nodes > 1:
             plan_name = "leader" if self._asked_for == "leader" else "hierarchical"
             return priced(plan_name, nodes, "and works on what crosses between nodes.")
-        if isinstance(compressor, Adasum | WideSum):
+        if planned(compressor).is_sum:
             return None
         if self._asked_for != "auto" or self.library != "nccl" or size == 1 or self.cluster.levels[0].link.presumed:
             return None
         # One node of GPUs: inside it, compression pays where the links are slow (PCIe), and costs where they are fast.
+        from gradwire.comms.plan.codec_price import codec_price
+        from gradwire.comms.plan.packing import price_as_sent
+
         price, plain = (codec_price(each, layout, size, self.gpu_memory()) for each in (name, "bf16"))
         price = price_as_sent(self.cluster, nbytes, "flat", price, (plain,), self.library)
         exact = plan_all_reduce(self.cluster, nbytes, chunks=self.chunks, library=self.library)
@@ -564,7 +555,11 @@ class Routes(dict[RouteKey, Route]):
 
     def _break_even(self, plan: Plan) -> float:
         """See `Member.break_even`, of the compressed phase of a plan; the same on all ranks."""
-        return packing_break_even(self._priced_for(plan), plan, self.library) if self._packers else 0.0
+        if not self._packers:
+            return 0.0
+        from gradwire.comms.plan.packing import packing_break_even
+
+        return packing_break_even(self._priced_for(plan), plan, self.library)
 
     def _evened(self, chunks: tuple[Chunk, ...], plan: Plan) -> tuple[Chunk, ...]:
         """The same chunks with the links as they are known now."""
@@ -588,6 +583,8 @@ class Routes(dict[RouteKey, Route]):
 
     def gpu_memory(self) -> float:
         """Bytes per second that codecs move on the slowest GPU; of the slowest known where it is not known."""
+        from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, gpu_bytes_per_second
+
         fabric = self.cluster.fabric
         return min(GPU_BYTES_PER_SECOND.values()) if fabric is None else gpu_bytes_per_second(fabric.compute_capability)
 
@@ -645,4 +642,4 @@ def _in_ring_order(plan: Plan) -> bool:
 
 
 def _is_by_element(compressor: Compressor | None) -> bool:
-    return isinstance(compressor, Stateful | Routed) and compressor.by_element
+    return compressor is not None and planned(compressor).by_element

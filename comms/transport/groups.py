@@ -8,7 +8,7 @@ order for all ranks.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from gradwire.comms.bootstrap.compat import PrefixStore
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
-from gradwire.comms.transport import nccl
-from gradwire.comms.transport.launch_order import devices
-from gradwire.comms.transport.nccl import CLOSE_SECONDS, INTER_NODE_CTAS, NcclGroups, NcclTransport, describe_ranks
-from gradwire.comms.transport.shm import ShmGroup
-from gradwire.comms.transport.torch_group import Alarm, GlooTransport, connect_gloo
-from gradwire.compressors.base import Work
+from gradwire.comms.transport.torch_group import CLOSE_SECONDS, Alarm, GlooTransport, connect_gloo
+from gradwire.compressors.base import Collective, Work
+
+if TYPE_CHECKING:  # each is loaded where ranks are connected by it
+    from gradwire.comms.transport.nccl import NcclGroups, NcclTransport
 
 
 class Transport(Protocol):
@@ -66,6 +65,29 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """Copies `tensor` of rank `root` to all ranks, in place."""
+
+
+class IssuesTogether(Protocol):
+    """A transport that knows a better way for several collectives than one after the other."""
+
+    def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
+        """Issues them as one; None where these are better issued one after the other, and nothing was issued."""
+
+
+@runtime_checkable
+class Abortable(Protocol):
+    """A transport in which a rank that waits can be woken."""
+
+    def abort(self, reason: str) -> None:
+        """Wakes who waits, and gives the reason. Any thread."""
+
+
+@runtime_checkable
+class OfOneNode(Abortable, Protocol):
+    """A transport of ranks of one host, through what they share there."""
+
+    def close(self) -> None:
+        """Releases it."""
 
 
 FIRST_LANE: Lane = (0, 0)
@@ -122,7 +144,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         alarm: Alarm,
         interface: str | None = None,
         *,
-        nccl_groups: NcclGroups | None = None,
+        nccl_groups: "NcclGroups | None" = None,
     ) -> None:
         super().__init__()
         if transport == "nccl" and device.type != "cuda":
@@ -139,11 +161,13 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._timeout = timeout
         self._alarm = alarm
         self._interface = interface
-        self._nccl = nccl_groups or NcclGroups()
+        self._nccl = nccl_groups
         self._connecting: NcclTransport | None = None
         self._users: NcclTransport | None = None
         """On the user's own group, which a plan need not use, and the user does besides: aborted all the same."""
-        if self._nccl.backend is not None:
+        if self._nccl is not None and self._nccl.backend is not None:
+            from gradwire.comms.transport import nccl
+
             everybody = tuple(range(self._nccl.size))
             in_switch = self._nccl.sums_in_switch(everybody)
             self._users = nccl.borrow(self._nccl.backend, rank, self._nccl.size, sums_in_switch=in_switch)
@@ -179,6 +203,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             if self._rank in members
         ]
         if self._device.type == "cuda":
+            from gradwire.comms.transport.launch_order import devices
+
             devices.prepare(several=len(set(own)) > 1)
         for key in own:
             self[key]
@@ -191,7 +217,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         """
         self._reason = reason
         for group in [*self.values(), self._connecting, self._users]:
-            if isinstance(group, ShmGroup | NcclTransport):
+            if isinstance(group, Abortable):
                 group.abort(reason)
 
     def disconnect(self) -> None:
@@ -214,13 +240,20 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             self.disconnect()
         deadline = time.monotonic() + seconds
         for (lane, members), group in list(self.items()):
-            if isinstance(group, ShmGroup):
-                group.close()
-            elif isinstance(group, NcclTransport) and lane in (FIRST_LANE, RETURN_LANE):
-                together = self._store.below(f"end/{self._name_of(lane, members)}") if self._reason is None else None
-                group.close(max(0.0, deadline - time.monotonic()), together)
-                devices.leave(group)
+            if self._device.type != "cuda":
+                if isinstance(group, OfOneNode):
+                    group.close()
+            elif lane in (FIRST_LANE, RETURN_LANE):
+                self._close_nccl(lane, members, max(0.0, deadline - time.monotonic()))
         self.clear()
+
+    def _close_nccl(self, lane: Lane, members: tuple[int, ...], seconds: float) -> None:
+        from gradwire.comms.transport.launch_order import devices
+
+        group = cast("NcclTransport", self[lane, members])
+        together = self._store.below(f"end/{self._name_of(lane, members)}") if self._reason is None else None
+        group.close(seconds, together)
+        devices.leave(group)
 
     def _make(self, lane: Lane, members: tuple[int, ...]) -> Transport:
         name = self._name_of(lane, members)
@@ -228,6 +261,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._device.type == "cuda":
             return self._make_nccl(name, lane, members)
         if self._same_node(members):
+            from gradwire.comms.transport.shm import ShmGroup
+
             return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._transport == "mpi":
             from gradwire.comms.transport import mpi  # here: it is loaded where it is asked for
@@ -241,23 +276,27 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
     def _name_of(lane: Lane, members: tuple[int, ...]) -> str:
         return f"{lane[0]}.{lane[1]}/{'-'.join(map(str, members))}"
 
-    def _make_nccl(self, name: str, lane: Lane, members: tuple[int, ...]) -> NcclTransport:
+    def _make_nccl(self, name: str, lane: Lane, members: tuple[int, ...]) -> "NcclTransport":
         """A connected NCCL transport. While it connects, `abort` reaches it already."""
+        from gradwire.comms.transport import nccl
+        from gradwire.comms.transport.launch_order import devices
+
+        shared = self._nccl or nccl.NcclGroups(size=0)
         index, size = members.index(self._rank), len(members)
         back = lane == RETURN_LANE
-        if self._users is not None and members == tuple(range(self._nccl.size)) and not back:
+        if self._users is not None and members == tuple(range(shared.size)) and not back:
             made = self._users
         else:
-            ranks = self._nccl.global_ranks
+            ranks = shared.global_ranks
             made = nccl.connect(
                 PrefixStore(f"nccl/{name}", self._store.plain),
                 index,
                 size,
                 self._timeout,
-                name=f"gradwire/{self._nccl.name}/{describe_ranks(members)}{'/back' if back else ''}",
+                name=f"gradwire/{shared.name}/{nccl.describe_ranks(members)}{'/back' if back else ''}",
                 global_ranks=[ranks[member] for member in members] if ranks else members,
-                max_ctas=INTER_NODE_CTAS if self._nccl.between_nodes(members) else None,
-                sums_in_switch=self._nccl.sums_in_switch(members),
+                max_ctas=nccl.INTER_NODE_CTAS if shared.between_nodes(members) else None,
+                sums_in_switch=shared.sums_in_switch(members),
             )
         self._connecting = made
         try:
@@ -265,7 +304,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 raise PeerError(self._reason)
             made.connect(self._device, self._timeout)
         except BaseException as error:
-            made.abort(f"NCCL could not connect ranks {describe_ranks(members)}: {error}")  # ends torch's threads
+            made.abort(f"NCCL could not connect ranks {nccl.describe_ranks(members)}: {error}")  # ends torch's threads
             raise
         finally:
             self._connecting = None

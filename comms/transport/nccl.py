@@ -37,14 +37,10 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.launch_order import Turns
-from gradwire.comms.transport.torch_group import Works
+from gradwire.comms.transport.torch_group import CLOSE_SECONDS, Works
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
 log = logging.getLogger("gradwire")
-
-CLOSE_SECONDS = 5.0
-"""How long `close` waits for what is under way, and for the other ranks to be through: far longer than a bucket takes,
-and than ranks that leave a step together are apart."""
 
 ABORT_SECONDS = 1.0
 """How long NCCL gets at least to let go of a group in which nothing is under way: milliseconds on an idle machine."""

@@ -104,6 +104,11 @@ TOGETHER_NBYTES = 64 << 10
 0.25 ms in its threads and the kernel (2-core EPYC VM, 2026-11-22), and copying this much 0.01."""
 
 
+CLOSE_SECONDS = 5.0
+"""How long transports, where they are closed, wait for what is under way, and for the other ranks to be through: far
+longer than a bucket takes, and than ranks that leave a step together are apart."""
+
+
 class TorchTransport:
     """The collectives of `Transport` on a torch process group.
 
@@ -272,7 +277,11 @@ class GlooTransport(TorchTransport):
             None where they do not fit, and nothing was issued: more ranks, unequal parts, or so many bytes that a
             message of their own is no loss.
         """
-        if self.size != 2 or any(each.bounds or each.op not in _FOR_PEER for each in collectives):
+        if (
+            len(collectives) < 2
+            or self.size != 2
+            or any(each.bounds or each.op not in _FOR_PEER for each in collectives)
+        ):
             return None
         widest_first = sorted(collectives, key=lambda each: -each.tensors[-1].element_size())  # aligns them all
         parts = [_FOR_PEER[each.op](each.tensors[-1].view(-1), 1 - self.rank) for each in widest_first]
