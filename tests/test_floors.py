@@ -29,8 +29,40 @@ NATIVE_DOORS = {"compressors/kernels/native.py", "bench/emulation/relay.py"}
 """Modules outside `comms` that may import the compiled part; kernels/dispatch.py chooses between it and the others."""
 
 MOST_FILES = 20
-MOST_OF_A_CLASS = {"compressors": (25, 23)}
+MOST_OF_A_CLASS = {"compressors": (25, 23), "comms": (25, 15)}
 """Folder -> methods and attributes that a class of it has at most."""
+
+LARGER = {
+    "Executor": (46, 31),
+    "OuterExchange": (39, 22),
+    "Routes": (34, 17),
+    "NcclTransport": (27, 12),
+    "ElasticTraining": (27, 11),
+    "GradwireGroup": (26, 7),
+    "Communicator": (23, 24),
+    "StragglerWatch": (22, 26),
+    "LivenessRing": (24, 25),
+    "FsdpState": (20, 20),
+    "Outer": (18, 16),
+    "Session": (8, 17),
+    "StallWatch": (8, 22),
+    "Config": (11, 29),
+}
+"""Classes that are larger yet, with what they have at most: they may only shrink."""
+
+KNOWN_BY_CLASS = {
+    "comms/autotune/choose.py": {"Adaptive", "TwoStage"},
+    "comms/autotune/consensus.py": {"PollingStore"},
+    "comms/autotune/quick_probe.py": {"GlooTransport"},
+    "comms/checkpoint.py": {"ElasticGroup"},
+    "comms/compression.py": {"Adaptive"},
+    "comms/execute.py": {"GlooTransport"},
+    "comms/outer/outer.py": {"EpochBoard"},
+    "comms/sharded/apply.py": {"GradwireGroup"},
+    "comms/sharded/turns.py": {"GradwireGroup"},
+}
+"""File -> classes of other folders that it asks for yet; there were 44 such places. None may be added."""
+
 STUDIES = "gradwire.bench.studies"
 
 
@@ -182,8 +214,9 @@ def test_a_class_is_of_a_size_that_one_can_know(folder: str) -> None:
             if isinstance(node, ast.ClassDef):
                 methods = sum(isinstance(each, ast.FunctionDef) for each in node.body)
                 where = f"{file.relative_to(ROOT)}: {node.name}"
-                assert methods <= most_methods, f"{where} has {methods} methods"
-                assert len(attributes_of(node)) <= most_attributes, f"{where} has {sorted(attributes_of(node))}"
+                methods_here, attributes_here = LARGER.get(node.name, (most_methods, most_attributes))
+                assert methods <= methods_here, f"{where} has {methods} methods"
+                assert len(attributes_of(node)) <= attributes_here, f"{where} has {sorted(attributes_of(node))}"
 
 
 def attributes_of(node: ast.ClassDef) -> set[str]:
@@ -199,9 +232,29 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
     return fields | assigned
 
 
+def test_nobody_asks_for_a_class_of_another_folder() -> None:
+    """What differs between compressors, transports and groups they say themselves: see `Planned`, `Abortable`."""
+    folders: dict[str, Path] = {}
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                made_of = {ast.unparse(each) for each in (*node.bases, *node.decorator_list)}
+                data = any(each.startswith(("Protocol", "Generic", "ABC", "dataclass")) for each in made_of)
+                if not data and not node.name.endswith("Error"):
+                    folders[node.name] = file.parent
+    for file in (file for file in FILES if file.is_relative_to(ROOT / "comms")):
+        asked: set[str] = set()
+        for call in nodes_of(file):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "isinstance":
+                names = set(re.findall(r"\w+", ast.unparse(call.args[1])))
+                asked |= {name for name in names & folders.keys() if folders[name] != file.parent}
+        where = str(file.relative_to(ROOT))
+        assert asked <= KNOWN_BY_CLASS.get(where, set()), f"{where} asks for {sorted(asked)}"
+
+
 def test_plans_ask_no_compressor_for_its_class() -> None:
-    """A compressor declares what plans go by, beside the few that are like no other."""
-    apart = {"Adasum", "Routed", "Stateful", "WideSum", "Packer"}
+    """A compressor declares what plans go by: `Planned`. Whether it packs is asked of what it can do, no class."""
+    apart = {"Packer"}
     for file in (file for file in FILES if file.is_relative_to(ROOT / "comms" / "plan")):
         for node in nodes_of(file):
             if (
