@@ -30,6 +30,7 @@ from gradwire.comms.hook import HookState
 from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.exchange import OuterExchange
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of, wire_nbytes_of
+from gradwire.comms.outer.steps import OptimizerSteps, left_alone, optimizers_from
 from gradwire.comms.report import Report
 from gradwire.comms.session import AveragingSession, Face, SessionRanks, refused
 from gradwire.comms.transport.launch_order import devices
@@ -150,7 +151,9 @@ class Outer(Face[AveragingSession]):
     Args:
         model: A plain module; or one that averages its gradients inside the unit itself: a DistributedDataParallel over
             the unit's own process group, or one that FSDP2's `fully_shard` shards over the unit's ranks.
-        optimizer: Any of torch's, of the model's parameters. Only what it trains is exchanged.
+        optimizer: Any of torch's, of the model's parameters; or a list of several for different parameters, such as
+            Muon for matrices and AdamW for the rest, each of which steps once after every backward pass. Only what they
+            train is exchanged.
         every: Steps of the optimizer between two exchanges of the same parameter.
         fragments: Pieces of the model that take turns, `every / fragments` steps apart, so that the link is never full.
         delay: Steps after which a result is taken up, while the exchange is under way; at most `every // fragments`.
@@ -203,7 +206,7 @@ class Outer(Face[AveragingSession]):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         every: int = 30,
         fragments: int = 4,
@@ -234,10 +237,17 @@ class Outer(Face[AveragingSession]):
         refuse_unfit(config)
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` is a {type(model).__name__}; wanted a torch.nn.Module")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"`optimizer` is a {type(optimizer).__name__}; wanted a torch.optim.Optimizer")
+        optimizers = optimizers_from(optimizer)
         inner = model_inside(model)
-        trained = _trained(inner, optimizer)
+        trained = _trained(inner, optimizers)
+        if others := left_alone(inner, optimizers):
+            log.warning(
+                "%d parameters that want a gradient (%s%s) are in no `optimizer` of Outer, so they are not exchanged: "
+                "where another optimizer trains them, give Outer all of them, as a list",
+                len(others),
+                ", ".join(others[:3]),
+                ", ..." if len(others) > 3 else "",
+            )
         if not dist.is_initialized() or dist.group.WORLD is None:
             raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
         world = dist.group.WORLD
@@ -290,9 +300,7 @@ class Outer(Face[AveragingSession]):
         if own_unit is None and inside != NONE:
             self.model = self._average_inside(model, config)
         self._began = 0.0
-        self._trained_count = sum(len(part["params"]) for part in optimizer.param_groups)
-        # The optimizer keeps this object: without it steps would go on, and nothing would be exchanged.
-        self._handle = optimizer.register_step_post_hook(lambda stepper, *_: self._stepped(stepper))
+        self._optimizer_steps = OptimizerSteps(optimizers, self._step_ended)
 
     def _connect(self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]]) -> AveragingSession:
         self._group = group
@@ -363,13 +371,7 @@ class Outer(Face[AveragingSession]):
                     own.register_forward_pre_hook(partial(_wait_in_turn, device))
         return own
 
-    def _stepped(self, optimizer: Optimizer) -> None:
-        trained = sum(len(part["params"]) for part in optimizer.param_groups)
-        if trained != self._trained_count:
-            raise RuntimeError(
-                f"`optimizer` trains {trained} parameters, and {self._trained_count} when Outer was made: call "
-                "synchronize() and close(), and make a new Outer"
-            )
+    def _step_ended(self) -> None:
         self._began = self._began or time.perf_counter()
         self.exchange.step_ended()
         self.steps = self.exchange.steps
@@ -384,6 +386,7 @@ class Outer(Face[AveragingSession]):
         Raises:
             RuntimeError: A rank did not come within the time-out; or, on all ranks, a parameter is not finite.
         """
+        self._optimizer_steps.finish()
         buffers = [each for each in self._inner.buffers() if each.is_floating_point() and not isinstance(each, DTensor)]
         self.exchange.synchronize([] if self._sharded else buffers)
         self.steps = self.exchange.steps
@@ -471,6 +474,7 @@ class Outer(Face[AveragingSession]):
         `torch.load(weights_only=True)`. Units hold different parameters between exchanges, so every unit has to save
         its own model and optimizer too.
         """
+        self._optimizer_steps.finish()
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -508,7 +512,7 @@ class Outer(Face[AveragingSession]):
 
     def close(self) -> None:
         """Ends the exchanges: the optimizer's steps drive nothing any more. `model` is for judging and saving then."""
-        self._handle.remove()
+        self._optimizer_steps.close()
         self._leave()
         if self.hook is not None:
             self.hook.close()
@@ -624,13 +628,13 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that the optimizer trains, with their names, in the order of the model.
+def _trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that the optimizers train, with their names, in the order of the model.
 
     Raises:
-        ValueError: It trains none, or others; or one is no floating-point number.
+        ValueError: They train none, or others; or one is no floating-point number.
     """
-    wanted = {id(each) for part in optimizer.param_groups for each in part["params"]}
+    wanted = {id(each) for optimizer in optimizers for part in optimizer.param_groups for each in part["params"]}
     trained = [
         (name.replace(COMPILED_INSIDE + ".", ""), each) for name, each in model.named_parameters() if id(each) in wanted
     ]

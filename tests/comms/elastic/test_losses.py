@@ -55,10 +55,16 @@ def train(
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 1)), bucket_cap_mb=0.01
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.0 if "compressor" in options else 0.9)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.0 if "compressor" in options else 0.9)
+    ]
+    if options.get("compressor") == "int8":  # several optimizers, and what each of them knows is handed over
+        matrices = [each for each in model.parameters() if each.ndim == 2]
+        others = [each for each in model.parameters() if each.ndim != 2]
+        optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
     changes: list[tuple[View, View]] = []
     state = gradwire.HookState(
-        model, elastic=True, carries=[optimizer], on_change=lambda *views: changes.append(views), **options
+        model, elastic=True, carries=optimizers, on_change=lambda *views: changes.append(views), **options
     )
     model.register_comm_hook(state, gradwire.comm_hook)
     generator = torch.Generator().manual_seed(rank)
@@ -71,9 +77,10 @@ def train(
             state.trace(traced, steps=2)
         if state.steps == step:
             threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        optimizer.zero_grad()
+        model.zero_grad()
         model(torch.randn(16, 8, generator=generator)).square().mean().backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     digest = torch.cat([value.detach().flatten() for value in model.parameters()])
     saved = state.gathered_state_dict(on_all_ranks=True)
     grown = {name: count - before[name] for name, count in resources().items()}
@@ -91,11 +98,12 @@ def resources() -> dict[str, int]:
     return {"threads": threading.active_count(), "descriptors": len(list(Path("/proc/self/fd").iterdir()))}
 
 
-@pytest.mark.parametrize("compressor", ["none", "onebit"])
+@pytest.mark.parametrize("compressor", ["none", "onebit", "int8"])
 def test_lost_ranks_are_replaced(processes: Processes, compressor: str) -> None:
     options: dict[str, Any] = {"compressor": compressor}
     if compressor == "onebit":  # the elements' units are in use when ranks are lost and join
         options["compressor_options"] = {"warmup_steps": 3}
+    # with int8 Muon trains the matrices and AdamW the rest
     found = processes(5, train, {1: (5, 0.003)}, [4], options, nodes=[*NODES, "a"], lost=[1])
     found.remove(None)
     first = found[0]

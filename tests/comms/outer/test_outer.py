@@ -40,15 +40,21 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, width: int = 24) -> None:
+    train_by([optimizer], model, steps, width)
+
+
+def train_by(optimizers: list[torch.optim.Optimizer], model: nn.Module, steps: range, width: int = 24) -> None:
     scaler = torch.amp.GradScaler("cpu")
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         for _ in range(2):  # two micro-batches
             loss = model(torch.randn(8, width, generator=generator)).square().mean()
             scaler.scale(loss).backward()
-        scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -69,6 +75,8 @@ def use(rank: int) -> None:
     replicated(rank)
     wrapped_by_the_user(rank)
     alone(rank)
+    by_two_optimizers(rank)
+    muon(rank)
     unlike(rank)
     in_shards(rank)
     dist.barrier()
@@ -149,6 +157,12 @@ def wrapped_by_the_user(rank: int) -> None:
         gradwire.Outer(model, optimizer, average=False)
     with pytest.raises(ValueError, match="`optimizer` trains no parameter"):
         gradwire.Outer(build(), optimizer_of(build()))
+    with pytest.raises(ValueError, match=r"`optimizer`: SGD and Adam train the same parameter of shape \(64, 24\)"):
+        gradwire.Outer(model, [optimizer, torch.optim.Adam(model.parameters())])
+    with pytest.raises(ValueError, match="`optimizer` is empty"):
+        gradwire.Outer(model, [])
+    with pytest.raises(TypeError, match=r"`optimizer` is a list of \['SGD', 'int'\]"):
+        gradwire.Outer(model, [optimizer, 3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="`inside` is 'rack'"):
         gradwire.Outer(model, optimizer, inside="rack")
     with pytest.raises(ValueError, match="`elastic` is set, and a unit has several ranks"):
@@ -195,6 +209,55 @@ def alone(rank: int) -> None:
     train(model, optimizer, range(4, 6))
     same_on(lambda _: 0, flat(model))
     assert outer.report().units == ((0,), (1,), (2,), (3,))
+    outer.close()
+
+
+def by_two_optimizers(rank: int) -> None:
+    """Half of the model each: the same bits, exchanges and bytes as by one for all of it."""
+    found = []
+    for parts in (1, 2):
+        model = build()
+        parameters = list(model.parameters())
+        split = [parameters] if parts == 1 else [parameters[:3], parameters[3:]]
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(each, lr=0.1, momentum=0.9) for each in split]
+        outer = gradwire.Outer(
+            model, optimizers if parts > 1 else optimizers[0], every=4, fragments=2, delay=1, compressor="int4"
+        )
+        train_by(optimizers, outer.model, range(9))
+        report = outer.report()
+        found.append((flat(model), report.steps, report.exchanges, report.bits_per_parameter_and_step))
+        outer.close()
+    (one, *facts), (two, *same_facts) = found
+    assert torch.equal(one, two)
+    assert facts == same_facts
+    assert facts[:2] == [9, 4]
+
+
+def muon(rank: int) -> None:
+    """Muon for the matrices and AdamW for the rest: what is resumed goes on as if nothing had been interrupted."""
+
+    def start() -> tuple[nn.Module, list[torch.optim.Optimizer], gradwire.Outer]:
+        model = build()
+        matrices = [each for each in model.parameters() if each.ndim == 2]
+        others = [each for each in model.parameters() if each.ndim != 2]
+        optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-3)]
+        return model, optimizers, gradwire.Outer(model, optimizers, every=4, fragments=2, delay=2, compressor="int4")
+
+    model, optimizers, outer = start()
+    train_by(optimizers, outer.model, range(7))
+    saved = [copy(each.state_dict()) for each in (outer, model, *optimizers)]
+    train_by(optimizers, outer.model, range(7, 15))
+    after = flat(model)
+    assert (outer.report().steps, outer.report().exchanges) == (15, 6)
+    outer.synchronize()
+    same_on(lambda _: 0, flat(model))
+    outer.close()
+    model, optimizers, outer = start()
+    stateful: list[Any] = [outer, model, *optimizers]
+    for each, state in zip(stateful, saved, strict=True):
+        each.load_state_dict(state)
+    train_by(optimizers, outer.model, range(7, 15))
+    assert torch.equal(flat(model), after)
     outer.close()
 
 
