@@ -245,7 +245,7 @@ def muon(rank: int) -> None:
 
     model, optimizers, outer = start()
     train_by(optimizers, outer.model, range(7))
-    saved = [copy(each.state_dict()) for each in (outer, model, *optimizers)]
+    saved = [copy(outer.state_dict()), copy(model.state_dict()), *(copy(each.state_dict()) for each in optimizers)]
     train_by(optimizers, outer.model, range(7, 15))
     after = flat(model)
     assert (outer.report().steps, outer.report().exchanges) == (15, 6)

@@ -10,8 +10,9 @@ from gradwire.comms.outer.steps import OptimizerSteps, left_alone
 
 
 def two() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    return model, [torch.optim.Muon([model[0].weight]), torch.optim.SGD([model[0].bias, *model[1].parameters()])]  # type: ignore[list-item]
+    matrix, norm = nn.Linear(4, 4), nn.LayerNorm(4)
+    optimizers = [torch.optim.Muon([matrix.weight]), torch.optim.SGD([matrix.bias, *norm.parameters()])]
+    return nn.Sequential(matrix, norm), optimizers
 
 
 @settings(deadline=None)  # the first step of an optimizer imports modules

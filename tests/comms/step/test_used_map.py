@@ -4,11 +4,13 @@ That nothing waits for ever is the law of tests/gpu_standin/test_schedules.py, o
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.step.used_map import UsedMap
@@ -31,7 +33,7 @@ class Recorded:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -49,7 +51,7 @@ def alone() -> Iterator[None]:
     ids=["neither", "find_unused_parameters", "static_graph", "both", "not a DDP model"],
 )
 def test_where_ddp_sums_the_map(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool] | None, first: int, every: int
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any] | None, first: int, every: int
 ) -> None:
     layer = nn.Linear(2, 2)
     recorded = Recorded()

@@ -9,9 +9,9 @@ from gradwire.topology.gdr.inputs.environment import merge, parse_environment, p
 from gradwire.topology.gdr.inputs.facts import GpuFacts, HostFacts, facts_from_json
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.inputs.texts import parse_nvlink_status, parse_perftest
+from gradwire.topology.gdr.nccl import hca_matches
 from gradwire.topology.gdr.process_context import read_process_context
 from gradwire.topology.gdr.rdma import Gid, gigabits, pcie_gigabits, read_rdma_devices
-from gradwire.topology.gdr.stages.stage4_path import hca_matches
 from gradwire.topology.readers.affinity import members
 from gradwire.topology.readers.pci import PciTree
 
