@@ -190,6 +190,12 @@ $(prefix)/real-scripts/ready: pyproject.toml tests/real_scripts/packages.txt | $
 	@rm -rf $(@D) && $(python) -m venv --without-pip $(@D) && $(call beside,$(@D))
 	$(python) -m pip --python $(@D)/bin/python install --disable-pip-version-check --quiet $(constraints) \
 	    -r tests/real_scripts/packages.txt $(call extra,adapters)
+# Not every build of torch has a torchvision, and one that cannot be imported breaks what asks whether it is there.
+	@if ! { $(python) -m pip --python $(@D)/bin/python install --disable-pip-version-check --quiet $(constraints) torchvision \
+	    && $(@D)/bin/python -c 'import torchvision'; } 2>$(@D)/log; then \
+	  echo "torchvision cannot be used with this torch, scripts that need it will not be run:"; tail -1 $(@D)/log; \
+	  $(python) -m pip --python $(@D)/bin/python uninstall --quiet --yes torchvision 2>/dev/null; \
+	fi
 	@touch $@
 
 $(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)

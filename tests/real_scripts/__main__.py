@@ -6,13 +6,16 @@
 Each script is taken out of its repository at a known commit, gets a tiny data set that is made up, and is run by two
 ranks, each a node of its own. With GRADWIRE_HOOK=none every loss and all weights after every step are those of plain
 DDP, to the bit; with int8 the nodes send at most 0.3 times as many bytes. Scripts that save are killed and resumed in
-each mode, and the same holds for what comes after. Where there are no two GPUs, the few pieces of a script that ask for
-one are changed in the copy; scripts.py lists them, and nothing else is changed.
+each mode, and the same holds for what comes after. Changed in the copy are the few pieces that ask for a GPU, where
+there are no two, and settings where a script has no options for them; scripts.py lists them, and nothing else is
+changed. A table at the end has a row a script; what this environment cannot run is listed with the reason.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -20,21 +23,37 @@ import torch
 from real_scripts.job import JobError
 from real_scripts.scripts import SCRIPTS, Script
 from real_scripts.sources import SourceError
-from real_scripts.trial import Failure, judge, run_modes
+from real_scripts.trial import Failure, Verdict, judge, run_modes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def attempt(script: Script, sources: Path, scratch: Path) -> tuple[str, bool]:
-    """Tries a script; what is said of it, and whether that is no failure."""
+COLUMNS = ("script", "plain DDP", "none", "int8", "saved, killed, resumed")
+
+
+def attempt(script: Script, sources: Path, scratch: Path) -> tuple[Verdict | None, str]:
+    """Tries a script; its row, or None and why there is none."""
     if missing := script.lacks():
-        return f"not run: this environment lacks {', '.join(missing)}", True
+        return None, f"not run, because {missing}"
     folder = scratch / "".join(letter if letter.isalnum() else "-" for letter in script.name)
     try:
         prepared = script.prepare(sources, folder / "script", on_cpu=torch.cuda.device_count() < 2)
-        return f"passed: {judge(script, run_modes(script, prepared, folder))}", True
+        return judge(script, run_modes(script, prepared, folder)), "passed"
     except (SourceError, JobError, Failure) as error:
-        return f"FAILED: {error}", False
+        return None, f"FAILED: {error}"
+
+
+def table(outcomes: Mapping[str, tuple[Verdict | None, str]]) -> str:
+    """One row a script, and below what those without one have said."""
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for name, (verdict, said) in outcomes.items():
+        cells = astuple(verdict) if verdict else (said.partition(":")[0].partition(",")[0], "", "", "")
+        rows.append((name, *cells))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple("-" * width for width in widths))
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"{name}: {said}" for name, (verdict, said) in outcomes.items() if verdict is None]
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -49,13 +68,13 @@ def main() -> int:
     chosen = [one for one in SCRIPTS if not options.names or any(name in one.name for name in options.names)]
     if not chosen:
         parser.error(f"no script is named {' or '.join(options.names)}; there are {', '.join(s.name for s in SCRIPTS)}")
-    good = True
+    outcomes = {}
     for script in chosen:
         started = time.monotonic()
-        said, passed = attempt(script, sources, scratch)
-        good &= passed
-        print(f"{script.name}: {said} [{time.monotonic() - started:.0f} s]", flush=True)
-    return 0 if good else 1
+        outcomes[script.name] = attempt(script, sources, scratch)
+        print(f"{script.name}: {outcomes[script.name][1]} [{time.monotonic() - started:.0f} s]", flush=True)
+    print(table(outcomes))
+    return 1 if any(said.startswith("FAILED") for _, said in outcomes.values()) else 0
 
 
 if __name__ == "__main__":

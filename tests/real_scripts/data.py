@@ -1,5 +1,6 @@
 """Tiny data sets in the place of those that the scripts download: the same files, made up."""
 
+import json
 import pickle
 import random
 from pathlib import Path
@@ -46,3 +47,56 @@ def wikitext(folder: Path) -> None:
     """What Lightning's WikiText2 downloads: 4,200 blocks of 35 words, as its examples set 4,000 aside."""
     (folder / "data").mkdir(exist_ok=True)
     (folder / "data" / "wikitext-2.txt").write_text(text(4200 * 32))
+
+
+def words_and_tokenizer(folder: Path) -> None:
+    """A text of words, and a tokenizer that knows them, in the files of the library tokenizers."""
+    (folder / "train.txt").write_text(text(3000))
+    vocabulary = {word: code for code, word in enumerate(("[UNK]", *WORDS))}
+    description = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 32, "unk_token": "[UNK]"}
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    for name, content in (("tokenizer.json", description), ("tokenizer_config.json", settings)):
+        (folder / "tokenizer" / name).write_text(json.dumps(content))
+
+
+def fineweb(folder: Path) -> None:
+    """What dion's data scripts download, 256 numbers of a header and uint16 tokens, and settings for a tiny model."""
+    tokens = np.array([letter for letter in text(2000).encode()][:8000], dtype=np.uint16)
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, len(tokens)
+    (folder / "data").mkdir(exist_ok=True)
+    for part in ("train", "val"):
+        (folder / "data" / f"fineweb_{part}_000000.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    settings = {
+        "data_dir": "data",
+        "batch_size": 8,
+        "device_batch_size": 2,
+        "sequence_length": 32,
+        "num_iterations": 8,
+        "model_dim": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "val_loss_every": 0,
+        "val_tokens": 128,
+    }
+    (folder / "tiny.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+
+
+def image_folders(folder: Path) -> None:
+    """Pictures of two kinds in two parts, in a folder for each: 16 dark and 16 light ones to train on."""
+    from PIL import Image  # of the scripts that take pictures
+
+    noise = np.random.default_rng(0)
+    for part, count in (("train", 16), ("validation", 4)):
+        for kind, lowest in (("dark", 0), ("light", 128)):
+            place = folder / "data" / part / kind
+            place.mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                pixels = noise.integers(lowest, lowest + 128, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{number}.png")

@@ -58,11 +58,21 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def environment_of(rank: int, port: int, record: Path, observer: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """What a rank sees: torchrun's variables, a host name of its own, the observer, and nothing else of gradwire's."""
+def environment_of(record: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """What every process sees: the observer, and nothing of gradwire's but what `variables` hold."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")}
     return {
         **inherited,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(record / "observer"),
+        "REAL_SCRIPTS_RECORD": str(record),
+        **variables,
+    }
+
+
+def torchrun_environment(rank: int, port: int) -> dict[str, str]:
+    """What torchrun gives to a rank, and a host name of its own."""
+    return {
         "WORLD_SIZE": str(RANKS),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -74,16 +84,17 @@ def environment_of(rank: int, port: int, record: Path, observer: Path, variables
         "TORCHELASTIC_RUN_ID": "real-scripts",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(observer),
         "GRADWIRE_HOSTNAME": f"node{rank}",
-        "REAL_SCRIPTS_RECORD": str(record),
-        **variables,
     }
 
 
 def run(
-    command: Sequence[str], folder: Path, record: Path, variables: Mapping[str, str], killed: int = 0
+    command: Sequence[str],
+    folder: Path,
+    record: Path,
+    variables: Mapping[str, str],
+    killed: int = 0,
+    starts_ranks: bool = False,
 ) -> list[Record]:
     """Runs a command as all ranks, and returns what each did.
 
@@ -93,6 +104,7 @@ def run(
         record: For the observer's files; replaced.
         variables: Added to the environment.
         killed: The ranks kill themselves after this optimizer step; 0: they end by themselves.
+        starts_ranks: The command starts the ranks itself; else each rank is one process of it.
 
     Raises:
         JobError: A rank fails, ends too early, or takes too long.
@@ -101,14 +113,15 @@ def run(
     record.mkdir(parents=True)
     install_observer(record / "observer")
     port, processes = free_port(), []
-    own = {**variables, "REAL_SCRIPTS_KILL_AFTER": str(killed)}
-    for rank in range(RANKS):
+    shared = environment_of(record, {"REAL_SCRIPTS_KILL_AFTER": str(killed), **variables})
+    for rank in range(1 if starts_ranks else RANKS):
+        own = {} if starts_ranks else torchrun_environment(rank, port)
         with (record / f"{rank}.txt").open("w") as printed:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *command],
                     cwd=folder,
-                    env=environment_of(rank, port, record, record / "observer", own),
+                    env=shared | own,
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=subprocess.STDOUT,
@@ -124,9 +137,9 @@ def run(
             process.kill()
             process.wait()
     wanted = -9 if killed else 0
-    if ended != [wanted] * RANKS:
+    if ended != [wanted] * len(processes):
         how = f"ended with {ended}, wanted {wanted}" if ended else f"took more than {SECONDS} s"
-        said = "\n".join((record / f"{rank}.txt").read_text()[-3000:] for rank in range(RANKS))
+        said = "\n".join((record / f"{rank}.txt").read_text()[-3000:] for rank in range(len(processes)))
         raise JobError(f"`{' '.join(command)}` {how}:\n{said}")
     return [read(record, rank) for rank in range(RANKS)]
 
@@ -135,8 +148,11 @@ def read(record: Path, rank: int) -> Record:
     """What the observer has noted of a rank."""
     path = record / f"{rank}.jsonl"
     entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    printed = record / f"{rank}.txt"
+    if not printed.exists():  # the one process that has started the ranks prints for all
+        printed = record / "0.txt"
     return Record(
         losses=tuple(entry["loss"] for entry in entries if "loss" in entry),
         steps=tuple(Step(entry["weights"], entry["nbytes"]) for entry in entries if "step" in entry),
-        printed=(record / f"{rank}.txt").read_text(),
+        printed=printed.read_text(),
     )

@@ -1,7 +1,8 @@
 """Notes what a training script does, from outside: every loss to the bit, and the weights after every step.
 
 torch loads it at the end of `import torch`, by its entry point `torch.backends`, so the script needs no line for it. It
-goes into a folder of its own (see job.py) and imports nothing of this project. One JSON object a line:
+goes into a folder of its own (see job.py) and imports nothing of this project. Ranks that a launcher of the script's
+starts (Ray) get their number and their host's name when they join the group. One JSON object a line:
 
     {"loss": "0x1.5p+1"}                          before the backward pass of a 0-dim tensor
     {"step": 3, "weights": "5f0c...", "nbytes": 7}  after the third optimizer step; bytes sent between nodes until then
@@ -20,27 +21,36 @@ STEPS = itertools.count(1)
 
 
 def install() -> None:
-    """Begins to note, where REAL_SCRIPTS_RECORD names a folder and RANK is set."""
-    if not os.environ.get("REAL_SCRIPTS_RECORD") or "RANK" not in os.environ:
+    """Begins to note, where REAL_SCRIPTS_RECORD names a folder."""
+    if not os.environ.get("REAL_SCRIPTS_RECORD"):
         return
     import torch
+    import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     # Scripts that set no seed would compute something else in each run; one of their own wins.
-    torch.manual_seed(1 + int(os.environ["RANK"]))
-    backward: Any = torch.Tensor.backward
+    torch.manual_seed(1 + int(os.environ.get("RANK", "0")))
+    backward, join = torch.Tensor.backward, dist.init_process_group
+
+    def joining(*args: Any, **named: Any) -> None:
+        join(*args, **named)
+        os.environ.setdefault("RANK", str(dist.get_rank()))
+        os.environ.setdefault("GRADWIRE_HOSTNAME", f"node{dist.get_rank()}")
 
     def noting(tensor: Any, *args: Any, **named: Any) -> Any:
         if tensor.dim() == 0:
             note(loss=float(tensor.detach()).hex())
-        return backward(tensor, *args, **named)
+        return backward(tensor, *args, **named)  # type: ignore[no-untyped-call]
 
     torch.Tensor.backward = noting  # type: ignore[assignment, method-assign]
+    dist.init_process_group = joining
     register_optimizer_step_post_hook(after_step)
 
 
 def note(**entry: object) -> None:
-    """Adds a line to this rank's record."""
+    """Adds a line to this rank's record; what a process without a rank does is not looked at."""
+    if "RANK" not in os.environ:
+        return
     path = Path(os.environ["REAL_SCRIPTS_RECORD"], os.environ["RANK"] + ".jsonl")
     with path.open("a") as record:
         record.write(json.dumps(entry) + "\n")

@@ -2,6 +2,8 @@
 
 import importlib.util
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ class Script:
 
     Attributes:
         name: Of ours, for the table.
-        repository: `karpathy/nanoGPT`, on GitHub.
+        repository: `karpathy/nanoGPT`, on GitHub; empty: the command runs a module of an installed package.
         commit: The one that was tried.
         paths: What of the repository is needed; the first is the folder where the command runs.
         command: Behind the interpreter.
@@ -25,15 +27,17 @@ class Script:
         needs: Modules that it imports, beside torch and numpy.
         data: Makes the data set that the script would download.
         variables: Of the environment.
+        starts_ranks: Whether the command starts the ranks itself; else each rank is one process of it.
         hooked: Whether it has a DistributedDataParallel; where not, GRADWIRE_HOOK changes nothing and says so.
         sharded: Whether each rank has other parameters.
         compresses: Whether it has a parameter that is worth compressing.
+        settings: What users set in the file, where it has no options for it; changed in the copy.
         on_cpu: What asks for a GPU; changed in the copy on machines without two.
     """
 
     name: str
-    repository: str
-    commit: str
+    repository: str = ""
+    commit: str = ""
     paths: tuple[str, ...] = (".",)
     command: tuple[str, ...]
     killed_after: int = 0
@@ -41,21 +45,34 @@ class Script:
     needs: tuple[str, ...] = ()
     data: Callable[[Path], None] | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    starts_ranks: bool = False
     hooked: bool = True
     sharded: bool = False
     compresses: bool = True
+    settings: tuple[Change, ...] = ()
     on_cpu: tuple[Change, ...] = ()
 
-    def lacks(self) -> list[str]:
-        """Modules that this environment does not have."""
-        return [module for module in self.needs if importlib.util.find_spec(module) is None]
+    def lacks(self) -> str:
+        """Why this environment cannot run it: modules that are not there, or cannot be imported; empty where it can."""
+        if missing := [module for module in self.needs if importlib.util.find_spec(module) is None]:
+            return f"this environment lacks {', '.join(missing)}"
+        for module in self.needs:
+            done = subprocess.run(
+                [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                return f"`import {module}` fails here: {done.stderr.strip().splitlines()[-1]}"
+        return ""
 
     def prepare(self, sources: Path, into: Path, on_cpu: bool) -> Path:
         """The folder where the command runs, with the script and its data."""
-        take_out(self.repository, self.commit, self.paths, sources, into)
         folder = into / self.paths[0]
-        if on_cpu:
-            apply(self.on_cpu, folder)
+        if self.repository:
+            take_out(self.repository, self.commit, self.paths, sources, into)
+        else:
+            shutil.rmtree(into, ignore_errors=True)
+            into.mkdir(parents=True)
+        apply((*self.settings, *(self.on_cpu if on_cpu else ())), folder)
         if self.data is not None:
             self.data(folder)
         return folder
@@ -151,4 +168,133 @@ FABRIC = Script(
     killed_after=4,
 )  # fmt: skip
 
-SCRIPTS = (NANOGPT, DDP_EXAMPLE, MINGPT, FABRIC)
+TRAINER = Script(
+    name="Lightning: the Trainer's transformer",
+    repository="Lightning-AI/pytorch-lightning",
+    commit=LIGHTNING_EXAMPLES,
+    paths=("examples/pytorch/basics",),
+    needs=("lightning", "requests"),
+    data=data.wikitext,
+    command=("transformer.py",),
+    killed_after=4,
+    # On GPUs it takes all that are there.
+    on_cpu=(Change("transformer.py", "L.Trainer(", "L.Trainer(accelerator='cpu', strategy='ddp', devices=2, "),),
+)
+
+FSDP2_EXAMPLE = Script(
+    name="pytorch/examples: distributed/FSDP2",
+    repository="pytorch/examples",
+    commit=PYTORCH_EXAMPLES,
+    paths=("distributed/FSDP2",),
+    command=("example.py",),
+    resume=(),  # it saves at its end
+    # Its layers are moved from meta and never initialized: without this they are what the memory holds, NaN perhaps.
+    # glibc gives bytes of 255 ^ MALLOC_PERTURB_.
+    variables={"MALLOC_PERTURB_": "255"},
+    hooked=False,
+    sharded=True,
+    on_cpu=(Change("example.py", *TWO_GPUS), Change("example.py", ", device_id=device", "")),
+)
+
+CELEBA = 'CelebA(\n        root=dataroot,\n        split="all",\n        download=True,'
+
+GAN = Script(
+    name="Lightning: Fabric's DCGAN",  # two models
+    repository="Lightning-AI/pytorch-lightning",
+    commit=LIGHTNING_EXAMPLES,
+    paths=("examples/fabric/dcgan",),
+    needs=("lightning", "torchvision"),
+    command=("train_fabric.py",),
+    killed_after=6,
+    settings=(
+        Change("train_fabric.py", "datasets import CelebA", "datasets import FakeData"),  # CelebA has a checksum
+        Change("train_fabric.py", CELEBA, "FakeData("),
+        Change("train_fabric.py", "batch_size = 128", "batch_size = 16"),
+        Change("train_fabric.py", "ngf = 64", "ngf = 16"),
+        Change("train_fabric.py", "ndf = 64", "ndf = 16"),
+        Change("train_fabric.py", "workers = os.cpu_count()", "workers = 0"),
+        Change("train_fabric.py", 'Fabric(accelerator="auto", devices=1)', 'Fabric(accelerator="auto", devices=2)'),
+    ),
+    on_cpu=(Change("train_fabric.py", 'accelerator="auto"', 'accelerator="cpu", strategy="ddp"'),),
+)
+
+TIMM = Script(
+    name="timm: train.py",
+    repository="huggingface/pytorch-image-models",
+    commit="aa4b5850c1543fa488abf260f18390eda46cf85d",
+    paths=(".", "train.py", "timm"),
+    needs=("torchvision", "PIL", "yaml", "huggingface_hub", "safetensors"),
+    data=data.image_folders,
+    command=(
+        "train.py", "--data-dir=data", "--model=test_resnet", "--num-classes=2", "--input-size", "3", "32", "32",
+        "--batch-size=4", "--epochs=2", "--warmup-epochs=0", "--workers=1", "--no-prefetcher",
+        "--output=out", "--experiment=run",
+    ),
+    killed_after=6,
+    resume=("--resume=out/run/last.pth.tar",),
+    on_cpu=(
+        Change("train.py", "'--device', default='cuda'", "'--device', default='cpu'"),
+        Change("train.py", "device_ids=[device]", "device_ids=None"),
+    ),
+)  # fmt: skip
+
+RUN_CLM = Script(
+    name="Transformers: run_clm",
+    repository="huggingface/transformers",
+    commit="00d481d18f914b55e65faa31e82321629691eadb",
+    paths=("examples/pytorch/language-modeling",),
+    needs=("transformers", "datasets", "evaluate"),
+    data=data.words_and_tokenizer,
+    command=(
+        "run_clm.py", "--model_type=gpt2", "--tokenizer_name=tokenizer", "--train_file=train.txt", "--do_train",
+        "--config_overrides=n_embd=64,n_layer=2,n_head=2,n_positions=32,vocab_size=32", "--block_size=32",
+        "--per_device_train_batch_size=4", "--max_steps=8", "--save_steps=3", "--logging_steps=1", "--output_dir=out",
+        "--cache_dir=cache", "--report_to=none", "--seed=1",
+    ),
+    variables={"HF_HUB_OFFLINE": "1"},
+    killed_after=5,
+    resume=("--resume_from_checkpoint=out/checkpoint-3",),
+    on_cpu=(
+        Change(
+            "run_clm.py", "parse_args_into_dataclasses()",
+            "parse_args_into_dataclasses([*sys.argv[1:], '--use_cpu', '--ddp_backend=gloo'])",
+        ),
+    ),
+)  # fmt: skip
+
+RAY = Script(
+    name="Ray Train: torch_linear_example",
+    needs=("ray", "pandas"),
+    command=("-m", "ray.train.examples.pytorch.torch_linear_example", "--smoke-test"),
+    starts_ranks=True,
+    variables={"RAY_raylet_start_wait_time_s": "300"},  # on a machine with other work to do
+    compresses=False,  # 2 parameters
+)
+
+DION = Script(
+    name="microsoft/dion: train.py",
+    repository="microsoft/dion",
+    commit="0a059a4542e5aa74b40dcd1dce363836c7afcd48",
+    paths=(".", "train.py", "models", "dion"),
+    needs=("wandb", "yaml", "tqdm"),
+    data=data.fineweb,
+    command=(
+        "train.py", "--config=tiny.yaml", "--optimizer=dion", "--scalar_opt=adamw", "--no_wandb", "--no_compile",
+        "--no_triton", "--checkpoint_dir=checkpoints", "--checkpoint_freq=3",
+    ),
+    variables={"TORCHDYNAMO_DISABLE": "1"},
+    killed_after=5,
+    resume=(),
+    on_cpu=(
+        Change("train.py", 'assert torch.cuda.is_available(), "CUDA must be available"', "pass"),
+        Change("train.py", 'dist.init_process_group(backend="nccl")', 'dist.init_process_group(backend="gloo")'),
+        Change("train.py", "torch.cuda.set_device(device)", "pass"),
+        Change("train.py", 'model.to_empty(device="cuda")', 'model.to_empty(device="cpu")'),
+        Change("train.py", "DDP(model, device_ids=[local_rank], output_device=local_rank)", "DDP(model)"),
+        Change("train.py", "torch.cuda.synchronize()", "pass"),
+        Change("train.py", 'torch.amp.autocast(device_type="cuda"', 'torch.amp.autocast(device_type="cpu"'),
+        Change("models/gpt_utils.py", "x.cuda(), y.cuda()", "x, y"),
+    ),
+)  # fmt: skip
+
+SCRIPTS = (NANOGPT, DDP_EXAMPLE, MINGPT, FSDP2_EXAMPLE, FABRIC, TRAINER, GAN, TIMM, RUN_CLM, RAY, DION)

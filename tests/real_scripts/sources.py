@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+FETCHED = "commits_fetched"
+"""A file in the git directories that are made here: their commits."""
+
 
 class SourceError(Exception):
     """What cannot be had, and what to do."""
@@ -28,18 +31,30 @@ def git(*words: str | Path) -> bytes:
     return done.stdout
 
 
-def clone_of(repository: str, sources: Path) -> Path:
-    """The git directory of a repository in `sources`, cloned where it is not there.
+SERVER = "https://github.com"
+
+
+def clone_of(repository: str, commit: str, sources: Path) -> Path:
+    """The git directory of a repository in `sources`, which has the commit.
+
+    A repository that is not there is fetched: the one commit, without the history, and of its files those that are
+    taken out, so that large repositories stay small.
 
     Args:
         repository: `karpathy/nanoGPT`.
+        commit: Its full name.
         sources: Holds a clone or a bare mirror of each repository, as OWNER+NAME.
     """
     folder = sources / repository.replace("/", "+")
+    made = folder / FETCHED
     if not folder.exists():
-        sources.mkdir(parents=True, exist_ok=True)
-        # Blobs of the files that are taken out arrive with them, so that large repositories stay small.
-        git("clone", "--quiet", "--bare", "--filter=blob:none", f"https://github.com/{repository}", folder)
+        folder.mkdir(parents=True)
+        git("-C", folder, "init", "--quiet", "--bare")
+        git("-C", folder, "remote", "add", "origin", f"{SERVER}/{repository}")
+        made.touch()
+    if made.exists() and commit not in made.read_text().split():
+        git("-C", folder, "fetch", "--quiet", "--depth=1", "--filter=blob:none", "origin", commit)
+        made.write_text(f"{made.read_text()}{commit}\n")
     return folder
 
 
@@ -53,7 +68,7 @@ def take_out(repository: str, commit: str, paths: Sequence[str], sources: Path, 
         sources: See `clone_of`.
         into: Replaced if it exists.
     """
-    clone = clone_of(repository, sources)
+    clone = clone_of(repository, commit, sources)
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
     archive = into.with_suffix(".tar")

@@ -1,5 +1,7 @@
 """What is tried with each script: plain DDP, GRADWIRE_HOOK=none and int8; each killed, and resumed where it can be."""
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from real_scripts import job
@@ -25,6 +27,23 @@ class Failure(Exception):
     """What a script showed that must not be."""
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a script showed, a cell of the table each.
+
+    Attributes:
+        plain: How many optimizer steps were looked at.
+        exact: What GRADWIRE_HOOK=none did.
+        compressed: What GRADWIRE_HOOK=int8 did.
+        resumed: What came after the script was killed and had gone on from what it had saved.
+    """
+
+    plain: str
+    exact: str
+    compressed: str
+    resumed: str
+
+
 Runs = dict[str, list[list[Record]]]
 """Of each mode: the ranks' records of the first run and, where a script saves, of the resumed one."""
 
@@ -36,7 +55,7 @@ def run_modes(script: Script, folder: Path, scratch: Path) -> Runs:
         place = script.copy(folder, scratch / f"run-{mode or 'plain'}")
         variables = {"GRADWIRE_HOOK": mode, **script.variables}
         record = scratch / f"record-{mode or 'plain'}"
-        runs = [job.run(script.command, place, record, variables, script.killed_after)]
+        runs = [job.run(script.command, place, record, variables, script.killed_after, script.starts_ranks)]
         if script.resume is not None:
             record = record.with_name(record.name + "-resumed")
             runs.append(job.run((*script.command, *script.resume), place, record, variables))
@@ -44,7 +63,7 @@ def run_modes(script: Script, folder: Path, scratch: Path) -> Runs:
     return found
 
 
-def judge(script: Script, found: Runs) -> str:
+def judge(script: Script, found: Runs) -> Verdict:
     """Compares the runs, and says what they have in common and what not.
 
     Raises:
@@ -56,15 +75,19 @@ def judge(script: Script, found: Runs) -> str:
         for records in runs:
             if not script.sharded and len({_weights(record) for record in records}) > 1:
                 raise Failure(f"GRADWIRE_HOOK={mode}: the ranks' weights differ")
-    steps = " and, resumed, ".join(str(len(records[0].steps)) for records in plain)
-    said = f"{steps} steps; none: as plain DDP to the bit"
+    steps = "+".join(str(len(records[0].steps)) for records in plain)
+    said = "warned of what it lost" if script.hooked else "as plain"
+    ended = f"killed after {script.killed_after}, " if script.killed_after else "saved at its end, "
+    resumed = ended + ("saves nothing" if script.resume is None else f"resumed: none as plain, int8 {said}")
+    if script.resume is None and not script.killed_after:
+        resumed = "saves nothing"
     if script.hooked:
-        return f"{said}; int8: {_check_compressed(script, found)}"
+        return Verdict(f"{steps} steps", "equal bits", _check_compressed(script, found), resumed)
     _check_exact(plain, compressed, COMPRESSED)
     for records in compressed:
         if LEFT_ALONE not in records[0].printed:
             raise Failure(f"GRADWIRE_HOOK={COMPRESSED} changed nothing, and nothing was said of it")
-    return f"{said}; int8: left alone, and says so"
+    return Verdict(f"{steps} steps", "equal bits", "left alone, and said so", resumed)
 
 
 def _check_exact(plain: list[list[Record]], other: list[list[Record]], mode: str) -> None:
@@ -73,12 +96,14 @@ def _check_exact(plain: list[list[Record]], other: list[list[Record]], mode: str
             where = f"rank {rank}, {'resumed' if number else 'first'} run: GRADWIRE_HOOK={mode} and plain DDP"
             if not mine.steps or not mine.losses:
                 raise Failure(f"{where}: no step was seen")
+            if not all(math.isfinite(float.fromhex(loss)) for loss in mine.losses):
+                raise Failure(f"{where}: a loss of plain DDP is not a number, so nothing can be told from its bits")
             _check_same(mine.losses, yours.losses, f"losses, {where}")
             _check_same(_weights(mine), _weights(yours), f"weights, {where}")
 
 
 def _check_compressed(script: Script, found: Runs) -> str:
-    """Compares int8 with the exact hook; says how many bytes each has sent."""
+    """Compares int8 with the exact hook; says what share of its bytes was sent between nodes."""
     plain, exact, compressed = (found[mode] for mode in MODES)
     sent, less = exact[0][0].steps[-1].nbytes, compressed[0][0].steps[-1].nbytes
     if not sent or not less:
@@ -89,7 +114,7 @@ def _check_compressed(script: Script, found: Runs) -> str:
         raise Failure(f"int8 and plain DDP have {'the same' if script.compresses else 'different'} weights")
     if script.resume is not None and NOT_LOADED not in compressed[1][0].printed:
         raise Failure("what int8 held back was lost when the script was resumed, and nothing was said of it")
-    return f"{less:,} bytes between nodes for {sent:,}, {less / sent:.2f} of them"
+    return f"{less / sent:.2f} of the bytes" if script.compresses else "nothing worth it"
 
 
 def _weights(record: Record) -> tuple[str, ...]:
