@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""
 
-NEED_TORCH = ("bench", "compare", "doctor", "predict", "selftest")
+NEED_TORCH = ("bench", "compare", "predict", "selftest")
 """Commands that do nothing without torch, not even list their options."""
 
 

@@ -23,7 +23,8 @@ from gradwire.bench.emulation.command import ranks_of_nodes
 from gradwire.bench.emulation.fork import BAD_FLAG, run_forked
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
-from gradwire.bench.nccl_tests.ranks import Start, find_start, meet, speaks
+from gradwire.bench.nccl_tests.ranks import meet
+from gradwire.bench.nccl_tests.start import Start, find_start, speaks
 from gradwire.bench.terminal import complain, progress_bar
 from gradwire.comms.config import launcher_variables
 

@@ -13,13 +13,15 @@ import time
 from pathlib import Path
 
 from gradwire.bench.arguments import MOST_SECONDS, CommandParser, check_number, check_output
+from gradwire.bench.doctor.alone import examine_alone
+from gradwire.bench.doctor.arrival import StartNotice
 from gradwire.bench.doctor.checks import diagnose
-from gradwire.bench.doctor.examine import Wanted, examine_alone, examine_job, left_behind, open_control
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 from gradwire.bench.doctor.picture import svg
 from gradwire.bench.doctor.show import as_record, print_report
+from gradwire.bench.doctor.wanted import Wanted, left_behind
 from gradwire.bench.emulation.rate import parse_rate
-from gradwire.bench.nccl_tests.ranks import Start, find_start, speaks
+from gradwire.bench.nccl_tests.start import Start, find_start, speaks
 from gradwire.bench.terminal import (
     STDOUT,
     CleanConsole,
@@ -30,6 +32,7 @@ from gradwire.bench.terminal import (
     write_json,
     writing,
 )
+from gradwire.comms.bootstrap.requirement import require_torch
 from gradwire.comms.config import launcher_variables
 from gradwire.topology.printable import printable
 
@@ -48,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         prog="gradwire doctor",
         description="Looks for what slows a job down, and says what it costs and what to type. Start it as you start "
         "your script, on all nodes; it takes about a minute and changes nothing.",
-        epilog="exit status: 0 nothing found, 1 something found, 2 bad use; a script that fails under --run: its own.",
+        epilog="exit status: 0 nothing found, 1 something found, 2 bad use; a --script that fails: its own.",
     )
     options.add_argument(
         "--gradient-mb", type=float, metavar="MB", help="size of all gradients, in 10^6 bytes (default: 100)"
@@ -63,11 +66,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--svg", type=Path, metavar="FILE", help="draw the rates between all nodes")
     add_json_option(options)
     options.add_argument(
-        "--run",
+        "--script",
+        "--run",  # its first name, which torchrun takes for an option of its own and refuses
         nargs=argparse.REMAINDER,
         metavar="SCRIPT",
         help="run your script for a few steps and measure its gradients and step time; at most a minute more; "
-        "everything after --run is the script's",
+        "everything after --script is the script's",
     )
     return options
 
@@ -80,7 +84,7 @@ def main(argv: list[str]) -> int:
 
     Returns:
         0 where nothing was found, 1 where something was, 2 for bad use; on the other ranks 0 or 2. The status of the
-        script of `--run` where that failed.
+        script of `--script` where that failed.
     """
     variables = launcher_variables()
     try:
@@ -110,7 +114,7 @@ def _examined(options: argparse.Namespace, wanted: Wanted, start: Start | None, 
     began = time.monotonic()
     try:
         facts = examine_alone(wanted) if start is None else _job(start, wanted)
-    except RuntimeError as error:
+    except (RuntimeError, ImportError) as error:
         status.clear()
         rank = 0 if start is None else start.rank
         complain("doctor", f"rank {rank}: {error}")
@@ -124,6 +128,13 @@ def _examined(options: argparse.Namespace, wanted: Wanted, start: Start | None, 
 
 
 def _job(start: Start, wanted: Wanted) -> JobFacts | None:
+    notice = StartNotice(start.address, start.port, start.rank)
+    try:
+        require_torch()  # which may take minutes
+    finally:
+        notice.end()
+    from gradwire.bench.doctor.examine import examine_job, open_control  # here: one machine is looked at without torch
+
     try:
         control = open_control(start)
     except RuntimeError as error:
@@ -139,11 +150,13 @@ def _wanted(options: argparse.Namespace, status: StatusLine) -> Wanted:
     check_number("--gradient-mb", options.gradient_mb, LEAST_GRADIENT_MB, MOST_GRADIENT_MB)
     check_number("--step-seconds", options.step_seconds, LEAST_STEP_SECONDS, MOST_SECONDS)
     check_number("--seconds", options.seconds, LEAST_SECONDS, MOST_SECONDS)
-    script = tuple(options.run or ())
-    if options.run is not None and not script:
-        raise ValueError("`--run`: found nothing after it, wanted a script, for example --run train.py")
+    script = tuple(options.script or ())
+    if options.script is not None and not script:
+        raise ValueError("`--script`: found nothing after it, wanted a script, for example --script train.py")
     if script and not _is_file(script[0]):
-        raise ValueError(f"`--run`: there is no file {script[0]}; wanted a Python script, and its arguments after it")
+        raise ValueError(
+            f"`--script`: there is no file {script[0]}; wanted a Python script, and its arguments after it"
+        )
     check_output("--svg", options.svg)
     check_output("--json", options.json)
     return Wanted(

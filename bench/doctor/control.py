@@ -7,13 +7,18 @@ of full size are lost, which is one of the causes looked for.
 import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from gradwire.bench.doctor.arrival import KEY
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 
 PIECE_NBYTES = 1000
 """With all headers below 1280, the smallest MTU that IPv6 allows. Source: RFC 8200, section 5."""
+
+
+Late = Callable[[list[int], float], None]
+"""Told which ranks are waited for, and for how many seconds."""
 
 
 class Control:
@@ -32,8 +37,12 @@ class Control:
         self._said = 0
         self._store = PrefixStore("doctor-words", store)
 
-    def arrive(self, timeout: timedelta) -> list[int]:
+    def arrive(self, timeout: timedelta, late: Late = lambda missing, seconds: None) -> list[int]:
         """Says that this rank is there; on rank 0 waits for the others.
+
+        Args:
+            timeout: For all.
+            late: Called on rank 0, every second, with the ranks that are not there yet and the seconds until now.
 
         Returns:
             On rank 0 the ranks that did not come within `timeout`.
@@ -41,12 +50,25 @@ class Control:
         self._store.set(f"here/{self.rank}", "1")
         if self.rank != 0:
             return []
-        deadline = time.monotonic() + timeout.total_seconds()
+        began = said = time.monotonic()
         missing = list(range(self.size))
-        while missing and time.monotonic() < deadline:
+        while missing and time.monotonic() < began + timeout.total_seconds():
             missing = [rank for rank in missing if not self._store.check([f"here/{rank}"])]
+            if missing and time.monotonic() > said + 1.0:
+                said = time.monotonic()
+                late(missing, said - began)
             time.sleep(0.02 if missing else 0)
         return missing
+
+    def started(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Of some ranks, those that have said before they imported torch that they run -> their host.
+
+        Args:
+            ranks: Asked about.
+        """
+        keys = {rank: f"{KEY}/{rank}" for rank in ranks}
+        said = {rank: self.store.get(key) for rank, key in keys.items() if self.store.check([key])}
+        return {rank: str(json.loads(word)["host"]) for rank, word in said.items()}
 
     def gather(self, own: object, timeout: timedelta) -> list[object] | None:
         """Brings what every rank says to rank 0, by rank; None on the others. All ranks call it, in the same order.

@@ -7,9 +7,9 @@ makes a network look slow, never fast.
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from statistics import median
 
@@ -18,32 +18,40 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from gradwire.bench.doctor import local
+from gradwire.bench.doctor.arrival import PREFIX
 from gradwire.bench.doctor.checks.machine import available_cores
 from gradwire.bench.doctor.checks.network import CONFIRMED, doubtful_pairs
+from gradwire.bench.doctor.checks.transfers import SLOW_EXCHANGE, exchange_bound
+from gradwire.bench.doctor.checks.words import listed
 from gradwire.bench.doctor.control import Control, circle, spread
 from gradwire.bench.doctor.facts import (
-    DEFAULT_GRADIENT_NBYTES,
     BackendTime,
     CoreWork,
-    GpuState,
     InterfaceRate,
     JobFacts,
     PairRates,
     RankFacts,
+    ScriptRun,
+    UnreachedPair,
     from_record,
     to_record,
 )
 from gradwire.bench.doctor.network import STREAMS, Asker, Listener, measure_pair
-from gradwire.bench.doctor.script import ScriptRun, run_script
-from gradwire.bench.doctor.work import core_work, threads_seconds
+from gradwire.bench.doctor.script import run_script
+from gradwire.bench.doctor.wanted import Wanted, left_behind, with_script
+from gradwire.bench.doctor.work import WORK_SECONDS, busy_gpu_states, core_work, threads_seconds
 from gradwire.bench.emulation.connections import connected_sockets
 from gradwire.bench.nccl_tests.backends.select import BackendSpec, connect
-from gradwire.bench.nccl_tests.ranks import RankInfo, Start, World, gather
+from gradwire.bench.nccl_tests.ranks import RankInfo, World, gather
+from gradwire.bench.nccl_tests.start import Start
+from gradwire.bench.terminal import complain
 from gradwire.comms.bootstrap.compat import PrefixStore, clone_of
 from gradwire.comms.config import local_rank
 
-ARRIVE = timedelta(seconds=30)
-"""For the ranks to come; a job whose ranks start further apart has another problem."""
+ARRIVE = timedelta(minutes=5)
+"""For the ranks to come: torch takes minutes to be imported from a cold network file system."""
+SAY_LATE_SECONDS = 30.0
+"""After which it is said who is waited for, also where no terminal shows it."""
 WORD = timedelta(seconds=60)
 GROUP = timedelta(seconds=15)
 """For a backend to connect, and for a collective of it."""
@@ -58,74 +66,11 @@ REPEATS_SHARE = 0.6
 AGAIN_FLOW = 0.35
 GLOO_SECONDS = 25.0
 BACKEND_SECONDS = 0.4
-WORK_SECONDS = 0.4
+ROUNDS, MOST_BACKEND_ROUNDS = 4, 10
+"""All-reduces of a backend, of which the first one warms up; more where the best of them looks slow."""
 AGAIN_TRIES = 5
 SUSPECT = 0.75
 """A node below this share of the others' work is looked at again, alone."""
-
-
-left_behind: list[threading.Thread] = []
-"""Threads that still try to connect: the process must end without them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the command line asks for."""
-
-    gradient_nbytes: int | None = None
-    step_seconds: float | None = None
-    link_bytes_per_second: float | None = None
-    script: tuple[str, ...] = ()
-    seconds: float = 45.0
-    """For everything; the user's script comes on top."""
-    say: Callable[[str], None] = field(default=lambda text: None)
-    """Called with what is being done."""
-
-
-def examine_alone(wanted: Wanted) -> JobFacts:
-    """Looks at this machine only."""
-    wanted.say("looking at this machine")
-    own = replace(local.read_rank(0, None), gdr=local.gdr_verdicts(), gpus=_gpus())
-    work = CoreWork(rank=0, per_second=core_work(WORK_SECONDS))
-    if own.threads > (cores := available_cores([own])):
-        slow, fair = threads_seconds(max(1, int(cores)), 0.15)
-        work = replace(work, threads_seconds=slow, fair_seconds=fair)
-    return _with_script(
-        JobFacts(ranks=(own,), work=(work,)), wanted, [_run_here(wanted, None)] if wanted.script else []
-    )
-
-
-def _run_here(wanted: Wanted, variables: dict[str, str] | None) -> ScriptRun:
-    wanted.say(f"running {wanted.script[0]}")
-    return run_script(wanted.script, variables)
-
-
-def _with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> JobFacts:
-    """With the user's own figures: those of the command line, then those of their script, then the usual ones."""
-    nbytes = max((run.gradient_nbytes for run in runs), default=0)
-    steps = [run.step_seconds for run in runs if run.step_seconds is not None]
-    failed = [run for run in runs if run.status]
-    errors = tuple(f"`--run`: {run.error}" for run in failed[:1] or runs[:1] if run.error)
-    return replace(
-        facts,
-        gradient_nbytes=wanted.gradient_nbytes or nbytes or DEFAULT_GRADIENT_NBYTES,
-        step_seconds=wanted.step_seconds if wanted.step_seconds is not None else max(steps, default=None),
-        link_bytes_per_second=wanted.link_bytes_per_second,
-        notes=(*facts.notes, *errors),
-        script_status=failed[0].status if failed else 0,
-    )
-
-
-def _gpus() -> tuple[GpuState, ...]:
-    """The clocks of the GPUs while this process's own one works."""
-    if torch.cuda.is_available():
-        square = torch.ones(4096, 4096, device="cuda")
-        for _ in range(50):
-            square = square @ square.clamp(max=1e-4)
-    found = local.gpu_states()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return found
 
 
 def open_control(start: Start) -> Control:
@@ -136,7 +81,7 @@ def open_control(start: Start) -> Control:
     """
     serves = start.rank == 0 and not start.agent_store
     store = TCPStore(start.address, start.port, start.size, serves, ARRIVE, wait_for_workers=False)
-    return Control(PrefixStore("gradwire-doctor", store), start.rank, start.size)
+    return Control(PrefixStore(PREFIX, store), start.rank, start.size)
 
 
 def examine_job(start: Start, control: Control, wanted: Wanted) -> JobFacts | None:
@@ -164,17 +109,24 @@ class _Examination:
         self._control = control
         self._wanted = wanted
         self._began = time.monotonic()
+        self._said_late = False
         self._facts = JobFacts(ranks=())
         """Complete on rank 0 alone."""
 
     def run(self) -> JobFacts | None:
         self._wanted.say("waiting for all ranks")
-        missing = self._control.arrive(ARRIVE)
-        if told := self._control.tell(missing, WORD):
+        missing = self._control.arrive(ARRIVE, self._late)
+        if told := self._control.tell(missing, ARRIVE + WORD):
             assert isinstance(told, list)
             if self._start.rank != 0:
                 return None
-            return JobFacts(ranks=(local.read_rank(0, local_rank()),), missing_ranks=tuple(told))
+            return JobFacts(
+                ranks=(local.read_rank(0, local_rank()),),
+                missing_ranks=tuple(told),
+                started_ranks=self._control.started(missing),
+                launcher=self._start.by,
+                waited_seconds=ARRIVE.total_seconds(),
+            )
         with ExitStack() as stack:
             self._listener = stack.enter_context(Listener())
             self._own = local.read_rank(self._start.rank, local_rank())
@@ -186,7 +138,7 @@ class _Examination:
             if self._wanted.script:
                 self._script()
             else:
-                self._facts = _with_script(self._facts, self._wanted, [])
+                self._facts = with_script(self._facts, self._wanted, [])
             if len(self._nodes) > 1:
                 self._pairs()
                 self._other_interfaces()
@@ -194,6 +146,21 @@ class _Examination:
             self._backends()
             self._control.meet(WORD)
         return self._facts if self._start.rank == 0 else None
+
+    def _late(self, missing: list[int], seconds: float) -> None:
+        started = self._control.started(missing)
+        absent = [rank for rank in missing if rank not in started]
+        words = []
+        if started:
+            hosts = listed(list(dict.fromkeys(started.values())))
+            words.append(f"rank {listed(list(started))} on {hosts}, which has started and imports torch")
+        if absent:
+            words.append(f"rank {listed(absent)}, of which nothing was heard")
+        text = f"waiting for {'; '.join(words)}"
+        self._wanted.say(text)
+        if seconds > SAY_LATE_SECONDS and not self._said_late:
+            self._said_late = True
+            complain("doctor", f"after {seconds:.0f} s still {text}; for {ARRIVE.total_seconds() - seconds:.0f} s more")
 
     def _gather(self, own: object) -> list[object]:
         """What all ranks say, on rank 0; nothing on the others."""
@@ -256,7 +223,7 @@ class _Examination:
         self._wanted.say("asking all ranks about their machines")
         first_here = (self._own.local_rank or 0) == 0
         if first_here:
-            self._own = replace(self._own, gdr=local.gdr_verdicts(), gpus=_gpus())
+            self._own = replace(self._own, gdr=local.gdr_verdicts(), gpus=busy_gpu_states())
         route = _route_address(self._start.address, self._start.port)
         everybody = self._gather({"facts": to_record(self._own), "ports": self._listener.ports, "route": route})
         layout: object = None
@@ -282,8 +249,9 @@ class _Examination:
         """Runs the user's script as this rank of the job, and takes its gradients' size and its step time."""
         port = self._tell(_free_port() if self._start.rank == 0 else None)
         ranks = self._nodes[self._node]
-        run = _run_here(
-            self._wanted,
+        self._wanted.say(f"running {self._wanted.script[0]}")
+        run = run_script(
+            self._wanted.script,
             {
                 "RANK": str(self._start.rank),
                 "WORLD_SIZE": str(self._start.size),
@@ -296,7 +264,7 @@ class _Examination:
         )
         runs = [from_record(ScriptRun, each) for each in self._control.gather(to_record(run), 2 * WORD) or []]
         if self._start.rank == 0:
-            self._facts = _with_script(self._facts, self._wanted, runs)
+            self._facts = with_script(self._facts, self._wanted, runs)
 
     def _pairs(self) -> None:
         """Every pair of nodes (of many nodes, some pairs of each), then those again that look bad."""
@@ -356,18 +324,21 @@ class _Examination:
     def _take(self, records: list[object]) -> None:
         """Adds measurements to the facts; the better of two of the same pair counts."""
         known = {(pair.a, pair.b): pair for pair in self._facts.pairs}
-        notes = list(self._facts.notes)
+        unreached = {(each.a, each.b): each for each in self._facts.unreached}
         for record in records:
             assert isinstance(record, dict)
             if "error" in record:
-                names = self._facts.names
-                notes.append(f"{names[record['a']]} to {names[record['b']]} was not measured: {record['error']}")
+                failed = from_record(UnreachedPair, record)
+                unreached[failed.a, failed.b] = failed
                 continue
             pair = from_record(PairRates, record)
             old = known.get((pair.a, pair.b))
             known[pair.a, pair.b] = pair if old is None else old.better(pair)
+            unreached.pop((pair.a, pair.b), None)
         self._facts = replace(
-            self._facts, pairs=tuple(known[key] for key in sorted(known)), notes=tuple(dict.fromkeys(notes))
+            self._facts,
+            pairs=tuple(known[key] for key in sorted(known)),
+            unreached=tuple(unreached[key] for key in sorted(unreached)),
         )
 
     def _other_interfaces(self) -> None:
@@ -462,6 +433,8 @@ class _Examination:
         kinds = self._tell(_backends_of(self._facts, self._start.by) if self._start.rank == 0 else None)
         nbytes = self._tell(_backend_nbytes(self._facts) if self._start.rank == 0 else None)
         assert isinstance(kinds, list) and isinstance(nbytes, int)
+        bound = self._tell(exchange_bound(self._facts, nbytes) if self._start.rank == 0 and self._facts.pairs else None)
+        assert bound is None or isinstance(bound, float)
         control = dist.group.WORLD
         assert control is not None
         infos = [
@@ -474,7 +447,7 @@ class _Examination:
         times = []
         for number, (kind, device) in enumerate(kinds):
             self._wanted.say(f"all-reduce by {kind}")
-            own = _time_backend(kind, torch.device(device), world, nbytes, number)
+            own = _time_backend(kind, torch.device(device), world, nbytes, number, bound)
             found = [from_record(BackendTime, each) for each in self._gather(to_record(own))]
             self._tell(None)
             if found:
@@ -580,7 +553,14 @@ def _backend_nbytes(facts: JobFacts) -> int:
     return max(min(facts.gradient_nbytes, int(moment), 64 << 20) // 4 * 4, 1 << 16)
 
 
-def _time_backend(kind: str, device: torch.device, world: World, nbytes: int, number: int) -> BackendTime:
+def _looks_slow(took: Sequence[float], bound: float | None) -> bool:
+    """Whether the best round so far took longer than the links need for it; all ranks have the same times."""
+    return bound is not None and min(took[1:]) > SLOW_EXCHANGE * bound
+
+
+def _time_backend(
+    kind: str, device: torch.device, world: World, nbytes: int, number: int, bound: float | None
+) -> BackendTime:
     if device.type == "cuda":
         device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -588,15 +568,15 @@ def _time_backend(kind: str, device: torch.device, world: World, nbytes: int, nu
     try:
         for _, backend in connect([spec], world, device, GROUP, number):
             issue = backend.all_reduce(torch.ones(nbytes // 4, device=device), "sum")
-            took = []
-            for _ in range(4):
+            took: list[float] = []
+            while len(took) < ROUNDS or (len(took) < MOST_BACKEND_ROUNDS and _looks_slow(took, bound)):
                 dist.barrier(world.control)
                 began = time.perf_counter()
                 issue().wait()
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 took.append(max(gather(time.perf_counter() - began, world.control)))
-            return BackendTime(backend=kind, nbytes=nbytes, seconds=median(took[1:]))
+            return BackendTime(backend=kind, nbytes=nbytes, seconds=median(took[1:]), best_seconds=min(took[1:]))
         raise RuntimeError("no backend was made")
     except (RuntimeError, OSError, ValueError, ImportError) as error:
         # pybind11 adds the Python stack of a callback; its end has the cause.

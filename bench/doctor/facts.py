@@ -87,6 +87,10 @@ class RankFacts:
     gpus: tuple[GpuState, ...] = ()
     gdr: tuple[tuple[str, str, str], ...] = ()
     """(`fail` or `warn`, what is wrong, what to do) of `gradwire gdr-check`."""
+    tcp_window_nbytes: int | None = None
+    """The most that the kernel lets a connection's receiver buffer, net.ipv4.tcp_rmem; half of it is window."""
+    tcp_send_nbytes: int | None = None
+    """The most that it lets a sender buffer, net.ipv4.tcp_wmem."""
     container: str = ""
     governor: str | None = None
     """How the kernel picks the CPU's clock."""
@@ -115,6 +119,15 @@ class PairRates:
     """Several at once."""
     both: tuple[float, float] = (0.0, 0.0)
     """Several in each direction, both at once."""
+    sent: tuple[int, int] = (0, 0)
+    """Segments of flows that left the link more than half empty, all tries together."""
+    lost: tuple[int, int] = (0, 0)
+    """Of these lost, as the senders' kernels count them."""
+    window_share: float | None = None
+    """Of one connection's time, that in which the receiver's window held it back, in the worse direction; None where
+    the kernel does not say."""
+    buffer_share: float | None = None
+    """That in which the sender's buffer did."""
     clock_seconds: float = 0.0
     """How far b's clock is ahead of a's."""
     packet_nbytes: int | None = None
@@ -131,14 +144,31 @@ class PairRates:
             one=_larger(self.one, other.one),
             many=_larger(self.many, other.many),
             both=_larger(self.both, other.both),
+            sent=(self.sent[0] + other.sent[0], self.sent[1] + other.sent[1]),
+            lost=(self.lost[0] + other.lost[0], self.lost[1] + other.lost[1]),
+            window_share=_smaller(self.window_share, other.window_share),
+            buffer_share=_smaller(self.buffer_share, other.buffer_share),
             packets_pass=other.packets_pass if not self.packets_pass else self.packets_pass,
             packet_nbytes=self.packet_nbytes if self.packet_nbytes is not None else other.packet_nbytes,
             times=self.times + other.times,
         )
 
 
+def _smaller(a: float | None, b: float | None) -> float | None:
+    return min((each for each in (a, b) if each is not None), default=None)
+
+
 def _larger(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
     return max(a[0], b[0]), max(a[1], b[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreachedPair:
+    """Two nodes of which the first one could not reach the second one's listener."""
+
+    a: int
+    b: int
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +205,30 @@ class BackendTime:
     nbytes: int
     seconds: float | None
     """A usual round of the slowest rank; None where it failed."""
+    best_seconds: float | None = None
+    """The best round; noise only makes it longer."""
     error: str | None = None
     rank: int | None = None
     """Where it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRun:
+    """What was seen of a script on one rank."""
+
+    gradient_nbytes: int = 0
+    """Of all parameters that had a gradient, in their own type."""
+    step_seconds: float | None = None
+    """From one optimizer step to the next, the usual one; None where fewer than two were made."""
+    activity: Mapping[str, float] = field(default_factory=dict)
+    """What its main thread did in a step, as `gradwire.comms.watch.activity` names it -> seconds."""
+    lines: Mapping[str, str] = field(default_factory=dict)
+    """What its main thread did -> the line where it did that most."""
+    under_way_seconds: float | None = None
+    """Of a step in which this rank had a collective under way; None without one."""
+    error: str | None = None
+    status: int = 0
+    """With which the script ended by itself, 128 + N for signal N; 0 where it was ended after its steps or its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +242,8 @@ class JobFacts:
     link_bytes_per_second: float | None = None
     """What the user says a node's link gives, one direction."""
     pairs: tuple[PairRates, ...] = ()
+    unreached: tuple[UnreachedPair, ...] = ()
+    """Pairs of nodes that could not be measured."""
     others: tuple[InterfaceRate, ...] = ()
     own_bytes_per_second: Mapping[int, float] = field(default_factory=dict)
     """Node -> what the same program moves inside it, over the loopback: more it could not show on a network."""
@@ -198,8 +251,16 @@ class JobFacts:
     backends: tuple[BackendTime, ...] = ()
     missing_ranks: tuple[int, ...] = ()
     """That did not come."""
+    started_ranks: Mapping[int, str] = field(default_factory=dict)
+    """Of these, those that have said that they run, before they import torch -> their host."""
+    launcher: str = ""
+    """What started the ranks: `torchrun`, `mpirun`, `srun`."""
+    waited_seconds: float = 0.0
+    """For ranks that are missing."""
     notes: tuple[str, ...] = ()
     """What could not be looked at, and why."""
+    script_runs: tuple[ScriptRun, ...] = ()
+    """Of `--script`, by rank."""
     script_status: int = 0
     """The first status other than 0 with which the user's script ended by itself on a rank, as a shell says it."""
 

@@ -5,6 +5,7 @@ Everything is read below a root folder, so that a test (or a captured machine) c
 
 import fcntl
 import importlib.metadata
+import importlib.util
 import ipaddress
 import os
 import platform
@@ -14,10 +15,8 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from gradwire.bench.doctor.facts import GpuState, NetworkInterface, RankFacts
-from gradwire.comms.bootstrap.placement import host_identity
+from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.config import steering_variables
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.model import CheckOutcome
@@ -47,38 +46,60 @@ def read_rank(rank: int, local_rank: int | None, root: Path = LIVE) -> RankFacts
     variables = steering_variables()
     interfaces = read_interfaces(root)
     memory = _shared_memory(root / "dev/shm")
-    cuda = torch.cuda.is_available()
     return RankFacts(
         rank=rank,
         host=host_identity(),
         local_rank=local_rank,
-        device="cuda" if cuda else "cpu",
+        device="cuda" if has_torch() and _cuda() else "cpu",
         versions=versions(root),
         variables=variables,
         cores=os.cpu_count() or 1,
         affinity=tuple(sorted(os.sched_getaffinity(0))),
         cpu_limit=cpu_limit(root),
-        threads=torch.get_num_threads(),
+        threads=_threads() if has_torch() else 1,
         shm_nbytes=memory[0] if memory else None,
         shm_free_nbytes=memory[1] if memory else None,
         interfaces=interfaces,
         gloo_interface=gloo_choice(interfaces, variables, _own_address()),
         nccl_interface=nccl_choice(interfaces, variables),
+        tcp_window_nbytes=_largest(root / "proc/sys/net/ipv4/tcp_rmem"),
+        tcp_send_nbytes=_largest(root / "proc/sys/net/ipv4/tcp_wmem"),
         container=read_process_context(Files(root), "KUBERNETES_SERVICE_HOST" in variables).container or "",
         governor=text_of(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
     )
 
 
+def has_torch() -> bool:
+    """Whether this Python has torch."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
 def versions(root: Path = LIVE) -> dict[str, str]:
     """Versions that all ranks should share."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    found["gradwire"] = importlib.metadata.version("gradwire")
+    found = {"python": platform.python_version(), "gradwire": importlib.metadata.version("gradwire")}
+    driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", text_of(root / "proc/driver/nvidia/version") or "")
+    if driver is not None:
+        found["driver"] = driver[1]
+    if not has_torch():
+        return found
+    import torch
+
+    found["torch"] = torch.__version__
     if torch.cuda.is_available():
         found["cuda"] = torch.version.cuda or "?"
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch has no types there
-        driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", text_of(root / "proc/driver/nvidia/version") or "")
-        if driver is not None:
-            found["driver"] = driver[1]
     return found
 
 
@@ -257,6 +278,12 @@ def _shared_memory(folder: Path) -> tuple[int, int] | None:
         return None
     facts = os.statvfs(folder)
     return facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+
+
+def _largest(file: Path) -> int | None:
+    """The third of a file's numbers: the most. Source: tcp(7), tcp_rmem and tcp_wmem."""
+    words = (text_of(file) or "").split()
+    return int(words[2]) if len(words) == 3 and words[2].isdigit() else None
 
 
 def gdr_verdicts() -> tuple[tuple[str, str, str], ...]:

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -44,6 +44,25 @@ _HEADERS_NBYTES = 28
 """IPv4 and UDP."""
 _DATA, _CONTROL = b"D", b"C"
 
+PACED_SHARE = 0.4
+"""Of one connection's rate, at which a flow is sent that fills no queue: what it loses, the way loses by itself."""
+PACED_SEGMENTS = 400
+"""So many are wanted of it; it lasts longer for that, but no longer than `LONGEST_PACED_SECONDS`."""
+LONGEST_PACED_SECONDS = 2.0
+_SEGMENT_NBYTES = 1448
+FLOW_ROUND_TRIPS = 30
+"""TCP doubles what is under way in each round trip: after a dozen, `LEAD_SHARE` of these, it has its rate."""
+LONGEST_FLOW_SECONDS = 3.0
+
+_SO_MAX_PACING_RATE = 47
+"""Bytes per second, 32 bits. Source: socket(7); Linux include/uapi/asm-generic/socket.h."""
+_MOST_PACED = 2**32 - 2
+_TCP_INFO_NBYTES = 220
+_RETRANSMITTED, _SENT, _LIMITS, _SENT_TWICE = 100, 156, 168, 216
+"""Places of tcpi_total_retrans, tcpi_data_segs_out, (tcpi_busy_time, tcpi_rwnd_limited, tcpi_sndbuf_limited) and
+tcpi_dsack_dups, which counts what was sent again for nothing. Source: struct tcp_info, Linux include/uapi/linux/tcp.h;
+the last one is there from Linux 5.4 on."""
+
 
 @dataclass(slots=True)
 class _Counted:
@@ -61,15 +80,49 @@ class _Counted:
         return sum(nbytes for moment, nbytes in moments if begin < moment <= end) / (end - begin)
 
 
-def flow(sends: Sequence[socket.socket], receives: Sequence[socket.socket], seconds: float) -> float:
+@dataclass(frozen=True, slots=True)
+class SentSegments:
+    """What the kernel says of connections that have sent.
+
+    Attributes:
+        sent: Segments with data.
+        lost: Of these sent again, and not for nothing.
+        window_share: Of the time in which there was something to send, that in which the receiver's window was full.
+        buffer_share: That in which the sender's buffer held no more.
+    """
+
+    sent: int = 0
+    lost: int = 0
+    window_share: float = 0.0
+    buffer_share: float = 0.0
+
+
+def sent_segments(connection: socket.socket) -> SentSegments | None:
+    """What the kernel says of one connection; None where it is too old to say it (Linux 5.4).
+
+    Args:
+        connection: Of TCP.
+    """
+    found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+    if len(found) < _TCP_INFO_NBYTES:
+        return None
+    again, sent, twice = (struct.unpack_from("=I", found, place)[0] for place in (_RETRANSMITTED, _SENT, _SENT_TWICE))
+    busy, window, buffer = struct.unpack_from("=QQQ", found, _LIMITS)
+    return SentSegments(sent, max(again - twice, 0), window / max(busy, 1), buffer / max(busy, 1))
+
+
+def flow(
+    sends: Sequence[socket.socket], receives: Sequence[socket.socket], seconds: float
+) -> tuple[float, SentSegments | None]:
     """Sends on some connections and receives on others for a while, and closes them all.
 
     Returns:
-        Bytes received per second; 0 without `receives`.
+        Bytes received per second, 0 without `receives`; what the kernel says of the first connection that sent.
     """
     began = threading.Event()
     counted = [_Counted() for _ in receives]
-    threads = [threading.Thread(target=_send, args=(each, seconds, began), daemon=True) for each in sends]
+    said: list[SentSegments | None] = []
+    threads = [threading.Thread(target=_send, args=(each, seconds, began, said), daemon=True) for each in sends]
     threads += [
         threading.Thread(target=_receive, args=(each, seconds, count), daemon=True)
         for each, count in zip(receives, counted, strict=True)
@@ -79,20 +132,23 @@ def flow(sends: Sequence[socket.socket], receives: Sequence[socket.socket], seco
     began.set()
     for thread in threads:
         thread.join()
-    return _Counted([each for count in counted for each in count.arrivals]).rate(seconds)
+    return _Counted([each for count in counted for each in count.arrivals]).rate(seconds), said[0] if said else None
 
 
-def _send(connection: socket.socket, seconds: float, began: threading.Event) -> None:
+def _send(connection: socket.socket, seconds: float, began: threading.Event, said: list[SentSegments | None]) -> None:
     chunk = memoryview(bytes(CHUNK_NBYTES))
     began.wait()
     end = time.perf_counter() + seconds
     connection.settimeout(0.1)
-    with contextlib.suppress(ConnectionError), connection:
-        while time.perf_counter() < end:
-            with contextlib.suppress(TimeoutError):
-                connection.send(chunk)
+    with connection:
+        with contextlib.suppress(ConnectionError):  # the receiver ends first
+            while time.perf_counter() < end:
+                with contextlib.suppress(TimeoutError):
+                    connection.send(chunk)
+        said.append(sent_segments(connection))
         # What is still queued here need not arrive: it would stand in the way of the next flow.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with contextlib.suppress(OSError):  # it is gone already
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def _receive(connection: socket.socket, seconds: float, counted: _Counted) -> None:
@@ -180,8 +236,10 @@ class Listener:
             for each in connections:
                 roles[_exactly(each, 1)].append(each)
                 _shrink(each, int(str(asked["buffer"])))
+                _pace(each, float(str(asked.get("pace", 0.0))))
             _say(connection, {"ready": True})
-            _say(connection, {"rate": flow(roles[b"s"], roles[b"r"], float(str(asked["seconds"])))})
+            rate, sent = flow(roles[b"s"], roles[b"r"], float(str(asked["seconds"])))
+            _say(connection, {"rate": rate, "sent": None if sent is None else asdict(sent)})
 
     def _echo_packets(self) -> None:
         self._udp.setsockopt(socket.IPPROTO_IP, *_NOBODY_CUTS)
@@ -293,17 +351,41 @@ class Asker:
             seconds: For how long.
             buffer_nbytes: Of the senders' sockets; 0 leaves them to the kernel.
         """
+        return self.flows(there, back, seconds, buffer_nbytes)[0]
+
+    def flows(
+        self, there: int, back: int, seconds: float, buffer_nbytes: int = 0, bytes_per_second: float = 0.0
+    ) -> tuple[tuple[float, float], tuple[SentSegments | None, SentSegments | None]]:
+        """Bytes per second in each direction, at once, and what the kernels say of the senders.
+
+        Args:
+            there: Connections that send to the other node.
+            back: Connections that receive from it.
+            seconds: For how long.
+            buffer_nbytes: Of the senders' sockets; 0 leaves them to the kernel.
+            bytes_per_second: No sender is faster than this; 0 for no limit.
+        """
         sends = [self._connect(_DATA, b"r") for _ in range(there)]
         receives = [self._connect(_DATA, b"s") for _ in range(back)]
         for each in (*sends, *receives):
             _shrink(each, buffer_nbytes)
+            _pace(each, bytes_per_second)
         _say(
             self._control,
-            {"do": "flow", "sends": back, "receives": there, "seconds": seconds, "buffer": buffer_nbytes},
+            {
+                "do": "flow",
+                "sends": back,
+                "receives": there,
+                "seconds": seconds,
+                "buffer": buffer_nbytes,
+                "pace": bytes_per_second,
+            },
         )
         self._hear()
-        received = flow(sends, receives, seconds)
-        return float(str(self._hear()["rate"])), received
+        received, sent = flow(sends, receives, seconds)
+        heard = self._hear()
+        theirs = SentSegments(**heard["sent"]) if isinstance(heard.get("sent"), dict) else None
+        return (float(str(heard["rate"])), received), (sent, theirs)
 
     def packets_pass(self, packet_nbytes: int) -> bool | None:
         """Whether packets of this size come back whole; None where small ones do not either (a firewall).
@@ -353,14 +435,16 @@ def measure_pair(asker: Asker, places: tuple[int, int], seconds: float, packet_n
     Args:
         asker: From the first node to the second.
         places: Their numbers.
-        seconds: Of each of the five flows.
+        seconds: Of each of the six flows, at least.
         packet_nbytes: Size of the packets that must pass whole.
     """
     latency = asker.latency_seconds()
     packets = asker.packets_pass(packet_nbytes)
-    there = asker.rates(1, 0, seconds)[0]
+    seconds = max(seconds, min(2 * FLOW_ROUND_TRIPS * latency, LONGEST_FLOW_SECONDS))
+    (there, _), (sent_there, _) = asker.flows(1, 0, seconds)
     asker.settle(latency)
-    one = there, asker.rates(0, 1, seconds)[1]
+    (_, back), (_, sent_back) = asker.flows(0, 1, seconds)
+    one = there, back
     asker.settle(latency)
     # Where this much covers the path many times over, little is queued, and acknowledgements do not wait behind it.
     buffer = SMALL_BUFFER_NBYTES if 8 * max(one) * latency < SMALL_BUFFER_NBYTES else 0
@@ -368,17 +452,42 @@ def measure_pair(asker: Asker, places: tuple[int, int], seconds: float, packet_n
         asker.rates(STREAMS, 0, seconds, buffer)[0],
         asker.rates(0, STREAMS, seconds, buffer)[1],
     )
+    both = asker.rates(STREAMS, STREAMS, seconds, buffer)
+    asker.settle(latency)
+    sent, lost = _lost(asker, PACED_SHARE * min(one), seconds)
+    own = [each for each in (sent_there, sent_back) if each is not None]
     return PairRates(
         a=places[0],
         b=places[1],
         latency_seconds=latency,
         one=one,
         many=(max(many[0], one[0]), max(many[1], one[1])),
-        both=asker.rates(STREAMS, STREAMS, seconds, buffer),
+        both=both,
+        sent=sent,
+        lost=lost,
+        window_share=max((each.window_share for each in own), default=None),
+        buffer_share=max((each.buffer_share for each in own), default=None),
         clock_seconds=asker.clock_seconds(),
         packet_nbytes=packet_nbytes if packets is not None else None,
         packets_pass=packets,
     )
+
+
+def _lost(asker: Asker, bytes_per_second: float, seconds: float) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Segments sent and lost in each direction by flows that leave the link more than half empty."""
+    if bytes_per_second <= 0:
+        return (0, 0), (0, 0)
+    wanted = PACED_SEGMENTS * _SEGMENT_NBYTES / bytes_per_second
+    lasts = min(max(seconds, wanted), LONGEST_PACED_SECONDS)
+    _, found = asker.flows(1, 1, lasts, bytes_per_second=bytes_per_second)
+    there, back = (each or SentSegments() for each in found)
+    return (there.sent, back.sent), (there.lost, back.lost)
+
+
+def _pace(connection: socket.socket, bytes_per_second: float) -> None:
+    if bytes_per_second:
+        rate = struct.pack("I", min(max(int(bytes_per_second), 1), _MOST_PACED))
+        connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
 
 
 def _shrink(connection: socket.socket, buffer_nbytes: int) -> None:

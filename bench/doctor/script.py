@@ -6,6 +6,7 @@ ends. Nothing else in the script is touched.
 """
 
 import itertools
+import json
 import os
 import runpy
 import subprocess
@@ -13,10 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from gradwire.bench.doctor.facts import ScriptRun
 from gradwire.topology.gdr.inputs.environment import child_environment
 
 STEPS = 12
@@ -25,19 +26,8 @@ LIMIT_SECONDS = 60.0
 """For the script to reach its last step, imports and data included; what it has by then counts."""
 
 _RECORD = "%d %s\n"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptRun:
-    """What was seen of a script on one rank."""
-
-    gradient_nbytes: int = 0
-    """Of all parameters that had a gradient, in their own type."""
-    step_seconds: float | None = None
-    """From one optimizer step to the next, the usual one; None where fewer than two were made."""
-    error: str | None = None
-    status: int = 0
-    """With which the script ended by itself, 128 + N for signal N; 0 where it was ended after its steps or its time."""
+SPLIT = ".split"
+"""Ends the name of the file beside the record, in which it says where a step's time goes."""
 
 
 def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> ScriptRun:
@@ -89,7 +79,12 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
         )
     elif status and not late:
         error = f"the script failed with status {status} after {len(rows)} optimizer steps; it said last: {last}"
+    beside = Path(f"{record}{SPLIT}")
+    split = json.loads(beside.read_text()) if beside.exists() else {}
     return ScriptRun(
+        activity=split.get("activity", {}),
+        lines=split.get("lines", {}),
+        under_way_seconds=split.get("under_way_seconds"),
         gradient_nbytes=max((int(row[0]) for row in rows), default=0),
         step_seconds=median(steps) if steps else None,
         error=error,
@@ -104,6 +99,8 @@ def main(argv: list[str]) -> None:
         argv: File for the record, script, its arguments.
     """
     from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+    from gradwire.bench.doctor.split import StepSplit  # here: the doctor reads this module without torch, too
 
     record, script, *_ = argv
     first: list[Optimizer] = []
@@ -121,11 +118,16 @@ def main(argv: list[str]) -> None:
         steps += 1
         with Path(record).open("a") as file:
             file.write(_RECORD % (sum(nbytes.values()), time.perf_counter()))
+        if steps == WARM_UP_STEPS:
+            split.begin()
+        elif steps > WARM_UP_STEPS:
+            split.write(steps - WARM_UP_STEPS)
         if steps >= STEPS:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)  # the script's own end may be hours away, and its exit handlers may wait for other ranks
 
+    split = StepSplit(Path(f"{record}{SPLIT}"))
     hook = register_optimizer_step_post_hook(after_step)
     sys.argv = argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradwire.bench.doctor.checks.steps import step_split
 from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
 
@@ -14,10 +15,12 @@ MOST_PAIRS = 15
 CODES_SHARE = 3.9
 """How many times fewer bytes than float32 int8 takes: a byte an element and a scale for each block."""
 
-TWO_NODES = (
-    "One machine was looked at. Links, the order of ranks, versions and the pace of the others need the job itself: "
-    "start the doctor as you start your script, for example on every node\n"
-    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 -m gradwire doctor"
+WORTH_CHANGING = 1.5
+"""Times that one backend must be faster than another before a word is said of it."""
+
+ON_TWO_NODES = (
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 -m gradwire doctor   "
+    "# on every node, as you start your script"
 )
 
 
@@ -50,12 +53,10 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
         say(f"Not looked at: {escape(note)}", highlight=False)
     for line in verdict(facts, found):
         say(escape(line), style="bold", highlight=False)
-    if len(nodes) == 1 and not facts.missing_ranks:
-        say(escape(TWO_NODES), highlight=False)
 
 
 def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
-    """What it comes to and what to type next, whether or not something is wrong; nothing where no link was measured.
+    """What it comes to and what to type next, whether or not something is wrong: the second line begins with `Type: `.
 
     A step in which n nodes compute for t seconds and then exchange for e, with nothing hidden, does n t / (t + e) times
     what one node does in it. Hiding the exchange behind backward makes that better, so the verdict is the cautious one.
@@ -64,9 +65,24 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
         facts: Of the job.
         found: What is wrong, ranked.
     """
-    if not facts.pairs or facts.missing_ranks:
-        return []
-    count, good = len(facts.nodes), facts.good_rate()
+    count = len(facts.nodes)
+    again = "the command that you have just typed, once more"
+    if facts.missing_ranks:
+        return [
+            "Nothing was measured: a job whose ranks do not all come does not train.",
+            f"Type: {again}, on all nodes",
+        ]
+    if count == 1:
+        first = (
+            "What is wrong is above" if found else "Nothing is wrong on this machine, as far as one machine can tell"
+        )
+        return [
+            f"{first}; links, the order of ranks and the pace of other nodes were not seen.",
+            f"Type: {ON_TWO_NODES}",
+        ]
+    if not facts.pairs:
+        return ["No link was measured: the nodes do not reach each other.", f"Type: {again}, when that is mended"]
+    good = facts.good_rate()
     exact = facts.exchange_seconds(good)
     small = exact / CODES_SHARE
     first = "Once that is mended" if found else "Nothing is broken"
@@ -82,7 +98,16 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
             f"{seconds(exact / (count - 1))}, with int8 more than {seconds(small / (count - 1))}. Below that the link "
             f"({rate(good)}) decides, and no setting mends it: fewer bytes or fewer exchanges do."
         )
-    return [line, f"Type: {predict_command(facts)}"]
+    return [f"{line}{_faster_backend(facts)}", f"Type: {predict_command(facts)}"]
+
+
+def _faster_backend(facts: JobFacts) -> str:
+    """Where torch's own backend on CPUs is far behind ours, which the table shows, and what to write."""
+    times = {each.backend: each.seconds / each.nbytes for each in facts.backends if each.seconds is not None}
+    gloo, ours = times.get("gloo"), times.get("gradwire")
+    if facts.has_gpus or gloo is None or ours is None or gloo < WORTH_CHANGING * ours:
+        return ""
+    return f' gloo took {gloo / ours:.1f} times as long as init_process_group("gradwire").'
 
 
 def compute_seconds(facts: JobFacts) -> float:
@@ -112,24 +137,36 @@ def predict_command(facts: JobFacts) -> str:
 
 def headline(facts: JobFacts) -> list[str]:
     """What the links allow, whatever is wrong besides: the gradients' size over the rate."""
+    lines = [split] if (split := _split_line(facts)) else []
     size = nbytes(facts.gradient_nbytes)
-    given = "" if facts.gradient_nbytes != DEFAULT_GRADIENT_NBYTES else " (say --gradient-mb, or --run script.py)"
+    given = "" if facts.gradient_nbytes != DEFAULT_GRADIENT_NBYTES else " (say --gradient-mb, or --script train.py)"
     step = f"; a step takes {seconds(facts.step_seconds)}" if facts.step_seconds is not None else ""
     if not facts.pairs:
-        return [f"Costs are for {size} of gradients{given}{step}."]
+        return [f"Costs are for {size} of gradients{given}{step}.", *lines]
     good = facts.good_rate()
     least = facts.exchange_seconds(good)
     lines = [
+        *lines,
         (
             f"Costs are for {size} of gradients{given}{step}. At {rate(good)} a link, the best seen or promised, "
             f"their exchange takes at least {seconds(least)} in every step."
-        )
+        ),
     ]
     if facts.step_seconds is not None and least > 0.5 * facts.step_seconds:
         lines.append(
             "That alone is more than half a step: faster links, larger batches, or fewer bytes are what helps."
         )
     return lines
+
+
+def _split_line(facts: JobFacts) -> str:
+    """`A step of your script (0.5 s): 0.3 s the backward pass, 0.1 s exchange`; empty without `--script`."""
+    parts = step_split(facts)
+    if not parts or facts.step_seconds is None:
+        return ""
+    said = ", ".join(f"{seconds(value)} {kind}" for kind, value in parts.items())
+    under = "; an exchange is under way while the main thread does other things, too" if "exchange" in parts else ""
+    return f"Where {seconds(facts.step_seconds)} of a step of your script go, on the usual rank: {said}{under}."
 
 
 def _print_one(number: int, each: Diagnosis, console: Console) -> None:

@@ -5,6 +5,12 @@ from statistics import median
 
 import torch
 
+from gradwire.bench.doctor import local
+from gradwire.bench.doctor.facts import GpuState
+
+WORK_SECONDS = 0.4
+"""How long a core's work is measured."""
+
 NUMEL = 1 << 16
 """256 kB of float32: in every core's own cache, so that the memory that cores share is not measured."""
 
@@ -54,3 +60,15 @@ def threads_seconds(fair: int, seconds: float) -> tuple[float, float]:
     finally:
         torch.set_num_threads(own)
     return median(found[own]), median(found[fair])
+
+
+def busy_gpu_states() -> tuple[GpuState, ...]:
+    """The clocks of the GPUs while this process's own one works."""
+    if torch.cuda.is_available():
+        square = torch.ones(4096, 4096, device="cuda")
+        for _ in range(50):
+            square = square @ square.clamp(max=1e-4)
+    found = local.gpu_states()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return found

@@ -25,8 +25,9 @@ from gradwire.bench.nccl_tests.checks import Case, ExactCheck, Loss, LossyCheck,
 from gradwire.bench.nccl_tests.collectives import COLLECTIVES
 from gradwire.bench.nccl_tests.options import parse, sizes
 from gradwire.bench.nccl_tests.output import BenchBlock, fresh_name, now, to_json, write_csv
-from gradwire.bench.nccl_tests.ranks import Start, World, find_start, meet, speaks
+from gradwire.bench.nccl_tests.ranks import World, meet
 from gradwire.bench.nccl_tests.rows import RowRunner, TableRow
+from gradwire.bench.nccl_tests.start import Start, find_start, speaks
 from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, complain, write_json, writing
 from gradwire.comms.config import bench_environment, launcher_variables
 

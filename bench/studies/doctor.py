@@ -173,6 +173,31 @@ def narrow_way(cluster: EmulatedCluster) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def lossy_link(cluster: EmulatedCluster) -> Iterator[None]:
+    """A node loses one in fifty of the packets that come, and TCP is reno, which takes it for congestion."""
+    for node in range(len(cluster.nodes)):
+        inside(cluster, node, "sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
+    drop = f"iptables -A INPUT -i {INTERFACE} -m statistic --mode random --probability 0.02 -j DROP"
+    inside(cluster, 1, "sh", "-c", 'PATH="$PATH:/usr/sbin:/sbin"; ' + drop)
+    yield
+
+
+@contextmanager
+def small_windows(cluster: EmulatedCluster) -> Iterator[None]:
+    """A node's kernel buffers one page for each connection."""
+    inside(cluster, 1, "sh", "-c", "echo '4096 4096 4096' > /proc/sys/net/ipv4/tcp_rmem")
+    yield
+
+
+@contextmanager
+def blocked_pair(cluster: EmulatedCluster) -> Iterator[None]:
+    """A firewall between two nodes drops what one sends to the other."""
+    drop = f"iptables -A INPUT -s {cluster.address(2)} -p tcp -j DROP"
+    inside(cluster, 1, "sh", "-c", 'PATH="$PATH:/usr/sbin:/sbin"; ' + drop)
+    yield
+
+
 OLD_VERSION = "0.0.9"
 
 
@@ -215,11 +240,22 @@ def faults(folder: Path) -> tuple[PlantedFault, ...]:
         PlantedFault(name="bad variable", key="variable", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
         PlantedFault(name="ranks on one core", key="crowded_cores", before="taskset -pc 0 $$ > /dev/null;"),
         PlantedFault(name="small packets on the way", key="mtu", plant=narrow_way),
+        PlantedFault(name="lossy link", key="packet_loss", node="node1", plant=lossy_link),
+        PlantedFault(name="small windows", key="tcp_buffers", node="node1", plant=small_windows),
+        PlantedFault(name="blocked pair", key="unreachable", plant=blocked_pair),
+        PlantedFault(name="late rank", key="", before="[ $RANK != 3 ] || sleep 35;"),
     )
 
 
-EXTRA = ("ranks on one core", "small packets on the way")
-"""Beside the ten."""
+EXTRA = (
+    "ranks on one core",
+    "small packets on the way",
+    "lossy link",
+    "small windows",
+    "blocked pair",
+    "late rank",
+)
+"""Beside the ten; nothing is wrong with a rank that comes half a minute late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +273,7 @@ class DoctorRun:
     @property
     def right(self) -> bool:
         """The fault first; on a healthy cluster nothing."""
-        if self.expected is None:
+        if self.expected is None or not self.expected.key:
             return not self.findings
         if not self.findings or self.findings[0]["key"] != self.expected.key:
             return False

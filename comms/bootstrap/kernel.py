@@ -36,6 +36,16 @@ ENDED, LISTENS, REFUSED, UNKNOWN = "ended", "listens", "refused", "unknown"
 after its end, or as a firewall does; nothing."""
 
 
+def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
+    """Hostname (or the one given), boot id, device number of /dev/shm."""
+    memory = Path("/dev/shm")
+    return (
+        hostname or socket.gethostname(),
+        BOOT_ID.read_text().strip() if BOOT_ID.exists() else "",
+        str(memory.stat().st_dev) if memory.exists() else "",
+    )
+
+
 @lru_cache(maxsize=1)
 def own_kernel() -> str:
     """The name of this boot of this host, with this process's network; empty where they cannot be told apart."""

@@ -5,15 +5,13 @@ Two ranks share a node when hostname, boot id and the device number of /dev/shm 
 nodes on one kernel are distinguished exactly where they cannot share memory.
 """
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from gradwire.comms.bootstrap.hardware import Hardware, hardware
-from gradwire.comms.bootstrap.kernel import own_kernel
+from gradwire.comms.bootstrap.kernel import host_identity, own_kernel
 from gradwire.comms.config import Config, local_rank
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
 
@@ -81,17 +79,6 @@ class Presence:
             config.nic_bytes_per_second,
             kernel=own_kernel(),
         )
-
-
-def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
-    """Hostname (or the one given), boot id, device number of /dev/shm."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    memory = Path("/dev/shm")
-    return (
-        hostname or socket.gethostname(),
-        boot.read_text().strip() if boot.exists() else "",
-        str(memory.stat().st_dev) if memory.exists() else "",
-    )
 
 
 def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:

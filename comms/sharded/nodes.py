@@ -13,7 +13,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.bootstrap.placement import host_identity
+from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.sharded.turns import TorchGroups
 from gradwire.comms.transport.groups import Transport

@@ -72,6 +72,10 @@ class Activity:
 
     def lines(self) -> dict[str, str]:
         """Kind -> the line where the thread was seen most often since the last call."""
-        found = {kind: counts.most_common(1)[0][0] for kind, counts in self._lines.items()}
+        found = self.newest_lines()
         self._lines.clear()
         return found
+
+    def newest_lines(self) -> dict[str, str]:
+        """The same, without forgetting them."""
+        return {kind: counts.most_common(1)[0][0] for kind, counts in self._lines.items()}

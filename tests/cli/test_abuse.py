@@ -34,7 +34,7 @@ NUMBERS = {
     "doctor --step-seconds": ("nan", "-1", "1e300"),
     "doctor --seconds": ("nan", "inf", "4", HUGE),
     "doctor --link": (f"{HUGE}gbit", "nan", ""),
-    "doctor --run": (LONG, "folder", f"no{EVIL}"),
+    "doctor --script": (LONG, "folder", f"no{EVIL}"),
     "emulate --nodes": ("9999999999", "0"),
     "emulate --nodes 1 --ranks-per-node": ("9999999999",),
     "emulate --nodes 1 --mtu": ("0", HUGE),
@@ -102,7 +102,7 @@ def nothing_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cluster.EmulatedCluster, "_bring_up", begun)
     monkeypatch.setattr(fork, "run_forked", begun)
     monkeypatch.setattr(bench, "fork_ranks", begun)
-    for name in ("examine_alone", "examine_job", "open_control"):
+    for name in ("examine_alone", "_job"):
         monkeypatch.setattr(doctor, name, begun)
     Path("folder").mkdir()
     for suffix in (".png", ".json", ".csv"):

@@ -63,6 +63,8 @@ def healthy(seed: int, nodes: int | None = None, times: int = 1) -> JobFacts:
             gloo_interface="eth0",
             gloo_seen=True,
             nccl_interface="eth0",
+            tcp_window_nbytes=32 << 20,
+            tcp_send_nbytes=4 << 20,
             gpus=gpus if has_gpus else (),
         )
         for node in range(count)
@@ -76,6 +78,10 @@ def healthy(seed: int, nodes: int | None = None, times: int = 1) -> JobFacts:
             one=both(rate),
             many=both(rate),
             both=both(rate),
+            sent=(4000, 4000),
+            lost=(draw.choice([0, 1]), 0),
+            window_share=draw.uniform(0.0, 0.2),
+            buffer_share=draw.uniform(0.0, 0.2),
             clock_seconds=draw.uniform(-0.05, 0.05),
             packet_nbytes=card.mtu,
             packets_pass=draw.choice([True, None]),
@@ -84,6 +90,7 @@ def healthy(seed: int, nodes: int | None = None, times: int = 1) -> JobFacts:
         for a in range(count)
         for b in range(a + 1, count)
     ]
+    exchange = 2 * (count - 1) / count * (1 << 20) / rate + 2 * (count - 1) * latency
     return JobFacts(
         ranks=tuple(ranks),
         gradient_nbytes=draw.choice([10_000_000, 100_000_000, 3_000_000_000]),
@@ -91,7 +98,7 @@ def healthy(seed: int, nodes: int | None = None, times: int = 1) -> JobFacts:
         pairs=tuple(pairs),
         own_bytes_per_second={node: 3 * rate for node in range(count)},
         work=tuple(CoreWork(rank=each.rank, per_second=noisy(4000)) for each in ranks),
-        backends=(BackendTime(backend="gloo", nbytes=1 << 20, seconds=0.1),),
+        backends=(BackendTime(backend="gloo", nbytes=1 << 20, seconds=draw.uniform(1.0, 1.3) * exchange),),
     )
 
 

@@ -82,7 +82,9 @@ def crowded_cores(facts: JobFacts) -> list[Diagnosis]:
             found.append(_crowd(facts, name, count / bound, text, _BINDING, "binding"))
         elif (effect := _effect(facts, ranks)) > CROWD_EFFECT:
             threads = sum(each.threads for each in ranks)
-            text = f"{count} ranks with {ranks[0].threads} threads each are {threads} threads on {cores:g} cores"
+            each_has = sorted({each.threads for each in ranks})
+            number = f"{each_has[0]}" if len(each_has) == 1 else f"{each_has[0]} to {each_has[-1]}"
+            text = f"{count} ranks with {number} threads each are {threads} threads on {cores:g} cores"
             found.append(_crowd(facts, name, effect, text, _threads_remedy(cores, count), "threads"))
     return _merged(found)
 

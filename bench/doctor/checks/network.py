@@ -20,6 +20,9 @@ best of three tries was never below 85 % (2-core EPYC VM, 2026-11-22)."""
 DOUBTFUL = 0.8
 """Below this a link is measured again."""
 
+DOUBTFUL_LOSS = 5e-4
+"""Above this share of lost packets, too."""
+
 ONE_OF_MANY = 0.55
 """One connection with less than this share of several is limited by itself."""
 
@@ -68,6 +71,9 @@ def doubtful_pairs(facts: JobFacts) -> list[tuple[int, int]]:
             _both_share(pair) / (1.15 * HALF_DUPLEX),
             1.0 if pair.latency_seconds < max(3 * usual, usual + ANSWER_SECONDS) else 0.5,
             0.0 if pair.packets_pass is False else 1.0,
+            0.5
+            if any(lost > 1 and lost > DOUBTFUL_LOSS * sent for lost, sent in zip(pair.lost, pair.sent, strict=True))
+            else 1.0,
         )
         if share < 1.0 and not (share < PLAIN and pair.times >= CONFIRMED):
             found.append((share, (pair.a, pair.b)))
@@ -160,23 +166,29 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> list[Diagnosis]:
     names = facts.names
     worst = min(found, key=lambda pair: min(pair.many))
     wanted = min(best[worst.a], best[worst.b])
+    shared = set.intersection(*({pair.a, pair.b} for pair in found)) if len(found) > 1 else set()
+    common = names[min(shared)] if len(shared) == 1 else None
+    partners = [names[pair.b if names[pair.a] == common else pair.a] for pair in found]
     return [
         Diagnosis(
             key="slow_path",
-            title=f"The way between {names[worst.a]} and {names[worst.b]} is slow, though both are fast with others",
+            title=f"The way between {names[worst.a]} and {names[worst.b]} is slow, though both are fast with others"
+            if common is None
+            else f"{common} is slow with {listed(partners)}, though it is fast with others",
             sure=sureness(facts, (worst.a, worst.b), wanted),
             cost_seconds=facts.exchange_seconds(min(worst.many)) - facts.exchange_seconds(wanted),
             evidence=(
                 (
-                    f"{rate(min(worst.many))} between them, {rate(wanted)} with others; {len(found)} of "
-                    f"{len(facts.pairs)} pairs are so"
+                    f"{rate(min(worst.many))} between {names[worst.a]} and {names[worst.b]}, {rate(wanted)} with "
+                    f"others; {len(found)} of {len(facts.pairs)} pairs are so"
+                    + (f", and {common} is in all of them" if common is not None and len(found) > 1 else "")
                 ),
             ),
             remedy=(
                 "put neighbours in the order of ranks behind one switch: a ring passes each slow way once",
                 f"traceroute from {names[worst.a]} to {names[worst.b]}   # where the way differs from a fast pair's",
             ),
-            nodes=(names[worst.a], names[worst.b]),
+            nodes=(names[worst.a], names[worst.b]) if common is None else (common,),
         )
     ]
 
@@ -237,7 +249,7 @@ def lost_duplex(facts: JobFacts) -> list[Diagnosis]:
     ]
     if found or not halved:
         return found
-    blamed = _in_all(halved, facts.pairs) or {node for pair in halved for node in (pair.a, pair.b)}
+    blamed = in_all(halved, facts.pairs) or {node for pair in halved for node in (pair.a, pair.b)}
     worst = min(halved, key=_both_share)
     who = listed([names[node] for node in sorted(blamed)])
     return [
@@ -271,8 +283,13 @@ def _both_share(pair: PairRates) -> float:
     return sum(pair.both) / max(sum(pair.many), 1.0)
 
 
-def _in_all(bad: list[PairRates], pairs: tuple[PairRates, ...]) -> set[int]:
-    """Nodes that are in every bad pair, and bad in every pair that was looked at twice."""
+def in_all(bad: list[PairRates], pairs: tuple[PairRates, ...]) -> set[int]:
+    """Nodes that are in every bad pair, and bad in every pair that was looked at twice.
+
+    Args:
+        bad: Some of `pairs`, one at least.
+        pairs: Of the job.
+    """
     shared = set.intersection(*({pair.a, pair.b} for pair in bad))
     keys = {(pair.a, pair.b) for pair in bad}
     return {
@@ -299,23 +316,28 @@ def far_apart(facts: JobFacts) -> list[Diagnosis]:
     if not bad:
         return []
     worst = max(bad, key=lambda pair: pair.latency_seconds)
+    near = [pair.latency_seconds for pair in facts.pairs if pair not in bad]
+    shared = set.intersection(*({pair.a, pair.b} for pair in bad)) if len(bad) > 1 else set()
+    compared = f"the usual one of the other pairs has {seconds(median(near))}" if near else "all pairs are so far apart"
+    if len(facts.pairs) == 1:
+        compared = "two machines of one data centre have less than 1 ms"
     # Each bucket passes every link of a ring twice, one message after the other.
     messages = 2 * (len(names) - 1) * max(1, -(-facts.gradient_nbytes // BUCKET_NBYTES))
     return [
         Diagnosis(
             key="far_apart",
-            title=f"{names[worst.a]} and {names[worst.b]} are far apart: {seconds(worst.latency_seconds)} one way",
+            title=f"{names[min(shared)]} is far from the other nodes: {seconds(worst.latency_seconds)} one way"
+            if len(shared) == 1 and near
+            else f"{names[worst.a]} and {names[worst.b]} are far apart: {seconds(worst.latency_seconds)} one way",
             sure=0.9,
             cost_seconds=messages * max(worst.latency_seconds - min(others, 1e-4), 0.0),
-            evidence=(
-                f"the shortest of many round trips, tried {worst.times} times; the usual pair has {seconds(usual)}",
-            ),
+            evidence=(f"the shortest of many round trips, tried {worst.times} times; {compared}",),
             remedy=(
                 "in a cloud: put all nodes into one zone and one placement group",
                 "on your own network: a firewall, VPN or overlay between them (traceroute shows it)",
                 "larger buckets wait less often: DistributedDataParallel(..., bucket_cap_mb=100)",
             ),
-            nodes=(names[worst.a], names[worst.b]),
+            nodes=(names[min(shared)],) if len(shared) == 1 and near else (names[worst.a], names[worst.b]),
         )
     ]
 

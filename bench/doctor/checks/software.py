@@ -1,6 +1,7 @@
 """Versions that differ between the ranks, ranks that are not there, backends that fail."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from gradwire.bench.doctor.checks.words import listed, verb
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
@@ -43,23 +44,56 @@ def versions(facts: JobFacts) -> list[Diagnosis]:
 
 
 def missing(facts: JobFacts) -> list[Diagnosis]:
-    """Ranks that never came."""
-    if not facts.missing_ranks:
-        return []
-    ranks = listed(facts.missing_ranks)
-    return [
-        Diagnosis(
-            key="missing_ranks",
-            title=f"Rank {ranks} did not come" if len(facts.missing_ranks) == 1 else f"Ranks {ranks} did not come",
-            sure=0.99,
-            evidence=("all other ranks reached the launcher's store and waited 30 s",),
-            remedy=(
-                "was the command started on every node, with the same MASTER_ADDR and MASTER_PORT?",
-                "a firewall: nc -zv $MASTER_ADDR $MASTER_PORT   # from the node that is missing",
-            ),
-            stops=True,
+    """Ranks that never came: those that have started, and those of which nothing was heard."""
+    slow = [rank for rank in facts.missing_ranks if rank in facts.started_ranks]
+    absent = [rank for rank in facts.missing_ranks if rank not in facts.started_ranks]
+    waited = f"all other ranks reached the launcher's store and waited {facts.waited_seconds:.0f} s"
+    found = []
+    if slow:
+        hosts = tuple(dict.fromkeys(facts.started_ranks[rank] for rank in slow))
+        found.append(
+            Diagnosis(
+                key="missing_ranks",
+                title=f"{_ranks(slow)} started on {listed(hosts)}, and did not finish importing torch",
+                sure=0.95,
+                evidence=(f"it said so before it began to import torch; {waited}",),
+                remedy=(
+                    f"on {hosts[0]}: time python -c 'import torch'   # twice: a cold network file system is slow once",
+                    "copy the Python environment to a local disk, or start from a container image",
+                ),
+                nodes=hosts,
+                stops=True,
+            )
         )
-    ]
+    if absent:
+        agents = (
+            ("torchrun's agents have met before they start ranks, so no firewall keeps that node from the first one",)
+            if facts.launcher == "torchrun"
+            else ()
+        )
+        firewall = (
+            "with the same MASTER_ADDR and MASTER_PORT? and not behind a firewall: "
+            "nc -zv $MASTER_ADDR $MASTER_PORT   # from the node that is missing"
+        )
+        found.append(
+            Diagnosis(
+                key="missing_ranks",
+                title=f"{_ranks(absent)} did not come",
+                sure=0.99,
+                evidence=(f"{waited}; nothing was heard of it", *agents),
+                remedy=(
+                    "what does the launcher's output on that node say? was the command started there?",
+                    "does its process run: ps aux | grep 'gradwire doctor'; where does it stand: py-spy dump --pid PID",
+                    *(() if agents else (firewall,)),
+                ),
+                stops=True,
+            )
+        )
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {listed(ranks)}"
 
 
 def failing_backends(facts: JobFacts) -> list[Diagnosis]:

@@ -14,6 +14,7 @@ from gradwire.bench.doctor.facts import (
     InterfaceRate,
     JobFacts,
     NetworkInterface,
+    UnreachedPair,
 )
 from support.doctor import everywhere, healthy, interface, on_node, slowed
 
@@ -56,6 +57,28 @@ def busy(facts: JobFacts, threads: int, ratio: float) -> JobFacts:
 def again(facts: JobFacts, shares: tuple[float, ...]) -> JobFacts:
     slow = {each.rank for each in facts.nodes[1]}
     return replace(facts, work=tuple(replace(each, again=shares) if each.rank in slow else each for each in facts.work))
+
+
+def lossy(facts: JobFacts, share: float) -> JobFacts:
+    """A node loses what it receives, and what TCP does about that halves its rates."""
+    slower = slowed(facts, 1, 0.4)
+    pairs = tuple(
+        replace(pair, lost=(round(4000 * share) if pair.b == 1 else 0, round(4000 * share) if pair.a == 1 else 0))
+        for pair in slower.pairs
+    )
+    return replace(slower, pairs=pairs)
+
+
+def small_windows(facts: JobFacts) -> JobFacts:
+    """Connections of one node with a window of a fifth of what is under way."""
+    good = facts.good_rate()
+    pairs = tuple(
+        replace(pair, one=(good / 5, good / 5), latency_seconds=1.5e-3, window_share=0.9, times=3)
+        if 1 in (pair.a, pair.b)
+        else replace(pair, latency_seconds=1.5e-3)
+        for pair in facts.pairs
+    )
+    return on_node(replace(facts, pairs=pairs), 1, tcp_window_nbytes=int(2 * good / 5 * 3e-3))
 
 
 DOCKER = NetworkInterface(name="docker0", kind="bridge", addresses=("172.17.0.1",))
@@ -132,6 +155,22 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
     "a variable of NCCL": ("variable", lambda facts: everywhere(facts, variables={"NCCL_P2P_DISABLE": "1"})),
     "another variable on one node": (
         "variables_differ", lambda facts: on_node(facts, 1, variables={"NCCL_MIN_NCHANNELS": "8"}),
+    ),
+    "packets lost at random": ("packet_loss", lambda facts: lossy(facts, 0.02)),
+    "a small window": ("tcp_buffers", lambda facts: small_windows(facts)),
+    "a node that some cannot reach": (
+        "unreachable",
+        lambda facts: replace(
+            facts,
+            pairs=tuple(pair for pair in facts.pairs if 1 not in (pair.a, pair.b)),
+            unreached=tuple(
+                UnreachedPair(a=pair.a, b=pair.b, error="TimeoutError") for pair in facts.pairs if 1 in (pair.a, pair.b)
+            ),
+        ),
+    ),
+    "a slow all-reduce": (
+        "slow_exchange",
+        lambda facts: replace(facts, backends=tuple(replace(e, seconds=3.0, nbytes=1024) for e in facts.backends)),
     ),
     "a missing rank": ("missing_ranks", lambda facts: replace(facts, missing_ranks=(3,))),
     "a failing backend": (
@@ -240,3 +279,68 @@ def test_a_variable_that_may_be_the_cure_is_tried_before_it_is_taken_away(name: 
     assert not any(line.startswith("unset") for line in found[0].remedy)
     assert any("short run without it" in line and f"env -u {name}" in line for line in found[0].remedy)
     assert any("wanted here" in line and ("github.com" in line or "guide" in line) for line in found[0].evidence)
+
+
+def test_the_node_that_all_bad_pairs_share_is_named() -> None:
+    """And of the others nothing is said: what loses packets is slow, but slow is not what is wrong with it."""
+    for seed in SEEDS:
+        good = healthy(seed, nodes=4, times=3)
+        assert diagnose(lossy(good, 0.02))[0].nodes == ("node1",)
+        assert diagnose(small_windows(good))[0].nodes == ("node1",)
+        far = replace(
+            good, pairs=tuple(replace(p, latency_seconds=25e-3) if 2 in (p.a, p.b) else p for p in good.pairs)
+        )
+        found = diagnose(far)
+        assert [each.nodes for each in found] == [("node2",)] and "node2 is far" in found[0].title
+        assert "25 ms" in found[0].title and "25 ms" not in found[0].evidence[0]
+        halves = replace(
+            good,
+            pairs=tuple(
+                replace(p, one=(p.one[0] / 4,) * 2, many=(p.many[0] / 4,) * 2, both=(p.both[0] / 4,) * 2)
+                if (p.a, p.b) in ((0, 1), (1, 2))
+                else p
+                for p in good.pairs
+            ),
+        )
+        slow = diagnose(halves)
+        assert [each.key for each in slow] == ["slow_path"] and slow[0].nodes == ("node1",)
+        assert "node0 and node2" in slow[0].title
+
+
+def test_loss_is_named_only_where_enough_was_lost() -> None:
+    for seed in SEEDS:
+        good = healthy(seed, nodes=2, times=3)
+        for lost, named in ((3, False), (4, True), (80, True)):
+            facts = replace(good, pairs=(replace(good.pairs[0], lost=(lost, 0), sent=(4000, 4000)),))
+            assert bool(diagnose(facts)) is named, (seed, lost)
+        assert diagnose(replace(good, pairs=(replace(good.pairs[0], lost=(80, 0), sent=(4000, 4000), times=1),))) == []
+
+
+def test_a_window_that_the_kernel_would_let_grow_is_not_blamed() -> None:
+    for seed in SEEDS:
+        facts = everywhere(small_windows(healthy(seed, nodes=4)), tcp_window_nbytes=1 << 30, tcp_send_nbytes=1 << 30)
+        assert "tcp_buffers" not in [each.key for each in diagnose(facts)]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_of_a_rank_that_is_late_it_is_said_whether_it_has_started(launcher: str) -> None:
+    facts = replace(
+        healthy(0), missing_ranks=(3, 5), started_ranks={5: "node7"}, launcher=launcher, waited_seconds=300.0
+    )
+    started, absent = sorted((e for e in diagnose(facts) if e.key == "missing_ranks"), key=lambda each: each.sure)
+    assert started.title == "Rank 5 started on node7, and did not finish importing torch" and started.nodes == (
+        "node7",
+    )
+    assert absent.title == "Rank 3 did not come" and "300 s" in absent.evidence[0]
+    said = " ".join((*absent.evidence, *absent.remedy))
+    assert ("no firewall" in said) is (launcher == "torchrun") and ("nc -zv" in said) is (launcher == "srun")
+
+
+def test_threads_that_differ_are_counted_as_they_are() -> None:
+    facts = busy(two_each(healthy(1, nodes=4)), 2, 2.0)
+    first = facts.nodes[0][0].rank
+    facts = replace(
+        facts, ranks=tuple(replace(e, threads=1, affinity=(0, 1)) if e.rank == first else e for e in facts.ranks)
+    )
+    text = " ".join(line for each in diagnose(facts) if each.key == "crowded_cores" for line in each.evidence)
+    assert "2 ranks with 1 to 2 threads each are 3 threads" in text or "2 ranks with 2 threads each are 4" in text

@@ -1,6 +1,7 @@
 """The doctor at work: on sockets, in one process, and on emulated nodes, healthy and with faults planted."""
 
 import json
+import socket
 import sys
 import threading
 from dataclasses import replace
@@ -11,18 +12,26 @@ from xml.dom import minidom
 import pytest
 import torch
 from rich.console import Console
+from torch._C._distributed_c10d import TCPStore
 
 import gradwire
-from gradwire.bench.doctor import command, control, local, network, script, show
-from gradwire.bench.doctor import examine as examine_module
+from gradwire.bench.doctor import alone, arrival, command, control, local, network, script, show
 from gradwire.bench.doctor.checks import diagnose, words
-from gradwire.bench.doctor.facts import JobFacts, NetworkInterface, RankFacts, from_record, to_record
+from gradwire.bench.doctor.facts import (
+    BackendTime,
+    JobFacts,
+    NetworkInterface,
+    RankFacts,
+    ScriptRun,
+    from_record,
+    to_record,
+)
 from gradwire.bench.doctor.picture import svg
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 from gradwire.bench.studies.doctor import inside, other_mtu
 from gradwire.cli import predict
-from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
 from gradwire.comms.config import local_rank
 from support.doctor import healthy, slowed
 from support.threads import run_ranks
@@ -79,6 +88,32 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert control.Control(HashStore(), 0, 3).arrive(timedelta(seconds=0.05)) == [1, 2]
     found = diagnose(JobFacts(ranks=(RankFacts(rank=0, host=("a", "", "")),), missing_ranks=(1, 2)))
     assert "1 and 2 did not come" in found[0].title and found[0].stops
+
+
+def test_a_rank_says_that_it_has_started_before_torch_is_there() -> None:
+    """In the words of torch's own store, which is asked by torch's own client."""
+    store = TCPStore("127.0.0.1", 0, 3, True, timedelta(seconds=20), wait_for_workers=False)
+    arrival.StartNotice("127.0.0.1", store.port, 2)
+    own = control.Control(PrefixStore(arrival.PREFIX, store), 0, 3)
+    late: list[list[int]] = []
+    assert own.arrive(timedelta(seconds=2.5), lambda missing, seconds: late.append(missing)) == [1, 2]
+    assert own.started([1, 2]) == {2: socket.gethostname()} and late[0] == [1, 2]
+
+
+def test_a_kernel_says_what_held_a_connection_back() -> None:
+    """A receiver that does not read: its window is full, and the sender's kernel says for how long."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sending = socket.create_connection(server.getsockname())
+        receiving, _ = server.accept()
+        sending.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            while True:
+                sending.send(bytes(1 << 20))
+        said = network.sent_segments(sending)
+        sending.close()
+        receiving.close()
+    assert said is not None and said.sent > 0 and said.lost == 0
+    assert 0 < max(said.window_share, said.buffer_share) <= 1.01
 
 
 def test_facts_survive_the_way_to_rank_0() -> None:
@@ -178,7 +213,28 @@ def test_the_last_lines_are_a_verdict_and_a_command_that_runs(
         assert ("times as much as one" in printed) is (step_seconds is not None)
         show.print_report(facts, diagnose(facts), Console(width=500), 30.0)
         assert capsys.readouterr().out.rstrip().endswith(lines[1])
-    assert show.verdict(replace(facts, pairs=()), []) == []
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"pairs": ()}, "do not reach each other"),
+    ({"missing_ranks": (1,)}, "do not all come"),
+])  # fmt: skip
+def test_also_a_job_that_could_not_be_measured_gets_a_verdict(change: dict[str, object], said: str) -> None:
+    facts = replace(healthy(3, nodes=2), **change)  # type: ignore[arg-type]
+    line, typed = show.verdict(facts, diagnose(facts))
+    assert said in line and typed.startswith("Type: ")
+    alone = replace(facts, ranks=tuple(facts.nodes[0]), pairs=(), missing_ranks=())
+    assert "this machine" in show.verdict(alone, [])[0] and "torchrun" in show.verdict(alone, [])[1]
+
+
+def test_a_backend_that_is_far_slower_is_named_in_the_verdict() -> None:
+    facts = replace(
+        healthy(3, nodes=2), ranks=tuple(replace(e, gpus=(), device="cpu") for e in healthy(3, nodes=2).ranks)
+    )
+    for slow, named in ((1.2, False), (1.9, True)):
+        times = {"gloo": slow, "gradwire": 1.0}
+        backends = tuple(BackendTime(backend=name, nbytes=100, seconds=value) for name, value in times.items())
+        assert ("gloo took 1.9 times" in show.verdict(replace(facts, backends=backends), [])[0]) is named
 
 
 def test_a_script_is_measured_by_its_optimizer_steps_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +259,60 @@ def test_a_script_is_measured_by_its_optimizer_steps_and_ended(tmp_path: Path, m
     assert run.gradient_nbytes == 4 * (100 * 10 + 10) and run.step_seconds is not None and run.error is None
 
 
+def test_a_scripts_step_is_split_into_what_its_main_thread_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, as the doctor runs it: a loader that takes most of each step is seen, with its line."""
+    train = tmp_path / "train.py"
+    train.write_text(
+        "import time, torch\nfrom torch.utils.data import DataLoader, Dataset\nclass Slow(Dataset):\n"
+        "    def __len__(self):\n        return 1000\n    def __getitem__(self, index):\n        time.sleep(0.05)\n"
+        "        return torch.ones(4)\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "for batch in DataLoader(Slow()):\n    model(batch).sum().backward()\n    optimizer.step()\n"
+    )
+    run = script.run_script([str(train)], None)
+    assert run.error is None and run.activity["the data loader"] > 0.03, run
+    assert run.lines["the data loader"] == "train.py:7 in __getitem__" and run.under_way_seconds is None
+
+
+def split_job(late: int, kind: str, seconds: float, everybody: float = 0.0) -> JobFacts:
+    """Four ranks on two nodes; one is busy for longer, and the others wait in the backward pass."""
+    facts = healthy(3, nodes=2)
+    ranks = tuple(replace(facts.ranks[0], rank=rank, host=(f"node{rank // 2}", "", "")) for rank in range(4))
+    runs = []
+    for rank in range(4):
+        own = seconds if rank == late else 0.0
+        activity = {"the backward pass": 0.3 - own, kind: everybody + own}
+        runs.append(
+            ScriptRun(step_seconds=0.5, activity=activity, lines={kind: "train.py:7 in load"},
+                      under_way_seconds=0.1 + seconds - own)
+        )  # fmt: skip
+    ranks = tuple(replace(each, device="cpu", gpus=()) for each in ranks)
+    return replace(facts, ranks=ranks, step_seconds=0.5, script_runs=tuple(runs), work=())
+
+
+@pytest.mark.parametrize(("kind", "word"), [("the data loader", "num_workers"), ("saving a checkpoint", "async_save")])
+def test_the_rank_that_the_others_wait_for_is_named_with_what_it_does(kind: str, word: str) -> None:
+    found = {each.key: each for each in diagnose(split_job(3, kind, 0.2))}
+    late = found["late_rank"]
+    assert late.nodes == ("node1",) and "rank 3" in late.title and late.cost_seconds == pytest.approx(0.2)
+    assert "train.py:7" in late.evidence[1] and word in late.remedy[0]
+    assert not {"slow_loader", "checkpoints"} & set(found)
+    assert not {"late_rank"} & {each.key for each in diagnose(split_job(3, kind, 0.01))}
+
+
+def test_a_loader_that_all_ranks_wait_for_and_checkpoints_in_every_step_are_named() -> None:
+    for kind, key in (("the data loader", "slow_loader"), ("saving a checkpoint", "checkpoints")):
+        found = {each.key: each for each in diagnose(split_job(3, kind, 0.0, everybody=0.2))}
+        assert key in found and found[key].cost_seconds == pytest.approx(0.2) and "late_rank" not in found
+
+
+def test_the_parts_of_a_step_are_shown() -> None:
+    facts = split_job(3, "the data loader", 0.2)
+    line = show.headline(facts)[0]
+    assert "500 ms of a step" in line and "300 ms the backward pass" in line and "200 ms waiting for late ranks" in line
+
+
 def test_a_script_that_makes_no_steps_says_what_it_said(tmp_path: Path) -> None:
     run = script.judge(tmp_path / "none", 1, False, ["Traceback", "KeyError: 'data'"])
     assert run.step_seconds is None and "KeyError: 'data'" in str(run.error) and "status 1" in str(run.error)
@@ -223,7 +333,7 @@ def test_the_status_of_a_script_that_fails_is_the_doctors(
         run = script.judge(steps, status, late, [])
         assert run.status == 0 and run.error is None
     run = script.judge(tmp_path / "none", 3, False, ["KeyError"])
-    monkeypatch.setattr(examine_module, "run_script", lambda words, variables: run)
+    monkeypatch.setattr(alone, "run_script", lambda words, variables: run)
     assert command.main(["--run", str(train)]) == 3
     said = "the script ended with status 3 after 0 optimizer steps; it said last: KeyError"
     assert said in " ".join(capsys.readouterr().out.split())

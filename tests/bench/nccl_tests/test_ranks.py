@@ -2,7 +2,8 @@
 
 import pytest
 
-from gradwire.bench.nccl_tests.ranks import RankInfo, Start, World, find_start, first_host
+from gradwire.bench.nccl_tests.ranks import RankInfo, World
+from gradwire.bench.nccl_tests.start import Start, find_start, first_host
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 

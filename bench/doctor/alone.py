@@ -1,0 +1,52 @@
+"""What one machine can say without any other: cards, cores, memory, variables, GPUDirect. torch is used if it is there.
+
+So `uvx gradwire doctor` needs nothing but Python: without torch the work of a core and of torch's threads is not
+measured, and that is said.
+"""
+
+from dataclasses import replace
+
+from gradwire.bench.doctor import local
+from gradwire.bench.doctor.checks.machine import available_cores
+from gradwire.bench.doctor.facts import CoreWork, JobFacts
+from gradwire.bench.doctor.script import run_script
+from gradwire.bench.doctor.wanted import Wanted, with_script
+
+NO_TORCH = (
+    "what torch makes of this machine (its threads, its GPUs, its versions): there is no torch in this Python; run the "
+    "doctor once more in the one that trains"
+)
+
+
+def examine_alone(wanted: Wanted) -> JobFacts:
+    """Looks at this machine only.
+
+    Args:
+        wanted: What the command line asks for.
+
+    Raises:
+        RuntimeError: `--script` was given, and there is no torch to run the script with.
+    """
+    wanted.say("looking at this machine")
+    has_torch = local.has_torch()
+    if wanted.script and not has_torch:
+        raise RuntimeError(
+            "`--script` needs torch, which is not installed in this Python: start the doctor with the Python that "
+            "trains, `python -m gradwire doctor --script ...`"
+        )
+    own = replace(local.read_rank(0, None), gdr=local.gdr_verdicts())
+    if not has_torch:
+        own = replace(own, gpus=local.gpu_states())
+        return with_script(JobFacts(ranks=(own,), notes=(NO_TORCH,)), wanted, [])
+    from gradwire.bench.doctor.work import WORK_SECONDS, busy_gpu_states, core_work, threads_seconds  # these need torch
+
+    own = replace(own, gpus=busy_gpu_states())
+    work = CoreWork(rank=0, per_second=core_work(WORK_SECONDS))
+    if own.threads > (cores := available_cores([own])):
+        slow, fair = threads_seconds(max(1, int(cores)), 0.15)
+        work = replace(work, threads_seconds=slow, fair_seconds=fair)
+    runs = []
+    if wanted.script:
+        wanted.say(f"running {wanted.script[0]}")
+        runs = [run_script(wanted.script, None)]
+    return with_script(JobFacts(ranks=(own,), work=(work,)), wanted, runs)

@@ -1,0 +1,174 @@
+"""Where a step of the user's own script goes: to a rank that comes late, a data loader, checkpoints."""
+
+from statistics import median, median_low
+
+from gradwire.bench.doctor.checks.words import seconds
+from gradwire.bench.doctor.facts import Diagnosis, JobFacts, ScriptRun
+
+LOADER, SAVING = "the data loader", "saving a checkpoint"
+"""As gradwire/comms/watch/activity.py names them; not imported, because that needs torch."""
+
+LATE_SHARE = 0.15
+"""Of a step that the others wait for a rank, before it is named."""
+LOADER_SHARE, SAVING_SHARE = 0.15, 0.1
+LEAST_SECONDS = 5e-3
+"""What is seen every 5 ms says little of less."""
+GPU_STEP_SECONDS = 1.0
+"""torch learns of the end of NCCL's collectives ten times a second: shorter steps are not split there."""
+
+
+def step_split(facts: JobFacts) -> dict[str, float]:
+    """Parts of a step -> seconds on the usual rank, the largest first; empty where no script was run.
+
+    First what its main thread does. Then, of the time in which it has an exchange under way, `exchange`: as long as the
+    rank that comes last has it; and `waiting for late ranks`: the rest. Both lie in what the main thread does, DDP's
+    in the backward pass.
+
+    Args:
+        facts: Of the job.
+    """
+    runs = _split_runs(facts)
+    if not runs:
+        return {}
+    under = sorted(range(len(runs)), key=lambda rank: runs[rank].under_way_seconds or 0.0)
+    usual, last = runs[under[len(runs) // 2]], runs[under[0]]
+    found = dict(usual.activity)
+    if usual.under_way_seconds is not None and last.under_way_seconds is not None:
+        found |= {
+            "exchange": last.under_way_seconds,
+            "waiting for late ranks": usual.under_way_seconds - last.under_way_seconds,
+        }
+    return {kind: value for kind, value in sorted(found.items(), key=lambda item: -item[1]) if value >= LEAST_SECONDS}
+
+
+def _split_runs(facts: JobFacts) -> list[ScriptRun]:
+    runs = [run for run in facts.script_runs if run.step_seconds is not None and run.activity]
+    return runs if len(runs) == len(facts.script_runs) else []
+
+
+def _kinds(runs: list[ScriptRun]) -> list[str]:
+    return sorted({kind for run in runs for kind in run.activity})
+
+
+def late_rank(facts: JobFacts) -> list[Diagnosis]:
+    """A rank that has less under way than the others: they have come, and wait for it."""
+    runs = _split_runs(facts)
+    under = [run.under_way_seconds for run in runs]
+    if len(runs) < 2 or facts.step_seconds is None or any(each is None for each in under):
+        return []
+    if facts.has_gpus and facts.step_seconds < GPU_STEP_SECONDS:
+        return []
+    times = [each or 0.0 for each in under]
+    late = min(range(len(times)), key=times.__getitem__)
+    # Of two ranks the one waits for the other; of more the usual one waits for the last.
+    waits = sorted(times)[len(times) // 2] - times[late]
+    if waits < LATE_SHARE * facts.step_seconds or waits < LEAST_SECONDS:
+        return []
+    others = [run for rank, run in enumerate(runs) if rank != late]
+    excess = {
+        kind: runs[late].activity.get(kind, 0.0) - median(run.activity.get(kind, 0.0) for run in others)
+        for kind in _kinds(runs)
+    }
+    kind = max(excess, key=excess.__getitem__)
+    busy = excess[kind] > 0.3 * waits
+    line = runs[late].lines.get(kind)
+    name = next((n for n, ranks in zip(facts.names, facts.nodes, strict=True) if late in {e.rank for e in ranks}), "?")
+    return [
+        Diagnosis(
+            key="late_rank",
+            title=f"The others wait for rank {late} on {name}, {seconds(waits)} of every step of your script",
+            sure=0.9,
+            cost_seconds=waits,
+            evidence=(
+                (
+                    f"rank {late} has an exchange under way for {seconds(times[late])} of a step, the usual rank for "
+                    f"{seconds(sorted(times)[len(times) // 2])}"
+                ),
+                *(
+                    (
+                        f"in that time it is {seconds(excess[kind])} longer than the others in {kind}"
+                        + (f", most often at {line}" if line else ""),
+                    )
+                    if busy
+                    else ()
+                ),
+            ),
+            remedy=_late_remedy(kind if busy else "", name),
+            nodes=(name,),
+        )
+    ]
+
+
+def _late_remedy(kind: str, name: str) -> tuple[str, ...]:
+    if kind == LOADER:
+        return (
+            f"the data of {name} comes slowly: DataLoader(num_workers=...), its disk, its share of the file system",
+        )
+    if kind == SAVING:
+        return ("only one rank saves, while all others wait: torch.distributed.checkpoint.async_save",)
+    return (
+        "does it compute more than the others: longer sequences, a larger last batch, an own branch `if rank == 0`?",
+        f"does its node compute slower: top, nvidia-smi on {name}; GRADWIRE_WATCH=1 names who is late over a whole run",
+    )
+
+
+def slow_loader(facts: JobFacts) -> list[Diagnosis]:
+    """The usual rank's main thread waits for its data."""
+    return _share_of_step(
+        facts,
+        LOADER,
+        LOADER_SHARE,
+        "slow_loader",
+        "Steps wait for the data loader",
+        (
+            (
+                "DataLoader(num_workers=N, persistent_workers=True, prefetch_factor=4), N up to the node's cores by "
+                "its ranks"
+            ),
+            "decoded or tokenized data on a local disk instead of a network file system",
+        ),
+    )
+
+
+def checkpoints(facts: JobFacts) -> list[Diagnosis]:
+    """Checkpoints are saved in the steps themselves, again and again."""
+    return _share_of_step(
+        facts,
+        SAVING,
+        SAVING_SHARE,
+        "checkpoints",
+        "Steps wait for checkpoints",
+        (
+            "save less often, or beside training: torch.distributed.checkpoint.async_save(state, checkpoint_id=...)",
+            "onto a local disk first",
+        ),
+    )
+
+
+def _share_of_step(
+    facts: JobFacts, kind: str, share: float, key: str, title: str, remedy: tuple[str, ...]
+) -> list[Diagnosis]:
+    runs = _split_runs(facts)
+    if not runs or facts.step_seconds is None:
+        return []
+    usual = median_low(run.activity.get(kind, 0.0) for run in runs)
+    if usual < share * facts.step_seconds or usual < LEAST_SECONDS:
+        return []
+    line = next((run.lines[kind] for run in runs if kind in run.lines), None)
+    return [
+        Diagnosis(
+            key=key,
+            title=f"{title}: {seconds(usual)} of {seconds(facts.step_seconds)}",
+            sure=0.9,
+            cost_seconds=usual,
+            evidence=(
+                f"the usual rank's main thread is in {kind} for so long"
+                + (f", most often at {line}" if line is not None else ""),
+            ),
+            remedy=remedy,
+            nodes=(),
+        )
+    ]
+
+
+CHECKS = (late_rank, slow_loader, checkpoints)

@@ -1,0 +1,247 @@
+"""What TCP itself says of a slow way: packets that are lost, windows that are too small, nodes that nobody reaches.
+
+And the last question of all: whether an all-reduce takes as long as the links that were measured allow.
+"""
+
+from gradwire.bench.doctor.checks.network import CONFIRMED, SLOW, in_all
+from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
+from gradwire.bench.doctor.facts import BackendTime, Diagnosis, JobFacts, PairRates
+
+LOST_SHARE, LOST_SEGMENTS = 1e-3, 4
+"""A way is lossy that loses so much of a flow that leaves it half empty, and so many segments at least. A wired network
+loses less than 1e-6; at 1e-3 cubic and reno fall behind from some Gbit/s on. Source: Mathis et al., "The macroscopic
+behavior of the TCP congestion avoidance algorithm", CCR 1997: rate = segment / round trip * 1.22 / sqrt(loss)."""
+
+HELD_SHARE = 0.3
+"""Of the time in which there is something to send, that in which a window or a buffer holds it back."""
+
+SLOW_EXCHANGE = 1.5
+"""An all-reduce is slow that takes so many times what the links that were measured need for it."""
+LEAST_EXTRA_SECONDS = 5e-3
+"""By less a scheduler alone may delay it."""
+
+MOST_TCP_NBYTES = 1 << 30
+USUAL_TCP_NBYTES = 6 << 20
+"""That Linux allows a receiver where nobody has set anything else. Source: tcp(7), tcp_rmem."""
+DEFAULT_TCP_NBYTES = 128 << 10
+"""With which Linux begins; a maximum below it is somebody's setting. Source: tcp(7), tcp_rmem."""
+
+
+def packet_loss(facts: JobFacts) -> list[Diagnosis]:
+    """Packets are lost on the way although it is not full."""
+    lossy = [pair for pair in facts.pairs if pair.times >= CONFIRMED and max(_lost_shares(pair)) > 0]
+    if not lossy:
+        return []
+    names = facts.names
+    blamed = in_all(lossy, facts.pairs) or {node for pair in lossy for node in (pair.a, pair.b)}
+    worst = max(lossy, key=lambda pair: max(_lost_shares(pair)))
+    shares = _lost_shares(worst)
+    a, b = (worst.a, worst.b) if shares[0] >= shares[1] else (worst.b, worst.a)
+    way = 0 if shares[0] >= shares[1] else 1
+    who = listed([names[node] for node in sorted(blamed)])
+    common = len(lossy) > 1 and len(blamed) == 1
+    slow = min(min(pair.one) for pair in lossy)
+    return [
+        Diagnosis(
+            key="packet_loss",
+            title=f"{max(shares):.2g} of the packets from {names[a]} to {names[b]} are lost"
+            if max(shares) < 0.01
+            else f"{max(shares):.1%} of the packets from {names[a]} to {names[b]} are lost",
+            sure=0.9,
+            cost_seconds=max(0.0, facts.exchange_seconds(slow) - facts.exchange_seconds(facts.good_rate())),
+            evidence=(
+                (
+                    f"{worst.lost[way]} of {worst.sent[way]} segments had to be sent again, in flows that left the "
+                    f"link more than half empty (TCP_INFO, tried {worst.times} times); one connection reached "
+                    f"{rate(slow)}"
+                ),
+                *((f"{who} is in all {len(lossy)} pairs that lose packets",) if common else ()),
+            ),
+            remedy=(
+                (
+                    f"on {who}: ethtool -S CARD | grep -iE 'err|drop|crc|discard'   # what counts up: cable, "
+                    "transceiver, or a full ring (then ethtool -G CARD rx 4096)"
+                ),
+                "the switch's counters of that port; a cable or transceiver that is changed tells it from the card",
+                (
+                    "until then: sysctl -w net.ipv4.tcp_congestion_control=bbr, where the kernel has it, loses less "
+                    "speed to loss that is no congestion (Cardwell et al., BBR, ACM Queue 2016)"
+                ),
+            ),
+            nodes=tuple(names[node] for node in sorted(blamed)),
+        )
+    ]
+
+
+def _lost_shares(pair: PairRates) -> tuple[float, float]:
+    """Lost of what was sent in each direction; 0 where that is too little to speak of."""
+    first, second = (
+        lost / sent if sent and lost >= LOST_SEGMENTS and lost / sent >= LOST_SHARE else 0.0
+        for lost, sent in zip(pair.lost, pair.sent, strict=True)
+    )
+    return first, second
+
+
+def tcp_buffers(facts: JobFacts) -> list[Diagnosis]:
+    """One connection fills its window, or its sender's buffer, and waits: they are too small for so long a way."""
+    good = facts.good_rate()
+    held = [pair for pair in facts.pairs if pair.times >= CONFIRMED and _held(facts, pair, good)]
+    if not held:
+        return []
+    names = facts.names
+    worst = min(held, key=lambda pair: min(pair.one))
+    receives = (worst.window_share or 0.0) >= (worst.buffer_share or 0.0)
+    trip = 2 * worst.latency_seconds
+    blamed = in_all(held, facts.pairs)
+    limits = [_limits(facts, node) for node in (worst.a, worst.b)]
+    wanted = min(MOST_TCP_NBYTES, max(USUAL_TCP_NBYTES, 1 << int(4 * good * trip).bit_length()))
+    share = max(worst.window_share or 0.0, worst.buffer_share or 0.0)
+    what = "receive window" if receives else "send buffer"
+    return [
+        Diagnosis(
+            key="tcp_buffers",
+            title=f"TCP's {what} is too small for the way between {names[worst.a]} and {names[worst.b]}",
+            sure=0.9,
+            cost_seconds=facts.exchange_seconds(min(worst.one)) - facts.exchange_seconds(good),
+            evidence=(
+                (
+                    f"{rate(good)} over a round trip of {seconds(trip)} is {nbytes(good * trip)} under way; one "
+                    f"connection has {nbytes(min(worst.one) * trip)} and reaches {rate(min(worst.one))}, and its "
+                    f"{what} held it back for {share:.0%} of its time (TCP_INFO)"
+                ),
+                *(
+                    f"{names[node]}: net.ipv4.tcp_rmem allows {nbytes(read)}, tcp_wmem {nbytes(write)}"
+                    for node, (read, write) in zip((worst.a, worst.b), limits, strict=True)
+                    if read and write
+                ),
+                *(
+                    (f"{listed([names[node] for node in blamed])} is in all {len(held)} pairs that are held back",)
+                    if len(blamed) == 1 and len(held) > 1
+                    else ()
+                ),
+            ),
+            remedy=(
+                (
+                    f'as root, on both: sysctl -w net.ipv4.tcp_rmem="4096 131072 {wanted}" '
+                    f'net.ipv4.tcp_wmem="4096 65536 {wanted}"   # four times what is under way; tcp(7)'
+                ),
+                (
+                    "a program that sets SO_RCVBUF or SO_SNDBUF itself is held by net.core.rmem_max and wmem_max "
+                    "instead: NCCL does so where NCCL_SOCKET_RCVBUF is set"
+                ),
+                "or several connections: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4",
+            ),
+            nodes=tuple(names[node] for node in (sorted(blamed) or (worst.a, worst.b))),
+        )
+    ]
+
+
+def _held(facts: JobFacts, pair: PairRates, good: float) -> bool:
+    if pair.packets_pass is False or min(pair.one) >= SLOW * good:
+        return False
+    if max(pair.window_share or 0.0, pair.buffer_share or 0.0) < HELD_SHARE:
+        return False
+    # Half of the buffer is window, the other half the kernel's own records. Source: tcp(7), tcp_adv_win_scale.
+    own = [limit for node in (pair.a, pair.b) for limit in _limits(facts, node) if limit]
+    return not own or min(own) < DEFAULT_TCP_NBYTES or min(own) / 2 < 2 * good * pair.latency_seconds
+
+
+def _limits(facts: JobFacts, node: int) -> tuple[int | None, int | None]:
+    first = facts.nodes[node][0]
+    return first.tcp_window_nbytes, first.tcp_send_nbytes
+
+
+def unreachable(facts: JobFacts) -> list[Diagnosis]:
+    """Pairs of nodes of which one cannot reach the other."""
+    if not facts.unreached:
+        return []
+    names = facts.names
+    failed = facts.unreached
+    shared = set.intersection(*({each.a, each.b} for each in failed)) if len(failed) > 1 else set()
+    first = failed[0]
+    who = listed([names[node] for node in sorted(shared)])
+    title = (
+        f"{who} cannot be reached by {len(failed)} of the other nodes"
+        if len(shared) == 1
+        else f"{names[first.a]} cannot reach {names[first.b]}"
+    )
+    return [
+        Diagnosis(
+            key="unreachable",
+            title=title,
+            sure=0.9,
+            evidence=tuple(f"{names[each.a]} to {names[each.b]}: {each.error}" for each in failed[:3]),
+            remedy=(
+                f"on {names[first.a]}: ip route get ADDRESS_OF_{names[first.b]}   # does it leave by the right card?",
+                (
+                    "a firewall: gloo and NCCL listen on any port; open them all between the nodes (iptables -L -n, "
+                    "nft list ruleset, a cloud's security group)"
+                ),
+            ),
+            nodes=tuple(names[node] for node in sorted(shared)) or (names[first.a], names[first.b]),
+            stops=True,
+        )
+    ]
+
+
+def slow_exchange(facts: JobFacts) -> list[Diagnosis]:
+    """The fastest all-reduce takes far longer than the links that were measured need for it."""
+    timed = [each for each in facts.backends if _best(each) is not None]
+    if not timed or len(facts.nodes) < 2 or not facts.pairs:
+        return []
+    fastest = min(timed, key=lambda each: (_best(each) or 0.0) / each.nbytes)
+    bound = exchange_bound(facts, fastest.nbytes)
+    took = _best(fastest)
+    if bound is None or took is None or took < SLOW_EXCHANGE * bound or took - bound < LEAST_EXTRA_SECONDS:
+        return []
+    size = facts.gradient_nbytes / fastest.nbytes
+    return [
+        Diagnosis(
+            key="slow_exchange",
+            title=f"An all-reduce takes {took / bound:.1f} times as long as the links need for it",
+            sure=0.7,
+            cost_seconds=(took - bound) * size,
+            evidence=(
+                (
+                    f"{fastest.backend}, the fastest: {seconds(took)} for {nbytes(fastest.nbytes)}, in the best of its "
+                    f"rounds; the links as measured, both directions at once, need {seconds(bound)}"
+                ),
+                *(
+                    f"{each.backend}: {seconds(_best(each) or 0.0)} for {nbytes(each.nbytes)}"
+                    for each in timed
+                    if each is not fastest
+                ),
+            ),
+            remedy=(
+                "during a step: top -H   # cores at 100 %: the processors are the limit, so fewer ranks or more cores",
+                "mpstat -P ALL 1   # one core full of %soft: the card's interrupts; spread them (irqbalance)",
+                "another job on the same links: run the doctor again when it has ended",
+                f"gradwire bench all_reduce -b 64K -e 64M --backend {fastest.backend}   # from which size on?",
+            ),
+        )
+    ]
+
+
+def _best(backend: BackendTime) -> float | None:
+    return backend.best_seconds if backend.best_seconds is not None else backend.seconds
+
+
+def exchange_bound(facts: JobFacts, count_nbytes: int) -> float | None:
+    """The least time of an all-reduce over the slowest link as it was measured; None where one was not.
+
+    Args:
+        facts: Of the job.
+        count_nbytes: Bytes of each rank.
+    """
+    nodes = range(len(facts.nodes))
+    both = [
+        max((sum(pair.both) / 2 for pair in facts.pairs if node in (pair.a, pair.b)), default=0.0) for node in nodes
+    ]
+    if min(both) <= 0:
+        return None
+    hops = 2 * (len(facts.nodes) - 1)
+    latency = max(pair.latency_seconds for pair in facts.pairs)
+    return facts.exchange_seconds(min(both)) * count_nbytes / facts.gradient_nbytes + hops * latency
+
+
+CHECKS = (packet_loss, tcp_buffers, unreachable, slow_exchange)

@@ -1,0 +1,82 @@
+"""Where the time of a script's steps goes on one rank: what its main thread does, how long an exchange is under way.
+
+Runs in the script's own process, in a thread that looks now and then, as `gradwire.watch()` does.
+"""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from gradwire.comms.config import flight_recorder_size, set_flight_recorder_size
+from gradwire.comms.watch.activity import Activity
+from gradwire.comms.watch.flight import FlightReader
+from gradwire.comms.watch.rank import RankLog
+
+LOOK_SECONDS = 5e-3
+KEPT_COLLECTIVES = 2000
+
+
+class StepSplit:
+    """Looks at this process's main thread and at its collectives.
+
+    Args:
+        file: Where it is written what was seen, for the doctor.
+    """
+
+    def __init__(self, file: Path) -> None:
+        if not flight_recorder_size():
+            set_flight_recorder_size(KEPT_COLLECTIVES)
+        self._file = file
+        self._activity = Activity(threading.main_thread().ident or 0)
+        self._flight = FlightReader()
+        self._log = RankLog()
+        self._lock = threading.Lock()
+        self._last = time.monotonic()
+        self._first: tuple[dict[str, float], float] | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            with self._lock:
+                self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if dist.is_initialized():
+            self._log.note(now, self._flight.progress())
+        if threading.current_thread() is not threading.main_thread():
+            self._activity.sample(now - self._last)
+            self._last = now
+
+    def begin(self) -> None:
+        """From here on what is seen counts; called by the main thread at the end of a step."""
+        with self._lock:
+            self._look()
+            self._first = dict(self._activity.seconds), self._under_way()
+
+    def write(self, steps: int) -> None:
+        """Writes what a step took since `begin`.
+
+        Args:
+            steps: That were made since then; one at least.
+        """
+        if self._first is None:
+            return
+        with self._lock:
+            self._look()
+            before, waited = self._first
+            found = {
+                "activity": {
+                    kind: (seconds - before.get(kind, 0.0)) / steps for kind, seconds in self._activity.seconds.items()
+                },
+                "under_way_seconds": (self._under_way() - waited) / steps if self._flight.members else None,
+                "lines": self._activity.newest_lines(),
+            }
+        self._file.write_text(json.dumps(found))
+
+    def _under_way(self) -> float:
+        return sum(state.waited_seconds for _, state in self._log.states())

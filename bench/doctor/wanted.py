@@ -1,0 +1,47 @@
+"""What the command line asks of the doctor, and what its examinations leave behind; needs no torch."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, JobFacts, ScriptRun
+
+left_behind: list[threading.Thread] = []
+"""Threads that still try to connect: the process must end without them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the command line asks for."""
+
+    gradient_nbytes: int | None = None
+    step_seconds: float | None = None
+    link_bytes_per_second: float | None = None
+    script: tuple[str, ...] = ()
+    seconds: float = 45.0
+    """For everything; the user's script comes on top."""
+    say: Callable[[str], None] = field(default=lambda text: None)
+    """Called with what is being done."""
+
+
+def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> JobFacts:
+    """With the user's own figures: those of the command line, then those of their script, then the usual ones.
+
+    Args:
+        facts: Of the job.
+        wanted: What the command line says.
+        runs: Of the script, by rank; empty where none was run.
+    """
+    nbytes = max((run.gradient_nbytes for run in runs), default=0)
+    steps = [run.step_seconds for run in runs if run.step_seconds is not None]
+    failed = [run for run in runs if run.status]
+    errors = tuple(f"`--script`: {run.error}" for run in failed[:1] or runs[:1] if run.error)
+    return replace(
+        facts,
+        gradient_nbytes=wanted.gradient_nbytes or nbytes or DEFAULT_GRADIENT_NBYTES,
+        step_seconds=wanted.step_seconds if wanted.step_seconds is not None else max(steps, default=None),
+        link_bytes_per_second=wanted.link_bytes_per_second,
+        script_runs=tuple(runs),
+        notes=(*facts.notes, *errors),
+        script_status=failed[0].status if failed else 0,
+    )
