@@ -75,7 +75,19 @@ def nic_name(nic: Nic) -> str:
     Args:
         nic: The card.
     """
-    return "+".join(dict.fromkeys(port.name for port in nic.ports)) or nic.bus or nic.key
+    names = list(dict.fromkeys(port.name for port in nic.ports))
+    return _in_series(names) or "+".join(names) or nic.bus or nic.key
+
+
+def _in_series(names: list[str]) -> str:
+    """`mlx5_0-3` for four names that count up, nothing for others, or for fewer than three."""
+    found = [re.fullmatch(r"(.*?)(\d{1,4})", name) for name in names]
+    if len(names) < 3 or any(match is None for match in found):
+        return ""
+    numbers = [int(match[2]) for match in found if match is not None]
+    alike = len({match[1] for match in found if match is not None}) == 1
+    first = numbers[0]
+    return f"{names[0]}-{numbers[-1]}" if alike and numbers == list(range(first, first + len(names))) else ""
 
 
 def vendor_name(vendor: int | None) -> str:

@@ -384,7 +384,8 @@ class Asker:
         self._hear()
         received, sent = flow(sends, receives, seconds)
         heard = self._hear()
-        theirs = SentSegments(**heard["sent"]) if isinstance(heard.get("sent"), dict) else None
+        said = heard.get("sent")
+        theirs = SentSegments(**said) if isinstance(said, dict) else None
         return (float(str(heard["rate"])), received), (sent, theirs)
 
     def packets_pass(self, packet_nbytes: int) -> bool | None:

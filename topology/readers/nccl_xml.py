@@ -77,10 +77,14 @@ class _Reading:
     def name(self, key: str, element: Element) -> str:
         """Returns `key` after making sure that nothing else has it."""
         if key in self.lines:
+            # Files of two hosts in one repeat their CPUs, which stand above everything else.
+            why = (
+                "if these are two hosts, give the file of one, or set host_hash on every <cpu>"
+                if element.tag == "cpu"
+                else "a host has each bus id once: one of the two is a slip, as in files that were put together by hand"
+            )
             raise TopologyError(
-                f"<{element.tag}> {key} was already given on line {self.lines[key]}; if these are two hosts, "
-                "give the file of one, or set host_hash on every <cpu>",
-                line=element.line,
+                f"<{element.tag}> {key} was already given on line {self.lines[key]}; {why}", line=element.line
             )
         self.lines[key] = element.line
         return key

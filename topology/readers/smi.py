@@ -410,6 +410,26 @@ def _shows_nvlink(text: str) -> bool:
     return re.search(r"\bNV([0-9]+|#)", text) is not None
 
 
+_GRACE_GPUS, _GRACE_LINKS = 4, 6
+"""At most so many GPUs of a host of Grace, and at least so many NVLinks of each pair. Source: NVIDIA, GB200 NVL72 and
+GH200 reference designs: 4 GPUs of 18 links a compute tray; NVL4: 6 links between two of four."""
+
+
+def _may_be_grace(matrix: _Matrix, gpus: Sequence[str]) -> bool:
+    """Whether a matrix without the column GPU NUMA ID looks like one of Grace: far from every card, near to each other.
+
+    An A100 or H100 board has its cards at PIX or PXB of some GPU at least; PCIe boxes have few NVLinks or none.
+    """
+    cards = [name for name in matrix.columns if name not in gpus]
+    if "GPU NUMA ID" in matrix.tail or not cards or not 2 <= len(gpus) <= _GRACE_GPUS:
+        return False
+    cells = {(a, b): one or other for a, b, one, other in _pairs(matrix)}
+    to_cards = {cell for (a, b), cell in cells.items() if (a in gpus) != (b in gpus)}
+    links = [re.fullmatch(r"NV(\d+)", cell or "") for (a, b), cell in cells.items() if a in gpus and b in gpus]
+    counts = [int(match[1]) for match in links if match is not None]
+    return to_cards <= {"SYS", "NODE"} and len(counts) == len(links) and min(counts) >= _GRACE_LINKS
+
+
 def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect], others: int) -> list[str]:
     """Returns what this text cannot show."""
     notes = ["The matrix shows only cards with verbs: Slingshot (cxi) and EFA cards are invisible to nvidia-smi."]
@@ -423,6 +443,13 @@ def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect], others: int) -
             "The GPUs' memory is NUMA nodes of its own (GPU NUMA ID), coherent with the CPU over a chip-to-chip link. "
             "nvidia-smi then prints SYS even for a card of the same CPU, so SYS is unknown here. NCCL reaches a card "
             "of the GPU's own CPU at P2C, with GPUDirect RDMA by default from 2.27 on: see NCCL_TOPO_DUMP_FILE."
+        )
+    elif _may_be_grace(matrix, gpus):
+        notes.append(
+            "All cards are SYS or NODE from GPUs that have many NVLinks. If these are Grace superchips (GH200, GB200), "
+            "whose matrix has no column GPU NUMA ID in some drivers, SYS says nothing here: each GPU reaches its own "
+            "CPU's cards over C2C, P2C in NCCL's words, with GPUDirect RDMA by default from 2.27 on. gradwire "
+            "gdr-check on the machine, or NCCL_TOPO_DUMP_FILE, tells."
         )
     words = {cell for row in matrix.rows.values() for cell in row if _is_unknown_word(cell)}
     if words:

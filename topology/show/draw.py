@@ -55,7 +55,7 @@ def summary(machine: Machine) -> str:
         machine: The machine.
     """
     counts = [
-        (len(machine.cpus), "NUMA node"),
+        (sum(cpu.numa is not None for cpu in machine.cpus), "NUMA node"),
         (len(machine.gpus), "GPU"),
         (len(machine.nics), "NIC"),
         (len(machine.nvswitches), "NVSwitch"),

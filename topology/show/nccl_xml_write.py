@@ -152,7 +152,11 @@ class _Writer:
         ]
 
     def _gpu(self, gpu: Gpu, depth: int) -> None:
-        """Writes a card: one GPU, or all the parts it shows itself as."""
+        """Writes a card: one GPU, or all the parts it shows itself as.
+
+        Without its <gpu> where nobody knows of NVLink: one without <nvlink> would say that there is none, and NCCL adds
+        it where it runs.
+        """
         self._line(depth, _open("pci", self._pci(gpu, gpu.bus or "", AMD_GPU_CLASS if self.amd else GPU_CLASS)))
         parts = [gpu] if gpu.part is None else [one for one in self.machine.gpus if one.bus == gpu.bus]
         for part in parts:
@@ -165,7 +169,7 @@ class _Writer:
                 ("gdr", _flag(part.gdr)),
                 ("mlopart", part.part),
             ]
-            if links or any(value is not None for _, value in facts):
+            if links or (self.machine.links_known and any(value is not None for _, value in facts)):
                 self._line(depth + 1, _open("gpu", facts))
                 for link in links:
                     self._line(depth + 2, self._gpu_link(part, link, len(parts)))

@@ -13,7 +13,6 @@ from gradwire.topology.show.draw import summary, title
 from gradwire.topology.show.svg_layout import (
     CPU_GAP,
     FABRIC_WIDTH,
-    LANE_WIDTH,
     MARGIN,
     Box,
     Bracket,
@@ -155,6 +154,8 @@ def _device_text(box: Box) -> Iterator[str]:
     shorter = about.rpartition(" ")[0]  # the rate without the link layer rather than a word that is cut
     if box.kind == "nic" and len(about) * GLYPH * 11 > room and shorter.endswith("/s"):
         about = shorter
+    if box.kind == "nic" and len(about) * GLYPH * 11 > room and bus:  # its rate rather than where it is
+        bus, room = "", box.width - start - 8
     if about and room > GLYPH * 11 * 3:
         yield _text(box.x + start, y, _fit(about, room, 11), 11)
     if bus:
@@ -178,7 +179,7 @@ def _stacked_text(box: Box) -> Iterator[str]:
 def _bracket(bracket: Bracket, plan: Drawing) -> Iterator[str]:
     """Yields a vertical line with a tick to every device that belongs to it, and its path."""
     colour, dash = (GDR, "") if bracket.good else (FAR, "6 4")
-    x = plan.lanes_x + 24 + bracket.lane * LANE_WIDTH
+    x = plan.lanes_x + 24 + bracket.lane * plan.lane_width
     ticks = [plan.boxes[key].middle - 6 for key in bracket.gpus] + [plan.boxes[key].middle for key in bracket.nics]
     top, bottom = min(ticks), max(ticks)
     dashed = f' stroke-dasharray="{dash}"' if dash else ""

@@ -34,6 +34,8 @@ CPU_WIDTH, SWITCH_WIDTH, DEVICE_WIDTH, LINK_WIDTH = 128, 92, 290, 64
 """The last is the space for a link and its rate."""
 LANE_WIDTH, FABRIC_WIDTH, NVSWITCH_WIDTH = 46, 26, 104
 NARROWEST = 760
+WIDEST_LANES, NARROWEST_LANE = 460, 4
+"""The brackets have so much room; where there are many they move together, down to the second figure."""
 
 BoxKind = Literal["cpu", "switch", "gpu", "nic", "nvswitch", "nowhere"]
 
@@ -98,6 +100,8 @@ class Drawing:
     nvswitches: list[Box] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     brackets: list[Bracket] = field(default_factory=list)
+    lane_width: float = LANE_WIDTH
+    """From one bracket to the next."""
     lanes_x: float = 0
     """Right edge of the devices, where the brackets begin."""
     fabric_x: float = 0
@@ -243,9 +247,24 @@ class _Placer:
     def _rate(self, key: str) -> str:
         """Returns what is written at the link above a device or switch."""
         pcie = (self.leaves.get(key) or self.switches[key]).pcie
-        if pcie is None:
+        if pcie is None or self._is_inside_a_chip(key):
             return ""
         return "virtual" if pcie.virtual else gigabytes(pcie_bytes_per_second(pcie))
+
+    def _is_inside_a_chip(self, key: str) -> bool:
+        """Whether the link above a switch leads to another part of the same chip, and states a rate that no data meets.
+
+        Source: NCCL src/graph/topo.cc (ncclTopoFlattenBcmSwitches): the parts of a Broadcom PEX are one switch, though
+        they show themselves as several with a link of 2.5 GT/s x1 between them.
+        """
+        switch = self.switches.get(key)
+        above = self.switches.get(switch.parent or "") if switch is not None else None
+        if switch is None or above is None or switch.vendor is None or switch.vendor != above.vendor:
+            return False
+        below = [(self.leaves.get(child) or self.switches[child]).pcie for child in self.below.get(key, ())]
+        rates = [rate for pcie in below if pcie is not None and (rate := pcie_bytes_per_second(pcie)) is not None]
+        own = None if switch.pcie is None else pcie_bytes_per_second(switch.pcie)
+        return own is not None and own < 0.1 * max(rates, default=0.0)
 
     def _leaf(self, key: str) -> Box:
         """Places a GPU or NIC in its row."""
@@ -286,7 +305,8 @@ class _Placer:
         plan.lanes_x = self.devices_x + DEVICE_WIDTH
         plan.brackets = self._in_lanes(brackets(self.labels))
         lanes = max((bracket.lane + 1 for bracket in plan.brackets), default=0)
-        plan.fabric_x = plan.lanes_x + 14 + lanes * LANE_WIDTH
+        plan.lane_width = max(NARROWEST_LANE, min(LANE_WIDTH, WIDEST_LANES / max(lanes, 1)))
+        plan.fabric_x = plan.lanes_x + 14 + lanes * plan.lane_width
         linked = [plan.boxes[gpu.key] for gpu in self.machine.gpus if self.labels.bundles[gpu.key]]
         x = plan.fabric_x + (FABRIC_WIDTH + 34 if linked else 12)
         boxes = linked or [plan.boxes[gpu.key] for gpu in self.machine.gpus] or list(plan.boxes.values())

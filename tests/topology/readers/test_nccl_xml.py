@@ -9,7 +9,7 @@ from gradwire.topology.graph import Machine
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.presets import cpu_only, dgx_a100
 from gradwire.topology.readers import nccl_xml, xml_tree
-from gradwire.topology.show import nccl_xml_write
+from gradwire.topology.show import draw, nccl_xml_write
 from gradwire.topology.show.json_form import to_object
 
 GPU = '<pci busid="0000:01:00.0" class="0x030200"><gpu dev="0" sm="80">{}</gpu></pci>'
@@ -282,3 +282,30 @@ def test_names_cannot_break_out_of_an_attribute() -> None:
 
 def test_versions_that_nobody_reads_are_noted() -> None:
     assert any("version" in note for note in nccl_xml.read('<system version="7"/>').notes)
+
+
+TWICE = """<system version="1"><cpu numaid="{numa}">
+<pci busid="0000:01:00.0" class="0x060400"><pci busid="0000:05:00.0" class="0x030200"/></pci>
+<pci busid="0000:02:00.0" class="0x060400"><pci busid="{again}" class="0x030200"/></pci></cpu></system>"""
+
+
+def test_a_bus_id_on_two_switches_of_one_host_is_not_two_hosts() -> None:
+    with pytest.raises(TopologyError, match=r"0000:05:00.0 was already given on line 2; a host has each bus id once"):
+        nccl_xml.read(TWICE.format(numa=0, again="0000:05:00.0"))
+    with pytest.raises(TopologyError, match=r"if these are two hosts"):
+        nccl_xml.read('<system version="1"><cpu numaid="0"/><cpu numaid="0"/></system>')
+
+
+def test_an_unknown_numa_node_is_not_counted_as_one() -> None:
+    assert "NUMA" not in draw.summary(nccl_xml.read(TWICE.format(numa=-1, again="0000:06:00.0")))
+    assert "1 NUMA node ·" in draw.summary(nccl_xml.read(TWICE.format(numa=0, again="0000:06:00.0")))
+
+
+def test_nvlink_that_is_not_known_comes_back_as_not_known() -> None:
+    """From a listing of PCI functions, which know nothing of it, out to NCCL's file and in again."""
+    machine = nccl_xml.read(TWICE.format(numa=0, again="0000:06:00.0"))
+    machine = replace(machine, gpus=tuple(replace(gpu, index=n, gdr=True) for n, gpu in enumerate(machine.gpus)))
+    assert not machine.links_known
+    assert not nccl_xml.read(nccl_xml_write.write(machine)).links_known
+    known = replace(machine, links_known=True)
+    assert nccl_xml.read(nccl_xml_write.write(known)).links_known

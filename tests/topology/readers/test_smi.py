@@ -265,3 +265,19 @@ def test_the_topology_of_rocm_smi() -> None:
     assert machine.defects == () and machine.sources == ("rocm-smi --showtopo",)
     (note,) = Labels(machine).link_notes()
     assert note.startswith("GPU2 has no xGMI link where 2 others have 1: ")
+
+
+WITHOUT_COLUMN = GRACE.replace("\tGPU NUMA ID", "").replace("\t\t2\n", "\n").replace("\t\t10\n", "\n")
+
+
+@pytest.mark.parametrize(("text", "doubted"), [
+    (WITHOUT_COLUMN, True),
+    (WITHOUT_COLUMN.replace("SYS", "NODE"), True),
+    (WITHOUT_COLUMN.replace("NV18", "NV4"), False),
+    (WITHOUT_COLUMN.replace("NV18\tSYS\tSYS\t0-71", "NV18\tPIX\tSYS\t0-71"), False),
+    (GRACE, False),
+])  # fmt: skip
+def test_a_matrix_that_may_be_of_grace_says_that_sys_may_mean_nothing(text: str, doubted: bool) -> None:
+    notes = " ".join(smi.read(text).notes)
+    assert ("If these are Grace superchips" in notes) is doubted
+    assert ("over C2C" in notes) is doubted

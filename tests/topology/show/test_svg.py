@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from gradwire.topology.bandwidth import pcie_bytes_per_second
 from gradwire.topology.graph import DeviceLink, Gpu, Machine, Nic, PcieLink
-from gradwire.topology.labels import Labels, gigabits, gigabytes
+from gradwire.topology.labels import Labels, gigabits, gigabytes, nic_name
 from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, p4d, pcie_box
 from gradwire.topology.readers import smi
 from gradwire.topology.show.svg import FAR, GDR, svg
@@ -180,3 +181,55 @@ def test_a_machine_is_called_by_its_name_its_model_or_its_file() -> None:
 )  # fmt: skip
 def test_rates_are_written_as_people_write_them(rate: float, words: str) -> None:
     assert (gigabits(rate), gigabytes(rate)) == (f"{words}bit/s", f"{words}B/s")
+
+
+def shared_by_far_gpus(pairs: int) -> Machine:
+    """GPUs of which each shares its card with one that is far down the page: no two brackets fit one lane."""
+    names = [f"GPU{i}" for i in range(2 * pairs)] + [f"mlx5_{i}" for i in range(pairs)]
+
+    def cell(a: str, b: str) -> str:
+        numbers = [int(re.sub(r"\D", "", name.removeprefix("mlx5_"))) % pairs for name in (a, b)]
+        return "X" if a == b else "PXB" if a[0] != b[0] and numbers[0] == numbers[1] else "SYS"
+
+    rows = ["\t".join([a, *(cell(a, b) for b in names), "0-103", "0"]) for a in names]
+    return smi.read("\n".join(["\t".join(["", *names, "CPU Affinity", "NUMA Affinity"]), *rows]))
+
+
+@pytest.mark.parametrize("pairs", [8, 16, 40])
+def test_many_brackets_move_together_and_the_page_stays_as_wide(pairs: int) -> None:
+    machine = shared_by_far_gpus(pairs)
+    plan = layout(Labels(machine))
+    assert max(bracket.lane for bracket in plan.brackets) == pairs - 1
+    assert plan.width <= PAGE_WIDTH
+    drawn = ElementTree.fromstring(svg(machine))
+    assert float(drawn.attrib["width"]) <= max(PAGE_WIDTH, 2 * 24 + 70 + 42 * len(machine.gpus))
+
+
+@pytest.mark.parametrize(("names", "shown"), [
+    (["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"], "mlx5_0-3"),
+    (["mlx5_0", "mlx5_2", "mlx5_3"], "mlx5_0+mlx5_2+mlx5_3"),
+    (["mlx5_0", "mlx5_1"], "mlx5_0+mlx5_1"),
+    (["ens1f0np0", "ens1f1np1", "ens1f2np2"], "ens1f0np0+ens1f1np1+ens1f2np2"),
+])  # fmt: skip
+def test_ports_of_one_function_keep_their_rate_in_the_picture(names: list[str], shown: str) -> None:
+    box = pcie_box(2)
+    port = replace(box.nics[0].ports[0], link_layer="InfiniBand", bits_per_second=100e9, active=True)
+    card = replace(box.nics[0], bus="0001:c1:00.0", ports=tuple(replace(port, name=name) for name in names))
+    machine = replace(box, nics=(card,))
+    texts = [element.text or "" for element in ElementTree.fromstring(svg(machine)).iter(f"{SVG}text")]
+    assert nic_name(card) == shown
+    assert any(f"{100 * len(names)} Gbit/s" in text for text in texts), texts
+
+
+def test_a_link_inside_a_switch_chip_has_no_rate_that_leads_the_eye() -> None:
+    """The parts of one PEX show a link of 2.5 GT/s x1 between them, which no data meets."""
+    machine = dgx_a100()
+    inner = PcieLink(gigatransfers_per_second=2.5, lanes=1)
+    below = {switch.key for switch in machine.switches if switch.parent in {each.key for each in machine.switches}}
+    for vendor, shown in ((0x1000, False), (None, True)):
+        switches = tuple(
+            replace(switch, vendor=vendor, pcie=inner) if switch.key in below else replace(switch, vendor=vendor)
+            for switch in machine.switches
+        )
+        drawn = svg(replace(machine, switches=switches))
+        assert (f">{gigabytes(pcie_bytes_per_second(inner))}<" in drawn) is shown
