@@ -1,5 +1,10 @@
 """What travelled: calls, bytes and seconds of every phase on every level, and the plan with its reason."""
 
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gradwire.comms.execute import PhaseTotals
@@ -52,6 +57,41 @@ class Straggler:
             f"{who} computes late: {duration(self.seconds)} behind the others since step {self.since_step}, from"
             f"{where} on ({took})"
         )
+
+
+def wrapped(text: str) -> str:
+    """Text with lines as long as the terminal that reads it is wide; in a file or a pipe each stays in one piece.
+
+    Args:
+        text: Of several lines; what continues one is indented.
+    """
+    if sys.stdout is None or not sys.stdout.isatty():
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        if len(line) > width and not line.startswith(" ")
+        else line
+        for line in text.splitlines()
+    )
+
+
+def said_once(paragraphs: Sequence[str]) -> list[str]:
+    """Paragraphs without the sentences that an earlier one has had.
+
+    Args:
+        paragraphs: Each begins with what is its own.
+    """
+    seen: set[str] = set()
+    found = []
+    for paragraph in paragraphs:
+        first, *others = _SENTENCES.split(paragraph)
+        found.append(" ".join([first, *(each for each in others if each not in seen)]))
+        seen.update(others)
+    return found
+
+
+_SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z(])")
 
 
 def bucket_words(index: int, parameters: tuple[str, ...]) -> str:
@@ -219,7 +259,7 @@ class Report:
         head = [
             f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps",
             *self.links,
-            *self.plans,
+            *said_once(self.plans),
             *([str(self.choices)] if self.choices is not None else []),
             *(f"waited for: {each}" for each in self.stragglers),
             *([f"last stall: {self.stall}"] if self.stall else []),
@@ -233,7 +273,7 @@ class Report:
             f"{row.wire_nbytes / 1e6:>10.3f} {row.seconds:>9.3f}"
             for row in self.rows
         ]
-        return "\n".join(head + body)
+        return wrapped("\n".join(head + body))
 
 
 def _label(text: str) -> str:

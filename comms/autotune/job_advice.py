@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gradwire.comms.autotune.stepwatch import Observed
-from gradwire.comms.plan.advise import Advice, Workload, advise
+from gradwire.comms.plan.advise import Advice, Workload, advise, ms
 from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, measured_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import presumed
+from gradwire.comms.report import wrapped
 from gradwire.compressors import registry
 from gradwire.topology.cluster import Cluster
 
@@ -35,10 +36,13 @@ class JobAdvice:
     assumed: str = ""
 
     def __str__(self) -> str:
+        return wrapped(self._text())
+
+    def _text(self) -> str:
         seen, verdict = self.observed, self.advice.recommend
         step = (
-            f"a whole step takes {seen.step_seconds * 1e3:.3g} ms, {seen.exposed_seconds * 1e3:.3g} ms of it waiting "
-            f"for communication; without any it would take {self.headroom_seconds * 1e3:.3g} ms\n"
+            f"a whole step takes {ms(seen.step_seconds)} ms, {ms(seen.exposed_seconds)} ms of it waiting "
+            f"for communication; without any it would take {ms(self.headroom_seconds)} ms\n"
         )
         if self.assumed:
             return (
@@ -50,8 +54,8 @@ class JobAdvice:
                         key=lambda offer: offer.step_seconds)  # fmt: skip
             share = exact.step_seconds / self.accumulate
             step += (
-                f"with {self.accumulate} times as many micro-batches a step: {exact.step_seconds * 1e3:.3g} ms without "
-                f"compression, {share * 1e3:.3g} ms for what is a step now\n"
+                f"with {self.accumulate} times as many micro-batches a step: {ms(exact.step_seconds)} ms without "
+                f"compression, {ms(share)} ms for what is a step now\n"
             )
         return f"{step}recommended: plan {verdict.plan}, compressor {verdict.compressor}. {verdict.why}"
 
@@ -79,6 +83,7 @@ def advise_job(
         optimizer,
         accumulate,
         micro_seconds=observed.headroom_seconds,
+        rest_seconds=max(0.0, observed.headroom_seconds - observed.backward_seconds),
     )
     return JobAdvice(
         advise(cluster, workload, prices(len(cluster.nodes), library), library=library),

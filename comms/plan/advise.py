@@ -79,6 +79,7 @@ class Workload:
         optimizer: `sgd`, `adam`, ...: some compressors require one.
         accumulate: Micro-batches of a step. All but the last send nothing (`no_sync`), and nothing hides behind them.
         micro_seconds: How long each of those takes; 0: as long as a backward pass.
+        rest_seconds: Of a step besides backward passes and communication: forward, data, the optimizer.
     """
 
     gradient_nbytes: int
@@ -87,6 +88,7 @@ class Workload:
     optimizer: str = "sgd"
     accumulate: int = 1
     micro_seconds: float = 0.0
+    rest_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -107,8 +109,8 @@ class Offer:
         plan: For the whole gradient in one bucket.
         compressor: `none` or a compressor's name.
         seconds: Predicted time of an all-reduce of the whole gradient.
-        step_seconds: From the start of the backward pass to the last gradient; of the first micro-batch's where a step
-            accumulates several.
+        step_seconds: From the start of the backward pass to the last gradient, of the first micro-batch's where a step
+            accumulates several; and the rest of the step, where that is known.
         exposed_seconds: What communication adds to the backward pass.
         hidden: Communication all but disappears behind the backward pass.
         limit: What limits it, in words.
@@ -217,7 +219,7 @@ def _offer(
         whole,
         price.name,
         whole.seconds,
-        workload.silent_seconds + last,
+        workload.silent_seconds + workload.rest_seconds + last,
         exposed,
         _is_hidden(exposed, workload, by_size[sizes[-1]] if sizes else whole),
         _limit(whole, cluster),
@@ -302,8 +304,8 @@ def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload, clus
         return "Do not compress: there is one rank, so nothing travels."
     text = f"Do not compress: {_spent(exact, workload)}"
     if rival.compressor != "none":
-        saved = (exact.step_seconds - rival.step_seconds) * 1e3
-        text += f" {rival.compressor} would save {max(saved, 0.0):.3g} ms, less than {WORTHWHILE:.0%} of the step."
+        saved = exact.step_seconds - rival.step_seconds
+        text += f" {rival.compressor} would save {ms(max(saved, 0.0))} ms, less than {WORTHWHILE:.0%} of the step."
     elif exact.hidden:
         text += " A compressor can save nothing more."
     else:
@@ -315,29 +317,40 @@ def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload, clus
         gain = MINIMUM_GAIN if cluster.fabric is None else NCCL_MINIMUM_GAIN
         return f"{text} The flat plan{how}: no hierarchy is predicted to be more than {gain:.0%} faster."
     gain = flat.seconds / exact.seconds
-    return f"{text} {exact.plan.name} is {gain:.2f}x faster than flat ({flat.seconds * 1e3:.3g} ms)."
+    return f"{text} {exact.plan.name} is {gain:.2f}x faster than flat ({ms(flat.seconds)} ms)."
 
 
 def _why_lossy(chosen: Offer, exact: Offer, workload: Workload) -> str:
     known = workload.backward_seconds > 0
-    what = "step" if known else "communication (how long backward takes was not given)"
+    what = (
+        ("whole step" if workload.rest_seconds else "step")
+        if known
+        else "communication (how long backward takes was not given)"
+    )
     among = (
         f"within {WORTHWHILE:.0%} of the fastest" if known else f"that save {MOST_OF_IT:.0%} of what the fastest saves"
     )
     return (
-        f"{chosen.compressor} shortens the {what} from {exact.step_seconds * 1e3:.3g} to "
-        f"{chosen.step_seconds * 1e3:.3g} ms, {exact.step_seconds / chosen.step_seconds:.2f}x, because the exact "
+        f"{chosen.compressor} shortens the {what} from {ms(exact.step_seconds)} to "
+        f"{ms(chosen.step_seconds)} ms, {exact.step_seconds / chosen.step_seconds:.2f}x, because the exact "
         f"all-reduce is limited by {exact.limit}; of the compressors {among} it changes the gradient least. "
         "It is lossy: check the accuracy of the trained model against a run without it."
     )
 
 
+def ms(seconds: float) -> str:
+    """Milliseconds without an exponent: `46.4`, `2031`.
+
+    Args:
+        seconds: Of anything.
+    """
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def _spent(offer: Offer, workload: Workload) -> str:
     if not workload.backward_seconds:
-        return f"the exact all-reduce takes {offer.seconds * 1e3:.3g} ms (how long backward takes was not given)."
+        return f"the exact all-reduce takes {ms(offer.seconds)} ms (how long backward takes was not given)."
     if offer.hidden:
-        return (
-            f"communication ({offer.seconds * 1e3:.3g} ms) hides behind backward "
-            f"({workload.backward_seconds * 1e3:.3g} ms)."
-        )
-    return f"the exact step takes {offer.step_seconds * 1e3:.3g} ms."
+        return f"communication ({ms(offer.seconds)} ms) hides behind backward ({ms(workload.backward_seconds)} ms)."
+    return f"the exact step takes {ms(offer.step_seconds)} ms."

@@ -121,8 +121,7 @@ class Route:
 def _rates(level: Level) -> str:
     """A level's rate; its slowest and its fastest where its units differ."""
     known = sorted(level.unit_rates or (level.link.bytes_per_second,))
-    spread = " to ".join(f"{rate / 1e9:.3g}" for rate in dict.fromkeys((known[0], known[-1])))
-    return f"{spread} GB/s{' (assumed)' if level.link.presumed else ''}"
+    return f"{' to '.join(f'{rate / 1e9:.3g}' for rate in dict.fromkeys((known[0], known[-1])))} GB/s {level.name}"
 
 
 class Routes(dict[RouteKey, Route]):
@@ -380,11 +379,9 @@ class Routes(dict[RouteKey, Route]):
 
     def describe_links(self) -> str:
         """The rates that plans are predicted with, in one line."""
-        rates = ", ".join(
-            f"{_rates(level)} {level.name}"
-            for number, level in enumerate(self.priced.levels)
-            if self.cluster.widest(number) > 1
-        )
+        levels = [level for number, level in enumerate(self.priced.levels) if self.cluster.widest(number) > 1]
+        rates = [_rates(level) for level in levels if not level.link.presumed]
+        assumed = [_rates(level) for level in levels if level.link.presumed]
         known = "given" if not presumed(self.cluster) else "assumed where nobody gives them"
         origin = f"as {known} (`probe=True` measures them)"
         if self._measured:
@@ -396,7 +393,9 @@ class Routes(dict[RouteKey, Route]):
             origin = "as the first steps' own transfers reached them (`probe=True` measures them, and plans by them)"
         elif self.cluster.fabric is not None:
             origin = "as the topology says (`probe=True` measures them)"
-        return f"links {origin}: {rates or 'none'}"
+        if not rates:
+            return f"links {origin}: {', '.join(assumed) or 'none'}"
+        return f"links {origin}: {', '.join(rates)}" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
 
     def plans(self) -> list[Plan]:
         """The plans in use."""

@@ -1,0 +1,65 @@
+"""What a running job is told speaks of whole steps, once, and in lines that fit."""
+
+import shutil
+import sys
+from os import terminal_size
+
+import pytest
+
+from gradwire.comms.autotune import job_advice
+from gradwire.comms.autotune.stepwatch import Observed
+from gradwire.comms.plan.advise import Workload, advise, ms
+from gradwire.comms.plan.codec_price import codec_price, square_layout
+from gradwire.comms.plan.cost import CodecPrice
+from gradwire.comms.report import Report, said_once, wrapped
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+
+NBYTES = 100_000_000
+SLOW = uniform_cluster((2, 2), (Level(LEVEL_NAMES[0], Link(4e-6, 5e9)), Level(LEVEL_NAMES[1], Link(50e-6, 125e6))))
+
+
+def prices(cluster: Cluster) -> list[CodecPrice]:
+    return [codec_price(name, square_layout(NBYTES), len(cluster.nodes), 1e11) for name in ("int8", "waterfill4")]
+
+
+def test_the_rest_of_a_step_is_in_every_offer_and_weighs_a_gain() -> None:
+    short = advise(SLOW, Workload(NBYTES, 0.1), prices(SLOW))
+    long = advise(SLOW, Workload(NBYTES, 0.1, rest_seconds=30.0), prices(SLOW))
+    for one, other in zip(short.offers, long.offers, strict=True):
+        assert other.step_seconds == pytest.approx(one.step_seconds + 30.0)
+        assert other.exposed_seconds == one.exposed_seconds
+    assert short.recommend.compressor != "none" and "shortens the step from" in short.recommend.why
+    assert long.recommend.compressor == "none"  # of half a minute that is less than 5 %
+
+
+def test_advice_speaks_of_whole_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
+    observed = Observed(step_seconds=2.0, backward_seconds=0.3, exposed_seconds=1.4, steps=50)
+    found = job_advice.advise_job(SLOW, [NBYTES], observed, "sgd", "gloo")
+    text = str(found)
+    exact = min(
+        (e for e in found.advice.offers if e.compressor == "none" and e.available), key=lambda e: e.step_seconds
+    )
+    assert exact.step_seconds == pytest.approx(observed.headroom_seconds + exact.exposed_seconds)
+    assert "a whole step takes 2000 ms" in text and f"the whole step from {ms(exact.step_seconds)} to" in text
+    assert " the step from" not in text
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_lines_are_as_long_as_the_terminal_and_whole_elsewhere(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    text = "short\n" + " ".join(f"word{number}" for number in range(60)) + "\n    0  a row of a table" + " " * 200 + "1"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    assert wrapped(text) == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: terminal_size((columns, 24)))
+    lines = wrapped(text).splitlines()
+    assert lines[0] == "short" and lines[-1].startswith("    0")
+    assert all(len(line) <= columns for line in lines[:-1]) and all(line.startswith("  ") for line in lines[2:-1])
+    assert " ".join(" ".join(lines[1:-1]).split()) == text.splitlines()[1]
+
+
+def test_a_sentence_that_several_plans_share_is_printed_once() -> None:
+    plans = [f"hierarchical, {size} MB predicted to take 3 ms. It is faster than flat. (Chosen.)" for size in (1, 25)]
+    assert said_once(plans) == [plans[0], "hierarchical, 25 MB predicted to take 3 ms."]
+    text = str(Report("2 nodes", tuple(plans), (), 3))
+    assert text.count("It is faster than flat.") == 1 and text.count("predicted to take") == 2
