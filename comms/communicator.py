@@ -27,7 +27,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
 from gradwire.comms.execute import CLOSING_SECONDS, Bucket, Executor, FutureTensor, Launch
 from gradwire.comms.lanes import Lane
-from gradwire.comms.plan.plan import Plan
+from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
 from gradwire.comms.plan.routes import Route, Routes
 from gradwire.comms.report import Report
 from gradwire.comms.streams import Clock, DeviceClock, HostClock, SideStreams
@@ -385,12 +385,22 @@ class Communicator:
 
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
-        plans = dict.fromkeys(plan.describe(self.cluster.level_names) for plan in self.routes.plans())
+        in_use = self.routes.plans()
+        plans = dict.fromkeys(describe_plans(in_use, self.cluster.level_names))
         if self.compressor is not None:
             plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
         links = (self.routes.describe_links(), *self._nics)
         totals = self.executor.totals()
-        return Report(self.cluster.describe(), tuple(plans), totals, self._all_reduces, steps, links, rank=self.rank)
+        return Report(
+            self.cluster.describe(),
+            tuple(plans),
+            totals,
+            self._all_reduces,
+            steps,
+            links,
+            rank=self.rank,
+            summary=summarise_plans(in_use, self.cluster.level_names),
+        )
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks that wait for this one, in shared memory or NCCL, and gives the reason. Any thread."""

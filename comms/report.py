@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gradwire.comms.execute import PhaseTotals
+from gradwire.topology.cluster import LEVEL_NAMES
 
 COMPUTES_LATE, SLOW_LINK = "computes late", "slow link"
 """Why a step waits: gradients of a rank come late, or come in time and travel slowly."""
@@ -202,6 +203,7 @@ class Report:
         stalls: How many there were.
         rank: Whose report this is, in its group.
         choices: What `compressor="auto"` has chosen; None with another one, and before its first choice.
+        summary: The plans and the reason in two lines, without what differs from bucket to bucket.
     """
 
     cluster: str
@@ -215,6 +217,7 @@ class Report:
     stalls: int = 0
     rank: int = 0
     choices: Choices | None = None
+    summary: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """All of it as dicts, lists, numbers, strings and None, as JSON holds them; keys are the attributes' names."""
@@ -255,25 +258,54 @@ class Report:
         add("stalls_total", "counter", "Stall warnings that this rank has seen.", [("", self.stalls)])
         return "\n".join(lines) + "\n"
 
-    def __str__(self) -> str:
+    def full(self) -> str:
+        """All of it: every plan in words, the links, and calls, bytes and seconds of each phase, in 80 columns."""
         head = [
-            f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps",
+            self._head(),
             *self.links,
             *said_once(self.plans),
-            *([str(self.choices)] if self.choices is not None else []),
-            *(f"waited for: {each}" for each in self.stragglers),
-            *([f"last stall: {self.stall}"] if self.stall else []),
-            (
-                f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>6} "
-                f"{'logical MB':>10} {'sent MB':>10} {'seconds':>9}"
-            ),
+            *self._findings(),
         ]
-        body = [
+        columns = f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>6} {'logical MB':>10}"
+        table = [f"{columns} {'sent MB':>10} {'seconds':>9}"]
+        table += [
             f"{row.phase:>5}  {row.op:<15} {row.level:<13} {row.calls:>6} {row.logical_nbytes / 1e6:>10.3f} "
             f"{row.wire_nbytes / 1e6:>10.3f} {row.seconds:>9.3f}"
             for row in self.rows
         ]
-        return wrapped("\n".join(head + body))
+        return "\n".join([*(_wrapped(line) for text in head for line in text.splitlines()), *table])
+
+    def __str__(self) -> str:
+        """Five lines, and one for each finding: what is chosen, who is waited for, what hung. `full()` has the rest."""
+        short = [self._head(), *self.links[:1], *self.summary, self._sent()]
+        lines = [textwrap.shorten(line, COLUMNS, placeholder=" ...") for line in short]
+        return "\n".join([*lines, *(_wrapped(line) for text in self._findings() for line in text.splitlines())])
+
+    def _head(self) -> str:
+        return f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps"
+
+    def _findings(self) -> list[str]:
+        return [
+            *([str(self.choices)] if self.choices is not None else []),
+            *(f"waited for: {each}" for each in self.stragglers),
+            *([f"last stall: {self.stall}"] if self.stall else []),
+        ]
+
+    def _sent(self) -> str:
+        outside = [row for row in self.rows if not row.level.startswith(INSIDE)]
+        nbytes = sum(row.wire_nbytes for row in outside or self.rows) / max(self.steps, 1)
+        where = "to other nodes" if outside else "inside the node"
+        return f"this rank sent {nbytes / 1e6:.3g} MB a step {where}; report().full() has every phase"
+
+
+COLUMNS = 80
+"""Of a terminal; what is printed keeps to them."""
+INSIDE = LEVEL_NAMES[0]
+
+
+def _wrapped(line: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(line, COLUMNS, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _label(text: str) -> str:

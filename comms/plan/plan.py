@@ -4,6 +4,8 @@
 the same ones on plain arrays; nothing else decides how data moves.
 """
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 REDUCE_SCATTER = "reduce_scatter"
@@ -164,13 +166,87 @@ class Plan:
         Args:
             level_names: Names of the cluster's levels, innermost first.
         """
-        steps = " -> ".join(phase.describe(level_names) for phase in self.phases)
-        pieces = "in one piece" if self.chunks == 1 else f"in {self.chunks} pipelined chunks"
-        traffic = ", ".join(f"{nbytes / 1e6:.3g} MB {name}" for name, nbytes in self.bytes_by_level.items())
-        head = f"{self.name}: {steps or 'nothing to do'}, {pieces}; {self.nbytes / 1e6:.3g} MB predicted to"
-        if self.assumed:
-            return (
-                f"{head} send {traffic}; its time is not known: the rates {self.assumed} are assumed "
-                f"(`nic_bytes_per_second` gives them, `probe=True` measures them). {' '.join(self.reasons)}"
-            )
-        return f"{head} take {self.seconds * 1e3:.3g} ms and to send {traffic}. {' '.join(self.reasons)}"
+        return describe_plans([self], level_names)[0]
+
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def describe_plans(plans: Iterable[Plan], level_names: tuple[str, ...]) -> tuple[str, ...]:
+    """One readable paragraph for all plans that differ in numbers alone; their numbers become ranges.
+
+    Args:
+        plans: In use.
+        level_names: Names of the cluster's levels, innermost first.
+    """
+    return tuple(_paragraph(alike, level_names) for alike in _alike(plans, level_names))
+
+
+def summarise_plans(plans: Iterable[Plan], level_names: tuple[str, ...]) -> tuple[str, ...]:
+    """What is done and why, in two short lines; empty where nothing is planned yet.
+
+    Args:
+        plans: In use.
+        level_names: Names of the cluster's levels, innermost first.
+    """
+    groups = _alike(plans, level_names)
+    if not groups:
+        return ()
+    done = []
+    for alike in groups:
+        codecs = dict.fromkeys(
+            f", {phase.compressor} {phase.place(level_names)}" for phase in alike[0].phases if phase.compressor
+        )
+        sizes = _span([plan.nbytes / 1e6 for plan in alike], ".3g")
+        done.append(f"{alike[0].name}{''.join(codecs)} for {sizes} MB in {_span([p.chunks for p in alike])} chunks")
+    whys = dict.fromkeys(reason for alike in groups for reason in _merged([plan.reasons[:1] for plan in alike]))
+    return (f"plan: {'; '.join(done)}", f"why: {' '.join(whys)}")
+
+
+def _alike(plans: Iterable[Plan], level_names: tuple[str, ...]) -> list[list[Plan]]:
+    """The plans in groups whose descriptions differ in numbers alone, smallest bucket first in each."""
+    groups: dict[tuple[object, ...], list[Plan]] = {}
+    for plan in plans:
+        steps = tuple(phase.describe(level_names) for phase in plan.phases)
+        reasons = tuple(_NUMBER.sub("#", reason) for reason in plan.reasons)
+        groups.setdefault((plan.name, steps, plan.assumed, tuple(plan.bytes_by_level), reasons), []).append(plan)
+    return [sorted(alike, key=lambda plan: plan.nbytes) for alike in groups.values()]
+
+
+def _paragraph(alike: list[Plan], level_names: tuple[str, ...]) -> str:
+    first = alike[0]
+    steps = " -> ".join(phase.describe(level_names) for phase in first.phases)
+    chunks = _span([plan.chunks for plan in alike])
+    pieces = "in one piece" if chunks == "1" else f"in {chunks} pipelined chunks"
+    traffic = ", ".join(
+        f"{_span([plan.bytes_by_level[name] / 1e6 for plan in alike], '.3g')} MB {name}"
+        for name in first.bytes_by_level
+    )
+    sizes = _span([plan.nbytes / 1e6 for plan in alike], ".3g")
+    head = f"{first.name}: {steps or 'nothing to do'}, {pieces}; {sizes} MB predicted to"
+    reasons = " ".join(_merged([plan.reasons for plan in alike]))
+    if first.assumed:
+        return (
+            f"{head} send {traffic}; its time is not known: the rates {first.assumed} are assumed "
+            f"(`nic_bytes_per_second` gives them, `probe=True` measures them). {reasons}"
+        )
+    return f"{head} take {_span([plan.seconds * 1e3 for plan in alike], '.3g')} ms and to send {traffic}. {reasons}"
+
+
+def _span(values: Sequence[float], form: str = "") -> str:
+    """`0.131 to 1.05`; one number where all look alike."""
+    least, most = format(min(values), form), format(max(values), form)
+    return least if least == most else f"{least} to {most}"
+
+
+def _merged(texts: Sequence[tuple[str, ...]]) -> list[str]:
+    """Texts that differ in numbers alone as one, place by place: `Predicted 1.84 to 1.9x faster` has both."""
+    return [_merged_text(list(dict.fromkeys(alike))) for alike in zip(*texts, strict=True)]
+
+
+def _merged_text(alike: Sequence[str]) -> str:
+    if len(alike) == 1:
+        return alike[0]
+    numbers = zip(*(map(float, _NUMBER.findall(text)) for text in alike), strict=True)
+    spans = iter([_span(values, ".12g") for values in numbers])
+    return _NUMBER.sub(lambda _: next(spans), alike[0])

@@ -121,7 +121,8 @@ class Route:
 def _rates(level: Level) -> str:
     """A level's rate; its slowest and its fastest where its units differ."""
     known = sorted(level.unit_rates or (level.link.bytes_per_second,))
-    return f"{' to '.join(f'{rate / 1e9:.3g}' for rate in dict.fromkeys((known[0], known[-1])))} GB/s {level.name}"
+    spread = " to ".join(f"{rate / 1e9:.3g}" for rate in dict.fromkeys((known[0], known[-1])))
+    return f"{spread} GB/s"
 
 
 class Routes(dict[RouteKey, Route]):
@@ -378,24 +379,27 @@ class Routes(dict[RouteKey, Route]):
         return self._measured
 
     def describe_links(self) -> str:
-        """The rates that plans are predicted with, in one line."""
-        levels = [level for number, level in enumerate(self.priced.levels) if self.cluster.widest(number) > 1]
-        rates = [_rates(level) for level in levels if not level.link.presumed]
-        assumed = [_rates(level) for level in levels if level.link.presumed]
-        known = "given" if not presumed(self.cluster) else "assumed where nobody gives them"
-        origin = f"as {known} (`probe=True` measures them)"
+        """The rates that plans are predicted with, in one line, each with one word for where it comes from.
+
+        `given`, `topology`, `probed` before the first step, seen in the first steps' `transfers`, `assumed`.
+        """
+        rates = ", ".join(
+            f"{_rates(level)} {level.name} ({'assumed' if level.link.presumed else self._origin})"
+            for number, level in enumerate(self.priced.levels)
+            if self.cluster.widest(number) > 1
+        )
+        return f"links: {rates or 'none'}" + ("; `probe=True` measures them" if "(assumed)" in rates else "")
+
+    @property
+    def _origin(self) -> str:
+        """Where the rates come from that are not assumed."""
         if self._measured:
-            origin = "as measured"
-        elif self._measured_at_start:
-            afterwards = ", and by the first steps' own transfers afterwards" * self._refined
-            origin = f"as measured at the start{afterwards} (`probe=True` measures more, and plans by it)"
-        elif self._learned is not None:
-            origin = "as the first steps' own transfers reached them (`probe=True` measures them, and plans by them)"
-        elif self.cluster.fabric is not None:
-            origin = "as the topology says (`probe=True` measures them)"
-        if not rates:
-            return f"links {origin}: {', '.join(assumed) or 'none'}"
-        return f"links {origin}: {', '.join(rates)}" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
+            return "probed"
+        if self._measured_at_start:
+            return "transfers" if self._refined else "probed"
+        if self._learned is not None:
+            return "transfers"
+        return "topology" if self.cluster.fabric is not None else "given"
 
     def plans(self) -> list[Plan]:
         """The plans in use."""

@@ -239,7 +239,7 @@ def test_the_flat_plan_compresses_between_all_ranks(nodes: str, plan: str, place
         report = end.communicator.report()
         (row,) = report.rows
         assert row.level == place
-        return str(report), row.logical_nbytes, row.wire_nbytes
+        return "\n".join(report.plans), row.logical_nbytes, row.wire_nbytes
 
     for text, logical, sent in on_ranks(nodes, "int8", body, plan):
         assert "flat: all_reduce over all ranks (int8" in text
@@ -251,7 +251,7 @@ def test_the_leader_plan_compresses_between_the_leaders() -> None:
     def body(end: Rank) -> tuple[str, list[tuple[str, float]]]:
         end.step(0, ONE_BUCKET)
         report = end.communicator.report()
-        return str(report), [(row.level, row.wire_nbytes) for row in report.rows]
+        return "\n".join(report.plans), [(row.level, row.wire_nbytes) for row in report.rows]
 
     for rank, (text, rows) in enumerate(on_ranks("aabb", "int8", body, "leader")):
         assert "leader: reduce intra_node -> all_reduce inter_node (int8, asynchronous) -> broadcast intra_node" in text
@@ -260,7 +260,7 @@ def test_the_leader_plan_compresses_between_the_leaders() -> None:
 
 def test_one_node_has_nothing_to_compress_and_says_so() -> None:
     def body(end: Rank) -> tuple[Tensor, str]:
-        return end.step(0, ONE_BUCKET), str(end.communicator.report())
+        return end.step(0, ONE_BUCKET), end.communicator.report().full()
 
     for result, text in on_ranks("aaa", "onebit", body):
         torch.testing.assert_close(result, mean_gradient(3, 0), rtol=1e-5, atol=1e-6)

@@ -44,7 +44,7 @@ def test_plans_are_priced_by_what_was_seen_and_stay_as_they_are(
             assert communicator.executor.ended is None and watched.is_over
             words = after.plan.describe(communicator.cluster.level_names)
             assert ("ms and to send" in words) == (learns is True or (rate is not None and not after.plan.assumed))
-            assert ("first steps" in communicator.routes.describe_links()) == bool(learns)
+            assert ("(transfers)" in communicator.routes.describe_links()) == bool(learns)
             if not learns:
                 assert after.plan == before.plan and communicator.routes.priced == communicator.cluster
             # The bucket of another size, which comes later, is priced by it too.

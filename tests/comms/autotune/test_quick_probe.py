@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def test_its_bytes_follow_the_links(
             assert quick_probe(communicator)
             level = communicator.routes.priced.levels[1]
             assert not level.link.presumed and communicator.cluster.levels[1].link.presumed
-            assert "as measured at the start" in communicator.routes.describe_links()
+            assert "(probed)" in communicator.routes.describe_links()
             assert communicator.all_reduce(torch.ones(1000)).wait().eq(len(nodes)).all()
             return level.unit_rates, level.link.bytes_per_second, level.link.alpha_seconds
         finally:
@@ -262,9 +263,7 @@ def default_states(rank: int) -> list[str]:
 
 def test_states_look_by_default_and_again_and_not_where_ranks_may_change(processes: Processes) -> None:
     first, other = processes(2, default_states, nodes=["one", "two"], environment={"GRADWIRE_PROBE": "auto"})
-    assert [["as measured at the start" in text for text in each] for each in (first, other)] == [
-        [True, True, False, True]
-    ] * 2
+    assert [["(probed)" in text for text in each] for each in (first, other)] == [[True, True, False, True]] * 2
 
 
 def test_sums_in_the_order_of_rings_are_those_of_a_plan() -> None:
@@ -306,7 +305,7 @@ def test_nothing_is_measured_where_links_are_known_or_none_are_between_nodes() -
             finally:
                 communicator.close()
 
-        assert all(not measured and "at the start" not in links for measured, links in run_ranks(2, run))
+        assert all(not measured and "(probed)" not in links for measured, links in run_ranks(2, run))
 
 
 def test_first_steps_keep_the_proportions_that_were_seen() -> None:
@@ -315,7 +314,9 @@ def test_first_steps_keep_the_proportions_that_were_seen() -> None:
     def run(rank: int) -> tuple[float, ...]:
         communicator = make(store, "abc", rank)
         try:
-            communicator.routes.learned(with_node_rates(communicator.cluster, seen).levels, at_start=True)
+            rated = with_node_rates(communicator.cluster, seen).levels
+            levels = tuple(replace(level, link=replace(level.link, presumed=False)) for level in rated)
+            communicator.routes.learned(levels, at_start=True)
             watched = FirstSteps(communicator, Consensus(store, rank, 3, "steps", TIMEOUT))
             plan = communicator.routes[1 << 20, torch.float32, None].plan
             for steps in range(FIRST_WATCHED + STEPS_WATCHED + 1):
@@ -323,7 +324,7 @@ def test_first_steps_keep_the_proportions_that_were_seen() -> None:
                 assert communicator.all_reduce(torch.ones(1 << 20)).wait().eq(3).all()
             after = communicator.routes[1 << 20, torch.float32, None].plan
             assert after.phases == plan.phases and after.chunks == plan.chunks and after.seconds != plan.seconds
-            assert "as measured at the start, and by the first steps' own" in communicator.routes.describe_links()
+            assert "(transfers)" in communicator.routes.describe_links()
             return communicator.routes.priced.levels[1].unit_rates
         finally:
             communicator.close()
@@ -339,6 +340,6 @@ def test_a_slow_node_owns_less_by_default_and_no_bit_tells() -> None:
         result = run_forked(cluster, str(SCRIPT), [], nodes=[1, 1, 1], timeout_seconds=100)
     result.check()
     text = "\n".join(result.output)
-    assert len(re.findall("default: owners by their links, as measured at the start", text)) == 3
-    assert len(re.findall("probe=False: equal owners, not measured", text)) == 3
+    assert len(re.findall("default: owners by their links, probed", text)) == 3
+    assert len(re.findall("probe=False: equal owners, not probed", text)) == 3
     assert len(set(re.findall(r"bits (\w{64})", text))) == 1 and len(re.findall(r"bits (\w{64})", text)) == 6

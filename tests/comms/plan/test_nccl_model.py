@@ -185,9 +185,9 @@ def test_an_unknown_card_is_flat_until_it_is_measured() -> None:
 
 def test_a_measurement_takes_the_place_of_nccls_figures() -> None:
     routes = Routes(cluster_of("dgx_a100", 4, 25), 0, "cuda", Config(), None)
-    assert routes.cluster.fabric is not None and "as the topology says" in routes.describe_links()
+    assert routes.cluster.fabric is not None and "(topology)" in routes.describe_links()
     routes.measured(routes.cluster.levels)
-    assert routes.cluster.fabric is None and "as measured" in routes.describe_links()
+    assert routes.cluster.fabric is None and "(probed)" in routes.describe_links()
 
 
 @pytest.mark.parametrize(("name", "inside"), [("pcie_box", True), ("dgx_a100", False), ("dgx_h100", False)])

@@ -96,7 +96,7 @@ def link_cases(rank: int) -> None:
             off, near = model(x).detach() - Tiny()(x).detach(), Tiny()(x).detach()
             assert 0 < float(off.norm() / near.norm()) < 0.02
             train(model, 2)
-            assert "all_gather" in str(state.report())
+            assert "all_gather" in state.report().full()
         exact_by_plan(mesh)
         mixed_precision(mesh)
         resumes(mesh)
@@ -191,7 +191,7 @@ def inside_the_node(mesh: DeviceMesh) -> None:
     train(model, 1)
     train(native, 1)
     assert not differs(weights(model), weights(native))
-    assert "2 ranks of one node, exact" in str(state.report())
+    assert "2 ranks of one node, exact" in state.report().full()
 
 
 def both(mesh: DeviceMesh) -> None:
