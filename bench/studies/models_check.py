@@ -80,7 +80,7 @@ def predictions(column: str) -> dict[tuple[str, str], float]:
     return {(row["model"], row["link"]): row["seconds"][column] for row in rows if row["nodes"] == NODES}
 
 
-def measure(model: PublicModel, link: str, column: str, rounds: int) -> tuple[float, int, int]:
+def measure(model: PublicModel, link: str, column: str, rounds: int, slow_motion: int | None) -> tuple[float, int, int]:
     """A step on the emulator.
 
     Args:
@@ -88,6 +88,7 @@ def measure(model: PublicModel, link: str, column: str, rounds: int) -> tuple[fl
         link: One of `RATES`.
         column: One of `CONTENDERS`.
         rounds: Steps that are timed.
+        slow_motion: None: as `gradwire compare` chooses it.
 
     Returns:
         Its seconds over the slow motion, the factor, the slow motion.
@@ -100,6 +101,7 @@ def measure(model: PublicModel, link: str, column: str, rounds: int) -> tuple[fl
         case.write_text(json.dumps(case_of(model)))
         words = ["--replay", str(case), "--nodes", str(NODES), "--ranks-per-node", str(RANKS_PER_NODE)]
         words += ["--nic", RATES[link], "--only", CONTENDERS[column], "--rounds", str(rounds), "--json", str(found)]
+        words += ["--slow-motion", str(slow_motion)] if slow_motion else []
         command = [sys.executable, "-m", "gradwire", "compare", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
         if done.returncode:
@@ -141,6 +143,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--link", action="append", choices=RATES, help="rows (default: README's); repeatable")
     parser.add_argument("--column", choices=CONTENDERS, default="int8")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each row (default 3)")
+    parser.add_argument("--slow-motion", type=int, metavar="T", help="more where many ranks share few, busy cores")
     add_json_option(parser)
     options = parser.parse_args(argv)
     predicted = predictions(options.column)
@@ -152,7 +155,7 @@ def main(argv: list[str]) -> int:
                 print(f"{model.title}, {link}: left out, a step of plain DDP takes {plain:.0f} s", file=sys.stderr)
                 continue
             try:
-                seconds, factor, slow_motion = measure(model, link, options.column, options.rounds)
+                seconds, factor, slow_motion = measure(model, link, options.column, options.rounds, options.slow_motion)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 complain("models_check", error)
                 return 1
