@@ -357,11 +357,11 @@ class Face(Generic[S]):
         self._loaded = False
         """Whether a state was loaded."""
 
-    def advise(self, optimizer: str = "sgd", accumulate: int = 1) -> "JobAdvice":
+    def advise(self, optimizer: str = "any", accumulate: int = 1) -> "JobAdvice":
         """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
 
         Args:
-            optimizer: `sgd`, `adam`, ...: some compressors require one.
+            optimizer: `sgd`, `adam`, ...: what ends behind with it is not recommended; `any`: with either of these.
             accumulate: How many of the steps as they are shall be one, as micro-batches that are accumulated.
 
         Raises:

@@ -52,6 +52,11 @@ SGD_ONLY = {
 }
 """Compressors that require an optimizer, and why."""
 
+ANY_OPTIMIZER = "any"
+"""Nobody has said which: then only what is known to fit all that were tried is recommended."""
+TRIED_OPTIMIZERS = ("sgd", "adamw")
+"""Those that docs/results/convergence.md has trainings with."""
+
 RARE = {"chunk_topk": "it is made for what is exchanged after many local steps"}
 """Compressors that are not recommended for the gradient of each step, and why."""
 
@@ -257,8 +262,11 @@ def caution_of(compressor: str, optimizer: str) -> str:
 
     Args:
         compressor: As in `compressor=`.
-        optimizer: `sgd`, `adam`, ...
+        optimizer: `sgd`, `adam`, ...; or `ANY_OPTIMIZER`.
     """
+    if optimizer == ANY_OPTIMIZER:
+        cautions = (caution_of(compressor, each) for each in TRIED_OPTIMIZERS)
+        return next((f"{caution}; say which yours is" for caution in cautions if caution), "")
     if compressor in RARE:
         return f"{compressor} is untested on the gradient of every step: {RARE[compressor]}"
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":

@@ -16,7 +16,7 @@ from gradwire.bench.terminal import CleanConsole, complain, working, writing
 from gradwire.cli import predict_models, predict_sharded
 from gradwire.cli.pipe import reader_may_leave
 from gradwire.cli.predict_show import Gains, as_json, as_table, draw
-from gradwire.comms.plan.advise import Advice, Workload, advise
+from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
 from gradwire.comms.plan.plan import BUCKET_NBYTES
@@ -50,7 +50,7 @@ BOUNDS = {
 }
 """Option -> the least and the most that makes sense."""
 PICTURES = (".png", ".svg", ".pdf")
-OPTIMIZERS = ("sgd", "adam", "adamw", "lamb", "adagrad", "other")
+OPTIMIZERS = (ANY_OPTIMIZER, "sgd", "adam", "adamw", "lamb", "adagrad", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--accumulate", type=int, default=1, metavar="K", help="micro-batches a step; the last one sends (default 1)"
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="some compressors assume SGD")
+    parser.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default=ANY_OPTIMIZER,
+        help="compressors that end behind with it are not recommended",
+    )
     predict_sharded.add_options(parser)
     parser.add_argument("--all", action="store_true", help="show every plan with every compressor")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON for programs")

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from gradwire.bench.arguments import check_number
 from gradwire.cli.predict_show import describe_cluster, describe_effort
+from gradwire.comms.plan.advise import ANY_OPTIMIZER
 from gradwire.comms.plan.codec_price import codec_price
 from gradwire.comms.plan.machine_cluster import codec_bytes_per_second, library_of
 from gradwire.comms.plan.sharded import (
@@ -270,7 +271,7 @@ def _memory(advice: ShardedAdvice, workload: ShardedWorkload) -> str:
         by_sharding.setdefault(offer.sharded, offer)
     own = " and ".join(f"{offer.memory.own_nbytes / 1e9:.3g} GB {name}" for name, offer in by_sharding.items())
     counted = "" if workload.activation_nbytes else ", activations not counted"
-    return f"memory of a rank: FSDP2's own {own}, with {workload.optimizer}'s state{counted}"
+    return f"memory of a rank: FSDP2's own {own}, with {_state(workload.optimizer)} state{counted}"
 
 
 def _row(offer: ShardedOffer, chosen: ShardedOffer, known: bool) -> Sequence[str]:
@@ -295,3 +296,7 @@ def _number(value: float) -> str:
 
 def _amount(numel: int) -> str:
     return f"{numel / 1e9:.3g} billion" if numel >= 1e9 else f"{numel / 1e6:.3g} million"
+
+
+def _state(optimizer: str) -> str:
+    return "two moments'" if optimizer == ANY_OPTIMIZER else f"{optimizer}'s"

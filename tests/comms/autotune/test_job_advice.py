@@ -61,5 +61,5 @@ def test_lines_are_as_long_as_the_terminal_and_whole_elsewhere(monkeypatch: pyte
 def test_a_sentence_that_several_plans_share_is_printed_once() -> None:
     plans = [f"hierarchical, {size} MB predicted to take 3 ms. It is faster than flat. (Chosen.)" for size in (1, 25)]
     assert said_once(plans) == [plans[0], "hierarchical, 25 MB predicted to take 3 ms."]
-    text = str(Report("2 nodes", tuple(plans), (), 3))
+    text = Report("2 nodes", tuple(plans), (), 3).full()
     assert text.count("It is faster than flat.") == 1 and text.count("predicted to take") == 2

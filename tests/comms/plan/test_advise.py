@@ -1,8 +1,20 @@
 """The verdict: which plan, and whether to compress at all."""
 
+from pathlib import Path
+
 import pytest
 
-from gradwire.comms.plan.advise import HARMLESS_FIRST, ON_CPUS, Advice, Workload, advise, buckets_of, step_seconds
+from gradwire.comms.plan.advise import (
+    ANY_OPTIMIZER,
+    HARMLESS_FIRST,
+    ON_CPUS,
+    Advice,
+    Workload,
+    advise,
+    buckets_of,
+    caution_of,
+    step_seconds,
+)
 from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.planner import candidates
 from gradwire.compressors import registry
@@ -110,3 +122,41 @@ def test_buckets_wait_for_their_gradients_and_for_the_wire() -> None:
     plan = next(candidates(cluster_of(4, 25), 10_000_000, "flat"))
     assert step_seconds([plan, plan], [0.0, 1.0]) == pytest.approx(1.0 + plan.seconds)
     assert step_seconds([plan] * 5, [0.0] * 5) == pytest.approx(5 * plan.seconds)
+
+
+def _ended_behind() -> set[tuple[str, str]]:
+    """(compressor, optimizer) in the tables of docs/results/convergence.md that never reached plain DDP's quality.
+
+    With default options; rows of other options name them behind a comma.
+    """
+    page = (Path(__file__).resolve().parents[3] / "docs" / "results" / "convergence.md").read_text()
+    found = set()
+    for part in page.partition("<!-- measured: begin -->")[2].partition("<!-- measured: end -->")[0].split("### ")[1:]:
+        optimizer = "sgd" if "SGD" in part.splitlines()[0] else "adamw"
+        for line in part.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if line.startswith("| gradwire ") and "," not in cells[0] and cells[5] == "never":
+                found.add((cells[0].removeprefix("gradwire "), optimizer))
+    return found
+
+
+def test_nothing_is_recommended_that_the_convergence_page_calls_behind() -> None:
+    behind = _ended_behind()
+    assert behind == {("dgc", "sgd"), ("powersgd", "adamw")}
+    for compressor, optimizer in behind:
+        assert "end behind" in caution_of(compressor, optimizer) and caution_of(compressor, ANY_OPTIMIZER)
+    for nodes, gbit, backward_ms in ((2, 0.01, 50.0), (2, 1, 0.0), (4, 0.1, 5.0), (8, 1, 300.0), (4, 10, 20.0)):
+        for optimizer in ("sgd", "adamw", ANY_OPTIMIZER):
+            for library in ("nccl", "gloo"):
+                advice = ask(cluster_of(nodes, gbit), backward_ms, optimizer, library)
+                refused = {name for name, kind in behind if optimizer in (kind, ANY_OPTIMIZER)}
+                cautions = {offer.compressor for offer in advice.offers if offer.caution}
+                assert advice.recommend.compressor not in refused | cautions
+                assert refused <= cautions
+
+
+def test_an_optimizer_that_nobody_has_said_gets_what_fits_all() -> None:
+    for name in ("onebit", "dgc", "powersgd", "chunk_topk"):
+        assert caution_of(name, ANY_OPTIMIZER).endswith("say which yours is")
+    for name in ("fp16", "bf16", "int8", "int4", "waterfill4", "waterfill3"):
+        assert caution_of(name, ANY_OPTIMIZER) == ""
