@@ -4,6 +4,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire.bench.emulation.rate import format_rate
 from gradwire.bench.plot.style import BASELINE, OURS, PEERS, PlotRecord, load_pyplot, save, shown_command, strip
 
 _TITLE_WIDTH = 100
@@ -59,6 +60,37 @@ def _figures(result: PlotRecord) -> str:
     text = f"{result['seconds']:.3g} s   {result['speed_up']:.2f}x"
     text += f"   {result['nic_nbytes'] / 1e6:.3g} MB" if result["nic_nbytes"] is not None else ""
     return text + (f"   error {result['error']:.0e}" if result["error"] is not None else "")
+
+
+def draw_training(record: PlotRecord, output: Path) -> None:
+    """Draws seconds per step as bars, with the loss at the end beside each.
+
+    Args:
+        record: What `make run` with `--json` writes.
+        output: .png or .svg.
+    """
+    results = record["results"]
+    bars = []
+    for each in results[::-1]:
+        seconds = each["seconds_per_step"]
+        speed_up = results[0]["seconds_per_step"] / seconds
+        text = f"{seconds:.3g} s   {speed_up:.2f}x   loss {each['final_loss']:.4f}"
+        bars.append(Bar(_TRAINED.get(each["hook"], each["hook"]), seconds, text))
+    first, ranks = results[0], record["nodes"]
+    links = f" behind {format_rate(record['nic_bits_per_second'])}" if first["nic_nbytes_per_step"] else ""
+    _draw(
+        bars,
+        f"a small transformer, {first['gradient_nbytes'] / 1e6:.2g} MB of gradients, AdamW; {len(ranks)} nodes x "
+        f"{ranks[0]} ranks{links}",
+        f"seconds per training step, lower is better\nbeside the bars: seconds, speed-up over plain DDP, loss after "
+        f"{first['steps']} steps from the same start",
+        [f"{record['machine']}; `{shown_command(['python', '-m', 'gradwire.bench.train.main_job', *record['args']])}`"],
+        output,
+    )
+
+
+_TRAINED = {"plain": "plain DDP", "gradwire": "gradwire, exact"}
+"""What a bar is called; `gradwire:int8` is so called."""
 
 
 def draw_hook_speed(record: PlotRecord, output: Path) -> None:

@@ -1,7 +1,7 @@
 """`gradwire plot FILE.json...`: pictures of what `bench -J`, `compare --json`, `hook_speed --json` and traces hold.
 
 Files of `bench` become two pictures, bus bandwidth over size and time over size, one line for each file and block; a
-file of `compare` or `hook_speed` becomes bars of seconds with the speed-up written on them. Of a trace that
+file of `compare`, `hook_speed` or `make run` becomes bars of seconds with the speed-up written on them. Of a trace that
 `HookState.trace` wrote, one step of all ranks is drawn.
 """
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from gradwire.bench.arguments import CommandParser, check_output, read_input
-from gradwire.bench.plot.bars import draw_compare, draw_hook_speed
+from gradwire.bench.plot.bars import draw_compare, draw_hook_speed, draw_training
 from gradwire.bench.plot.sizes import draw_sizes
 from gradwire.bench.plot.style import PlotRecord
 from gradwire.bench.plot.timeline import draw_timeline, is_trace
@@ -20,6 +20,10 @@ from gradwire.topology.printable import printable
 
 _MOST_NBYTES = 1 << 28
 """Of a file; a trace of 20 steps on 64 ranks has some 20 MB."""
+
+
+_DRAWN = {"compare": draw_compare, "hook_speed": draw_hook_speed, "main_job": draw_training}
+"""Kind of a file that is drawn by itself -> who draws it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,11 +52,11 @@ def read(file: Path) -> PlotRecord:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"`FILE.json` {file} is no JSON: {error}") from None
     kind = record.get("kind", "bench") if isinstance(record, dict) else None
-    ours = kind in ("compare", "hook_speed") or (kind == "bench" and ("blocks" in record or is_trace(record)))
+    ours = kind in _DRAWN or (kind == "bench" and ("blocks" in record or is_trace(record)))
     if not ours:
         raise ValueError(
             f"`FILE.json` {file} is none of gradwire's; wanted the output of `gradwire bench -J`, `gradwire "
-            "compare --json`, `hook_speed --json` or `HookState.trace`"
+            "compare --json`, `hook_speed --json`, `make run` with `--json` or `HookState.trace`"
         )
     return record
 
@@ -102,7 +106,7 @@ def _draw(records: dict[Path, PlotRecord], target: Path, step: int | None) -> li
     if kinds == {"trace"}:
         draw_timeline(first, target, step)
         return [target]
-    (draw_compare if kinds == {"compare"} else draw_hook_speed)(first, target)
+    _DRAWN[kinds.pop()](first, target)
     return [target]
 
 

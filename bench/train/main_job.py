@@ -22,6 +22,7 @@ from gradwire.bench.emulation.launch import JobOutcome, python_module, run_logic
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.machine import machine_line
 from gradwire.bench.terminal import STDOUT, StatusLine, add_json_option, working, write_json
 from gradwire.bench.train.story import foretell, predicted_seconds, tell
 from gradwire.bench.train.train import TrainingResult
@@ -264,7 +265,7 @@ def main(argv: list[str]) -> int:
     console.stderr = options.json == STDOUT
     try:
         with clean_end():
-            write_json(options.json, run(options))
+            write_json(options.json, {**run(options), "machine": machine_line(), "args": argv})
     except (ValueError, RuntimeError) as error:
         console.print(f"main job: {error}")
         return 1

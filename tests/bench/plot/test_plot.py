@@ -101,6 +101,39 @@ def test_compare_files_become_bars(tmp_path: Path) -> None:
     assert "secret" not in text
 
 
+def test_a_training_has_the_loss_beside_each_bar(tmp_path: Path) -> None:
+    load_pyplot().rcParams["svg.fonttype"] = "none"
+    file = tmp_path / "training.json"
+    seconds = {"plain": 0.6, "gradwire": 0.4, "gradwire:fp16": 0.3, "gradwire:int8": 0.2}
+    results = [
+        {
+            "hook": hook,
+            "steps": 56,
+            "gradient_nbytes": 1_900_000,
+            "nic_nbytes_per_step": 3e6,
+            "seconds_per_step": each,
+            "final_loss": 2.7817 + each / 1e3,
+        }
+        for hook, each in seconds.items()
+    ]
+    record = {"kind": "main_job", "nodes": [2, 2], "nic_bits_per_second": 20_000_000, "results": results}
+    file.write_text(json.dumps(record | {"machine": "a processor, 2026-01-02", "args": ["--json", "secret/x.json"]}))
+    (drawn,) = plot.draw([file], tmp_path / "training.svg")
+    text = drawn.read_text()
+    for word in (
+        "plain DDP",
+        "gradwire, exact",
+        "gradwire:int8",
+        "3.00x",
+        "loss 2.7823",
+        "loss 2.7819",
+        "20mbit",
+        "main_job",
+    ):
+        assert word in text
+    assert "secret" not in text
+
+
 def test_png_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bars.json"
     file.write_text(json.dumps(compare_record()))
