@@ -273,3 +273,18 @@ def test_emulate_runs_them_on_a_cluster(complete: Installed, tmp_path: Path) -> 
     command = ("emulate", "--nodes", "2", "--nic", "1gbit", "--", "python", str(tmp_path / "train.py"))
     output = complete.run("gradwire", *command, ROOT / "README.md")
     assert "node0" in output and "bytes on the links" in output
+
+
+def test_the_pure_wheel_looks_at_one_machine_without_torch_and_without_a_compiler(
+    built: Path, tools: Path, tmp_path: Path
+) -> None:
+    """What `uvx gradwire doctor` takes where no other wheel fits: every Python, every machine."""
+    python = built.parent / "builder" / "bin" / "python"
+    run(python, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT, **os.environ | {"GRADWIRE_PURE": "1"})
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    installed = Installed(tmp_path / "environment", wheel, tools)
+    assert not list(installed.packages.glob("torch*")) and not list(installed.packages.rglob("_native*.so"))
+    said = installed.run("gradwire", "doctor")
+    assert "there is no torch in this Python" in said and "Type: " in said, said
+    assert "from sysfs" in installed.run("gradwire", "topo")

@@ -9,7 +9,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradwire import _native
+try:
+    from gradwire import _native
+except ImportError as error:
+    raise ImportError(
+        "gradwire was installed without its compiled part, which training needs (the wheel py3-none-any is for "
+        "`gradwire doctor`, `topo` and `gdr-check` alone): install the wheel of this machine, or, with a C++ compiler, "
+        f"`pip install --no-binary gradwire --force-reinstall --no-deps gradwire` ({error})"
+    ) from error
 from gradwire.compressors.kernels.block import BlockFormat
 from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, DgcRule, DgcRun, DgcState, exponents_most_nbytes
 from gradwire.compressors.kernels.reference.dgc import step_each, sum_each

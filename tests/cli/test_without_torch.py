@@ -1,0 +1,80 @@
+"""What works in a Python that has neither torch nor numpy nor the compiled part: what `uvx gradwire doctor` relies "
+"on."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("rich", "markdown-it-py", "mdurl", "pygments", "defusedxml", "nvidia-ml-py")
+"""What pip installs beside gradwire, but numpy."""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with gradwire's Python files and what they need, and nothing else."""
+    folder = tmp_path_factory.mktemp("packages")
+    for name in NEEDED:
+        found = metadata.distribution(name)
+        for top in {Path(str(file)).parts[0] for file in found.files or () if ".." not in str(file)}:
+            place = Path(str(found.locate_file(top)))
+            if place.exists() and top != "__pycache__":
+                (folder / top).symlink_to(place)
+    own = folder / "gradwire"
+    own.mkdir()
+    for file in (ROOT / "gradwire").iterdir():
+        if not file.name.startswith("_native") and file.name != "__pycache__":
+            (own / file.name).symlink_to(file.resolve())
+    about = folder / f"gradwire-{metadata.version('gradwire')}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gradwire\nVersion: {metadata.version('gradwire')}\n")
+    return folder
+
+
+def gradwire(packages: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    program = f"import sys; sys.path[:] = [each for each in sys.path if 'site-packages' not in each]; \
+sys.path.insert(0, {str(packages)!r}); from gradwire.__main__ import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200"},
+    )
+
+
+def test_doctor_says_what_one_machine_can_tell_and_what_it_left_out(packages: Path) -> None:
+    done = gradwire(packages, "doctor")
+    assert done.returncode in (0, 1) and not done.stderr, done
+    assert "there is no torch in this Python" in done.stdout
+    assert done.stdout.rstrip().splitlines()[-1].startswith("Type: torchrun"), done.stdout
+    facts = json.loads(gradwire(packages, "doctor", "--json").stdout)["facts"]["ranks"][0]
+    assert "torch" not in facts["versions"] and facts["interfaces"] and facts["shm_nbytes"] > 0
+
+
+def test_what_needs_torch_says_so(packages: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    for words in (("doctor", "--script", script), ("predict", "--gradient-mb", "1"), ("selftest",)):
+        done = gradwire(packages, *words)
+        assert done.returncode == 1 and "torch" in done.stderr and "Traceback" not in done.stderr, done
+
+
+def test_topo_and_gdr_check_work(packages: Path) -> None:
+    assert "from sysfs" in gradwire(packages, "topo").stdout
+    done = gradwire(packages, "gdr-check", "--example")
+    assert done.returncode == 0 and "PASS" in done.stdout.upper(), done
+
+
+def test_the_compiled_part_that_is_missing_is_named() -> None:
+    """Where torch is there and the wheel is the pure one: training says what to install."""
+    program = (
+        "import sys, gradwire\nsys.modules['gradwire._native'] = None\n"
+        "try:\n    import gradwire.compressors.kernels.native\nexcept ImportError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert "without its compiled part" in done.stdout and "--no-binary gradwire" in done.stdout, done
