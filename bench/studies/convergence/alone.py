@@ -6,6 +6,7 @@ those of the real job, but for the order in which floats are added; nothing is t
 
     python -m gradwire.bench.studies.convergence.alone --task text --compressor powersgd --options '{"rank": 16}'
     python -m gradwire.bench.studies.convergence.alone --task text --import my_codecs --compressor ternary
+    python -m gradwire.bench.studies.convergence.alone --task text --optimizer muon --compressor waterfill4
 """
 
 import argparse
@@ -16,9 +17,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Muon, Optimizer
 
 from gradwire.bench.arguments import add_import_option, import_modules
+from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, optimizers_of
+from gradwire.bench.studies.convergence.rotation import RotatedWaterfill, register
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
 from gradwire.bench.studies.convergence.training import FREEZE_SHARE, ONEBIT_ADAM
 from gradwire.bench.terminal import complain
@@ -27,19 +31,39 @@ from gradwire.compressors.optim.fit import take_momentum
 from gradwire.compressors.optim.onebit_adam import OneBitAdam
 from gradwire.compressors.optim.peers import Peers
 from gradwire.compressors.registry import Option, options_of
-from gradwire.compressors.routed import make_routed
+from gradwire.compressors.routed import Routed, make_routed
 
 NODES = 2
+EVALUATED = (0.25, 0.5, 0.75, 0.875, 1.0)
+"""Shares of the run after which the quality is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoneRun:
     """What a run came to."""
 
-    quality: float
-    """In the task's unit."""
+    curve: tuple[tuple[int, float], ...]
+    """(updates, quality in the task's unit), ascending."""
     ratio: float
-    """Bytes of float32 gradients over those sent between the nodes, over the whole run."""
+    """Bytes of float32 gradients over those sent between the nodes, a batch of each rank, over the whole run."""
+
+    @property
+    def quality(self) -> float:
+        """At the end."""
+        return self.curve[-1][1]
+
+
+@torch.no_grad()
+def quality_of(task: Task, models: Sequence[nn.Module]) -> float:
+    """Returns what the ranks' shares of the held-out data come to.
+
+    Args:
+        task: Loaded.
+        models: One for all ranks, or one for each.
+    """
+    chosen = models if len(models) == RANKS else [models[0]] * RANKS
+    total = torch.stack([task.score(model, rank) for rank, model in enumerate(chosen)]).sum(0)
+    return float(total[0] / total[1])
 
 
 def meet(requests: Sequence[Request]) -> None:
@@ -99,8 +123,46 @@ def run_together(running: Sequence[Iterator[Request]]) -> float:
     return sent
 
 
+def compressors_of(
+    task: Task, compressor: str, options: Mapping[str, Option], optimizers: Sequence[Optimizer]
+) -> list[Compressor]:
+    """Returns a node's compressor for each node, and moves the momentum into it where it wants to apply it itself.
+
+    Under Muon such a compressor gets the matrices that Muon trains; all others are sent in float16.
+
+    Args:
+        task: Whose model is trained.
+        compressor: Its name.
+        options: Other than its defaults.
+        optimizers: Of `optimizers_of`; their momentum is changed in place.
+    """
+    register()
+    if {**options_of(compressor), **options}.get("momentum") and compressor != "none":
+        if not isinstance(optimizers[0], Muon):
+            options = {**options, **take_momentum(optimizers[0])}
+        else:
+            for group in optimizers[0].param_groups:
+                group["momentum"] = 0.0
+            inside = {"momentum": MUON_MOMENTUM, **options}
+            rules = ({"max_dim": 1}, {"pattern": f"{INSIDE}*", "compressor": compressor, "options": inside})
+            return [make_routed("fp16", {}, rules) for _ in range(NODES)]
+    made = [make_routed(compressor, options) for _ in range(NODES)]
+    turned = [each.main for each in made if isinstance(each, Routed) and isinstance(each.main, RotatedWaterfill)]
+    for each in turned[1:]:  # all nodes find the same bases, from the same sums: here they are looked for once
+        each.rotation = turned[0].rotation
+    return made
+
+
 def train_alone(
-    task: Task, compressor: str | None, options: Mapping[str, Option], seed: int, steps: int | None = None
+    task: Task,
+    compressor: str | None,
+    options: Mapping[str, Option],
+    seed: int,
+    steps: int | None = None,
+    *,
+    optimizer: str | None = None,
+    accumulate: int = 1,
+    lr: float = 1.0,
 ) -> LoneRun:
     """Trains once.
 
@@ -109,31 +171,39 @@ def train_alone(
         compressor: Its name; None sums exactly.
         options: Other than its defaults.
         seed: Of weights and batches.
-        steps: Of the run; the task's own by default.
+        steps: Batches of each rank; the task's own by default.
+        optimizer: Of `optimizers_of`; the task's own by default.
+        accumulate: Batches of each rank for one update, which is the only time that something is sent.
+        lr: Factor of the learning rates.
+
+    Raises:
+        ValueError: `steps` is no multiple of `accumulate`.
     """
     steps = steps or task.facts.steps
+    if steps % accumulate:
+        raise ValueError(f"`accumulate` is {accumulate}; wanted a divisor of {steps} steps")
+    updates = steps // accumulate
     model = task.model(seed)
     parameters = dict(reversed(list(model.named_parameters())))
-    optimizer = task.optimizer(model.parameters())
+    optimizers = optimizers_of(task, model, optimizer or task.facts.optimizer, lr=lr)
     slices, numel = [], 0
     for name, parameter in parameters.items():
         slices.append(Slice(name, tuple(parameter.shape), 0, numel, parameter.numel()))
         numel += parameter.numel()
     layout = Layout(tuple(slices))
-    compressors: list[Compressor] = []
-    if compressor is not None:
-        chosen = {**options_of(compressor), **options}
-        if chosen.get("momentum") and compressor != "none":
-            options = {**options, **take_momentum(optimizer)}
-        compressors = [make_routed(compressor, options) for _ in range(NODES)]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_peak(step, steps))
-    sent = 0
-    for step in range(steps):
+    compressors = [] if compressor is None else compressors_of(task, compressor, options, optimizers)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda update: share_of_peak(update, updates)) for each in optimizers
+    ]
+    marks = {max(1, round(updates * share)) for share in EVALUATED}
+    sent, curve = 0, []
+    for update in range(updates):
         flats = []
         for node in range(NODES):
-            optimizer.zero_grad()
-            for rank in range(node * RANKS // NODES, (node + 1) * RANKS // NODES):
-                (task.loss(model, step, rank, seed) / RANKS).backward()  # type: ignore[no-untyped-call]
+            model.zero_grad()
+            for step in range(update * accumulate, (update + 1) * accumulate):
+                for rank in range(node * RANKS // NODES, (node + 1) * RANKS // NODES):
+                    (task.loss(model, step, rank, seed) / (RANKS * accumulate)).backward()  # type: ignore[no-untyped-call]
             flats.append(torch.cat([_gradient(parameter) for parameter in parameters.values()]))
         if compressors:
             sent += compressors[0].wire_nbytes(layout, NODES)
@@ -143,11 +213,13 @@ def train_alone(
             flats[0] += flats[1]
         for item, parameter in zip(slices, parameters.values(), strict=True):
             parameter.grad = flats[0][item.start : item.stop].view_as(parameter)
-        optimizer.step()
-        schedule.step()
-    with torch.no_grad():
-        total = torch.stack([task.score(model, rank) for rank in range(RANKS)]).sum(0)
-    return LoneRun(float(total[0] / total[1]), 4 * numel * steps / sent)
+        for each in optimizers:
+            each.step()
+        for schedule in schedules:
+            schedule.step()
+        if update + 1 in marks:
+            curve.append((update + 1, quality_of(task, [model])))
+    return LoneRun(tuple(curve), 4 * numel * steps / sent)
 
 
 def train_onebit_adam(task: Task, options: Mapping[str, Option], seed: int, steps: int | None = None) -> LoneRun:
@@ -171,7 +243,8 @@ def train_onebit_adam(task: Task, options: Mapping[str, Option], seed: int, step
     optimizers = [
         OneBitAdam(model.parameters(), cast(Peers, Member(rank, RANKS)), **given) for rank, model in enumerate(models)
     ]
-    sent = 0.0
+    marks = {max(1, round(steps * share)) for share in EVALUATED}
+    sent, curve = 0.0, []
     for step in range(steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.param_groups[0]["lr"] = given["lr"] * share_of_peak(step, steps)
@@ -179,12 +252,12 @@ def train_onebit_adam(task: Task, options: Mapping[str, Option], seed: int, step
             task.loss(model, step, rank, seed).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             sent += run_together([optimizer.exchange() for optimizer in optimizers])
+        if step + 1 in marks:
+            curve.append((step + 1, quality_of(task, models)))
     first, *others = [torch.cat([each.detach().view(-1) for each in model.parameters()]) for model in models]
     if not all(torch.equal(first, other) for other in others):
         raise RuntimeError("the ranks ended with different weights")
-    with torch.no_grad():
-        total = torch.stack([task.score(model, rank) for rank, model in enumerate(models)]).sum(0)
-    return LoneRun(float(total[0] / total[1]), 4 * first.numel() * steps / sent)
+    return LoneRun(tuple(curve), 4 * first.numel() * steps / sent)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -195,6 +268,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--optimizer", help=f"{MUON}, or the task's own (default)")
     parser.add_argument("--compressor", help=f"or {ONEBIT_ADAM} (default: an exact sum)")
     add_import_option(parser)
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="of the compressor")
@@ -219,9 +293,10 @@ def main(argv: list[str]) -> int:
         if asked.compressor == ONEBIT_ADAM:
             ending = train_onebit_adam(task, asked.options, seed)
         else:
-            ending = train_alone(task, asked.compressor, asked.options, seed)
+            ending = train_alone(task, asked.compressor, asked.options, seed, optimizer=asked.optimizer)
         print(
-            f"{asked.task}, {asked.compressor or 'exact'} {asked.options or ''} seed {seed}: {task.facts.quality} "
+            f"{asked.task}, {asked.optimizer or task.facts.optimizer}, {asked.compressor or 'exact'} "
+            f"{asked.options or ''} seed {seed}: {task.facts.quality} "
             f"{ending.quality:.4f}, {ending.ratio:.1f} times fewer bytes between the nodes",
             flush=True,
         )

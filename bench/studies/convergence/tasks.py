@@ -247,6 +247,19 @@ def _shuffled(seed: int, epoch: int) -> Tensor:
     return torch.randperm(60_000, generator=torch.Generator().manual_seed(1000 * seed + epoch))
 
 
+@dataclass(frozen=True, slots=True)
+class TextSize:
+    """Shape of the transformer of the text task."""
+
+    width: int
+    layers: int
+    heads: int
+
+
+TEXT_SIZES = {"0.5M": TextSize(128, 2, 4), "10M": TextSize(320, 8, 5)}
+"""By the number of parameters: 470,528 and 10,048,640."""
+
+
 @dataclass
 class TextTask:
     """Bits per byte of the transformer under AdamW; 4 sequences of 64 bytes a rank and step."""
@@ -254,17 +267,19 @@ class TextTask:
     batch: int = 4
     context: int = 64
     validation_batches: int = 6
-    facts: TaskFacts = field(
-        default=TaskFacts(
+    size: str = "0.5M"
+    facts: TaskFacts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.facts = TaskFacts(
             name="text",
-            title="byte-level transformer of 0.5 M parameters on the standard library's source, AdamW",
+            title=f"byte-level transformer of {self.size[:-1]} M parameters on the standard library's source, AdamW",
             quality="bits per byte on held-out text",
             higher_is_better=False,
             tolerance=0.06,
             steps=800,
             optimizer="adamw",
         )
-    )
 
     def load(self) -> None:
         """See `Task.load`."""
@@ -272,7 +287,8 @@ class TextTask:
 
     def model(self, seed: int) -> nn.Module:
         """See `Task.model`."""
-        return ByteTransformer(context=self.context, seed=seed)
+        size = TEXT_SIZES[self.size]
+        return ByteTransformer(context=self.context, width=size.width, layers=size.layers, heads=size.heads, seed=seed)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """See `Task.optimizer`."""

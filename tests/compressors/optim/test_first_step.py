@@ -100,6 +100,19 @@ def test_each_optimizer_is_checked_whichever_steps_first(first: str) -> None:
     sgd.step()
 
 
+def test_a_rule_for_muons_matrices_is_what_counts_for_muon(caplog: pytest.LogCaptureFixture) -> None:
+    """Two optimizers on one model: each is checked against what compresses its own parameters."""
+    for rules, said in (([], True), ([Rule(pattern="weight", compressor="int8")], False)):
+        model = model_with_gradients()
+        caplog.clear()
+        check_at_first_step(model, "waterfill2", {}, rules)
+        take_steps(torch.optim.AdamW([model.bias], lr=0.1))
+        assert not caplog.records
+        take_steps(torch.optim.Muon([model.weight], lr=0.1))
+        assert len(caplog.records) == said
+        assert "compressor 'waterfill2' under Muon" in caplog.text or not said
+
+
 def test_momentum_is_found_under_its_other_name() -> None:
     """Muon and Dion of the package `dion` call it mu."""
     model = model_with_gradients()

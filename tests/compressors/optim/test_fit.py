@@ -64,6 +64,22 @@ def test_what_ends_behind_says_so_once_in_the_log(
     assert "known to end behind" in said.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("compressor", "bits"),
+    [("int4", "0.04"), ("waterfill4", "0.03"), ("waterfill2", "0.14"), ("int8", ""), ("fp16", "")],
+)
+def test_what_muon_makes_worse_is_named_with_its_figure(
+    compressor: str, bits: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    matrix = [torch.nn.Parameter(torch.ones(4, 4))]
+    check_optimizer(compressor, torch.optim.AdamW(matrix))
+    assert not caplog.records
+    check_optimizer(compressor, torch.optim.Muon(matrix))
+    assert [
+        f"under Muon is known to end behind: a small transformer by {bits} bits" in one for one in caplog.messages
+    ] == ([True] if bits else [])
+
+
 def sgd_path(optimizer: torch.optim.Optimizer, w: torch.nn.Parameter, gradients: list[Tensor]) -> Tensor:
     for gradient in gradients:
         w.grad = gradient.clone()

@@ -1,0 +1,146 @@
+"""How far does a compressor turn Muon's steps? For docs/results/optimizers.md; a minute, where a training takes many.
+
+    python -m gradwire.bench.studies.convergence.angles int8 int4 waterfill4 waterfill2 rotated4 rotated2
+
+A transformer is trained with Muon and exact sums for some steps, and the gradients of its matrices are kept, of each of
+two nodes. The compressors then make their sums of them, with what they hold back, and a momentum is kept of those as
+Muon does. Both momenta, of the exact sums and of the others, are made orthogonal as Muon makes them: the angle between
+them says how much of a step is noise.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Muon
+
+from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.convergence.alone import NODES, reduce_together
+from gradwire.bench.studies.convergence.optimizers import MUON, MUON_MOMENTUM, is_muons, optimizers_of
+from gradwire.bench.studies.convergence.rotation import RotatedWaterfill, register
+from gradwire.bench.studies.convergence.tasks import RANKS, TextTask
+from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.registry import make
+
+BEFORE, KEPT = 60, 70
+"""Steps of training before gradients are kept, and with them: past the rise of the learning rate."""
+SETTLED, BETWEEN = 30, 4
+"""Kept steps after which momenta and residuals are looked at, and how many lie between two looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Gradients of the matrices that Muon trains."""
+
+    layout: Layout
+    steps: tuple[tuple[Tensor, ...], ...]
+    """For each step and node (layout.numel) float32, the mean over all ranks being the sum over the nodes."""
+
+
+def keep_gradients(task: TextTask, seed: int) -> Kept:
+    """Trains with exact sums, and keeps the gradients of the last steps.
+
+    Args:
+        task: Loaded.
+        seed: Of weights and batches.
+    """
+    model = task.model(seed)
+    optimizers = optimizers_of(task, model, MUON)
+    named = [(name, each) for name, each in model.named_parameters() if is_muons(name, each)]
+    slices, start = [], 0
+    for name, each in named:
+        slices.append(Slice(name, tuple(each.shape), 0, start, each.numel()))
+        start += each.numel()
+    kept = []
+    for step in range(BEFORE + KEPT):
+        model.zero_grad()
+        flats: list[Tensor] = []
+        for node in range(NODES):
+            for rank in range(node * RANKS // NODES, (node + 1) * RANKS // NODES):
+                (task.loss(model, step, rank, seed) / RANKS).backward()  # type: ignore[no-untyped-call]
+            so_far = torch.cat([each.grad.reshape(-1) for _, each in named if each.grad is not None])
+            flats.append(so_far - sum(flats))
+        if step >= BEFORE:
+            kept.append(tuple(flats))
+        for optimizer in optimizers:
+            optimizer.step()
+    return Kept(Layout(tuple(slices)), tuple(kept))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Returns what torch's Muon makes of a momentum, by a step of it without momentum on a matrix of zeros."""
+    parameter = torch.nn.Parameter(torch.zeros_like(matrix))
+    parameter.grad = matrix.clone()
+    Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    return parameter.detach()
+
+
+def _looked_ahead(momentum: Tensor, gradient: Tensor) -> Tensor:
+    """Updates a momentum in place; returns what Muon makes orthogonal, with Nesterov's look ahead."""
+    momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
+    return gradient.lerp(momentum, MUON_MOMENTUM)
+
+
+def degrees(kept: Kept, compressor: str) -> tuple[float, float, float]:
+    """Returns the angles between steps with a compressor and exact ones: the mean, the least and the largest matrix'.
+
+    Args:
+        kept: Gradients.
+        compressor: Its name.
+    """
+    compressors = [make(compressor) for _ in range(NODES)]
+    if isinstance(compressors[0], RotatedWaterfill):
+        for each in compressors[1:]:
+            assert isinstance(each, RotatedWaterfill)
+            each.rotation = compressors[0].rotation
+    exact, other = torch.zeros(kept.layout.numel), torch.zeros(kept.layout.numel)
+    cosines: dict[str, list[float]] = {item.name: [] for item in kept.layout.slices}
+    for number, nodes in enumerate(kept.steps):
+        flats = [each.clone() for each in nodes]
+        reduce_together(compressors, flats, kept.layout)
+        ahead = _looked_ahead(exact, torch.stack(nodes).sum(0)), _looked_ahead(other, flats[0])
+        if number < SETTLED or (number - SETTLED) % BETWEEN:
+            continue
+        for item in kept.layout.slices:
+            one, two = (orthogonal(each[item.start : item.stop].view(item.shape)).view(-1) for each in ahead)
+            cosines[item.name].append(float(torch.nn.functional.cosine_similarity(one, two, dim=0)))
+    means = [math.degrees(math.acos(min(1.0, sum(each) / len(each)))) for each in cosines.values()]
+    return sum(means) / len(means), min(means), max(means)
+
+
+def table(kept: Kept, names: Sequence[str]) -> str:
+    """Returns a table with a row for each compressor."""
+    lines = [
+        "| compressor | bits an element | degrees, mean over the matrices | least to largest |",
+        "|---|---|---|---|",
+    ]
+    for name in names:
+        mean, least, largest = degrees(kept, name)
+        bits = 8 * make(name).wire_nbytes(kept.layout, NODES) / kept.layout.numel
+        lines.append(f"| `{name}` | {bits:.2f} | {mean:.0f} | {least:.0f} to {largest:.0f} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Measures, and prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.studies.convergence.angles", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("compressor", nargs="+")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args(argv)
+    register()
+    torch.set_num_threads(1)
+    task = TextTask()
+    task.load()
+    print(table(keep_gradients(task, asked.seed), asked.compressor))
+    print(f"\n{machine_line()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

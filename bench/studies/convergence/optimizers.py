@@ -1,0 +1,61 @@
+"""The optimizers of the study: a task's own, or Muon for matrices inside the model and the task's own for the rest."""
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import Muon, Optimizer
+
+from gradwire.bench.studies.convergence.tasks import Task
+
+MUON = "muon"
+MUON_LR = 3e-3
+"""Of the matrices, with steps as long as AdamW's; the best of 1e-3, 3e-3 and 1e-2 was not looked for."""
+MUON_MOMENTUM = 0.95
+"""torch's default. Source: Jordan et al., Muon (2024)."""
+INSIDE = "blocks."
+"""Begins the names of what Muon trains, where it has two dimensions: embeddings and the last layer are AdamW's.
+
+Source: Jordan et al., Muon (2024): embeddings, last layer, biases and gains are another optimizer's.
+"""
+
+
+def is_muons(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon trains the parameter of that name."""
+    return name.startswith(INSIDE) and parameter.ndim == 2
+
+
+def optimizers_of(
+    task: Task, model: nn.Module, kind: str, *, momentum: float = MUON_MOMENTUM, lr: float = 1.0
+) -> list[Optimizer]:
+    """Returns what trains the model: every one of them steps once after each backward pass.
+
+    Args:
+        task: Its own optimizer trains all parameters, or those that Muon does not.
+        model: The task's.
+        kind: `muon`, or the name of the task's own.
+        momentum: Of Muon; 0 where a compressor applies it.
+        lr: Factor of the learning rates.
+
+    Raises:
+        ValueError: The task has no such optimizer, or the model no matrix for Muon.
+    """
+    if kind not in (MUON, task.facts.optimizer):
+        raise ValueError(f"`kind` is {kind!r}; {task.facts.name} is trained with {task.facts.optimizer} or {MUON}")
+    named = list(model.named_parameters())
+    matrices = [each for name, each in named if kind == MUON and is_muons(name, each)]
+    if kind == MUON and not matrices:
+        raise ValueError(f"`kind` is {kind!r}, and {task.facts.name} has no matrix named {INSIDE}*")
+    known = {id(each) for each in matrices}
+    optimizers = [task.optimizer(each for _, each in named if id(each) not in known)]
+    if matrices:
+        optimizers.insert(
+            0, Muon(matrices, lr=MUON_LR, momentum=momentum, adjust_lr_fn="match_rms_adamw", weight_decay=0.0)
+        )
+    for group in groups_of(optimizers):
+        group["lr"] *= lr
+    return optimizers
+
+
+def groups_of(optimizers: Iterable[Optimizer]) -> list[dict[str, object]]:
+    """Returns the groups of all optimizers."""
+    return [group for each in optimizers for group in each.param_groups]

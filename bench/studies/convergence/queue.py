@@ -1,0 +1,226 @@
+r"""A list of trainings, done one after the other in the background: for docs/results/optimizers.md.
+
+    nohup python -m gradwire.bench.studies.convergence.queue run --data FILE.jsonl --entries entries.txt &
+    python -m gradwire.bench.studies.convergence.queue show --data FILE.jsonl --page docs/results/optimizers.md \
+        --draw docs/pictures/optimizers.png
+
+A line of the list is a task, a size, an optimizer, a compressor with its options, and seeds:
+
+    text 0.5M muon waterfill4 0,1,2
+    text 0.5M muon powersgd{"rank":16} 0
+    text 10M adamw none 0 steps=8
+    text 0.5M adamw accumulate{"batches":4} 0
+
+`none` is an exact sum, `accumulate` one for several batches. What the data file has is skipped, so that a queue that
+was stopped goes on; each result is a line that is appended when it is there. Trainings run in this process, on one
+thread, at the lowest priority; a lock on the data file keeps a second queue from running beside it. The list is read
+again after each training: what is added to it is done, too.
+"""
+
+import argparse
+import datetime
+import fcntl
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.convergence.alone import train_alone, train_onebit_adam
+from gradwire.bench.studies.convergence.optimizers import MUON
+from gradwire.bench.studies.convergence.results import (
+    ACCUMULATE,
+    EXACT,
+    Entry,
+    Result,
+    draw,
+    missing,
+    results_from,
+    tables,
+)
+from gradwire.bench.studies.convergence.rotation import register
+from gradwire.bench.studies.convergence.show import replace_tables
+from gradwire.bench.studies.convergence.tasks import TEXT_SIZES, BatchedTask, FashionTask, TextTask
+from gradwire.bench.studies.convergence.training import ONEBIT_ADAM
+from gradwire.compressors.registry import options_of
+
+FASHION_SIZE = "0.1M"
+LEAST_PRIORITY = 19
+
+
+def task_of(name: str, size: str) -> BatchedTask:
+    """Returns the task in that size.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name == "text" and size in TEXT_SIZES:
+        return TextTask(size=size)
+    if name == "fashion" and size == FASHION_SIZE:
+        return FashionTask()
+    raise ValueError(f"`{name} {size}` is no task; wanted text {' or '.join(TEXT_SIZES)}, or fashion {FASHION_SIZE}")
+
+
+def entries_from(text: str) -> list[Entry]:
+    """Reads a list of trainings.
+
+    Args:
+        text: As the module's docstring says; empty lines and those that begin with # mean nothing.
+
+    Raises:
+        ValueError: A line says something else; the message has its number.
+    """
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            found += _entries_of(words)
+        except ValueError as error:
+            raise ValueError(f"`--entries` line {number}: {error}") from error
+    return found
+
+
+def _entries_of(words: list[str]) -> list[Entry]:
+    if len(words) not in (5, 6) or (len(words) == 6 and not words[5].startswith("steps=")):
+        raise ValueError(f"found {' '.join(words)!r}; wanted TASK SIZE OPTIMIZER COMPRESSOR SEEDS [steps=N]")
+    name, size, optimizer, method, seeds = words[:5]
+    facts = task_of(name, size).facts
+    if optimizer not in (MUON, facts.optimizer):
+        raise ValueError(f"optimizer {optimizer!r}; {name} is trained with {facts.optimizer} or {MUON}")
+    compressor, brace, rest = method.partition("{")
+    options = json.loads(brace + rest) if brace else {}
+    if compressor == ACCUMULATE:
+        if set(options) - {"batches", "lr"} or "batches" not in options:
+            raise ValueError(f"{method!r}; wanted {ACCUMULATE} with `batches`, and `lr` where it is not 1")
+    elif compressor != ONEBIT_ADAM and (unknown := set(options) - set(options_of(compressor))):
+        raise ValueError(f"{compressor} has no option {', '.join(sorted(unknown))}")
+    steps = int(words[5].removeprefix("steps=")) if len(words) == 6 else facts.steps
+    return [
+        Entry(
+            task=name,
+            size=size,
+            optimizer=optimizer,
+            compressor=compressor,
+            options=options,
+            seed=int(seed),
+            steps=steps,
+        )
+        for seed in seeds.split(",")
+    ]
+
+
+def train(entry: Entry) -> Result:
+    """Does one training, on the calling thread."""
+    task = task_of(entry.task, entry.size)
+    task.load()
+    began = time.process_time()
+    options = dict(entry.options)
+    if entry.compressor == ONEBIT_ADAM:
+        run = train_onebit_adam(task, options, entry.seed, entry.steps)
+    elif entry.compressor == ACCUMULATE:
+        run = train_alone(
+            task,
+            None,
+            {},
+            entry.seed,
+            entry.steps,
+            optimizer=entry.optimizer,
+            accumulate=int(options["batches"]),
+            lr=float(options.get("lr", 1.0)),
+        )
+    else:
+        compressor = None if entry.compressor == EXACT else entry.compressor
+        run = train_alone(task, compressor, options, entry.seed, entry.steps, optimizer=entry.optimizer)
+    return Result(
+        entry=entry,
+        curve=run.curve,
+        ratio=run.ratio,
+        processor_seconds=round(time.process_time() - began, 1),
+        date=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="minutes"),
+        machine=machine_line(),
+        load=os.getloadavg()[2],
+    )
+
+
+def run_queue(entries: Path, data: Path, until: datetime.datetime | None = None) -> None:
+    """Does what a list has and a data file has not, until nothing is left.
+
+    Args:
+        entries: The list; read again after each training.
+        data: Appended to.
+        until: No training begins after it.
+
+    Raises:
+        ValueError: The list or the data file has a line that says something else.
+        RuntimeError: Another queue works on the data file.
+    """
+    register()
+    os.setpriority(os.PRIO_PROCESS, 0, LEAST_PRIORITY)
+    torch.set_num_threads(1)
+    with data.open("a") as lines:
+        try:
+            fcntl.flock(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(f"`--data` {data} is in use by another queue: let it go on, or end it") from error
+        while todo := missing(entries_from(entries.read_text()), results_from(data)):
+            if until is not None and datetime.datetime.now(tz=datetime.UTC) >= until:
+                print(f"{len(todo)} trainings are left", flush=True)
+                return
+            result = train(todo[0])
+            lines.write(json.dumps(asdict(result)) + "\n")
+            lines.flush()
+            print(f"{result.date} {result.entry}: {result.quality:.4f}, {len(todo) - 1} left", flush=True)
+
+
+def _time_of_day(word: str) -> datetime.datetime:
+    try:
+        wanted = datetime.time.fromisoformat(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{word!r} is no time of day; wanted HH:MM, in UTC") from error
+    return datetime.datetime.combine(datetime.datetime.now(tz=datetime.UTC).date(), wanted, datetime.UTC)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.studies.convergence.queue", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("what", choices=("run", "show"))
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE.jsonl", help="a line for each result")
+    parser.add_argument("--entries", type=Path, metavar="FILE", help="with run: the list of trainings")
+    parser.add_argument("--until", type=_time_of_day, metavar="HH:MM", help="with run: begin none after it, in UTC")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="with show: the tables replace those of this page")
+    parser.add_argument("--draw", type=Path, metavar="FILE.png", help="with show: the picture")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Trains or shows; returns the exit status."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.what == "run" and options.entries is None:
+        parser.error("`--entries` is missing")
+    try:
+        if options.what == "run":
+            run_queue(options.entries, options.data, options.until)
+        else:
+            results = results_from(options.data)
+            print(tables(results))
+            if options.page:
+                replace_tables(options.page, tables(results))
+            if options.draw:
+                draw(results, options.draw)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"queue: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

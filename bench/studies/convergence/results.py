@@ -1,0 +1,208 @@
+"""What a queue of trainings has come to: its data file, and the tables and the picture that are made of it."""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from gradwire.bench.plot.style import BASELINE, load_pyplot
+from gradwire.compressors.registry import Option
+
+EXACT, ACCUMULATE = "none", "accumulate"
+SOURCE = "queue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One training."""
+
+    task: str
+    size: str
+    """About how many parameters."""
+    optimizer: str
+    """`muon`, or the task's own."""
+    compressor: str
+    """gradwire's, `OneBitAdam` or `accumulate`."""
+    options: Mapping[str, Option]
+    """Other than the compressor's defaults; of `accumulate`, the `batches` and a factor of the learning rate, `lr`."""
+    seed: int
+    steps: int
+    """Batches of each rank."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same training."""
+        return tuple(json.dumps(each, sort_keys=True) for each in asdict(self).values())
+
+    @property
+    def method(self) -> str:
+        """The compressor with its options, as a list has it."""
+        return self.compressor + (json.dumps(dict(self.options), separators=(",", ":")) if self.options else "")
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.size} {self.optimizer} {self.method} seed {self.seed}, {self.steps} steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a training came to, where and when."""
+
+    entry: Entry
+    curve: tuple[tuple[int, float], ...]
+    """(updates, quality), ascending."""
+    ratio: float
+    """Times fewer bytes between the nodes than float32 at every batch."""
+    processor_seconds: float | None
+    """Of this process, for the whole training; None where nobody noted it."""
+    date: str
+    machine: str
+    load: float | None
+    """Of the machine over the last 15 minutes, when it ended; None where nobody noted it."""
+    source: str = field(default=SOURCE)
+    """What trained it."""
+
+    @property
+    def quality(self) -> float:
+        """At the end."""
+        return self.curve[-1][1]
+
+
+def results_from(file: Path) -> list[Result]:
+    """Reads a data file; one that does not exist holds nothing.
+
+    Raises:
+        ValueError: A line is none of this tool's.
+    """
+    found = []
+    for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
+        try:
+            row = json.loads(line)
+            row["entry"] = Entry(**row["entry"])
+            row["curve"] = tuple((int(step), float(quality)) for step, quality in row["curve"])
+            found.append(Result(**row))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"`--data` {file} line {number} is no result of this tool: {error}") from error
+    return found
+
+
+def missing(entries: Iterable[Entry], results: Iterable[Result]) -> list[Entry]:
+    """Returns the entries that have no result yet, each once, in their order."""
+    had = {result.entry.key for result in results}
+    return list({entry.key: entry for entry in entries if entry.key not in had}.values())
+
+
+def tables(results: Sequence[Result]) -> str:
+    """Returns a table for each task, size and number of steps: a row a method, and how far it ends behind an exact sum.
+
+    Args:
+        results: In any order.
+    """
+    parts = []
+    for kind in dict.fromkeys((each.entry.task, each.entry.size, each.entry.steps) for each in results):
+        mine = [each for each in results if (each.entry.task, each.entry.size, each.entry.steps) == kind]
+        optimizers = sorted({each.entry.optimizer for each in mine})
+        task, size, steps = kind
+        lines = [
+            f"### {task}, {size[:-1]} M parameters, {steps} batches of each rank",
+            "",
+            _line(["method", "fewer bytes", *(f"{name}: end, seeds | over `none`" for name in optimizers)]),
+        ]
+        lines.append("|---" * (lines[-1].count("|") - 1) + "|")
+        methods = list(dict.fromkeys(each.entry.method for each in mine))
+        for method in sorted(methods, key=lambda word: (word != EXACT, _worst(mine, word))):
+            rows = [each for each in mine if each.entry.method == method]
+            words = [f"`{method}`", f"{rows[0].ratio:.1f}x"]
+            for name in optimizers:
+                words += _words([each for each in rows if each.entry.optimizer == name], mine)
+            lines.append(_line(words))
+        parts.append("\n".join(lines))
+    return "\n\n".join([*parts, _places(results)])
+
+
+def over_exact(results: Sequence[Result], everything: Sequence[Result]) -> list[float]:
+    """Returns how far the results lie behind an exact sum of the same optimizer and seed; those without one are left.
+
+    Args:
+        results: Of one method.
+        everything: Of the same task, size and steps.
+    """
+    exact = {(each.entry.optimizer, each.entry.seed): each.quality for each in everything if each.entry.method == EXACT}
+    keys = [(each.entry.optimizer, each.entry.seed) for each in results]
+    return [each.quality - exact[key] for key, each in zip(keys, results, strict=True) if key in exact]
+
+
+def _worst(everything: Sequence[Result], method: str) -> float:
+    return max(over_exact([each for each in everything if each.entry.method == method], everything), default=0.0)
+
+
+def _words(results: Sequence[Result], everything: Sequence[Result]) -> list[str]:
+    if not results:
+        return ["", ""]
+    ordered = sorted(results, key=lambda each: each.entry.seed)
+    ends = ", ".join(f"{each.quality:.3f}" for each in ordered)
+    seeds = ", ".join(str(each.entry.seed) for each in ordered)
+    apart = over_exact(ordered, everything)
+    return [f"{ends} ({seeds})", f"{statistics.fmean(apart):+.3f}" if apart else "?"]
+
+
+def _places(results: Sequence[Result]) -> str:
+    """What was run where and when: each source once."""
+    groups: dict[str, list[Result]] = {}
+    for each in results:
+        groups.setdefault(each.source, []).append(each)
+    lines = []
+    for source, rows in groups.items():
+        days = sorted({each.date[:10] for each in rows})
+        loads = [each.load for each in rows if each.load is not None]
+        load = f", load {min(loads):.0f} to {max(loads):.0f}" if loads else ""
+        machine = rows[0].machine.rpartition(", ")[0]
+        lines.append(f"- {source}: {len(rows)} trainings; {machine}, {' to '.join(dict.fromkeys(days))}{load}.")
+    return "\n".join(lines)
+
+
+def _line(words: Sequence[str]) -> str:
+    return f"| {' | '.join(words)} |"
+
+
+COLOURS = {"muon": "#0b6e4f", "adamw": "#1982c4", "sgd": "#6a4c93"}
+
+
+def draw(results: Sequence[Result], file: Path) -> None:
+    """Draws how far each method ends behind an exact sum: a point a seed, a colour an optimizer.
+
+    Args:
+        results: Of them those of the most frequent task, size and steps.
+        file: Overwritten.
+
+    Raises:
+        ValueError: No result has an exact one beside it.
+        RuntimeError: matplotlib is not installed.
+    """
+    kinds = [(each.entry.task, each.entry.size, each.entry.steps) for each in results]
+    mine = [each for each, kind in zip(results, kinds, strict=True) if kind == statistics.mode(kinds)]
+    methods = sorted({each.entry.method for each in mine} - {EXACT}, key=lambda word: _worst(mine, word))
+    points = {
+        (method, name): over_exact(
+            [each for each in mine if (each.entry.method, each.entry.optimizer) == (method, name)], mine
+        )
+        for method in methods
+        for name in COLOURS
+    }
+    if not any(points.values()):
+        raise ValueError(f"`--data` has no method beside an exact sum (`{EXACT}`) of the same optimizer and seed")
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 0.35 * len(methods) + 1.6), layout="constrained")
+    for name, colour in COLOURS.items():
+        found = [(value, method) for method in methods for value in points[method, name]]
+        if found:
+            axes.scatter(*zip(*found, strict=True), color=colour, label=name, s=28, alpha=0.8)
+    axes.axvline(0.0, color=BASELINE, linewidth=1)
+    axes.set_xlabel("behind an exact sum of the same optimizer and seed, in the task's unit")
+    task, size, steps = statistics.mode(kinds)
+    axes.set_title(f"{task}, {size[:-1]} M parameters, {steps} steps, 2 nodes x 2 ranks", fontsize=10, loc="left")
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(file, dpi=90)
+    pyplot.close(figure)
