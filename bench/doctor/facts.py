@@ -32,6 +32,10 @@ class NetworkInterface:
     """Bytes of the largest packet."""
     bits_per_second: float | None = None
     """What the card says its link runs at; None where a virtual driver would make it up."""
+    pcie_bits_per_second: float | None = None
+    """Of the PCIe link to the card; None for others, and in virtual machines, where it means nothing."""
+    other_half: str | None = None
+    """The interface of the same port that has PCIe lanes of its own, as on DGX Spark."""
     duplex: str | None = None
     """`full` or `half`, as the driver says."""
     up: bool = True
@@ -46,6 +50,9 @@ class GpuState:
     sm_mhz: int | None = None
     """Clock under load."""
     max_sm_mhz: int | None = None
+    p2p: tuple[int, ...] = ()
+    """To each GPU of the node whether this one may read its memory, as NVML's nvmlGpuP2PStatus_t numbers it: 0 is "
+    "yes."""
     slowed_by: tuple[str, ...] = ()
     """Why the driver holds its clock down."""
 
@@ -279,6 +286,13 @@ class JobFacts:
         return [f"{name}#{place}" if hosts.count(name) > 1 else name for place, name in enumerate(hosts)]
 
     @property
+    def no_gpu_has_peers(self) -> bool:
+        """Whether on every node with several GPUs none of them reaches another one: known, and so."""
+        several = [node[0].gpus for node in self.nodes if len(node[0].gpus) > 1]
+        states = [status for gpus in several for gpu in gpus for to, status in enumerate(gpu.p2p) if to != gpu.index]
+        return bool(states) and all(states) and all(gpu.p2p for gpus in several for gpu in gpus)
+
+    @property
     def has_gpus(self) -> bool:
         """Whether any rank sees one."""
         return any(each.gpus or each.device == "cuda" for each in self.ranks)
@@ -300,7 +314,9 @@ class JobFacts:
             return self.link_bytes_per_second * TCP_SHARE
         first = self.nodes[node][0]
         card = first.interface(first.gloo_interface)
-        return None if card is None or card.bits_per_second is None else card.bits_per_second / 8 * TCP_SHARE
+        if card is None or card.bits_per_second is None:
+            return None
+        return min(card.bits_per_second, card.pcie_bits_per_second or float("inf")) / 8 * TCP_SHARE
 
     def good_rate(self) -> float:
         """What a healthy link of this job gives, bytes per second: the usual best of its nodes, or what is promised."""

@@ -21,6 +21,7 @@ from gradwire.comms.config import steering_variables
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.model import CheckOutcome
 from gradwire.topology.gdr.process_context import read_process_context
+from gradwire.topology.gdr.rdma import pcie_gigabits
 from gradwire.topology.gdr.runner import run_checks
 from gradwire.topology.gdr.sources import HostInputs, SourceError, opened_host
 from gradwire.topology.readers.small_files import names_in, number_of, text_of
@@ -133,11 +134,52 @@ def read_interfaces(root: Path = LIVE) -> tuple[NetworkInterface, ...]:
                 addresses=(*([four] if four else []), *six.get(name, [])),
                 mtu=number_of(own / "mtu") or 1500,
                 bits_per_second=rates.get(name) or _below(own, rates),
+                pcie_bits_per_second=None if root == LIVE and _is_virtual_machine(root) else pcie_rate(own / "device"),
+                other_half=_other_half(folder, name),
                 duplex=text_of(own / "duplex") if _kind(own, name) == "card" else None,
                 up=state in ("up", "unknown", None),
             )
         )
     return tuple(found)
+
+
+def pcie_rate(device: Path) -> float | None:
+    """Bits per second of a PCIe link, one direction; None where the kernel does not say.
+
+    Source: Linux Documentation/ABI/testing/sysfs-bus-pci; PCIe encoding as `pcie_gigabits` has it.
+
+    Args:
+        device: The function's folder in sysfs.
+    """
+    speed = re.match(r"(\d{1,3}(?:\.\d)?) GT/s", text_of(device / "current_link_speed") or "")
+    width = number_of(device / "current_link_width")
+    return 1e9 * pcie_gigabits(float(speed[1]), width) if speed and width else None
+
+
+def _is_virtual_machine(root: Path) -> bool:
+    flags = re.search(r"^flags\s*:.*$", text_of(root / "proc/cpuinfo") or "", re.MULTILINE)
+    return flags is not None and " hypervisor" in flags[0]
+
+
+def _port_of_card(own: Path) -> tuple[str, str] | None:
+    """The card's GUID, the same on all its functions, and the number of the function: which port it is."""
+    folder = own / "device" / "infiniband"
+    guids = [text_of(folder / name / "sys_image_guid") for name in names_in(folder)]
+    try:
+        function = (own / "device").resolve().name.rpartition(".")[2]
+    except OSError:
+        return None
+    return (guids[0], function) if guids and guids[0] and guids[0].strip("0:") and function else None
+
+
+def _other_half(folder: Path, name: str) -> str | None:
+    """See `half_ports` of gdr-check."""
+    port = _port_of_card(folder / name)
+    if port is None:
+        return None
+    return next(
+        (each for each in sorted(names_in(folder)) if each != name and _port_of_card(folder / each) == port), None
+    )
 
 
 def _kind(own: Path, name: str) -> str:
@@ -313,8 +355,8 @@ def gpu_states() -> tuple[GpuState, ...]:
     except pynvml.NVMLError:  # no driver: no GPUs
         return ()
     found = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    for index, handle in enumerate(handles):
         name = pynvml.nvmlDeviceGetName(handle)
         found.append(
             GpuState(
@@ -322,11 +364,25 @@ def gpu_states() -> tuple[GpuState, ...]:
                 name=name if isinstance(name, str) else name.decode(),
                 sm_mhz=_asked(pynvml, "nvmlDeviceGetClockInfo", handle, pynvml.NVML_CLOCK_SM),
                 max_sm_mhz=_asked(pynvml, "nvmlDeviceGetMaxClockInfo", handle, pynvml.NVML_CLOCK_SM),
+                p2p=_peers(pynvml, index, handles),
                 slowed_by=_reasons(_asked(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0),
             )
         )
     pynvml.nvmlShutdown()
     return tuple(found)
+
+
+def _peers(nvml: object, index: int, handles: list[object]) -> tuple[int, ...]:
+    """To each GPU whether this one may read its memory; empty where the driver does not say.
+
+    Source: NVML API reference, nvmlDeviceGetP2PStatus; index 0 is NVML_P2P_CAPS_INDEX_READ.
+    """
+    states = [
+        0 if other == index else _asked(nvml, "nvmlDeviceGetP2PStatus", handles[index], handle, 0)
+        for other, handle in enumerate(handles)
+    ]
+    known = [state for state in states if state is not None]
+    return tuple(known) if len(known) == len(states) else ()
 
 
 def _asked(nvml: object, call: str, *arguments: object) -> int | None:

@@ -233,6 +233,62 @@ def slow_gpus(facts: JobFacts) -> list[Diagnosis]:
     return found
 
 
+P2P_WORDS = {
+    1: "the chipset does not support it",
+    2: "this model does not",
+    3: "they are on unlike root complexes",
+    4: "a registry key of the driver switches it off",
+    5: "the driver does not support it here",
+}
+"""Source: NVML API reference, nvmlGpuP2PStatus_t."""
+
+P2P_REMEDY = {
+    1: "a board with a PCIe switch, or whose root complex passes reads between its ports",
+    2: "none by a setting: consumer GPUs come without it; fewer bytes between the GPUs help (a compressor does not)",
+    3: "cards of one socket next to each other: nvidia-smi topo -m shows which are; CUDA_VISIBLE_DEVICES picks them",
+    4: "modprobe.d: NVreg_RegistryDwords without PeerMappingOverride or RMDisableP2P; then load the driver anew",
+    5: "a virtual machine needs its host's permission (vGPU, passthrough with ACS off); else a newer driver",
+}
+
+HOST_BYTES_PER_SECOND = 12e9
+"""That two GPUs exchange through the host's memory, each way: PCIe 3.0 x16 in NCCL's own model. Source: NCCL
+src/graph/topo.h, PCI_BW."""
+
+
+def no_peer_to_peer(facts: JobFacts) -> list[Diagnosis]:
+    """GPUs of one node that cannot reach each other: what they exchange goes through the host's memory."""
+    found = []
+    for name, ranks in zip(facts.names, facts.nodes, strict=True):
+        gpus = ranks[0].gpus
+        states = {
+            (gpu.index, other): status
+            for gpu in gpus
+            for other, status in enumerate(gpu.p2p)
+            if other > gpu.index and status
+        }
+        if not states:
+            continue
+        pairs = len(gpus) * (len(gpus) - 1) // 2
+        status = max(set(states.values()), key=list(states.values()).count)
+        share = 2 * (len(gpus) - 1) / len(gpus)
+        who = "The GPUs" if len(states) == pairs else f"{len(states)} of {pairs} pairs of GPUs"
+        found.append(
+            Diagnosis(
+                key="no_peer_to_peer",
+                title=f"{who} of {name} cannot reach each other directly",
+                sure=0.7,
+                cost_seconds=share * facts.gradient_nbytes / HOST_BYTES_PER_SECOND,
+                evidence=(
+                    f"the driver says: {P2P_WORDS.get(status, f'status {status}')} (nvidia-smi topo -p2p r shows it)",
+                    "NCCL then goes through the host's memory (its transport SHM); the cost is an estimate, at 12 GB/s",
+                ),
+                remedy=(P2P_REMEDY.get(status, "nvidia-smi topo -p2p r   # and the driver's log"),),
+                nodes=(name,),
+            )
+        )
+    return found
+
+
 def gpudirect(facts: JobFacts) -> list[Diagnosis]:
     """What `gradwire gdr-check` finds: GPU memory that takes a detour through the host's."""
     found = []
@@ -277,4 +333,4 @@ def clocks(facts: JobFacts) -> list[Diagnosis]:
     ]
 
 
-CHECKS = (shared_memory, crowded_cores, slow_node, slow_gpus, gpudirect, clocks)
+CHECKS = (shared_memory, crowded_cores, slow_node, slow_gpus, no_peer_to_peer, gpudirect, clocks)

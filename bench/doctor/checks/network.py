@@ -193,6 +193,56 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> list[Diagnosis]:
     ]
 
 
+def narrow_slot(facts: JobFacts) -> list[Diagnosis]:
+    """The PCIe link of the card in use carries less than its port."""
+    if len(facts.nodes) < 2:
+        return []
+    slow = []
+    for node, ranks in enumerate(facts.nodes):
+        card = _used(ranks[0])
+        if card is not None and (card.pcie_bits_per_second or float("inf")) < (card.bits_per_second or 0.0):
+            slow.append((node, card))
+    if not slow:
+        return []
+    node, card = min(slow, key=lambda each: (each[1].pcie_bits_per_second or 0.0, each[0]))
+    port, lanes = (card.bits_per_second or 1.0) / 8, (card.pcie_bits_per_second or 1.0) / 8
+    names = tuple(facts.names[each] for each, _ in slow)
+    remedy = (
+        (
+            f"RDMA uses both: an address on {card.name} and on {card.other_half}, both of their devices in NCCL_IB_HCA",
+            f"TCP: export NCCL_SOCKET_IFNAME={card.name},{card.other_half}; gloo takes one of them",
+        )
+        if card.other_half is not None
+        else (
+            (
+                f"on {names[0]}: lspci -vv -s $(basename $(readlink /sys/class/net/{card.name}/device)) | grep -E "
+                "'LnkCap|LnkSta'   # narrower than the card can: another slot, or the slot's bifurcation in the "
+                "firmware"
+            ),
+        )
+    )
+    title = f"PCIe gives {card.name} of {listed(names)} {rate(lanes)}, and its port has {rate(port)}"
+    if card.other_half is not None:
+        where = f"{card.name} of {facts.names[node]}"
+        title = f"{where} is half of its port: {rate(lanes)} of {rate(port)}, the other half is {card.other_half}"
+    return [
+        Diagnosis(
+            key="narrow_slot",
+            title=title,
+            sure=0.9,
+            cost_seconds=facts.exchange_seconds(lanes * TCP_SHARE) - facts.exchange_seconds(port * TCP_SHARE),
+            evidence=(
+                (
+                    f"/sys/class/net/{card.name}/device/current_link_speed and current_link_width, against the rate "
+                    "that the port states"
+                ),
+            ),
+            remedy=remedy,
+            nodes=names,
+        )
+    ]
+
+
 def single_connection(facts: JobFacts) -> list[Diagnosis]:
     """One connection reaches far less than several: clouds limit a flow, and a core's TCP stack does."""
     confirmed = [pair for pair in facts.pairs if pair.times >= CONFIRMED and pair.packets_pass is not False]
@@ -599,4 +649,4 @@ def _slower_card(facts: JobFacts) -> list[Diagnosis]:
     return []
 
 
-CHECKS = (wrong_interface, slow_links, single_connection, lost_duplex, far_apart, packet_sizes)
+CHECKS = (wrong_interface, slow_links, narrow_slot, single_connection, lost_duplex, far_apart, packet_sizes)

@@ -295,6 +295,11 @@ def harmful_variables(facts: JobFacts) -> list[Diagnosis]:
         if not ranks:
             continue
         idle = rule.gpus and not facts.has_gpus
+        nothing = NO_GPUS if idle else ""
+        if rule.name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") and facts.no_gpu_has_peers:
+            nothing = (
+                "it costs nothing: the driver says that no GPU here reaches another one directly, with it or without"
+            )
         exchange = facts.exchange_seconds(facts.good_rate()) if len(facts.nodes) > 1 else 0.0
         nodes = tuple(dict.fromkeys(each.hostname for each in ranks))
         who = "all ranks" if len(ranks) == len(facts.ranks) else f"{len(ranks)} of {len(facts.ranks)} ranks"
@@ -303,11 +308,13 @@ def harmful_variables(facts: JobFacts) -> list[Diagnosis]:
                 key="variable",
                 title=f"{rule.name}={ranks[0].variables[rule.name]}: {rule.why}",
                 sure=rule.sure,
-                cost_seconds=0.0 if idle else rule.exchange_share * exchange + rule.step_share * facts.compute_seconds,
+                cost_seconds=0.0
+                if nothing
+                else rule.exchange_share * exchange + rule.step_share * facts.compute_seconds,
                 evidence=(
                     f"set for {who} on {listed(nodes)} (what it does: {rule.source})",
                     *rule.caution,
-                    NO_GPUS if idle else "the cost is an estimate: a run without it would tell",
+                    nothing or "the cost is an estimate: a run without it would tell",
                 ),
                 remedy=rule.advice,
                 nodes=nodes,

@@ -172,6 +172,21 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
         "slow_exchange",
         lambda facts: replace(facts, backends=tuple(replace(e, seconds=3.0, nbytes=1024) for e in facts.backends)),
     ),
+    "four lanes under a fast port": (
+        "narrow_slot",
+        lambda facts: interface(
+            facts, 1, bits_per_second=16 * facts.good_rate(), pcie_bits_per_second=8.1 * facts.good_rate()
+        ),
+    ),
+    "GPUs without peers": (
+        "no_peer_to_peer",
+        lambda facts: on_node(
+            facts,
+            1,
+            device="cpu",
+            gpus=tuple(GpuState(index=own, name="RTX 4090", p2p=(2 * (own != 0), 2 * (own != 1))) for own in range(2)),
+        ),
+    ),
     "a missing rank": ("missing_ranks", lambda facts: replace(facts, missing_ranks=(3,))),
     "a failing backend": (
         "backend_fails",
@@ -344,3 +359,21 @@ def test_threads_that_differ_are_counted_as_they_are() -> None:
     )
     text = " ".join(line for each in diagnose(facts) if each.key == "crowded_cores" for line in each.evidence)
     assert "2 ranks with 1 to 2 threads each are 3 threads" in text or "2 ranks with 2 threads each are 4" in text
+
+
+def test_two_halves_of_one_port_are_told_from_a_narrow_slot() -> None:
+    facts = interface(
+        healthy(0, nodes=2), 0, bits_per_second=200e9, pcie_bits_per_second=126e9, other_half="enP2p1s0f0np0"
+    )
+    found = next(each for each in diagnose(facts) if each.key == "narrow_slot")
+    assert "eth0 of node0 is half of its port: 126 Gbit/s of 200 Gbit/s" in found.title
+    assert all("slot" not in line for line in found.remedy) and "enP2p1s0f0np0" in " ".join(found.remedy)
+
+
+def test_peer_to_peer_that_is_switched_off_costs_nothing_where_there_is_none() -> None:
+    for states, costs in (((0, 2), False), ((0, 0), True)):
+        gpus = tuple(GpuState(index=i, name="RTX 4090", p2p=states if i == 0 else states[::-1]) for i in range(2))
+        facts = everywhere(healthy(0), gpus=gpus, device="cuda", variables={"NCCL_P2P_DISABLE": "1"})
+        found = next(each for each in diagnose(facts) if each.key == "variable")
+        assert (found.cost_seconds > 0) is costs
+        assert any("costs nothing" in line for line in found.evidence) is not costs

@@ -151,6 +151,32 @@ def test_a_quota_of_any_group_above_holds(tmp_path: Path, files: dict[str, str],
     assert local.cpu_limit(write(tmp_path, files)) == limit
 
 
+def test_lanes_and_the_other_half_of_a_port_are_read_from_sysfs(tmp_path: Path) -> None:
+    files = {}
+    for name, bus in (
+        ("enp1s0f0np0", "0000:01:00.0"),
+        ("enP2p1s0f0np0", "0002:01:00.0"),
+        ("enp1s0f1np1", "0000:01:00.1"),
+    ):
+        top = f"sys/devices/pci/{bus}"
+        files |= {
+            f"{top}/current_link_speed": "32.0 GT/s PCIe",
+            f"{top}/current_link_width": "4",
+            f"{top}/infiniband/{name[:6]}x{bus[-1]}/sys_image_guid": "fc4c:ea03:00f9:4230",
+            f"sys/class/net/{name}/type": "1",
+        }
+    write(tmp_path, files)
+    for name, bus in (
+        ("enp1s0f0np0", "0000:01:00.0"),
+        ("enP2p1s0f0np0", "0002:01:00.0"),
+        ("enp1s0f1np1", "0000:01:00.1"),
+    ):
+        (tmp_path / "sys/class/net" / name / "device").symlink_to(tmp_path / "sys/devices/pci" / bus)
+    found = {each.name: each for each in local.read_interfaces(tmp_path)}
+    assert found["enp1s0f0np0"].other_half == "enP2p1s0f0np0" and found["enp1s0f1np1"].other_half is None
+    assert found["enp1s0f0np0"].pcie_bits_per_second == pytest.approx(126.03e9, rel=1e-3)
+
+
 CARDS = (
     NetworkInterface(name="lo", kind="loopback", addresses=("127.0.0.1",)),
     NetworkInterface(name="docker0", kind="bridge", addresses=("172.17.0.1",)),
