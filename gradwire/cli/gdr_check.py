@@ -102,7 +102,7 @@ def _check_in_job(argv: list[str]) -> int:
     with joined_job(_TIMEOUT) as group:
         import torch.distributed as dist  # here, because `gradwire gdr-check` on one machine needs no torch
 
-        from gradwire.comms.bootstrap.placement import host_identity
+        from gradwire.comms.bootstrap.kernel import host_identity
 
         def gather(own: T) -> list[T]:
             everybody = [own] * group.size()

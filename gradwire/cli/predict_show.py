@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.comms.plan.advise import Advice, Offer, Workload
+from gradwire.comms.plan.advise import Advice, Offer, Workload, ms
 from gradwire.topology.cluster import Cluster
 
 Object = dict[str, object]
@@ -97,6 +97,24 @@ class Gains:
         return said + (": one node alone is faster" if max(self.exact, self.flat, self.recommended) <= 1 else "") + "."
 
 
+def break_even(nodes: int, advice: Advice) -> str:
+    """From which step on the nodes beat one of them, where how long a step takes was not given; empty for one node.
+
+    A step of t seconds on one node takes n nodes t plus an exchange of e that nothing hides: they train n t / (t + e)
+    times as much, which is more than one from t = e / (n - 1) on. What is hidden makes it better.
+
+    Args:
+        nodes: How many there are.
+        advice: For all of them.
+    """
+    if nodes < 2:
+        return ""
+    flat = advice.offer("flat").seconds / (nodes - 1)
+    best = next(offer for offer in advice.offers if _is_recommended(offer, advice)).seconds / (nodes - 1)
+    said = f"{nodes} nodes beat one where a step on one node takes more than {ms(flat)} ms with plain DDP"
+    return said + (f", {ms(best)} ms with what is recommended" if best < 0.99 * flat else "") + "."
+
+
 def write_line(advice: Advice) -> str:
     """What to put into a script for what is recommended.
 
@@ -148,8 +166,9 @@ def as_table(
         gains: Of the nodes over one of them, where they are known.
     """
     chosen, known = advice.recommend, workload.backward_seconds > 0
-    if gains is not None:
-        console.print(f"{gains} Predicted, not measured.\n", style="bold", highlight=False)
+    first = str(gains) if gains is not None else break_even(len(cluster.nodes), advice)
+    if first:
+        console.print(f"{first} Predicted, not measured.\n", style="bold", highlight=False)
     console.print(f"recommended: plan {chosen.plan}, compressor {chosen.compressor}", style="bold", highlight=False)
     console.print(f"write: {write_line(advice)}", highlight=False, markup=False)
     console.print(f"{chosen.why}\n", highlight=False)

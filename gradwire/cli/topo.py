@@ -71,7 +71,7 @@ def _show_in_job(argv: list[str]) -> int:
     with joined_job(_TIMEOUT) as group:
         import torch.distributed as dist  # here, because `gradwire topo` on one machine needs no torch
 
-        from gradwire.comms.bootstrap.placement import host_identity
+        from gradwire.comms.bootstrap.kernel import host_identity
 
         ranks: list[RankMachine] = [RankMachine((), 0, "")] * group.size()
         with working("asking all ranks", shown=group.rank() == 0):

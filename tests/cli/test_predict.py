@@ -46,7 +46,8 @@ def test_a_card_for_each_gpu_needs_no_compression(capsys: pytest.CaptureFixture[
 def test_people_get_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*AIAK, "--optimizer", "adam"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("recommended: plan hierarchical, compressor int8\n")
+    assert text.startswith("4 nodes beat one where a step on one node takes more than")
+    assert "recommended: plan hierarchical, compressor int8\n" in text
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(("card", "links", "latency"))]
     assert rows[0][:3] == ["*", "hierarchical", "int8"]
     assert ["flat", "(as", "DDP)", "none"] in [row[:4] for row in rows]
@@ -176,3 +177,15 @@ def test_the_page_shows_what_the_commands_print(
         printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
         lines = [line for line in block.splitlines() if line.strip() not in ("", "...")]
         assert lines == [line for line in printed if line in lines]
+
+
+def test_without_a_backward_pass_the_first_line_says_from_which_step_on_nodes_beat_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--preset", "cpu_only", "--ranks-per-node", "2", "--nic", "200mbit", "--gradient-mb", "100"]
+    assert main([*words, "--nodes", "2"]) == 0
+    first = " ".join(capsys.readouterr().out.split())
+    found = re.match(
+        r"2 nodes beat one where a step on one node takes more than (\d+) ms with plain DDP, (\d+) ms with", first
+    )
+    assert found is not None and 3900 < float(found[1]) < 8200 and float(found[2]) < 0.4 * float(found[1]), first

@@ -152,7 +152,7 @@ def test_a_quota_of_any_group_above_holds(tmp_path: Path, files: dict[str, str],
 
 
 def test_lanes_and_the_other_half_of_a_port_are_read_from_sysfs(tmp_path: Path) -> None:
-    files = {}
+    files: dict[str, str] = {}
     for name, bus in (
         ("enp1s0f0np0", "0000:01:00.0"),
         ("enP2p1s0f0np0", "0002:01:00.0"),
