@@ -1,9 +1,11 @@
 """One frozen `Config`: everything a user can set, checked in one place; the only reader of the environment."""
 
 import dataclasses
+import functools
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,20 +35,20 @@ MEASURING = ("probe",)
 COMPRESSION = ("compressor", "compressor_options", "error_budget", "rules")
 """What travels as what between nodes."""
 
-SUMMING = ("average", "predivide", "sum_dtype", "reduction", "sparse_as_dense")
+SUMMING = ("reduction",)
 """What becomes of the ranks' gradients."""
 
-FUSION = ("fusion_mb", "fusion", "tune", "tune_profile")
+FUSION = ("fusion", "tune")
 """Which gradients travel together."""
 
-WATCHING = ("straggler_every", "stall_seconds", "trace", "trace_steps", "nvtx")
+WATCHING = ("straggler_every", "stall_seconds", "trace", "nvtx")
 """What is noticed, and written down, while training runs."""
 
-ELASTIC = ("elastic", "join")
+ELASTIC = ("elastic",)
 """What becomes of training where ranks are lost."""
 
 PLANS = ("auto", "flat", "hierarchical", "leader")
-FUSIONS = ("fixed", "auto", "delayed")
+BUCKET, AUTO_FUSION, DELAYED = FUSIONS = ("bucket", "auto", "delayed")
 REDUCTIONS = ("sum", "adasum")
 SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
@@ -56,6 +58,68 @@ BUDGET = "GRADWIRE_ERROR_BUDGET"
 
 AUTOMATIC = ENVIRONMENT_PREFIX + "HOOK"
 """Names the compressor that every DDP model of the process gets, `none` for an exact hook."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Reduction:
+    """What becomes of the ranks' gradients: a part of `Config`. In an option it may be a mapping of these names."""
+
+    kind: str = "sum"
+    """`adasum` combines the nodes' gradients by Adasum (Maleki et al., MLSys 2021): they are averaged where they agree
+    and added where they are orthogonal. Inside the nodes they are averaged, or summed without `average`."""
+
+    average: bool = True
+    """Whether gradients are averaged over the ranks; else they are summed (Apex: `gradient_average=False`)."""
+
+    predivide: float | None = None
+    """Gradients are divided by this before the sum, and by the number of ranks over it afterwards (Horovod, Apex:
+    `gradient_predivide_factor`); None divides by the number of ranks before the sum."""
+
+    sum_dtype: str = "own"
+    """`float32` sums float16 and bfloat16 buckets between nodes in float32, which doubles their bytes there (Apex:
+    `allreduce_always_fp32`); inside nodes of CPUs they are summed in float32 anyway. `own` sums in their dtype."""
+
+    sparse_as_dense: bool | str = "auto"
+    """Whether sparse gradients (`nn.Embedding(sparse=True)`) travel between nodes as dense tensors; `auto` where that
+    takes fewer bytes."""
+
+    def __post_init__(self) -> None:
+        _check_choice("reduction", self.kind, REDUCTIONS)
+        _check_choice("sum_dtype", self.sum_dtype, SUM_DTYPES)
+        if not isinstance(self.average, bool):
+            raise TypeError(f"`average` is {self.average!r} ({type(self.average).__name__}); wanted bool")
+        if not isinstance(self.sparse_as_dense, bool) and self.sparse_as_dense != "auto":
+            raise ValueError(f"`sparse_as_dense` is {self.sparse_as_dense!r}; wanted auto, True or False")
+        number = isinstance(self.predivide, int | float) and not isinstance(self.predivide, bool)
+        if self.predivide is not None and not (number and 0 < self.predivide < float("inf")):
+            raise ValueError(f"`predivide` is {self.predivide!r}; wanted a number > 0, or None")
+        if self.predivide is not None and not self.average:
+            raise ValueError("`predivide` is given and `average` is off: nothing is divided; wanted one of them alone")
+
+    @classmethod
+    def of(cls, given: object) -> "Reduction":
+        """A reduction by its kind, as a mapping of fields, or as it is.
+
+        Raises:
+            ValueError: It is none of these, or a value does not fit.
+            TypeError: A name or a value's type is none of a reduction's.
+        """
+        if isinstance(given, Reduction):
+            return given
+        if isinstance(given, Mapping):
+            known = [entry.name for entry in dataclasses.fields(cls)]
+            for name in given:
+                if name not in known:
+                    raise TypeError(f"`reduction` has {name!r}; wanted some of {', '.join(known)}")
+            return cls(**given)
+        _check_choice("reduction", given, REDUCTIONS)
+        return cls(kind=str(given))
+
+    def __repr__(self) -> str:
+        """As short as an option may be."""
+        fields = {entry.name: (getattr(self, entry.name), entry.default) for entry in dataclasses.fields(self)}
+        given = {name: value for name, (value, default) in fields.items() if value != default}
+        return repr(self.kind) if given.keys() <= {"kind"} else repr(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,33 +149,16 @@ class Config:
     transport: str = "auto"
     """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
 
-    fusion_mb: float = 0.0
-    """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets alone. For models
-    wrapped with small buckets, see `gradwire.wrap`."""
+    fusion: str | float = BUCKET
+    """Which gradients travel together: `bucket` sends each of DDP's buckets alone; a number joins them until they hold
+    so many MiB (for models wrapped with small buckets, see `gradwire.wrap`). `auto` watches when gradients arrive for
+    the first steps and then, once, cuts where the last transfer ends first; `auto:25` joins 25 MiB until then. `tune`
+    does that too, and tries before it believes. `delayed` sends all gradients of a dtype in one all-reduce when
+    backward is through (Apex: `delay_allreduce`)."""
 
-    fusion: str = "fixed"
-    """`fixed` joins buckets up to `fusion_mb`; `auto` watches when gradients arrive for the first steps and then, once,
-    cuts where the last transfer ends first. `tune` does that too, and tries before it believes. `delayed` sends all
-    gradients of a dtype in one all-reduce when backward is through (Apex: `delay_allreduce`)."""
-
-    average: bool = True
-    """Whether gradients are averaged over the ranks; else they are summed (Apex: `gradient_average=False`)."""
-
-    predivide: float | None = None
-    """Gradients are divided by this before the sum, and by the number of ranks over it afterwards (Horovod, Apex:
-    `gradient_predivide_factor`); None divides by the number of ranks before the sum."""
-
-    sum_dtype: str = "own"
-    """`float32` sums float16 and bfloat16 buckets between nodes in float32, which doubles their bytes there (Apex:
-    `allreduce_always_fp32`); inside nodes of CPUs they are summed in float32 anyway. `own` sums in their dtype."""
-
-    reduction: str = "sum"
-    """`adasum` combines the nodes' gradients by Adasum (Maleki et al., MLSys 2021): they are averaged where they agree
-    and added where they are orthogonal. Inside the nodes they are averaged, or summed without `average`."""
-
-    sparse_as_dense: bool | str = "auto"
-    """Whether sparse gradients (`nn.Embedding(sparse=True)`) travel between nodes as dense tensors; `auto` where that
-    takes fewer bytes."""
+    reduction: "Reduction | str | Mapping[str, object]" = field(default_factory=Reduction)
+    """What becomes of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks) or `adasum`,
+    or a mapping such as `{"average": False}`; a Reduction once the Config is made."""
 
     probe: bool | None = None
     """True measures latency and bandwidth of every level before the first step (two to five seconds on 200 Mbit/s), and
@@ -120,20 +167,14 @@ class Config:
     and gives nodes their shares, and changes no bit; not with `elastic`. False sends nothing to measure. `tune`,
     `fusion="auto"` and `compressor="auto"` measure in any case."""
 
-    tune: bool = False
+    tune: bool | str = False
     """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see
-    docs/how-to/tune.md."""
+    docs/how-to/tune.md. A text is a JSON file that the result is kept in and read from (own on every rank; rank 0's
+    counts)."""
 
-    tune_profile: str | None = None
-    """File that the tuner's result is kept in and read from (own on every rank; rank 0's counts); None keeps none."""
-
-    elastic: bool = False
+    elastic: bool | str = False
     """Training goes on where ranks or nodes are lost, among those that are left; see
-    docs/how-to/survive_a_lost_node.md."""
-
-    join: str | None = None
-    """HOST:PORT of the store of a running elastic job, which this process joins (own on every rank); None starts a job
-    with the other ranks."""
+    docs/how-to/survive_a_lost_node.md. HOST:PORT is the store of a running elastic job, which this process joins."""
 
     timeout: timedelta = timedelta(0)
     """A collective that takes longer fails on all ranks. 0 takes the time-out of the process group that the ranks are
@@ -161,12 +202,9 @@ class Config:
     stall_seconds: float = 10.0
     """After so long without progress a warning says which rank has not come, and what the others wait in; 0 never."""
 
-    trace: str | None = None
-    """JSON file for Perfetto that rank 0 writes a timeline of all ranks into, once, from the sixth step on; None writes
-    none. `HookState.trace` does so at any step."""
-
-    trace_steps: int = 20
-    """Steps of that timeline."""
+    trace: "str | tuple[str, int] | None" = None
+    """JSON file for Perfetto that rank 0 writes a timeline of all ranks into, once, from the sixth step on: of 20
+    steps, or (file, steps). None writes none. `HookState.trace` does so at any step."""
 
     nvtx: bool = False
     """On CUDA: mark what the hook issues as NVTX ranges, for Nsight Systems. torch.profiler needs no switch."""
@@ -175,17 +213,17 @@ class Config:
         for name, kind in (
             ("chunks", int),
             ("straggler_every", int),
-            ("trace_steps", int),
             ("nvtx", bool),
             ("timeout", timedelta),
-            ("tune", bool),
-            ("elastic", bool),
-            ("average", bool),
             ("nic_per_rank", bool),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {kind.__name__}")
+        object.__setattr__(self, "reduction", Reduction.of(self.reduction))
+        for name, what in (("tune", "True, False, or a file for the result"), ("elastic", "True, False or HOST:PORT")):
+            if not isinstance(value := getattr(self, name), bool | str) or value == "":
+                raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {what}")
         if self.probe is not None and not isinstance(self.probe, bool):
             raise TypeError(f"`probe` is {self.probe!r} ({type(self.probe).__name__}); wanted True, False or None")
         if self.compressor == "auto":
@@ -203,27 +241,30 @@ class Config:
                 "carried over to other ranks yet"
             )
         _check_choice("plan", self.plan, PLANS)
-        _check_choice("fusion", self.fusion, FUSIONS)
+        if isinstance(self.fusion, str):
+            _check_fusion(self.fusion)
+        elif isinstance(self.fusion, bool) or not 0 <= self.fusion < float("inf"):
+            raise ValueError(f"`fusion` is {self.fusion}; wanted a number of MiB >= 0")
         _check_choice("transport", self.transport, TRANSPORTS)
         self._check_sums()
         if self.elastic and self.transport == "mpi":
             raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
         if self.join is not None and not self.join.rpartition(":")[2].isdigit():
-            raise ValueError(f"`join` is {self.join!r}; wanted HOST:PORT of the running job's store")
+            raise ValueError(f"`elastic` is {self.join!r}; wanted True, or HOST:PORT of a running job's store")
         if self.chunks < 0:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
         if self.timeout < timedelta(0):
             raise ValueError(
                 f"`timeout` is {self.timeout}; wanted a positive duration, or 0 for that of the process group"
             )
-        if not 0 <= self.fusion_mb < float("inf"):
-            raise ValueError(f"`fusion_mb` is {self.fusion_mb}; wanted a number of MiB >= 0")
         if self.straggler_every < 0:
             raise ValueError(f"`straggler_every` is {self.straggler_every}; wanted a number of steps, or 0 for never")
         if not 0 <= self.stall_seconds < float("inf"):
             raise ValueError(f"`stall_seconds` is {self.stall_seconds}; wanted a number of seconds, or 0 for never")
+        if isinstance(self.trace, tuple) and (len(self.trace) != 2 or not isinstance(self.trace[1], int)):
+            raise TypeError(f"`trace` is {self.trace!r}; wanted a file, or (file, steps)")
         if self.trace_steps < 1:
-            raise ValueError(f"`trace_steps` is {self.trace_steps}; wanted a number of steps >= 1")
+            raise ValueError(f"`trace` is of {self.trace_steps} steps; wanted a number of steps >= 1")
         if len(self.location) > 2:
             raise ValueError(f"`location` is {self.location}; wanted at most two names: region, rack")
         if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
@@ -231,36 +272,28 @@ class Config:
 
     def _check_sums(self) -> None:
         """Checks how gradients are combined."""
-        _check_choice("sum_dtype", self.sum_dtype, SUM_DTYPES)
-        _check_choice("reduction", self.reduction, REDUCTIONS)
-        if not isinstance(self.sparse_as_dense, bool) and self.sparse_as_dense != "auto":
-            raise ValueError(f"`sparse_as_dense` is {self.sparse_as_dense!r}; wanted auto, True or False")
-        number = isinstance(self.predivide, int | float) and not isinstance(self.predivide, bool)
-        if self.predivide is not None and not (number and 0 < self.predivide < float("inf")):
-            raise ValueError(f"`predivide` is {self.predivide!r}; wanted a number > 0, or None")
-        if self.predivide is not None and not self.average:
-            raise ValueError("`predivide` is given and `average` is off: nothing is divided; wanted one of them alone")
-        if self.fusion == "delayed" and (self.fusion_mb or self.tune):
+        if self.fusion == DELAYED and self.tune:
             raise ValueError(
-                f"`fusion` is delayed, and `{'tune' if self.tune else 'fusion_mb'}` is set, which cuts the step's "
-                "gradients otherwise; wanted one of them alone"
+                "`fusion` is delayed, and `tune` is set, which cuts the step's gradients otherwise; wanted one of them "
+                "alone"
             )
-        if self.sum_dtype != "own" and self.compressor not in (None, "none"):
+        sums = self.sums
+        if sums.sum_dtype != "own" and self.compressor not in (None, "none"):
             raise ValueError(
-                f"`sum_dtype` is {self.sum_dtype} and `compressor` is {self.compressor}, which sums in float32 anyway; "
+                f"`sum_dtype` is {sums.sum_dtype} and `compressor` is {self.compressor}, which sums in float32 anyway; "
                 "wanted one of them alone"
             )
-        if self.reduction == "adasum":
+        if sums.kind == "adasum":
             for name, given, why in (
                 ("compressor", self.compressor not in (None, "none"), "payloads have no inner products"),
-                ("predivide", self.predivide is not None, "it is no sum that could be divided before and after"),
-                ("sum_dtype", self.sum_dtype != "own", "it works in float32 anyway"),
-                ("elastic", self.elastic, "the nodes' shares would change with the ranks"),
+                ("predivide", sums.predivide is not None, "it is no sum that could be divided before and after"),
+                ("sum_dtype", sums.sum_dtype != "own", "it works in float32 anyway"),
+                ("elastic", bool(self.elastic), "the nodes' shares would change with the ranks"),
                 ("chunks", self.chunks > 1, "it needs a parameter's gradient in one piece"),
-                ("tune", self.tune, "the tuner cuts buckets, and it needs a parameter's gradient in one piece"),
+                ("tune", bool(self.tune), "the tuner cuts buckets, and it needs a parameter's gradient in one piece"),
                 (
                     "fusion",
-                    self.fusion == "auto",
+                    self.learns_cuts and not self.tune,
                     "that cuts buckets, and it needs a parameter's gradient in one piece",
                 ),
                 ("location", bool(self.location), "there are nodes alone in it, no racks and regions"),
@@ -285,7 +318,7 @@ class Config:
         """
         known = {known_field.name for known_field in dataclasses.fields(cls)}
         for name in options:
-            if name not in known:
+            if name not in known and name not in OLD_NAMES:
                 raise TypeError(f"`{name}` is no option of gradwire; wanted one of {', '.join(sorted(known))}")
         values: dict[str, object] = {}
         for name, (entry, convert) in _VARIABLES.items():
@@ -296,6 +329,9 @@ class Config:
                 except ValueError as error:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}; wanted {error}") from None
         given = values | options
+        if "join" in values and "join" not in options and given.get("elastic") is True:
+            given["elastic"] = given.pop("join")  # the variable stays: a newcomer is started as all others are
+        given = with_present_names(given)
         if given.get("compressor") is None and options.get("compressor_options"):
             raise ValueError(
                 f"`compressor_options` is {options['compressor_options']!r}, and no compressor is given; wanted "
@@ -369,27 +405,149 @@ class Config:
         return Config(**{name: getattr(self, name) for name in names})
 
     @property
+    def sums(self) -> Reduction:
+        """What becomes of the ranks' gradients."""
+        return Reduction.of(self.reduction)
+
+    @property
+    def fusion_mb(self) -> float:
+        """MiB that buckets are joined up to, as long as nothing better is known."""
+        text = str(self.fusion).rpartition(":")[2]
+        return 0.0 if text in FUSIONS else float(text)
+
+    @property
+    def trace_file(self) -> str | None:
+        """Where a timeline is written to; None writes none."""
+        return self.trace[0] if isinstance(self.trace, tuple) else self.trace
+
+    @property
+    def trace_steps(self) -> int:
+        """Steps of that timeline."""
+        return self.trace[1] if isinstance(self.trace, tuple) else TRACE_STEPS
+
+    @property
+    def join(self) -> str | None:
+        """HOST:PORT of the running job that this process joins; None starts one."""
+        return self.elastic if isinstance(self.elastic, str) else None
+
+    @property
     def fuses(self) -> bool:
         """Whether buckets may travel together, or apart, differently from step to step."""
-        return self.fusion_mb > 0 or self.fusion == "delayed" or self.learns_cuts
+        return self.fusion_mb > 0 or self.fusion == DELAYED or self.learns_cuts
 
     @property
     def learns_cuts(self) -> bool:
         """Whether the first steps are measured to find what should travel together."""
-        return self.tune or self.fusion == "auto"
+        return bool(self.tune) or str(self.fusion).startswith(AUTO_FUSION)
 
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
-        own = {"hostname", "location", "tune_profile", "nic_bytes_per_second", "join"}
-        return {
-            entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self) if entry.name not in own
-        }
+        own, switches = {"hostname", "location", "nic_bytes_per_second"}, {"tune", "elastic"}
+        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name not in own}
+        return {name: _plain(bool(value) if name in switches else value) for name, value in values.items()}
+
+
+TRACE_STEPS = 20
+"""Of a timeline for which no number is given."""
+
+OLD_NAMES = {
+    "fusion_mb": "fusion=25.0",
+    "average": 'reduction={"average": False}',
+    "predivide": 'reduction={"predivide": 8}',
+    "sum_dtype": 'reduction={"sum_dtype": "float32"}',
+    "sparse_as_dense": 'reduction={"sparse_as_dense": True}',
+    "trace_steps": 'trace=("steps.json", 40)',
+    "tune_profile": 'tune="tuned.json"',
+    "join": 'elastic="HOST:PORT"',
+}
+"""Options of 0.1 that are parts of others now -> how to write them; accepted until 0.2, with a warning."""
+
+_warned: set[str] = set()
+"""Old names that the user has been told of."""
+
+
+def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
+    """Options under the names that they have now.
+
+    Args:
+        options: Old names among them are warned of, each once a process.
+
+    Raises:
+        ValueError: Two of them contradict each other, or a value does not fit.
+        TypeError: A value's type does not fit.
+    """
+    found = {name: value for name, value in options.items() if name not in OLD_NAMES}
+    old = {name: value for name, value in options.items() if name in OLD_NAMES}
+    if found.get("fusion") == "fixed":
+        found["fusion"] = BUCKET
+    if not old:
+        return found
+    if new := sorted(old.keys() - _warned):
+        _warned.update(new)
+        said = "; ".join(f"`{name}` is now written {OLD_NAMES[name]}" for name in new)
+        warnings.warn(f"gradwire 0.2 will not know these options any more: {said}", FutureWarning, stacklevel=2)
+    if sums := {name: old[name] for name in ("average", "predivide", "sum_dtype", "sparse_as_dense") if name in old}:
+        whole = Reduction.of(found.get("reduction", Reduction()))
+        found["reduction"] = dataclasses.replace(whole, **sums)  # type: ignore[arg-type]  # checked there
+    if "fusion_mb" in old:
+        found["fusion"] = _joined(found.get("fusion", BUCKET), old["fusion_mb"])
+    if old.get("tune_profile") is not None and found.get("tune"):
+        found["tune"] = str(old["tune_profile"])
+    if "trace_steps" in old and found.get("trace") is not None:
+        found["trace"] = found["trace"], old["trace_steps"]
+    if old.get("join") is not None:
+        if not found.get("elastic"):
+            raise ValueError("`join` is given but `elastic` is not set: pass elastic=True, too")
+        found["elastic"] = old["join"]
+    return found
+
+
+def _joined(fusion: object, mebibytes: object) -> object:
+    """What `fusion` is where `fusion_mb` was given beside it."""
+    if isinstance(mebibytes, bool) or not isinstance(mebibytes, int | float) or not 0 <= mebibytes < float("inf"):
+        raise ValueError(f"`fusion_mb` is {mebibytes}; wanted a number of MiB >= 0")
+    if fusion == DELAYED and mebibytes:
+        raise ValueError(
+            "`fusion` is delayed, and `fusion_mb` is set, which cuts the step's gradients otherwise; wanted one of "
+            "them alone"
+        )
+    if fusion == AUTO_FUSION and mebibytes:
+        return f"{AUTO_FUSION}:{mebibytes:g}"
+    return mebibytes if fusion == BUCKET and mebibytes else fusion
+
+
+def _check_fusion(fusion: str) -> None:
+    kind, separator, mebibytes = fusion.partition(":")
+    if separator and kind == AUTO_FUSION:
+        try:
+            fits = 0 <= float(mebibytes) < float("inf")
+        except ValueError:
+            fits = False
+        if fits:
+            return
+    if fusion not in FUSIONS:
+        raise ValueError(f"`fusion` is {fusion!r}; wanted one of {', '.join(FUSIONS)}, or a number of MiB")
+
+
+def _accept_old_names(cls: type[Config]) -> None:
+    """Has `Config(...)` take the names of 0.1, too."""
+    made = cls.__init__
+
+    def init(self: Config, **options: object) -> None:
+        made(self, **with_present_names(options))  # type: ignore[arg-type]  # as in `from_env`
+
+    cls.__init__ = functools.wraps(made)(init)  # type: ignore[method-assign]
+
+
+_accept_old_names(Config)
 
 
 def asks(name: str, value: object) -> bool:
     """Whether a value of an option of `Config` asks for anything; see `Config.asked_for`."""
     if name == "probe":
         return value is True
+    if name == "reduction":
+        value = Reduction.of(value)
     entry = next(entry for entry in dataclasses.fields(Config) if entry.name == name)
     missing = entry.default is dataclasses.MISSING
     return bool(value != (entry.default_factory() if missing and callable(entry.default_factory) else entry.default))
@@ -639,6 +797,35 @@ def _none_or_switch(text: str) -> bool | None:
         raise ValueError(f"{error}; or auto") from None
 
 
+def _fusion(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _reduction(text: str) -> object:
+    return _json(text, 'sum, adasum, or a JSON object such as {"average": false}') if "{" in text else text
+
+
+def _switch_or_file(text: str) -> bool | str:
+    if text.endswith(".json"):
+        return text
+    try:
+        return _switch(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; or a .json file") from None
+
+
+def _switch_or_address(text: str) -> bool | str:
+    return text if ":" in text else _switch(text)
+
+
+def _trace(text: str) -> "str | tuple[str, int] | None":
+    file, _, steps = text.rpartition(":")
+    return (file, int(steps)) if file and _is_number(steps) else text or None
+
+
 def _units(text: str) -> tuple[str, ...]:
     return tuple(text.split("/")) if text else ()
 
@@ -682,16 +869,16 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "RULES": ("rules", _rules),
     "TRANSPORT": ("transport", str),
     "FUSION_MB": ("fusion_mb", _number),
-    "FUSION": ("fusion", str),
+    "FUSION": ("fusion", _fusion),
     "AVERAGE": ("average", _switch),
     "PREDIVIDE": ("predivide", _number),
     "SUM_DTYPE": ("sum_dtype", str),
-    "REDUCTION": ("reduction", str),
+    "REDUCTION": ("reduction", _reduction),
     "SPARSE_AS_DENSE": ("sparse_as_dense", _auto_or_switch),
     "PROBE": ("probe", _none_or_switch),
-    "TUNE": ("tune", _switch),
+    "TUNE": ("tune", _switch_or_file),
     "TUNE_PROFILE": ("tune_profile", str),
-    "ELASTIC": ("elastic", _switch),
+    "ELASTIC": ("elastic", _switch_or_address),
     "JOIN": ("join", str),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),
@@ -700,11 +887,11 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "NIC_PER_RANK": ("nic_per_rank", _switch),
     "STRAGGLER_EVERY": ("straggler_every", _whole_number),
     "STALL_SECONDS": ("stall_seconds", _number),
-    "TRACE": ("trace", lambda text: text or None),
+    "TRACE": ("trace", _trace),
     "TRACE_STEPS": ("trace_steps", _whole_number),
     "NVTX": ("nvtx", _switch),
 }
-"""Name behind the prefix -> (field, what its text becomes); one for each field of `Config`."""
+"""Name behind the prefix -> (field, what its text becomes); one for each field of `Config`, and for each old name."""
 
 _LONGEST_VALUE = 200
 _STEERING_BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_",

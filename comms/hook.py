@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.comms.bootstrap.compat import GradBucket, queue_end_of_backward, timeout_of, why_no_ddp_hook
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import Config
+from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, MEASURING, PLANNING, SUMMING, WATCHING, Config
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.names import ParameterNames
@@ -84,6 +84,7 @@ class HookState(Face[GradientSession]):
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
 
+    OPTIONS = (*PLANNING, *MEASURING, *COMPRESSION, *SUMMING, *FUSION, *WATCHING, *ELASTIC)
     NOT_CONNECTED = "this state has not seen a bucket yet: call {call} after the first backward pass"
 
     synchronize = refused("the ranks of a DDP model hold the same parameters after every step, without a call")
@@ -109,7 +110,7 @@ class HookState(Face[GradientSession]):
         self._resume: Resume | None = None
         self._elastic: ElasticTraining | None = None
         self._check: Check | None = None
-        for name, given in (("on_change", on_change), ("carries", carries), ("join", self.config.join)):
+        for name, given in (("on_change", on_change), ("carries", carries)):
             if given and not self.config.elastic:
                 raise ValueError(f"`{name}` is given but `elastic` is not set: pass elastic=True, too")
         if self.config.elastic:
@@ -255,7 +256,7 @@ class HookState(Face[GradientSession]):
         if flat.layout != torch.strided:
             if self._elastic is not None:
                 raise TypeError("a sparse gradient in elastic training; wanted dense ones: nn.Embedding(sparse=False)")
-            if self.config.reduction == "adasum":
+            if self.config.sums.kind == "adasum":
                 raise TypeError("a sparse gradient, and `reduction` is adasum; wanted dense ones: sparse=False")
             return self._reduce_sparse(bucket, flat, connection)
         layout = None
@@ -282,7 +283,7 @@ class HookState(Face[GradientSession]):
         arrived = Bucket.of(sparse, index=index)
         self._sparse.append(arrived)
         scale = connection.scale * connection.after
-        connection.communicator.start_sparse(arrived, scale=scale, as_dense=self.config.sparse_as_dense)
+        connection.communicator.start_sparse(arrived, scale=scale, as_dense=self.config.sums.sparse_as_dense)
         return arrived.result()
 
     def _travel(self, connection: GradientSession, arrived: Bucket) -> None:
@@ -306,7 +307,7 @@ class HookState(Face[GradientSession]):
             ValueError: Not all ranks ask for the same plan: refused on all of them. Or it cuts buckets, and `reduction`
                 is adasum.
         """
-        if plan.piece_nbytes and self.config.reduction == "adasum":
+        if plan.piece_nbytes and self.config.sums.kind == "adasum":
             raise ValueError(
                 f"`plan` has piece_nbytes {plan.piece_nbytes}, and `reduction` is adasum, which needs a parameter's "
                 "gradient in one piece; wanted 0"

@@ -21,7 +21,7 @@ from gradwire.comms.bootstrap.failure import Board
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator, Oversight
-from gradwire.comms.config import Config
+from gradwire.comms.config import DELAYED, Config
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.plan import BUCKET_NBYTES
@@ -219,7 +219,7 @@ class GradientSession(AveragingSession):
         self._names = names
         self.communicator.executor.checking = self.compression is not None
         threshold_nbytes = round(config.fusion_mb * 2**20)
-        delayed = config.fusion == "delayed"
+        delayed = config.fusion == DELAYED
         if delayed and names.bound:
             threshold_nbytes = sum(names.numels().values()) * GRADIENT_NBYTES
         first = FusionPlan(threshold_nbytes=threshold_nbytes, delayed=delayed)
@@ -343,6 +343,9 @@ class Face(Generic[S]):
         config: The configuration.
         steps: That have ended.
     """
+
+    OPTIONS: ClassVar[tuple[str, ...]]
+    """Fields of `Config` that it takes; others it refuses by name."""
 
     NOT_CONNECTED: ClassVar[str]
     """Why there is no session, where a call needs one; `{call}` stands for that."""
@@ -566,11 +569,11 @@ def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks)
 
 def _reduction(config: Config) -> Compressor | None:
     """What combines gradients between nodes, where that is no plain sum in their own dtype."""
-    if config.reduction == "adasum":
+    if config.sums.kind == "adasum":
         from gradwire.compressors.adasum import Adasum
 
         return Adasum()
-    if config.sum_dtype == "float32":
+    if config.sums.sum_dtype == "float32":
         from gradwire.compressors.dense import WideSum
 
         return WideSum()
@@ -579,12 +582,13 @@ def _reduction(config: Config) -> Compressor | None:
 
 def _factors(config: Config, communicator: Communicator) -> tuple[float, float]:
     """The factor on every rank's gradients before they are summed, and the one on the sum."""
-    if not config.average:
+    sums = config.sums
+    if not sums.average:
         return 1.0, 1.0
     cluster = communicator.cluster
-    if config.reduction == "adasum":
+    if config.sums.kind == "adasum":
         node = cluster.ranks(cluster.unit(communicator.rank, 0))
         return (1.0 if config.plan == "flat" else 1.0 / len(node)), 1.0
-    if config.predivide is not None:
-        return 1.0 / config.predivide, config.predivide / cluster.size
+    if sums.predivide is not None:
+        return 1.0 / sums.predivide, sums.predivide / cluster.size
     return 1.0 / cluster.size, 1.0

@@ -3,7 +3,7 @@
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.comms.config import Config
+from gradwire.comms.config import AUTO_FUSION, BUCKET, Config
 from gradwire.comms.hook import HookState, comm_hook
 
 BASE_BUCKET_MB = 2.0
@@ -28,7 +28,7 @@ def wrap(
         base_bucket_mb: DDP's `bucket_cap_mb`: the grain of fusion.
         config: As for `HookState`.
         ddp_options: Keyword arguments of DistributedDataParallel, `bucket_cap_mb` aside.
-        **options: Fields of `Config`; `fusion_mb` is 25 unless given.
+        **options: Fields of `Config`; `fusion` is 25 unless given.
 
     Returns:
         The DDP model, and the state of its hook.
@@ -40,12 +40,14 @@ def wrap(
         raise ValueError(f"`base_bucket_mb` is {base_bucket_mb}; wanted a positive number of MiB")
     if ddp_options and "bucket_cap_mb" in ddp_options:
         raise ValueError(
-            "`ddp_options` has `bucket_cap_mb`; wanted it as `base_bucket_mb`, and `fusion_mb` for what "
-            "travels together"
+            "`ddp_options` has `bucket_cap_mb`; wanted it as `base_bucket_mb`, and `fusion` for what travels together"
         )
     if config is None:
         fusion = options.get("fusion") or Config.from_env().fusion
-        options = ({} if fusion == "delayed" else {"fusion_mb": FUSION_MB}) | options
+        if "fusion_mb" not in options and fusion == AUTO_FUSION:
+            options["fusion"] = f"{AUTO_FUSION}:{FUSION_MB:g}"
+        elif not {"fusion", "fusion_mb"} & options.keys() and fusion == BUCKET:
+            options["fusion"] = FUSION_MB
     config = Config.given(config, options)
     model = DistributedDataParallel(module, bucket_cap_mb=base_bucket_mb, **(ddp_options or {}))  # type: ignore[arg-type]
     state = HookState(model, config=config)

@@ -9,7 +9,6 @@ Each process here calls itself a node of its own.
 """
 
 import argparse
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,18 +21,16 @@ def main() -> None:
     """Trains, and prints how many transfers a step makes before and after the cuts were chosen."""
     parser = argparse.ArgumentParser(description="Tuning with gradwire.")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--profile", type=Path, help="tune by trial, and keep the result in this file")
+    parser.add_argument("--profile", help="tune by trial, and keep the result in this file")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    tuning = {"tune": True, "tune_profile": options.profile} if options.profile else {"fusion": "auto"}
+    tuning = {"fusion": 1.0, "tune": options.profile} if options.profile else {"fusion": "auto:1"}
     # DDP's buckets are 0.25 MiB; gradwire joins them into transfers of up to 1 MiB until it knows better.
-    model, state = gradwire.wrap(
-        nn.Sequential(*layers), base_bucket_mb=0.25, fusion_mb=1, hostname=f"node{rank}", **tuning
-    )
+    model, state = gradwire.wrap(nn.Sequential(*layers), base_bucket_mb=0.25, hostname=f"node{rank}", **tuning)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts = [0]
     for _ in range(options.steps):

@@ -72,7 +72,7 @@ def twin(side: int, backward_seconds: float, tune: bool) -> nn.Module:
     """A wrapped model of LAYERS matrices; the default plan joins an eighth of its gradients, as 25 MB are of 200."""
     module = nn.Sequential(*(SlowLinear(side, backward_seconds / LAYERS) for _ in range(LAYERS)))
     layer_mb = 4 * side * side / 2**20
-    model, _ = wrap(module, base_bucket_mb=0.9 * layer_mb, fusion_mb=2 * layer_mb, probe=True, tune=tune)
+    model, _ = wrap(module, base_bucket_mb=0.9 * layer_mb, fusion=2 * layer_mb, probe=True, tune=tune)
     return model
 
 

@@ -309,7 +309,7 @@ class Tuning(StepListener):
         budget = budget or Budget()
         budget = replace(budget, trial_steps=budget.trial_steps + lag, uncounted_steps=budget.uncounted_steps + lag)
         keeps = config.tune and communicator.rank == 0
-        self._file = Path(config.tune_profile) if config.tune_profile and keeps else None
+        self._file = Path(config.tune) if isinstance(config.tune, str) and keeps else None
         self._key: dict[str, object] = {
             "model": model,
             "world": communicator.size,
@@ -334,7 +334,7 @@ class Tuning(StepListener):
             consensus,
             known=load(self._file, self._key) if self._file else None,
             budget=budget,
-            trials=config.tune,
+            trials=bool(config.tune),
             record=self._record,
             found=self._found,
         )

@@ -134,11 +134,11 @@ class Observer(StepListener):
         if self._trace is not None:
             if self._trace.step_ended(step.number, step.buckets):
                 self._trace = self._communicator.executor.recorder = None
-        elif self._config.trace is not None and step.number == TRACE_AFTER:
+        elif (file := self._config.trace_file) is not None and step.number == TRACE_AFTER:
             try:
-                self.trace(Path(self._config.trace), self._config.trace_steps)
+                self.trace(Path(file), self._config.trace_steps)
             except (OSError, RuntimeError) as error:  # the training goes on
-                log.error("`trace` is %s: %s", self._config.trace, error)
+                log.error("`trace` is %s: %s", file, error)
 
     def trace(self, file: Path, steps: int) -> None:
         """Traces the next steps; see `HookState.trace`."""

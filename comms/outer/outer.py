@@ -21,7 +21,7 @@ from gradwire.comms.attach import attach, look_inside
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
 from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, unpack
 from gradwire.comms.communicator import Communicator, Oversight
-from gradwire.comms.config import COMPRESSION, ENVIRONMENT_PREFIX, PLANNING, Config, asks
+from gradwire.comms.config import COMPRESSION, ENVIRONMENT_PREFIX, PLANNING, Config, asks, with_present_names
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
@@ -49,19 +49,7 @@ INSIDE = (EXACT, NONE, *LEVEL_NAMES[:-1])
 PACKED_NBYTES = 2**25
 """Of what is made alike at the start and is not trained, at a time."""
 
-INSIDE_ONLY = (
-    "fusion_mb",
-    "fusion",
-    "tune",
-    "tune_profile",
-    "probe",
-    "trace",
-    "trace_steps",
-    "predivide",
-    "sum_dtype",
-    "sparse_as_dense",
-    "straggler_every",
-)
+INSIDE_ONLY = ("fusion", "tune", "probe", "trace", "reduction", "straggler_every")
 """Options of the hook that averages gradients inside a unit; exchanges between units have no use for them."""
 
 OF_EXCHANGES = (*PLANNING, *COMPRESSION, "elastic", "stall_seconds", "nvtx")
@@ -189,6 +177,7 @@ class Outer(Face[AveragingSession]):
     Don't use large mini-batches, use local SGD, arXiv 1808.07217 (post-local SGD).
     """
 
+    OPTIONS = (*OF_EXCHANGES, *INSIDE_ONLY)
     NOT_CONNECTED = "Outer has not connected its ranks: {call} has nothing to say yet"
 
     advise = refused(GRADIENTS_INSIDE + "; `gradwire predict` weighs Outer against other ways")
@@ -232,7 +221,11 @@ class Outer(Face[AveragingSession]):
         )
         if inside not in INSIDE:
             raise ValueError(f"`inside` is {inside!r}; wanted one of {', '.join(INSIDE)}")
-        chosen = options if config is None else {each.name: getattr(config, each.name) for each in fields(Config)}
+        chosen = (
+            with_present_names(options)
+            if config is None
+            else {each.name: getattr(config, each.name) for each in fields(Config)}
+        )
         config = Config.given(config, options)
         refuse_unfit(config)
         if not isinstance(model, nn.Module):
@@ -534,17 +527,16 @@ def refuse_unfit(config: Config) -> None:
         ValueError: Such an option is set.
     """
     if config.join is not None:
-        raise ValueError("`join` is set, and nobody can join Outer's exchanges while they run: leave it out")
+        raise ValueError(
+            f"`elastic` is {config.join!r}, and nobody can join Outer's exchanges while they run: leave it out"
+        )
     if config.compressor == "auto":
         raise ValueError(
             '`compressor` is "auto", which weighs what gradients of every step cost; Outer exchanges parameters now '
             'and then: name one compressor, such as "int4"'
         )
-    if not config.average or config.reduction != "sum":
-        raise ValueError(
-            f"`average` is {config.average} and `reduction` {config.reduction!r}, and Outer averages parameters: leave "
-            "them out"
-        )
+    if not config.sums.average or config.sums.kind != "sum":
+        raise ValueError(f"`reduction` is {config.reduction!r}, and Outer averages parameters: leave it out")
 
 
 def idle_in(config: Config, without: Collection[str] = ()) -> list[str]:

@@ -78,7 +78,7 @@ def apply(
         config: The configuration; by default what the environment gives.
         **options: Fields of `Config` by name: `compressor`, `compressor_options`, `rules`, `plan`, ...; they win over
             the environment. Of `rules`, those that leave a parameter dense hold for `shards` and `weights` too, by its
-            whole shape; vectors and the smallest matrices are always dense. Refused are `fusion`, `fusion_mb`, `tune`
+            whole shape; vectors and the smallest matrices are always dense. Refused are `fusion`, `tune`
             and `probe`, because FSDP2 says what travels together, by its units; what becomes of the sum (`average`,
             `reduction`, ...); `elastic` and `join`: a lost rank's shards are lost.
 
@@ -234,7 +234,7 @@ def _error_of(
             "`model` has an all-reduce hook or collectives of its own already: call gradwire.fsdp.apply() once, and "
             "leave out set_all_reduce_hook, set_custom_all_gather and set_custom_reduce_scatter"
         )
-    if (unfit := _unfit_option(config)) is not None:
+    if (unfit := unfit_option(config)) is not None:
         return unfit
     if replicas is None:
         if config.compressor not in (None, "none"):
@@ -251,7 +251,7 @@ def _error_of(
     return _error_of_replicas(units, replicas)
 
 
-def _unfit_option(config: Config) -> str | None:
+def unfit_option(config: Config) -> str | None:
     """Which option asks for what sharded models do not have, in words; None where there is none."""
     for name in config.asked_for([*FUSION, *MEASURING]):
         return f"`{name}` is {getattr(config, name)!r}; FSDP2 says what travels together, by its units: leave it out"

@@ -29,7 +29,7 @@ from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import is_finite
-from gradwire.comms.config import Config
+from gradwire.comms.config import COMPRESSION, PLANNING, WATCHING, Config
 from gradwire.comms.execute import Bucket, FutureTensor, Launch, PhaseTotals
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
@@ -75,6 +75,7 @@ class FsdpState(Face[AveragingSession]):
         ValueError: A replica joined with another configuration; or an option does not fit sharded models.
     """
 
+    OPTIONS = (*PLANNING, *COMPRESSION, *WATCHING)
     NOT_CONNECTED = "`replicas` is not set: {call} has nothing to say about torch's own collectives"
 
     bind = refused(BOUND)

@@ -277,7 +277,7 @@ def run_script(**variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_an_unmodified_script_has_the_hook_and_says_so_once() -> None:
-    done = run_script(GRADWIRE_HOOK="none", GRADWIRE_FUSION_MB="1")
+    done = run_script(GRADWIRE_HOOK="none", GRADWIRE_FUSION="1")
     assert done.stdout.strip() == "['automatic_hook', 'automatic_hook']", done.stderr
     assert done.stderr.count("GRADWIRE_HOOK=none: gradwire averages the gradients of every") == 1
 

@@ -48,11 +48,11 @@ def train(rank: int, again: tuple[bool, ...], static_graph: bool, options: dict[
 
 
 CASES: dict[str, tuple[tuple[bool, ...], bool, dict[str, Any]]] = {
-    "static graph, joined": ((False,) * 4, True, {"fusion_mb": 25}),
+    "static graph, joined": ((False,) * 4, True, {"fusion": 25}),
     "static graph, a state that was loaded": ((False,) * 4, True, {"compressor": "bf16"}),
-    "the first bucket outside a checkpoint": ((True, True, True, False), True, {"fusion_mb": 25}),
-    "the first bucket inside a checkpoint": ((False, True, True, True), True, {"fusion_mb": 25}),
-    "checkpoints alone": ((True,) * 4, False, {"fusion_mb": 25}),
+    "the first bucket outside a checkpoint": ((True, True, True, False), True, {"fusion": 25}),
+    "the first bucket inside a checkpoint": ((False, True, True, True), True, {"fusion": 25}),
+    "checkpoints alone": ((True,) * 4, False, {"fusion": 25}),
 }
 
 

@@ -2,12 +2,24 @@
 
 import dataclasses
 import re
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, MEASURING, PLANNING, SUMMING, WATCHING, Config
+from gradwire.comms import config
+from gradwire.comms.config import (
+    COMPRESSION,
+    ELASTIC,
+    FUSION,
+    MEASURING,
+    PLANNING,
+    SUMMING,
+    WATCHING,
+    Config,
+    Reduction,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "hook.md"
 
@@ -23,18 +35,11 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
     "error_budget": ("GRADWIRE_ERROR_BUDGET", "1e-3", 1e-3),
     "rules": ("GRADWIRE_RULES", '[{"pattern": "head.*"}]', ({"pattern": "head.*"},)),
     "transport": ("GRADWIRE_TRANSPORT", "gloo", "gloo"),
-    "fusion_mb": ("GRADWIRE_FUSION_MB", "12.5", 12.5),
-    "fusion": ("GRADWIRE_FUSION", "auto", "auto"),
-    "average": ("GRADWIRE_AVERAGE", "off", False),
-    "predivide": ("GRADWIRE_PREDIVIDE", "8", 8.0),
-    "sum_dtype": ("GRADWIRE_SUM_DTYPE", "float32", "float32"),
-    "reduction": ("GRADWIRE_REDUCTION", "adasum", "adasum"),
-    "sparse_as_dense": ("GRADWIRE_SPARSE_AS_DENSE", "yes", True),
+    "fusion": ("GRADWIRE_FUSION", "12.5", 12.5),
+    "reduction": ("GRADWIRE_REDUCTION", '{"average": false}', Reduction(average=False)),
     "probe": ("GRADWIRE_PROBE", "1", True),
-    "tune": ("GRADWIRE_TUNE", "true", True),
-    "tune_profile": ("GRADWIRE_TUNE_PROFILE", "tuned.json", "tuned.json"),
-    "elastic": ("GRADWIRE_ELASTIC", "on", True),
-    "join": ("GRADWIRE_JOIN", "host:29500", "host:29500"),
+    "tune": ("GRADWIRE_TUNE", "tuned.json", "tuned.json"),
+    "elastic": ("GRADWIRE_ELASTIC", "host:29500", "host:29500"),
     "timeout": ("GRADWIRE_TIMEOUT_SECONDS", "7.5", timedelta(seconds=7.5)),
     "hostname": ("GRADWIRE_HOSTNAME", "node7", "node7"),
     "location": ("GRADWIRE_LOCATION", "eu/rack7", ("eu", "rack7")),
@@ -42,8 +47,7 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
     "nic_per_rank": ("GRADWIRE_NIC_PER_RANK", "yes", True),
     "straggler_every": ("GRADWIRE_STRAGGLER_EVERY", "20", 20),
     "stall_seconds": ("GRADWIRE_STALL_SECONDS", "2.5", 2.5),
-    "trace": ("GRADWIRE_TRACE", "steps.json", "steps.json"),
-    "trace_steps": ("GRADWIRE_TRACE_STEPS", "5", 5),
+    "trace": ("GRADWIRE_TRACE", "steps.json:5", ("steps.json", 5)),
     "nvtx": ("GRADWIRE_NVTX", "on", True),
 }
 """Field -> its variable, a text for it, and the value that the text stands for."""
@@ -59,8 +63,8 @@ def test_every_option_is_of_one_part() -> None:
 
 def test_defaults_ask_for_nothing() -> None:
     assert Config().asked_for(FIELDS) == Config(probe=False).asked_for(FIELDS) == []
-    given = Config(elastic=True, fusion_mb=1.0, rules=({"pattern": "a"},))
-    assert given.asked_for(ELASTIC) == ["elastic"] and given.asked_for(FIELDS) == ["rules", "fusion_mb", "elastic"]
+    given = Config(elastic=True, fusion=1.0, rules=({"pattern": "a"},))
+    assert given.asked_for(ELASTIC) == ["elastic"] and given.asked_for(FIELDS) == ["rules", "fusion", "elastic"]
     assert given.only(PLANNING) == Config()
 
 
@@ -69,23 +73,29 @@ def test_defaults_ask_for_nothing() -> None:
     [
         ({"plan": "ring"}, "`plan` is 'ring'; wanted one of auto, flat, hierarchical, leader"),
         ({"transport": "smoke"}, "`transport` is 'smoke'"),
-        ({"fusion": "some"}, "`fusion` is 'some'; wanted one of fixed, auto, delayed"),
+        ({"fusion": "some"}, "`fusion` is 'some'; wanted one of bucket, auto, delayed"),
         ({"chunks": -1}, "`chunks` is -1"),
         ({"timeout": timedelta(seconds=-1)}, "`timeout` is -1 day, 23:59:59"),
         ({"location": ("a", "b", "c")}, "`location` is"),
         ({"nic_bytes_per_second": 0.0}, "`nic_bytes_per_second` is 0"),
         ({"straggler_every": -1}, "`straggler_every` is -1; wanted a number of steps, or 0 for never"),
         ({"stall_seconds": float("inf")}, "`stall_seconds` is inf"),
-        ({"trace_steps": 0}, "`trace_steps` is 0"),
+        ({"trace": ("steps.json", 0)}, "`trace` is of 0 steps"),
+        ({"elastic": "host"}, "`elastic` is 'host'; wanted True, or HOST:PORT"),
+        ({"fusion": "auto:many"}, "`fusion` is 'auto:many'; wanted one of bucket"),
+        ({"fusion": -1.0}, "`fusion` is -1.0; wanted a number of MiB >= 0"),
         ({"compressor": "zip"}, "`compressor` is 'zip'; wanted one of"),
-        ({"sum_dtype": "float64"}, "`sum_dtype` is 'float64'; wanted one of own, float32"),
+        ({"reduction": {"sum_dtype": "float64"}}, "`sum_dtype` is 'float64'; wanted one of own, float32"),
         ({"reduction": "max"}, "`reduction` is 'max'; wanted one of sum, adasum"),
-        ({"sparse_as_dense": "no"}, "`sparse_as_dense` is 'no'; wanted auto, True or False"),
-        ({"predivide": 0.0}, "`predivide` is 0.0; wanted a number > 0, or None"),
-        ({"predivide": 2.0, "average": False}, "`predivide` is given and `average` is off"),
+        ({"reduction": {"sparse_as_dense": "no"}}, "`sparse_as_dense` is 'no'; wanted auto, True or False"),
+        ({"reduction": {"predivide": 0.0}}, "`predivide` is 0.0; wanted a number > 0, or None"),
+        ({"reduction": {"predivide": 2.0, "average": False}}, "`predivide` is given and `average` is off"),
         ({"fusion": "delayed", "fusion_mb": 8.0}, "`fusion` is delayed, and `fusion_mb` is set"),
         ({"fusion": "delayed", "tune": True}, "`fusion` is delayed, and `tune` is set"),
-        ({"sum_dtype": "float32", "compressor": "int8"}, "`sum_dtype` is float32 and `compressor` is int8"),
+        (
+            {"reduction": {"sum_dtype": "float32"}, "compressor": "int8"},
+            "`sum_dtype` is float32 and `compressor` is int8",
+        ),
         ({"reduction": "adasum", "compressor": "int8"}, "`reduction` is adasum and `compressor` is set"),
         ({"reduction": "adasum", "elastic": True}, "`reduction` is adasum and `elastic` is set"),
         ({"reduction": "adasum", "chunks": 2}, "`reduction` is adasum and `chunks` is set"),
@@ -99,7 +109,7 @@ def test_a_bad_value_names_the_option(options: dict[str, object], message: str) 
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(TypeError, match=r"`colour` is no option of gradwire; wanted one of average"):
+    with pytest.raises(TypeError, match=r"`colour` is no option of gradwire; wanted one of chunks"):
         Config.from_env(colour="red")
 
 
@@ -138,12 +148,12 @@ def test_the_probe_has_three_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variable", "text", "wanted"),
     [
         ("GRADWIRE_CHUNKS", "many", "a whole number"),
-        ("GRADWIRE_FUSION_MB", "25MB", "a number"),
         ("GRADWIRE_NIC_BYTES_PER_SECOND", "25gbit", "a number"),
         ("GRADWIRE_TIMEOUT_SECONDS", "5m", "a number of seconds"),
         ("GRADWIRE_TIMEOUT_SECONDS", "inf", "a number of seconds"),
         ("GRADWIRE_PROBE", "maybe", "1, true, yes or on; or 0, false, no or off; or auto"),
-        ("GRADWIRE_TUNE", "", "1, true, yes or on; or 0, false, no or off"),
+        ("GRADWIRE_TUNE", "", "1, true, yes or on; or 0, false, no or off; or a .json file"),
+        ("GRADWIRE_REDUCTION", "{", "sum, adasum, or a JSON object such as"),
         ("GRADWIRE_NIC_PER_RANK", "2", "1, true, yes or on; or 0, false, no or off"),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "rank=2", 'a JSON object such as {"rank": 2} (Expecting value'),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "[2]", 'a JSON object such as {"rank": 2}'),
@@ -205,3 +215,52 @@ def test_a_compressor_of_none_wins_over_the_environment_and_says_so(
         assert Config.from_env().compressor == "int8" and not caplog.text
         assert Config.from_env(compressor=None).compressor is None
     assert "compressor=None: exact; GRADWIRE_COMPRESSOR=int8 does not count here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"fusion_mb": 25.0}, {"fusion": 25.0}),
+        ({"fusion_mb": 0.0, "fusion": "fixed"}, {}),
+        ({"fusion_mb": 0.5, "fusion": "auto"}, {"fusion": "auto:0.5"}),
+        ({"average": False}, {"reduction": {"average": False}}),
+        ({"predivide": 8.0, "sum_dtype": "float32"}, {"reduction": {"predivide": 8.0, "sum_dtype": "float32"}}),
+        ({"sparse_as_dense": True}, {"reduction": {"sparse_as_dense": True}}),
+        ({"average": False, "reduction": "adasum"}, {"reduction": {"kind": "adasum", "average": False}}),
+        ({"trace": "steps.json", "trace_steps": 5}, {"trace": ("steps.json", 5)}),
+        ({"tune": True, "tune_profile": "tuned.json"}, {"tune": "tuned.json"}),
+        ({"elastic": True, "join": "host:1"}, {"elastic": "host:1"}),
+    ],
+)
+def test_old_names_mean_what_they_meant_and_are_warned_of_once(
+    old: dict[str, object], new: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "_warned", set())
+    names = [name for name in old if name in config.OLD_NAMES]
+    with pytest.warns(FutureWarning, match="gradwire 0.2 will not know") as said:
+        assert Config.from_env(**old) == Config.from_env(**new)
+    assert len(said) == 1 and all(f"`{name}` is now written" in str(said[0].message) for name in names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Config(**old) == Config(**new)  # type: ignore[arg-type]
+
+
+def test_old_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("FUSION_MB", "25"), ("AVERAGE", "off"), ("TRACE_STEPS", "5"), ("TRACE", "steps.json")):
+        monkeypatch.setenv(f"GRADWIRE_{name}", text)
+    found = Config.from_env()
+    assert (found.fusion, found.sums.average, found.trace) == (25.0, False, ("steps.json", 5))
+
+
+def test_a_newcomer_is_told_by_a_variable_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_JOIN", "host:29500")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Config.from_env(elastic=True).join == "host:29500"
+    with pytest.raises(ValueError, match="`join` is given but `elastic` is not set"):
+        Config.from_env()
+
+
+def test_what_one_rank_is_told_is_no_difference() -> None:
+    assert Config(elastic="host:1").shared() == Config(elastic=True).shared()
+    assert Config(tune="mine.json").shared() == Config(tune=True).shared() != Config().shared()

@@ -130,7 +130,7 @@ def reduce_outside_backward(_: int) -> None:
     dist.init_process_group("gloo")
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     first, last = model.parameters()
-    state = gradwire.HookState(model, compressor="int4", fusion_mb=1)
+    state = gradwire.HookState(model, compressor="int4", fusion=1)
 
     def reduce(buffer: Tensor, parameter: Tensor, is_last: bool) -> torch.futures.Future[Tensor]:
         return state.reduce(HandMadeBucket(buffer, parameter, is_last))  # type: ignore[arg-type]

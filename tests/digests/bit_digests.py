@@ -719,7 +719,7 @@ def exact_cases(layout: str) -> Iterator[tuple[str, Case]]:
     yield "exact/auto/mixed-dtypes", replace(_exact("auto", **SLOW_NIC), dtypes=MIXED)
     if layout == "4x1":
         for plan in plans:
-            yield f"racks/{plan}/fused", replace(_exact(plan, fusion_mb=0.1, chunks=3), racks=True)
+            yield f"racks/{plan}/fused", replace(_exact(plan, fusion=0.1, chunks=3), racks=True)
         for name in MAIN:
             yield f"racks/{name}", replace(_compressed(name), racks=True)
 
@@ -727,14 +727,14 @@ def exact_cases(layout: str) -> Iterator[tuple[str, Case]]:
 def fusion_cases() -> Iterator[tuple[str, Case]]:
     """Buckets that travel together and apart, exact ones."""
     for plan in ("flat", "hierarchical", "leader"):
-        yield f"fusion/{plan}/some", _exact(plan, fusion_mb=0.1)
-        yield f"fusion/{plan}/all", _exact(plan, fusion_mb=25.0, chunks=3)
-        yield f"fusion/{plan}/changing", replace(_exact(plan, fusion_mb=0.05), plans=_changing)
-    yield "fusion/auto/cuts", replace(_exact("auto", fusion_mb=0.1), plans=_cuts)
-    yield "fusion/auto/pieces", replace(_exact("auto", fusion_mb=0.1), plans=_pieces)
+        yield f"fusion/{plan}/some", _exact(plan, fusion=0.1)
+        yield f"fusion/{plan}/all", _exact(plan, fusion=25.0, chunks=3)
+        yield f"fusion/{plan}/changing", replace(_exact(plan, fusion=0.05), plans=_changing)
+    yield "fusion/auto/cuts", replace(_exact("auto", fusion=0.1), plans=_cuts)
+    yield "fusion/auto/pieces", replace(_exact("auto", fusion=0.1), plans=_pieces)
     yield "fusion/auto/cuts-unfused", replace(_exact("auto"), plans=_cuts)
-    yield "fusion/auto/mixed-dtypes", replace(_exact("auto", fusion_mb=25.0), dtypes=MIXED)
-    yield "fusion/auto/wrap", replace(_exact("auto", fusion_mb=0.1), make="wrap", bucket_mb=0.02)
+    yield "fusion/auto/mixed-dtypes", replace(_exact("auto", fusion=25.0), dtypes=MIXED)
+    yield "fusion/auto/wrap", replace(_exact("auto", fusion=0.1), make="wrap", bucket_mb=0.02)
 
 
 def compressor_cases(names: Sequence[str]) -> Iterator[tuple[str, Case]]:
@@ -748,8 +748,8 @@ def interplay_cases(names: Sequence[str]) -> Iterator[tuple[str, Case]]:
     for name in names:
         case, place = _compressed(name), f"with/{name}"
         yield f"{place}/chunks-3", _with(case, chunks=3)
-        yield f"{place}/fused", _with(case, fusion_mb=0.1)
-        yield f"{place}/fusion-changing", replace(_with(case, fusion_mb=0.05), plans=_changing)
+        yield f"{place}/fused", _with(case, fusion=0.1)
+        yield f"{place}/fusion-changing", replace(_with(case, fusion=0.05), plans=_changing)
         yield f"{place}/rules", _with(case, **_RULES)
         yield f"{place}/flush", replace(case, flush_before=(0, 9, 15, 16))
         yield f"{place}/resume", replace(case, resume_before=13)
@@ -798,11 +798,11 @@ def ddp_cases() -> Iterator[tuple[str, Case]]:
         yield f"ddp/sub-groups/{name}", replace(case, pairs=True)
         yield f"ddp/channels-last/{name}", replace(case, channels_last=True)
         yield f"ddp/unbound/{name}", replace(case, make="unbound")
-        yield f"ddp/wrap/{name}", replace(_with(case, fusion_mb=0.1), make="wrap", bucket_mb=0.02)
+        yield f"ddp/wrap/{name}", replace(_with(case, fusion=0.1), make="wrap", bucket_mb=0.02)
         yield f"ddp/one-bucket/{name}", replace(case, bucket_mb=25)
-    yield "ddp/learned-cuts/exact", replace(_exact("hierarchical", fusion="auto", fusion_mb=0.05, chunks=1), timed=True)
+    yield "ddp/learned-cuts/exact", replace(_exact("hierarchical", fusion="auto:0.05", chunks=1), timed=True)
     yield "ddp/join/exact", replace(_exact("hierarchical"), join=True)
-    yield "ddp/join/fused", replace(_exact("hierarchical", fusion_mb=0.1), join=True)
+    yield "ddp/join/fused", replace(_exact("hierarchical", fusion=0.1), join=True)
     if register_codec is not None:
         _register_ternary()
         own = Training(options={"compressor": "ternary", **NIC})

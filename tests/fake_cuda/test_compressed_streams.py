@@ -98,7 +98,7 @@ def test_rebuilt_buckets(compressor: str) -> None:
 
 @pytest.mark.parametrize("compressor", ["int8", "powersgd"])
 def test_joined_buckets(compressor: str) -> None:
-    compared(compressor, (REBUILT, REBUILT, REBUILT), fusion_mb=0.015)
+    compared(compressor, (REBUILT, REBUILT, REBUILT), fusion=0.015)
 
 
 @pytest.mark.parametrize("compressor", ["onebit", "powersgd"])

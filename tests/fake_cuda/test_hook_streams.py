@@ -112,7 +112,7 @@ def test_the_same_bits_as_on_the_cpu(plan: str) -> None:
 @pytest.mark.parametrize("fusion_mb", [0.015, 1.0])
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
 def test_joined_buckets(plan: str, fusion_mb: float) -> None:
-    body = train("aabb", STEPS, whole=True, quiet=True, plan=plan, chunks=2, fusion_mb=fusion_mb)
+    body = train("aabb", STEPS, whole=True, quiet=True, plan=plan, chunks=2, fusion=fusion_mb)
     results, _ = on_cuda(4, body)
     assert_equal(results, averages("aabb"))
 
@@ -137,7 +137,7 @@ def test_cuts_that_change_between_steps() -> None:
 
 
 def test_backward_on_a_stream_of_the_user() -> None:
-    inner = train("aabb", STEPS, whole=True, quiet=True, plan="hierarchical", chunks=2, fusion_mb=0.015)
+    inner = train("aabb", STEPS, whole=True, quiet=True, plan="hierarchical", chunks=2, fusion=0.015)
 
     def body(rank: int, device: torch.device, group: Any) -> Any:
         stream = side_stream()

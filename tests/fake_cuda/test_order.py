@@ -47,7 +47,7 @@ def check(
         compressor=compressor,
         compressor_options=options,
         rules=rules,
-        fusion_mb=fusion_mb,
+        fusion=fusion_mb,
     )
     on_cuda(len(nodes), body, check=False)
 

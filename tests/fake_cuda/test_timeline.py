@@ -187,7 +187,7 @@ def test_what_holding_back_costs_at_the_end_of_a_step() -> None:
 
 
 def test_few_buffers_of_joined_buckets_are_in_use() -> None:
-    schedule = record(NODES["2x2"], [ROWS] * 12, plan="hierarchical", chunks=1, fusion_mb=2 * ROWS * 1024 / MIB)
+    schedule = record(NODES["2x2"], [ROWS] * 12, plan="hierarchical", chunks=1, fusion=2 * ROWS * 1024 / MIB)
     assert schedule.joined_nbytes == [2 * ROWS * 1024] * 6
     buffer = schedule.joined_nbytes[0]
     assert max(schedule.peak_nbytes) < 3 * buffer + buffer // 2  # as the allocator sees it, however far the host is

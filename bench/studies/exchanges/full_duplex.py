@@ -62,7 +62,7 @@ def exchange(place: ForkedRank, store: Store, name: str, large_nbytes: int) -> C
 
 def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, large_nbytes: int) -> Contender:
     """An exact all-reduce; in rank order where buckets may be fused, else in gloo's ring."""
-    fusion = {} if order == "ring" else {"fusion_mb": 25.0}
+    fusion = {} if order == "ring" else {"fusion": 25.0}
     name = f"{plan}, {order}, {chunks}"
     communicator = Communicator(
         store,

@@ -103,7 +103,7 @@ def results_of(nodes: str, rates: list[float] | None, **options: Any) -> tuple[l
 
 CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("abcd", {}, True),
-    ("abcd", {"fusion_mb": 1.0}, True),
+    ("abcd", {"fusion": 1.0}, True),
     ("abcd", {"plan": "flat"}, False),
     ("aaabcc", {"plan": "hierarchical", "chunks": 3}, True),
     ("abcabc", {"plan": "leader"}, True),

@@ -236,7 +236,7 @@ def test_options_that_do_not_fit_are_refused_in_words(processes: Processes) -> N
 
 
 def from_environment(rank: int) -> bool:
-    os.environ.update({"GRADWIRE_ELASTIC": "1", "GRADWIRE_FUSION_MB": "25", "GRADWIRE_PLAN": "flat"})
+    os.environ.update({"GRADWIRE_ELASTIC": "1", "GRADWIRE_FUSION": "25", "GRADWIRE_PLAN": "flat"})
     dist.init_process_group("gradwire")
     group = dist.group.WORLD
     assert group.config == Config(plan="flat", timeout=group.config.timeout)  # type: ignore[union-attr]

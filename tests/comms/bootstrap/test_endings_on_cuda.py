@@ -376,7 +376,7 @@ def test_a_bucket_on_another_device_is_refused_untouched(fusion_mb: float) -> No
         rank.state.close()
         return None
 
-    error, _ = on_ranks("ab", body, plan="hierarchical", fusion_mb=fusion_mb)
+    error, _ = on_ranks("ab", body, plan="hierarchical", fusion=fusion_mb)
     assert isinstance(error, CollectiveError)
     assert error.missing == (1,)
 
@@ -388,7 +388,7 @@ def test_wherever_memory_ends_everybody_hears_of_it(name: str, joined: bool, ful
     options: dict[str, Any] = {
         "compressor": name,
         "compressor_options": dict(OPTIONS[name]) | {"warmup_steps": 0},
-        "fusion_mb": 32.0 if joined else 0.0,
+        "fusion": 32.0 if joined else 0.0,
     }
 
     def train(allowed: int) -> bool:

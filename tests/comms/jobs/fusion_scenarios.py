@@ -73,23 +73,23 @@ def main() -> None:
         FusionPlan(threshold_nbytes=70_000, piece_nbytes=999),
     ]
     found: dict[str, object] = {}
-    found["small"], state = train(10, fusion_mb=0.0001)
+    found["small"], state = train(10, fusion=0.0001)
     found["small_launches"] = state.report().buckets
-    found["all"], state = train(10, fusion_mb=25)
+    found["all"], state = train(10, fusion=25)
     found["all_launches"] = state.report().buckets
-    found["changing"], _ = train(10, changing, fusion_mb=0.05)
-    found["unused"], state = train(10, skip=True, ddp={"find_unused_parameters": True}, fusion_mb=0.05)
-    found["unused_again"], _ = train(10, changing, skip=True, ddp={"find_unused_parameters": True}, fusion_mb=0.0001)
+    found["changing"], _ = train(10, changing, fusion=0.05)
+    found["unused"], state = train(10, skip=True, ddp={"find_unused_parameters": True}, fusion=0.05)
+    found["unused_again"], _ = train(10, changing, skip=True, ddp={"find_unused_parameters": True}, fusion=0.0001)
     found["unused_steps"] = state.steps
-    found["joined"], _ = train(10, batches=4 + RANK, fusion_mb=0.05)
-    found["joined_again"], _ = train(10, batches=4 + RANK, fusion_mb=25)
-    found["calculated"], _ = train(12, fusion="auto", fusion_mb=0.05, plan="hierarchical")
-    found["not_calculated"], _ = train(12, fusion_mb=0.05, plan="hierarchical")
+    found["joined"], _ = train(10, batches=4 + RANK, fusion=0.05)
+    found["joined_again"], _ = train(10, batches=4 + RANK, fusion=25)
+    found["calculated"], _ = train(12, fusion="auto:0.05", plan="hierarchical")
+    found["not_calculated"], _ = train(12, fusion=0.05, plan="hierarchical")
     found["tuned"], state = train(
-        SEARCH_STEPS, fusion_mb=0.05, tune=True, plan="hierarchical", tune_profile=str(FOLDER / f"profile{RANK}.json")
+        SEARCH_STEPS, fusion=0.05, tune=str(FOLDER / f"profile{RANK}.json"), plan="hierarchical"
     )
     found["advice"] = str(state.advise())
-    found["not_tuned"], _ = train(SEARCH_STEPS, fusion_mb=0.05, plan="hierarchical")
+    found["not_tuned"], _ = train(SEARCH_STEPS, fusion=0.05, plan="hierarchical")
     (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

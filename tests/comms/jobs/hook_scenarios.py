@@ -254,7 +254,7 @@ def compressed() -> dict[str, object]:
     digests = []
     for name, settings in COMPRESSORS.items():
         model = DistributedDataParallel(perceptron(), bucket_cap_mb=0.005)
-        state = gradwire.HookState(model, hostname=NODE, compressor=name, compressor_options=settings, fusion_mb=0.004)
+        state = gradwire.HookState(model, hostname=NODE, compressor=name, compressor_options=settings, fusion=0.004)
         model.register_comm_hook(state, gradwire.comm_hook)
         hooked = train(model, steps=8)
         found[name] = ((hooked - plain).norm() / (plain - start).norm()).item()

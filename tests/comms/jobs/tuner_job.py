@@ -27,9 +27,8 @@ def train(profile: str) -> None:
     model, _ = gradwire.wrap(
         nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))),
         base_bucket_mb=0.06,
-        fusion_mb=0.25,
-        tune=True,
-        tune_profile=profile,
+        fusion=0.25,
+        tune=profile,
     )
     for _ in range(STEPS):
         model(torch.ones(4, 128)).square().mean().backward()

@@ -164,7 +164,7 @@ def test_a_trace_by_configuration_begins_behind_the_first_steps(tmp_path: Path) 
         for _ in range(8):
             steps.step()
 
-    on_ranks("ab", body, stall_seconds=0.0, trace=str(file), trace_steps=2)
+    on_ranks("ab", body, stall_seconds=0.0, trace=(str(file), 2))
     about = json.loads(file.read_text())["otherData"]
     assert (about["first_step"], about["steps"]) == (6, 2)
 

@@ -153,8 +153,8 @@ def wrapped_by_the_user(rank: int) -> None:
         gradwire.Outer(nn.Sequential(everywhere), optimizer_of(everywhere))
     with pytest.raises(ValueError, match='`compressor` is "auto"'):
         gradwire.Outer(model, optimizer, compressor="auto", error_budget="int8")
-    with pytest.raises(ValueError, match="`average` is False"):
-        gradwire.Outer(model, optimizer, average=False)
+    with pytest.raises(ValueError, match=r"`reduction` is \{'average': False\}"):
+        gradwire.Outer(model, optimizer, reduction={"average": False})
     with pytest.raises(ValueError, match="`optimizer` trains no parameter"):
         gradwire.Outer(build(), optimizer_of(build()))
     with pytest.raises(ValueError, match=r"`optimizer`: SGD and Adam train the same parameter of shape \(64, 24\)"):
@@ -167,8 +167,8 @@ def wrapped_by_the_user(rank: int) -> None:
         gradwire.Outer(model, optimizer, inside="rack")
     with pytest.raises(ValueError, match="`elastic` is set, and a unit has several ranks"):
         gradwire.Outer(model, optimizer, elastic=True)
-    with pytest.raises(ValueError, match="`join` is set"):
-        gradwire.Outer(model, optimizer, join="host:1")
+    with pytest.raises(ValueError, match="`elastic` is 'host:1'"):
+        gradwire.Outer(model, optimizer, elastic="host:1")
 
 
 def unlike(rank: int) -> None:
@@ -190,8 +190,8 @@ def unlike(rank: int) -> None:
         gradwire.Outer(model, torch.optim.SGD(list(model.parameters())[: 5 if rank == 3 else 6]))
     with pytest.raises(ValueError, match=r"`trace` is 'a\.json'"):
         gradwire.Outer(model, optimizer_of(model), inside="none", trace="a.json")
-    with pytest.raises(ValueError, match="`fusion_mb` is 4"):
-        gradwire.Outer(model, optimizer_of(model), inside="none", config=Config(fusion_mb=4.0))
+    with pytest.raises(ValueError, match="`fusion` is 4"):
+        gradwire.Outer(model, optimizer_of(model), inside="none", config=Config(fusion=4.0))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -328,10 +328,10 @@ def test_every_shard_is_exchanged_with_every_unit() -> None:
 
 
 def test_variables_for_gradients_do_not_vanish_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("GRADWIRE_FUSION_MB", "4"), ("GRADWIRE_PROBE", "1"), ("GRADWIRE_COMPRESSOR", "int4")):
+    for name, value in (("GRADWIRE_FUSION", "4"), ("GRADWIRE_PROBE", "1"), ("GRADWIRE_COMPRESSOR", "int4")):
         monkeypatch.setenv(name, value)
-    assert idle_in(Config.from_env()) == ["fusion_mb", "probe"]  # the compressor is of exchanges
-    assert idle_in(Config.from_env(probe=True), without={"probe"}) == ["fusion_mb"]
+    assert idle_in(Config.from_env()) == ["fusion", "probe"]  # the compressor is of exchanges
+    assert idle_in(Config.from_env(probe=True), without={"probe"}) == ["fusion"]
     assert idle_in(Config()) == idle_in(Config(probe=False)) == []
     refuse_idle({"probe": False}, "there is no unit")
     with pytest.raises(ValueError, match="`probe` is True"):

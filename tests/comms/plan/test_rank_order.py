@@ -35,7 +35,7 @@ def test_no_cut_changes_a_bit(nodes: str, plan: str, dtype: torch.dtype) -> None
     store = HashStore()
 
     def run(rank: int) -> list[Tensor]:
-        config = Config(hostname=nodes[rank], plan=plan, fusion_mb=25, timeout=timedelta(seconds=30))
+        config = Config(hostname=nodes[rank], plan=plan, fusion=25, timeout=timedelta(seconds=30))
         communicator = Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="order")
         gradient = torch.randn(10_007, generator=torch.Generator().manual_seed(rank)).to(dtype)
         results = []

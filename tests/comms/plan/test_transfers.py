@@ -124,7 +124,7 @@ def run(cluster: Cluster, plan: Plan, inputs: list[Tensor], fixed_order: bool) -
     def body(rank: int) -> tuple[Plan, RecordedGroups]:
         flat = inputs[rank]
         groups = RecordedGroups(meetings, rank, flat)
-        config = Config(fusion_mb=25.0 if fixed_order else 0.0)
+        config = Config(fusion=25.0 if fixed_order else 0.0)
         route = Routes(cluster, rank, "cpu", config, None).along(flat.numel(), plan)
         board = FailureBoard(store, rank, cluster.size)
         executor = Executor("test", groups, rank, cluster, None, board)  # type: ignore[arg-type]

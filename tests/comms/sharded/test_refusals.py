@@ -31,13 +31,14 @@ def refusals(rank: int) -> list[str]:
         refused("native HSDP.*mesh=mesh..shard", sharded(mesh), replicas=replicas, compressor="int8")
         refused("native HSDP.*mesh=mesh..shard", sharded(mesh), compressor="int8")
         refused("`compressor` is 'int8'.*`replicas` is not given", sharded(mesh["shard"]), compressor="int8")
-        refused("`fusion_mb` is 25", sharded(mesh["shard"]), replicas=replicas, fusion_mb=25.0)
+        refused("`fusion` is 25", sharded(mesh["shard"]), replicas=replicas, fusion=25.0)
         refused("`reduction` is 'adasum'", sharded(mesh["shard"]), replicas=replicas, reduction="adasum")
-        refused("`tune_profile` is 'cuts.json'; FSDP2 says", sharded(mesh["shard"]), tune_profile="cuts.json")
-        refused("`sparse_as_dense` is True", sharded(mesh["shard"]), replicas=replicas, sparse_as_dense=True)
+        refused("`tune` is 'cuts.json'; FSDP2 says", sharded(mesh["shard"]), tune="cuts.json")
+        sparse = {"sparse_as_dense": True}
+        refused(r"`reduction` is \{'sparse_as_dense'", sharded(mesh["shard"]), replicas=replicas, reduction=sparse)
         for between in (None, replicas):
             refused("`elastic` is True.*shards are lost", sharded(mesh["shard"]), replicas=between, elastic=True)
-        refused("`join` is 'host:1'", sharded(mesh["shard"]), replicas=replicas, join="host:1")
+        refused("`elastic` is 'host:1'", sharded(mesh["shard"]), replicas=replicas, elastic="host:1")
         refused("`trace` is 'steps.json'.*`replicas` is not given", sharded(mesh["shard"]), trace="steps.json")
         refused("`replicas` has 2 dimensions", sharded(mesh["shard"]), replicas=mesh)
         refused("wanted one dimension of a DeviceMesh", sharded(mesh["shard"]), TypeError, replicas=dist.group.WORLD)

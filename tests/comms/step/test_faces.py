@@ -1,5 +1,6 @@
 """One session, three faces: every public name of one works on the others, or they refuse it by name."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.comms.checkpoint import rank_key
 from gradwire.comms.session import Face, Refused
+from gradwire.comms.sharded.apply import unfit_option
 from gradwire.fsdp import FsdpState
 from support.processes import Processes
 from support.sharded import Tiny, batch, mesh_of, sharded
 
 FACES: list[type[Any]] = [gradwire.HookState, FsdpState, gradwire.Outer]
-NAMES = sorted({name for face in FACES for name in dir(face) if not name.startswith("_")} - {"NOT_CONNECTED"})
+NAMES = sorted(
+    {name for face in FACES for name in dir(face) if not name.startswith("_")} - {"NOT_CONNECTED", "OPTIONS"}
+)
 """Of all methods and properties of the three."""
 
 ALIKE = {
@@ -38,6 +42,20 @@ def test_a_name_of_one_face_is_there_or_refused_by_name(face: type[Any], name: s
             getattr(object.__new__(face), name)
     else:
         assert callable(found) or isinstance(found, property)
+
+
+ASKED = {"fusion": 25.0, "tune": True, "probe": True, "reduction": "adasum", "elastic": True}
+
+
+def test_each_face_declares_its_options_and_refuses_the_others() -> None:
+    every = {entry.name for entry in dataclasses.fields(gradwire.Config)}
+    assert len(every) <= 21
+    for face in FACES:
+        assert set(face.OPTIONS) <= every
+    assert set(gradwire.HookState.OPTIONS) == set(gradwire.Outer.OPTIONS) == every
+    for name in every - set(FsdpState.OPTIONS):
+        refused = unfit_option(gradwire.Config.from_env(**{name: ASKED[name]}))
+        assert refused is not None and refused.startswith(f"`{name}` is ")
 
 
 def test_what_faces_share_is_written_once() -> None:

@@ -61,8 +61,8 @@ def apart(values: list[Tensor], wanted: list[Tensor], factor: float) -> float:
 def compare_options(rank: int) -> dict[str, Any]:
     dist.init_process_group("gloo")
     plain, kinds, _ = gradients()
-    wide, wide_kinds, many = gradients(predivide=2.0, sum_dtype="float32", sparse_as_dense=True)
-    late, late_kinds, few = gradients(average=False, fusion="delayed", sparse_as_dense=False)
+    wide, wide_kinds, many = gradients(reduction={"predivide": 2.0, "sum_dtype": "float32", "sparse_as_dense": True})
+    late, late_kinds, few = gradients(reduction={"average": False, "sparse_as_dense": False}, fusion="delayed")
     found = {
         "apart": (apart(wide, plain, 1.0), apart(late, plain, len(NODES))),
         "kinds": wide_kinds == late_kinds == kinds,
