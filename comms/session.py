@@ -37,8 +37,8 @@ GRADIENT_NBYTES = 4
 """Of an element, where the size of a model's gradients is estimated."""
 
 if TYPE_CHECKING:
-    from gradwire.comms.autotune.consensus import Consensus
     from gradwire.comms.autotune.job_advice import JobAdvice
+    from gradwire.comms.bootstrap.agree import Agreement
     from gradwire.comms.compression import Compression, LossScaler
 
 _numbers: "dict[tuple[str, str], count[int]]" = {}
@@ -226,9 +226,9 @@ class GradientSession(AveragingSession):
         self.fusion: Fusion = Fusion(previous.fusion.plan if previous and not joined else first)
         self.agrees = previous is None and not joined
         """Whether what payloads are decoded with is the same on all ranks."""
-        self._fusion_plans: Consensus | None = None
+        self._fusion_plans: Agreement | None = None
 
-        def consensus(what: str, timeout: timedelta) -> "Consensus":
+        def consensus(what: str, timeout: timedelta) -> "Agreement":
             return self._consensus(f"{what}/{name}", timeout)
 
         if previous is not None and not joined:
@@ -290,14 +290,14 @@ class GradientSession(AveragingSession):
             ValueError: They have not: refused on all of them.
         """
         self._fusion_plans = self._fusion_plans or self._consensus(f"fusion/{self._name}", FUSION_TIMEOUT)
-        self._fusion_plans.agree(asdict(plan))
+        self._fusion_plans.same(asdict(plan))
         self.fusion.change(plan)
 
-    def _consensus(self, name: str, timeout: timedelta) -> "Consensus":
-        from gradwire.comms.autotune.consensus import Consensus  # here: fixed plans need no decisions
+    def _consensus(self, name: str, timeout: timedelta) -> "Agreement":
+        from gradwire.comms.bootstrap.agree import Agreement  # here: fixed plans need no decisions
 
         own = PollingStore(self.communicator.plain_store, self._config.timeout, ranks=self.communicator.size)
-        return Consensus(own, self.communicator.rank, self.communicator.size, name, timeout)
+        return Agreement(own, self.communicator.rank, self.communicator.size, name, timeout)
 
 
 class Refused:

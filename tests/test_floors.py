@@ -52,7 +52,7 @@ LARGER = {
 
 KNOWN_BY_CLASS = {
     "comms/autotune/choose.py": {"Adaptive", "TwoStage"},
-    "comms/autotune/consensus.py": {"PollingStore"},
+    "comms/bootstrap/agree.py": {"PollingStore"},
     "comms/autotune/quick_probe.py": {"GlooTransport"},
     "comms/checkpoint.py": {"ElasticGroup"},
     "comms/compression.py": {"Adaptive"},

@@ -44,7 +44,7 @@ from gradwire.bench.compare.replay import FORWARD_SHARE, load_case
 from gradwire.bench.studies.convergence.alone import reduce_together
 from gradwire.bench.train.text import library_text, split_text
 from gradwire.comms.autotune.choose import MOST_OUTSTANDING, LayerChooser, predicted_error
-from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.plan.choice import LayerCosts, choose_robustly, finish, total_error
@@ -436,7 +436,7 @@ def nodes_of(setting: Setting, numels: Mapping[str, int], notes: Mapping[str, ob
         chooser = None
         if isinstance(compression.compressor, Adaptive):
             compression.compressor.notes = dict(notes or {})
-            chooser = LayerChooser(cast(Communicator, Here()), compression, cast(Consensus, None))
+            chooser = LayerChooser(cast(Communicator, Here()), compression, cast(Agreement, None))
         found.append((compression.compressor, chooser))
     return found
 

@@ -31,8 +31,8 @@ from gradwire.bench.emulation.fork import ForkedRank, run_forked
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
-from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import line_up, probe
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
@@ -110,7 +110,7 @@ class CaseRunner:
         assert group is not None
         self.store = store_of(group)
         self.rounds, self.seconds, self.shares = rounds, seconds, list[float]()
-        self.consensus = Consensus(PollingStore(self.store, TIMEOUT), self.rank, self.size, "check", TIMEOUT)
+        self.consensus = Agreement(PollingStore(self.store, TIMEOUT), self.rank, self.size, "check", TIMEOUT)
         self.levels: tuple[Level, ...] = ()
         if probed:
             probing = self.communicator("probe", Config.from_env(timeout=TIMEOUT), "none")

@@ -38,7 +38,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import Store, TCPStore, make_gloo
 from gradwire.comms.bootstrap.door import Place
 from gradwire.comms.bootstrap.failure import FailureBoard
@@ -366,10 +366,10 @@ def count(size: int) -> list[Cost]:
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(Presences, "unpack", read_once))
-        for module in ("bootstrap.rendezvous", "bootstrap.store", "bootstrap.failure", "autotune.consensus"):
+        for module in ("bootstrap.rendezvous", "bootstrap.store", "bootstrap.failure", "bootstrap.agree"):
             patches.enter_context(patch(f"gradwire.comms.{module}.time", clock))
         measured("start", lambda rank, store: exchange(store, said[rank], TIMEOUT))
-        measured("decision", lambda rank, store: Consensus(store, rank, size, "study", TIMEOUT).decide([rank] * 8, len))
+        measured("decision", lambda rank, store: Agreement(store, rank, size, "study", TIMEOUT).decide([rank] * 8, len))
         measured("failure", fail)
     return costs
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Protocol, cast
 
-from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import line_up
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.execute import Bucket
@@ -97,7 +97,7 @@ class LayerChooser(StepListener):
         consensus: All its ranks'.
     """
 
-    def __init__(self, communicator: Communicator, compression: Compression, consensus: Consensus) -> None:
+    def __init__(self, communicator: Communicator, compression: Compression, consensus: Agreement) -> None:
         assert isinstance(compression.compressor, Adaptive)
         self._communicator = communicator
         self._compression = compression

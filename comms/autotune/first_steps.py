@@ -9,7 +9,7 @@ in every run.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.cost import CostModel
 from gradwire.comms.plan.plan import ALL_GATHER, Plan
@@ -59,7 +59,7 @@ class FirstSteps(StepListener):
         consensus: All its ranks'.
     """
 
-    def __init__(self, communicator: Communicator, consensus: Consensus) -> None:
+    def __init__(self, communicator: Communicator, consensus: Agreement) -> None:
         self._communicator = communicator
         self._consensus = consensus
         cluster = communicator.cluster

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.cost import CostModel
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
@@ -48,7 +48,7 @@ BARRIER_NUMEL = 64
 _known: dict[tuple[tuple[Unit, ...], str], tuple[Level, ...]] = {}
 
 
-def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]:
+def probe(communicator: Communicator, consensus: Agreement) -> tuple[Level, ...]:
     """Measures all levels and has the communicator plan with them; every rank, before anything else is in flight.
 
     Results are kept for the same placement and device in this process.
@@ -210,7 +210,7 @@ def line_up(communicator: Communicator) -> None:
     communicator.run(barrier, plan).wait()
 
 
-def _measure(communicator: Communicator, consensus: Consensus, runs: Sequence[Run]) -> dict[Run, float]:
+def _measure(communicator: Communicator, consensus: Agreement, runs: Sequence[Run]) -> dict[Run, float]:
     """Times plans on all ranks at once: of each a usual round, of which the slowest rank counts.
 
     All are timed before the ranks exchange what they have seen: each exchange costs every rank some questions to the

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.profile import TunerSetting, fingerprint, load, save
 from gradwire.comms.autotune.propose import PLANS, propose
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
@@ -106,7 +106,7 @@ class Tuner:
         self,
         incumbent: TunerSetting,
         propose: Propose,
-        consensus: Consensus,
+        consensus: Agreement,
         *,
         known: TunerSetting | None = None,
         budget: Budget | None = None,
@@ -320,7 +320,7 @@ class Tuning(StepListener):
         incumbent = TunerSetting(
             "as begun", (), (), fusion.plan.threshold_nbytes, communicator.routes.plan_name, communicator.routes.chunks
         )
-        consensus = Consensus(
+        consensus = Agreement(
             PollingStore(store, config.timeout, ranks=communicator.size),
             communicator.rank,
             communicator.size,

@@ -8,8 +8,8 @@ node as fast as its best pair. Its cost does not grow with the number of nodes.
 import statistics
 from collections.abc import Sequence
 
-from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import line_up
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.step.listeners import StepListener
@@ -61,7 +61,7 @@ def relative_rates(count: int, seconds: Sequence[tuple[int, int, float]]) -> tup
     return tuple(1.0 if rate >= ALIKE * fastest or not rate else rate / fastest for rate in best)
 
 
-def measure_units(communicator: Communicator, consensus: Consensus, *, again: bool = False) -> bool:
+def measure_units(communicator: Communicator, consensus: Agreement, *, again: bool = False) -> bool:
     """Measures every node's link, and has the communicator plan with what it finds; every rank, with nothing in flight.
 
     Nodes are given rates in proportion. The probe's rate is that of the slowest; later the fastest keeps its rate.
@@ -122,7 +122,7 @@ class UnitRates(StepListener):
         consensus: All its ranks'.
     """
 
-    def __init__(self, communicator: Communicator, consensus: Consensus) -> None:
+    def __init__(self, communicator: Communicator, consensus: Agreement) -> None:
         self._communicator = communicator
         self._consensus = consensus
         measure_units(communicator, consensus)

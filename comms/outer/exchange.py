@@ -20,16 +20,18 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 
+from gradwire.comms.bootstrap.agree import Agreement
+from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.elastic.survive import Survivor
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
-from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.session import AveragingSession
@@ -52,6 +54,18 @@ may change from one run to the next."""
 
 SEPARATOR = "|"
 """Between the parts of a key in a state; parameter names are attribute paths and cannot hold it."""
+
+
+def agreement_of(store: Store, rank: int, size: int, timeout: timedelta) -> Agreement:
+    """What ranks tell each other about exchanges: few words, in rounds that all of them take part in.
+
+    Args:
+        store: That all ranks share; with keys of its own for each agreement.
+        rank: This one.
+        size: How many there are.
+        timeout: For the last rank to speak.
+    """
+    return Agreement(store, rank, size, "Outer", timeout, "make Outer, load its state and synchronize it")
 
 
 @dataclass(slots=True)
@@ -92,7 +106,7 @@ class OuterExchange:
         fragments: Of the model.
         settings: When, and what becomes of the result.
         session: Of the communicator, whose listeners hear of each exchange as of a step; None has none.
-        council: Of all ranks of the job; None where those of the communicator are all.
+        agreement: Of all ranks of the job; None where those of the communicator are all.
         alone: There is one unit: nothing travels, and its own pseudo-gradient is the average.
 
     Attributes:
@@ -112,7 +126,7 @@ class OuterExchange:
         settings: OuterSettings,
         session: AveragingSession | None = None,
         *,
-        council: Council | None = None,
+        agreement: Agreement | None = None,
         alone: bool = False,
     ) -> None:
         self.settings = settings
@@ -128,7 +142,7 @@ class OuterExchange:
         self._meetings = self._loads = 0
         self._halfway = False
         self._met: Communicator | None = None
-        self.council = council or Council(
+        self.agreement = agreement or agreement_of(
             communicator.plain_store, communicator.rank, communicator.size, communicator.config.timeout
         )
         self._store = PollingStore(communicator.plain_store, communicator.config.timeout, ranks=communicator.size)
@@ -149,14 +163,14 @@ class OuterExchange:
         self._survivor = survivor
         survivor.has_begun = lambda: self._pending is not None and self._pending.finite is None
 
-    def reconnect(self, communicator: Communicator, council: Council) -> None:
+    def reconnect(self, communicator: Communicator, agreement: Agreement) -> None:
         """Goes on among other ranks.
 
         Args:
             communicator: Of the ranks that are left.
-            council: Of the same ones.
+            agreement: Of the same ones.
         """
-        self.communicator, self.council = communicator, council
+        self.communicator, self.agreement = communicator, agreement
         self._store = PollingStore(communicator.plain_store, communicator.config.timeout, ranks=communicator.size)
         self._meetings = 0
         self.alone = communicator.size == 1
@@ -307,7 +321,7 @@ class OuterExchange:
                 raise state
             counts, loaded, pending, held = self._checked(state)
         except ValueError as error:
-            self.council.ask(json.dumps({"error": str(error)}))
+            self.agreement.gather(json.dumps({"error": str(error)}))
             raise
         steps, begun = counts
         again = self._agree_on(steps, begun, pending)
@@ -351,7 +365,7 @@ class OuterExchange:
             ValueError: On all ranks.
         """
         word = {"steps": steps, "begun": begun, "again": pending is not None and pending.sent is not None}
-        found = [json.loads(each) for each in self.council.ask(json.dumps(word))]
+        found = [json.loads(each) for each in self.agreement.gather(json.dumps(word))]
         for rank, each in enumerate(found):
             if "error" in each:
                 raise ValueError(f"`state` of rank {rank} does not fit, so no rank has loaded its own: {each['error']}")
@@ -473,7 +487,7 @@ class OuterExchange:
             if not unfinished and not is_finite(average):
                 unfinished = fragment.unfinished(average)[0]
         self.communicator.executor.release()  # on CUDA the host has waited, and hears of what was given up
-        return averages, next((name for name in self.council.ask(unfinished) if name), "")
+        return averages, next((name for name in self.agreement.gather(unfinished) if name), "")
 
     def _average_of(self, number: int) -> Tensor:
         """The average of a fragment's pseudo-gradients now, in full precision, with what is held back; decides nothing.

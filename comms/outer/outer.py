@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwire.comms.attach import attach, look_inside
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
 from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, unpack
 from gradwire.comms.communicator import Communicator, Oversight
@@ -27,8 +28,7 @@ from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.survive import EpochBoard, Survivor, first_oversight
 from gradwire.comms.hook import HookState
-from gradwire.comms.outer.agree import Council
-from gradwire.comms.outer.exchange import OuterExchange
+from gradwire.comms.outer.exchange import OuterExchange, agreement_of
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of, wire_nbytes_of
 from gradwire.comms.outer.steps import OptimizerSteps, left_alone, optimizers_from
 from gradwire.comms.report import Report
@@ -247,9 +247,12 @@ class Outer(Face[AveragingSession]):
         config = config.with_timeout_of(timeout_of(world, local_of(trained[0][1]).device))
         super().__init__(replace(config, plan="hierarchical") if config.plan == "auto" else config)
         store = PrefixStore(f"gradwire/{SessionRanks.name_in(world, COUNCIL)}", store_of(world))
-        council = Council(store, world.rank(), world.size(), config.timeout)
-        council.compare(facts_of(self.settings, inside, model, trained))
-        group, own_unit = _peers(model, trained, inside, council)
+        agreement = agreement_of(store, world.rank(), world.size(), config.timeout)
+        agreement.compare(
+            facts_of(self.settings, inside, model, trained),
+            "make the same model and optimizer everywhere, and give Outer the same arguments",
+        )
+        group, own_unit = _peers(model, trained, inside, agreement)
         if own_unit is not None or inside == NONE:
             refuse_idle(chosen, "no gradients are averaged by Outer here")
             for name in idle_in(config, without=chosen):
@@ -260,7 +263,9 @@ class Outer(Face[AveragingSession]):
         self.hook: HookState | None = None
         connection = self._connection = self._connect(group, trained)
         communicator = connection.communicator
-        self._units = _units(communicator.cluster, inside) if own_unit is None else _units_of(group, own_unit)
+        self._units = (
+            _units(communicator.cluster, inside) if own_unit is None else _units_of(group, own_unit, agreement)
+        )
         if config.elastic and (own_unit is not None or any(len(unit) > 1 for unit in self._units)):
             self._leave()
             raise ValueError(
@@ -275,11 +280,11 @@ class Outer(Face[AveragingSession]):
             parts,
             self.settings,
             connection,
-            council=council,
+            agreement=agreement,
             alone=len(self._units) == 1,
         )
         if self._first is not None:
-            self._survive(self._first, council)
+            self._survive(self._first, agreement)
         if len(self._units) == 1:
             log.warning("Outer has one unit of %d ranks: nothing is exchanged", communicator.size)
         self._inner = inner
@@ -288,7 +293,7 @@ class Outer(Face[AveragingSession]):
         wanted = {id(each) for _, each in trained}
         frozen = [each for each in inner.parameters() if id(each) not in wanted]
         whole = [each for each in [*frozen, *inner.buffers()] if not isinstance(each, DTensor)]
-        _copy_from_rank_0([each.detach() for each in whole], communicator.device, council)
+        _copy_from_rank_0([each.detach() for each in whole], communicator.device, agreement)
         self.model = model
         if own_unit is None and inside != NONE:
             self.model = self._average_inside(model, config)
@@ -310,7 +315,7 @@ class Outer(Face[AveragingSession]):
         connection.observer.phase = "exchange"
         return connection
 
-    def _survive(self, first: Oversight, council: Council) -> None:
+    def _survive(self, first: Oversight, agreement: Agreement) -> None:
         """Has this rank's exchanges go on where others are lost."""
         communicator = self._connected("elastic").communicator
         view = View(0, communicator.rank, tuple(f"rank {rank}" for rank in range(communicator.size)))
@@ -329,7 +334,7 @@ class Outer(Face[AveragingSession]):
         self._survivor = Survivor(membership, communicator, rebuild, self.config.timeout)
         weakref.finalize(self, self._survivor.close)
         self.exchange.survive(self._survivor)
-        self.exchange.council = self._council(communicator, first)
+        self.exchange.agreement = self._council(communicator, first)
 
     def _rebuild(self, view: View, store: Store, oversight: Oversight) -> Communicator:
         """Connects the ranks that are left."""
@@ -344,10 +349,10 @@ class Outer(Face[AveragingSession]):
         self._units = _units(communicator.cluster, NONE)
         return communicator
 
-    def _council(self, communicator: Communicator, oversight: Oversight) -> Council:
+    def _council(self, communicator: Communicator, oversight: Oversight) -> Agreement:
         """Of the ranks of one epoch: nobody waits in it for one that is lost."""
         store = oversight.polling(PrefixStore(COUNCIL, communicator.plain_store))
-        return Council(store, communicator.rank, communicator.size, self.config.timeout)
+        return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
 
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
         """Wraps the model in DDP over this rank's unit; all ranks make all units' groups, in the same order."""
@@ -595,14 +600,14 @@ def facts_of(
     return facts
 
 
-def _copy_from_rank_0(tensors: Sequence[Tensor], device: torch.device, council: Council) -> None:
+def _copy_from_rank_0(tensors: Sequence[Tensor], device: torch.device, agreement: Agreement) -> None:
     """Gives all ranks rank 0's values of what is not trained, in place; what is the same already does not travel."""
-    if council.size == 1 or not tensors:
+    if agreement.size == 1 or not tensors:
         return
     digests = [hashlib.sha256(_bytes_of(each).cpu().numpy().tobytes()).hexdigest()[:16] for each in tensors]
-    if len(set(council.ask(hashlib.sha256(repr(digests).encode()).hexdigest()))) == 1:
+    if len(set(agreement.gather(hashlib.sha256(repr(digests).encode()).hexdigest()))) == 1:
         return
-    said = [json.loads(word) for word in council.ask(json.dumps(digests))]
+    said = [json.loads(word) for word in agreement.gather(json.dumps(digests))]
     differ = [each for number, each in enumerate(tensors) if len({word[number] for word in said}) > 1]
     packs: list[list[Tensor]] = [[]]
     for each in differ:
@@ -644,7 +649,7 @@ def _trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[st
 
 
 def _peers(
-    model: nn.Module, trained: list[tuple[str, nn.Parameter]], inside: str, council: Council
+    model: nn.Module, trained: list[tuple[str, nn.Parameter]], inside: str, agreement: Agreement
 ) -> tuple[dist.ProcessGroup, frozenset[int] | None]:
     """The ranks that hold the same parameters (or shards) as this one, and this rank's unit where the model says it.
 
@@ -673,7 +678,7 @@ def _peers(
         raise ValueError(
             "`model` has parameters that are sharded and others that are not: call fully_shard on all of it"
         )
-    said = [json.loads(word) for word in council.ask(json.dumps([_shard_key(sharded), sorted(unit)]))]
+    said = [json.loads(word) for word in agreement.gather(json.dumps([_shard_key(sharded), sorted(unit)]))]
     groups = shard_groups([(key, tuple(ranks)) for key, ranks in said])
     own: dist.ProcessGroup | None = None
     for ranks in groups:
@@ -735,14 +740,12 @@ def _units(cluster: Cluster, inside: str) -> list[tuple[int, ...]]:
     return [cluster.ranks(unit) for unit in cluster.units(level)]
 
 
-def _units_of(group: dist.ProcessGroup, own: frozenset[int]) -> list[tuple[int, ...]]:
-    """The ranks of each unit in a group, where each rank knows its own."""
-    found: list[object] = [None] * group.size()
-    dist.all_gather_object(found, sorted(own), group=group)
-    ranks = dist.get_process_group_ranks(group)
+def _units_of(group: dist.ProcessGroup, own: frozenset[int], agreement: Agreement) -> list[tuple[int, ...]]:
+    """The ranks of each unit in a group, where each rank knows its own; all ranks of the job say theirs."""
+    said = agreement.gather(sorted(own))
     units: dict[str, list[int]] = {}
-    for rank, unit in zip(ranks, found, strict=True):
-        units.setdefault(repr(unit), []).append(rank)
+    for rank in dist.get_process_group_ranks(group):
+        units.setdefault(repr(said[rank]), []).append(rank)
     return [tuple(unit) for unit in units.values()]
 
 

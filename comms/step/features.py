@@ -17,17 +17,17 @@ from gradwire.comms.step.listeners import CHOOSER, FIRST_STEPS, OBSERVER, STEP_W
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from gradwire.comms.autotune.consensus import Consensus
+    from gradwire.comms.bootstrap.agree import Agreement
     from gradwire.comms.compression import Compression
     from gradwire.comms.fusion import Fusion
 
 AUTO = "auto"
 
-MakesConsensus = Callable[[str, timedelta], "Consensus"]
+MakesAgreement = Callable[[str, timedelta], "Agreement"]
 """(name, how long a rank waits for the others) -> what the communicator's ranks decide by."""
 
 
-def measure_links(listeners: Listeners, communicator: Communicator, config: Config, consensus: MakesConsensus) -> None:
+def measure_links(listeners: Listeners, communicator: Communicator, config: Config, consensus: MakesAgreement) -> None:
     """Measures links as far as `config` says, and has listeners go on with it; before plans are settled.
 
     Not for ranks that go on in elastic training: those that have learned the links have said what they give.
@@ -52,7 +52,7 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
 
 
 def choose_compressors(
-    listeners: Listeners, communicator: Communicator, compression: "Compression", consensus: MakesConsensus
+    listeners: Listeners, communicator: Communicator, compression: "Compression", consensus: MakesAgreement
 ) -> None:
     """With `compressor="auto"`: chooses each layer's compressor while training runs."""
     if communicator.config.compressor == AUTO:

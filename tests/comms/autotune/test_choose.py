@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.comms.autotune.choose import LayerChooser, Numbers, corrected
-from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
@@ -182,7 +182,7 @@ class Rank:
         assert isinstance(self.adaptive, Adaptive)
         self.adaptive.bind_model({name: torch.Size(shape).numel() for name, shape in SHAPES.items()})
         self.communicator = Communicator(store, rank, len(nodes), CPU, config, name="job", compressor=self.adaptive)
-        consensus = Consensus(self.communicator.plain_store, rank, len(nodes), "choice", timedelta(seconds=30))
+        consensus = Agreement(self.communicator.plain_store, rank, len(nodes), "choice", timedelta(seconds=30))
         self.chooser = LayerChooser(self.communicator, self.compression, consensus)
         if not measures:  # prices that are measured differ from run to run
             prices = [[0.0, 0.0, 2, 1], *([[1e-9, 1e-5, 2, 1]] * (len(self.adaptive.specs) - 1))]

@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.first_steps import FIRST_WATCHED, STEPS_WATCHED, FirstSteps, busy_seconds
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
@@ -32,7 +32,7 @@ def test_plans_are_priced_by_what_was_seen_and_stay_as_they_are(
         config = Config(hostname=str(rank // 2), timeout=timeout, nic_bytes_per_second=rate)
         communicator = Communicator(store, rank, 4, torch.device("cpu"), config, name="steps")
         try:
-            watched = FirstSteps(communicator, Consensus(store, rank, 4, "steps", timeout))
+            watched = FirstSteps(communicator, Agreement(store, rank, 4, "steps", timeout))
             assert watched.is_over == (learns is None)
             key = (numel, torch.float32, None)
             before = communicator.routes[key]
@@ -72,7 +72,7 @@ def test_exponents_are_packed_when_the_first_steps_are_over(always: bool) -> Non
         compressor = make_routed("bf16_packed", {"always": always})
         communicator = Communicator(store, rank, 2, torch.device("cpu"), config, name="packs", compressor=compressor)
         try:
-            watched = FirstSteps(communicator, Consensus(store, rank, 2, "packs", timeout))
+            watched = FirstSteps(communicator, Agreement(store, rank, 2, "packs", timeout))
             totals = compressor.main.totals  # type: ignore[attr-defined]
             seen = []
             for steps in range(FIRST_WATCHED + STEPS_WATCHED + 2):

@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import LARGE_NBYTES, SMALL_NBYTES, fitted, probe, probe_phases
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
@@ -48,7 +48,7 @@ def test_every_rank_plans_with_the_same_measured_links(nodes: str) -> None:
         config = Config(hostname=nodes[rank], timeout=timedelta(seconds=30))
         communicator = Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="probe")
         try:
-            levels = probe(communicator, Consensus(store, rank, len(nodes), "probe", timedelta(seconds=30)))
+            levels = probe(communicator, Agreement(store, rank, len(nodes), "probe", timedelta(seconds=30)))
             assert communicator.cluster.levels == levels
             flat = torch.full((1000,), 1.0)
             assert communicator.all_reduce(flat).wait().eq(len(nodes)).all()

@@ -17,7 +17,6 @@ import gradwire
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 from gradwire.comms.autotune import quick_probe as module
-from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.first_steps import FIRST_WATCHED, STEPS_WATCHED, FirstSteps
 from gradwire.comms.autotune.quick_probe import (
     DRAIN_NBYTES,
@@ -27,6 +26,7 @@ from gradwire.comms.autotune.quick_probe import (
     TRIAL_NBYTES,
     quick_probe,
 )
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, knows_gloo_sums
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
@@ -317,7 +317,7 @@ def test_first_steps_keep_the_proportions_that_were_seen() -> None:
             rated = with_node_rates(communicator.cluster, seen).levels
             levels = tuple(replace(level, link=replace(level.link, presumed=False)) for level in rated)
             communicator.routes.learned(levels, at_start=True)
-            watched = FirstSteps(communicator, Consensus(store, rank, 3, "steps", TIMEOUT))
+            watched = FirstSteps(communicator, Agreement(store, rank, 3, "steps", TIMEOUT))
             plan = communicator.routes[1 << 20, torch.float32, None].plan
             for steps in range(FIRST_WATCHED + STEPS_WATCHED + 1):
                 watched.step_began(steps)

@@ -5,10 +5,10 @@ from datetime import timedelta
 
 import pytest
 
-from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.profile import TunerSetting
 from gradwire.comms.autotune.propose import affine, propose
 from gradwire.comms.autotune.tune import Budget, StepSeen, Tuner
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.topology.cluster import LEVEL_NAMES, Level, Link, uniform_cluster
 from support.threads import run_ranks
@@ -35,7 +35,7 @@ def train(
         tuner = Tuner(
             INCUMBENT,
             lambda sizes, arrivals: OTHERS,
-            Consensus(store, rank, size, "t", timedelta(seconds=20)),
+            Agreement(store, rank, size, "t", timedelta(seconds=20)),
             budget=BUDGET,
             known=known if rank == 0 else None,
             trials=trials,

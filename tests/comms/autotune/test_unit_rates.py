@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.unit_rates import ALIKE, MEETINGS, measure_units, pairings, relative_rates
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
@@ -49,7 +49,7 @@ def test_plans_follow_the_links_as_they_change(ranks: int, monkeypatch: pytest.M
         config = Config(hostname=str(rank // ranks), timeout=timedelta(seconds=30))
         size = 3 * ranks
         communicator = Communicator(store, rank, size, torch.device("cpu"), config, name="units")
-        consensus = Consensus(store, rank, size, "units", timedelta(seconds=30))
+        consensus = Agreement(store, rank, size, "units", timedelta(seconds=30))
         found: list[tuple[float, ...]] = []
         least = communicator.cluster.levels[1].link.bytes_per_second
         try:

@@ -17,8 +17,7 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.config import Config
-from gradwire.comms.outer.agree import Council
-from gradwire.comms.outer.exchange import OuterExchange
+from gradwire.comms.outer.exchange import OuterExchange, agreement_of
 from gradwire.comms.outer.fragments import Fragment, OuterSettings, cut_into_fragments, wire_nbytes_of
 from gradwire.compressors.routed import make_routed
 from support.threads import run_ranks
@@ -79,13 +78,13 @@ def on_ranks(
         used = compression.compressor if compression else None
         name = f"outer{number}"
         communicator = Communicator(store, own.index(rank), len(own), CPU, config, name=name, compressor=used)
-        council = Council(store, rank, len(nodes), config.timeout) if groups else None
+        agreement = agreement_of(store, rank, len(nodes), config.timeout) if groups else None
 
         def make(model: Model, **changes: Any) -> OuterExchange:
             named = list(model.named_parameters())
             wanted = replace(settings, **changes)
             parts = cut_into_fragments(named, wanted)
-            exchange = OuterExchange(communicator, compression, parts, wanted, council=council)
+            exchange = OuterExchange(communicator, compression, parts, wanted, agreement=agreement)
             exchange.start_alike(list(model.all))
             return exchange
 
@@ -469,12 +468,12 @@ def test_ranks_compare_what_must_be_the_same() -> None:
     store = HashStore()
 
     def body(rank: int) -> str:
-        council = Council(store, rank, 3, timedelta(seconds=20))
-        council.compare({"lr": "1.0", "weight": "(3, 4)"})
+        agreement = agreement_of(store, rank, 3, timedelta(seconds=20))
+        agreement.compare({"lr": "1.0", "weight": "(3, 4)"}, "mend it")
         with pytest.raises(ValueError, match="`weight` is") as caught:
-            council.compare({"lr": "1.0", "weight": "(3, 5)" if rank == 2 else "(3, 4)"})
+            agreement.compare({"lr": "1.0", "weight": "(3, 5)" if rank == 2 else "(3, 4)"}, "mend it")
         with pytest.raises(ValueError, match="another order"):
-            council.compare({"a": "1", "b": "2"} if rank else {"b": "2", "a": "1"})
+            agreement.compare({"a": "1", "b": "2"} if rank else {"b": "2", "a": "1"}, "mend it")
         return str(caught.value)
 
     first, *others = run_ranks(3, body)
@@ -631,7 +630,7 @@ def test_the_last_unit_keeps_what_its_compressor_held_back() -> None:
         sent = flat(learned) - flat(cut_into_fragments(list(Model(scale=40).named_parameters()), AVERAGE)) - unsent
         alone = Communicator(store, 0, 1, CPU, communicator.config, name="alone", compressor=compressor)
         try:
-            exchange.reconnect(alone, Council(store, 0, 1, timedelta(seconds=20)))
+            exchange.reconnect(alone, agreement_of(store, 0, 1, timedelta(seconds=20)))
             train(range(8, 13))
             exchange.synchronize()
         finally:
@@ -682,7 +681,7 @@ def test_shards_are_synchronized_all_or_none() -> None:
         exchange = make(model, fragments=2)
         move(model, communicator.rank, 1)
         exchange.step_ended()
-        if exchange.council.rank == 3:
+        if exchange.agreement.rank == 3:
             model.all[4].data[0, 0] = float("nan")
         before, anchors = model.flat(), [each.anchor.clone() for each in exchange.fragments]
         with pytest.raises(RuntimeError, match=r"`all\.4` and perhaps more are not finite.*not synchronized"):

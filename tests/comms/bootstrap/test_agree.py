@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from support.threads import run_ranks
 
@@ -14,7 +14,7 @@ def test_rank_0_decides_for_all() -> None:
     store = HashStore()
 
     def run(rank: int) -> list[object]:
-        voice = Consensus(store, rank, 3, "test", timedelta(seconds=10))
+        voice = Agreement(store, rank, 3, "test", timedelta(seconds=10))
         return [voice.decide(rank + step, max) for step in range(3)]  # type: ignore[arg-type]
 
     assert run_ranks(3, run) == [[2, 3, 4]] * 3
@@ -22,7 +22,7 @@ def test_rank_0_decides_for_all() -> None:
 
 def outcome(store: HashStore, rank: int, size: int, value: object, seconds: float) -> str:
     try:
-        Consensus(store, rank, size, "plan", timedelta(seconds=seconds)).agree(value)
+        Agreement(store, rank, size, "plan", timedelta(seconds=seconds)).same(value)
     except ValueError as error:
         return str(error)
     return "agreed"

@@ -1,15 +1,26 @@
-"""Decisions that all ranks take alike: every rank proposes, rank 0 decides, every rank follows its decision."""
+"""How ranks agree, once they know who they are: every rank says something, rank 0 decides, every rank follows.
 
+`decide` is all there is; the rest says what the decision is: the words of all (`gather`), that they are the same
+(`same`), or what differs (`compare`). It goes through the store, for what is decided seldom and must fail alike on all
+ranks. What is not decided here: who the ranks are (rendezvous.py), what a grid of ranks wants of which each knows its
+row and column alone (sharded/agreement.py), who is left (elastic/membership.py); numbers of every step travel with the
+gradients, through no store (observe/share.py).
+"""
+
+import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import TypeVar, cast
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
 
 log = logging.getLogger("gradwire")
+
+T = TypeVar("T")
 
 REFUSED = "refused"
 
@@ -20,7 +31,7 @@ GRACE = timedelta(seconds=5)
 """For the rank that has given up first to say who is missing, beyond what ranks wait between two looks."""
 
 
-class Consensus:
+class Agreement:
     """One rank's voice. Every rank makes one with the same name and calls the same methods in the same order.
 
     Args:
@@ -29,14 +40,22 @@ class Consensus:
         size: Number of ranks.
         name: Prefix of the keys, unique in the store.
         timeout: How long to wait for the others.
+        must: What all ranks must do, for the message of who waits in vain in `gather`.
+
+    Attributes:
+        rank: This one.
+        size: How many there are.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, name: str, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, name: str, timeout: timedelta, must: str = "take part"
+    ) -> None:
         self._store = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=size)
-        self._rank = rank
-        self._size = size
+        self.rank = rank
+        self.size = size
         self._name = name
         self._timeout = timeout
+        self._must = must
         self._round = 0
 
     def decide(self, value: object, rule: Callable[[list[object]], object]) -> object:
@@ -52,8 +71,8 @@ class Consensus:
         """
         self._round += 1
         place = f"consensus/{self._name}/{self._round}"
-        self._store.set(f"{place}/{self._rank}", json.dumps(value))
-        if self._rank == 0:
+        self._store.set(f"{place}/{self.rank}", json.dumps(value))
+        if self.rank == 0:
             return self._preside(place, rule)
         try:
             self._store.wait([f"{place}/verdict"], self._timeout)
@@ -63,19 +82,63 @@ class Consensus:
             self._give_up(place)
         return self._obey(place)
 
-    def agree(self, value: object) -> None:
+    def same(self, value: object) -> None:
         """Checks that every rank asks for the same thing.
 
         Raises:
             ValueError: Some do not, or do not ask at all; raised on every rank that asked.
         """
 
-        def same(values: list[object]) -> object:
+        def alike(values: list[object]) -> object:
             if any(other != values[0] for other in values):
                 raise ValueError(f"the ranks ask for different things: {_shortly(values)}")
             return True
 
-        self.decide(value, same)
+        self.decide(value, alike)
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank has said, in the order of ranks.
+
+        Args:
+            value: Anything that JSON can hold.
+
+        Raises:
+            RuntimeError: A rank has not spoken within the time-out.
+        """
+        if self.size == 1:
+            return [value]
+        try:
+            return cast(list[T], self.decide(value, list))
+        except ValueError as error:  # `list` takes anything: a rank has not come
+            raise RuntimeError(f"{error}: all ranks must {self._must}") from None
+
+    def compare(self, facts: Mapping[str, str], remedy: str) -> None:
+        """Has all ranks find out whether they say the same; each sends its facts only where somebody's differ.
+
+        Args:
+            facts: Name -> value, in an order that is the same on all ranks if they agree.
+            remedy: What to do where they do not.
+
+        Raises:
+            ValueError: On all ranks, with the same words: a fact differs.
+            RuntimeError: A rank has not come within the time-out.
+        """
+        text = json.dumps(list(facts.items()))
+        said = self.gather(hashlib.sha256(text.encode()).hexdigest())
+        if len(set(said)) == 1:
+            return
+        other = next(rank for rank, each in enumerate(said) if each != said[0])
+        heard = self.gather(text if self.rank in (0, other) else "")
+        first, second = (dict(json.loads(heard[rank])) for rank in (0, other))
+        for name in [*first, *second]:
+            here, there = first.get(name, "not there"), second.get(name, "not there")
+            if here != there:
+                raise ValueError(
+                    f"`{name}` is {there} on rank {other} and {here} on rank 0; wanted the same on all ranks: {remedy}"
+                )
+        raise ValueError(
+            f"the parameters of rank {other} are in another order than those of rank 0; wanted the same on all ranks"
+        )
 
     def _preside(self, place: str, rule: Callable[[list[object]], object]) -> object:
         try:
@@ -101,14 +164,14 @@ class Consensus:
         return values
 
     def _blocks(self, place: str) -> list[list[str]]:
-        keys = [f"{place}/{rank}" for rank in range(self._size)]
-        return [keys[start : start + BLOCK] for start in range(0, self._size, BLOCK)]
+        keys = [f"{place}/{rank}" for rank in range(self.size)]
+        return [keys[start : start + BLOCK] for start in range(0, self.size, BLOCK)]
 
     def _give_up(self, place: str) -> None:
         """Whoever gives up first looks who is missing, and decides for all: rank 0's verdict is set the same way."""
-        if int(self._store.compare_set(f"{place}/judge", "", str(self._rank))) != self._rank:
+        if int(self._store.compare_set(f"{place}/judge", "", str(self.rank))) != self.rank:
             try:
-                self._store.wait([f"{place}/verdict"], GRACE + timedelta(seconds=Naps(self._size).longest))
+                self._store.wait([f"{place}/verdict"], GRACE + timedelta(seconds=Naps(self.size).longest))
                 return
             except StoreUnreachableError:
                 raise
