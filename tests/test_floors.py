@@ -42,8 +42,6 @@ LARGER = {
     "Communicator": (23, 24),
     "StragglerWatch": (22, 26),
     "LivenessRing": (24, 25),
-    "FsdpState": (20, 20),
-    "Outer": (18, 16),
     "Session": (8, 17),
     "StallWatch": (8, 22),
     "Config": (16, 21),

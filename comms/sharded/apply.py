@@ -29,7 +29,7 @@ from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Ro
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import find_nodes
 from gradwire.comms.sharded.overlap import Overlap
-from gradwire.comms.sharded.state import FsdpState, shard_groups
+from gradwire.comms.sharded.state import FsdpState, ShardTraffic, shard_groups
 from gradwire.comms.sharded.turns import TorchGroups
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
@@ -137,7 +137,11 @@ def apply(
     totals = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
     overlap = Overlap(units) if device.type == "cpu" else None
-    state._take_links(links.communicators, totals, rounding if totals else None, described, overlap, torchs)
+    state._take_shards(
+        ShardTraffic(
+            tuple(links.communicators), tuple(totals), rounding if totals else None, described, overlap, torchs
+        )
+    )
     return state
 
 

@@ -10,7 +10,7 @@ waits for it.
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -59,6 +59,27 @@ BOUND = "gradwire.fsdp.apply(model, ...) has bound it to its model for good"
 LOST = "`elastic` is refused for sharded models: a lost rank's shards are lost with it"
 
 
+@dataclass(frozen=True, slots=True)
+class ShardTraffic:
+    """What goes on between the ranks that share parameters.
+
+    Attributes:
+        communicators: On a CPU, of this rank's groups of several ranks; they end with the model, or with `close`.
+        totals: Counted while the model trains; for reports.
+        rounding: Saved and restored with the state; None where nothing is rounded.
+        described: In one line.
+        overlap: Carries the collectives out, on a CPU.
+        torchs: Has torch's collectives and gradwire's take turns, on CUDA.
+    """
+
+    communicators: tuple[Communicator, ...] = ()
+    totals: tuple[PhaseTotals, ...] = ()
+    rounding: Rounding | None = None
+    described: str = ""
+    overlap: Overlap | None = None
+    torchs: TorchGroups | None = None
+
+
 class FsdpState(Face[AveragingSession]):
     """The gradients, and what is held back of them, of one sharded model; `gradwire.fsdp.apply` makes it.
 
@@ -103,13 +124,8 @@ class FsdpState(Face[AveragingSession]):
         self._shard_groups = shard_groups(units)
         self._partial: dict[int, tuple[tuple[ShardedParameter, ...], Tensor]] = {}
         """Unit -> whose gradients, and their sum over the micro-batches that have not been averaged."""
-        self._links: tuple[Communicator, ...] = ()
         self._torchs = [(unit.all_gather, unit.reduce_scatter) for unit in units]
-        self._overlap: Overlap | None = None
-        self._beside: TorchGroups | None = None
-        self._shard_totals: tuple[PhaseTotals, ...] = ()
-        self._rounding: Rounding | None = None
-        self._described = ""
+        self._shards = ShardTraffic()
         self._in_step = False
         self._reduced: set[int] = set()
         self._finite = True
@@ -130,45 +146,23 @@ class FsdpState(Face[AveragingSession]):
         connection.connect(BUCKET_NBYTES)
         connection.watch_steps()
 
-    def _take_links(
-        self,
-        communicators: Sequence[Communicator],
-        totals: Sequence[PhaseTotals],
-        rounding: Rounding | None,
-        described: str,
-        overlap: Overlap | None,
-        torchs: TorchGroups | None,
-    ) -> None:
-        """Takes in what goes on between the ranks that share parameters.
-
-        Args:
-            communicators: On a CPU, of this rank's groups of several ranks; they end with the model, or with `close`.
-            totals: Counted while the model trains; for reports.
-            rounding: Saved and restored with the state; None where nothing is rounded.
-            described: In one line.
-            overlap: Carries the collectives out, on a CPU.
-            torchs: Has torch's collectives and gradwire's take turns, on CUDA.
-        """
-        self._overlap = overlap
-        self._beside = torchs
-        if overlap is not None:
+    def _take_shards(self, shards: "ShardTraffic") -> None:
+        """Takes in what goes on between the ranks that share parameters."""
+        self._shards = shards
+        if shards.overlap is not None:
             at_end_of_sharded_backward(self._units, self._settle_shards)
-        self._links = tuple(communicators)
-        self._shard_totals = tuple(totals)
-        self._rounding = rounding
-        self._described = described
 
     def report(self) -> Report:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
         Torch's own collectives are not in it; of those in fewer bits, calls and bytes between nodes are.
         """
-        rows = [replace(total) for total in self._shard_totals]
-        for link in self._links:
+        rows = [replace(total) for total in self._shards.totals]
+        for link in self._shards.communicators:
             rows += [replace(row, level=f"{row.level}{OF_SHARDS}") for row in link.executor.totals()]
-        described = [self._described] if rows else []
+        described = [self._shards.described] if rows else []
         if self._connection is None:
-            return Report(self._described or "torch's own collectives", (), tuple(rows), 0, self.steps)
+            return Report(self._shards.described or "torch's own collectives", (), tuple(rows), 0, self.steps)
         found = self._connection.report(self.steps)
         return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
 
@@ -183,24 +177,29 @@ class FsdpState(Face[AveragingSession]):
             unit.set_reduce_scatter(reduce_scatter)
         if self._connection is not None:
             self._connection.observer.close()
-        if self._overlap is not None:
-            self._overlap.close()
-        if self._beside is not None:
-            self._beside.close()
-        for communicator in (*([] if self._connection is None else [self._connection.communicator]), *self._links):
+        if self._shards.overlap is not None:
+            self._shards.overlap.close()
+        if self._shards.torchs is not None:
+            self._shards.torchs.close()
+        for communicator in (
+            *([] if self._connection is None else [self._connection.communicator]),
+            *self._shards.communicators,
+        ):
             communicator.close()
 
     @property
     def _keeps(self) -> bool:
-        return self._rounding is not None or (self._connection is not None and self._connection.compression is not None)
+        return self._shards.rounding is not None or (
+            self._connection is not None and self._connection.compression is not None
+        )
 
     def _place(self) -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
 
     def _own_state(self) -> StateDict:
         own = super()._own_state()
-        if self._rounding is not None:
-            own[ROUNDING] = self._rounding.calls
+        if self._shards.rounding is not None:
+            own[ROUNDING] = self._shards.rounding.calls
         return own | {SHARDS: self._shard_count}
 
     @property
@@ -223,8 +222,8 @@ class FsdpState(Face[AveragingSession]):
         calls = own.pop(ROUNDING, None)
         if self._connection is not None:
             self._connection.load_state_dict(own)
-        if self._rounding is not None and calls is not None:
-            self._rounding.calls = int(calls)
+        if self._shards.rounding is not None and calls is not None:
+            self._shards.rounding.calls = int(calls)
 
     def _reduce(self, unit: ShardedUnit, flat: Tensor) -> None:
         """Averages this rank's row of one unit over the replicas, in place; torch's hook.
@@ -272,8 +271,8 @@ class FsdpState(Face[AveragingSession]):
 
     def _settle_shards(self) -> None:
         """Waits for reduce-scatters that are under way. Also keeps this state as long as its model."""
-        if self._overlap is not None:
-            self._overlap.settle()
+        if self._shards.overlap is not None:
+            self._shards.overlap.settle()
 
     def _settle(self) -> None:
         """Waits for the averages that are under way; on CUDA in the order of the stream.
@@ -373,7 +372,7 @@ class FsdpState(Face[AveragingSession]):
     def _agreed(self) -> bool:
         """Whether the step is finite on all ranks: other ranks hold other shards."""
         verdict = torch.tensor(int(self._finite), dtype=torch.int32)
-        for group, link in zip(self._shard_groups, self._links, strict=True):
+        for group, link in zip(self._shard_groups, self._shards.communicators, strict=True):
             issue = partial(dist.all_reduce, verdict, op=dist.ReduceOp.MIN, group=group, async_op=True)
             link.carry_out("agreement on whether the step is finite", cast(Callable[[], BackendWork], issue))
         return bool(verdict)
