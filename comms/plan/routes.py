@@ -498,15 +498,13 @@ class Routes(dict[RouteKey, Route]):
 
         ratio = wire_ratio(compressor, layout, group_size, sent if packers else None)
         ratio = ratio * ELEMENT_NBYTES * layout.numel / nbytes if nbytes else ratio
-        packing = bool(packers) and (plan is None or self._any_packs(even))
+        expects = any(each.expects_to_pack(even, self._device_type) for each in packers)
+        packing = expects if plan is not None else bool(packers)
         plain = {each.name: each.plain_name for each in packers}
         name = packers[0].name if packing else plain.get(compressor.name, compressor.name)
         codec = codec_seconds(name, self.gpu_memory()) if self.library == "nccl" else 0.0
         owned = owned_share(compressor, layout, group_size)
         return CodecPrice(compressor.name, ratio, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS), owned=owned)
-
-    def _any_packs(self, break_even: float) -> bool:
-        return any(each.expects_to_pack(break_even, self._device_type) for each in self._packers)
 
     def compressed_name(self) -> str | None:
         """The plan that a compressor's buckets take, if it finds anything to do."""
