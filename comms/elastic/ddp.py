@@ -26,7 +26,7 @@ from gradwire.comms.elastic.introductions import packed, presences
 from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key, unprefixed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
-from gradwire.comms.elastic.step import Kept, agree
+from gradwire.comms.elastic.step import GradientBackup, agree
 from gradwire.comms.elastic.survive import EpochBoard, Survivor, first_oversight, oversight
 from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.execute import Bucket, FutureTensor
@@ -104,7 +104,7 @@ class ElasticTraining:
         self._state = state
         self._carries = tuple(carries)
         self._on_change = on_change
-        self._kept: Kept | None = None
+        self._kept: GradientBackup | None = None
         self._told: View | None = None
         """The ranks that the user knows of."""
         self._requests: Requests | None = None
@@ -152,7 +152,7 @@ class ElasticTraining:
         """
         rows, self._next_rows = self._next_rows, None
         resume = Resume(rows) if rows is not None else resume
-        self._kept = Kept(communicator, resume.rows if resume else None)
+        self._kept = GradientBackup(communicator, resume.rows if resume else None)
         return resume
 
     def add(self, bucket: Bucket, travel: Callable[[], None]) -> FutureTensor:
@@ -312,7 +312,7 @@ class ElasticTraining:
             kept.settle()
             self._listed = int(like.copy_(listed).item()) if listed is not None else 0
 
-    def _attempt(self, kept: Kept, survivor: Survivor) -> Tensor:
+    def _attempt(self, kept: GradientBackup, survivor: Survivor) -> Tensor:
         """Sends the step's gradients, or sends them again, and returns when all ranks have the averages.
 
         Returns:

@@ -10,7 +10,7 @@ from gradwire.comms.execute import Bucket, FutureTensor
 from gradwire.compressors.residual import ElementStore, Piece
 
 
-class Kept:
+class GradientBackup:
     """One step's buckets, as they arrived; DDP's futures of them are done when `settle` says so.
 
     Args:
