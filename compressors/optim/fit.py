@@ -28,7 +28,6 @@ BEHIND_UNDER_MUON = {"int4": 0.043, "waterfill4": 0.031, "waterfill2": 0.143}
 """Bits a byte that a compressor ends behind an exact sum under Muon. Measured (docs/results/optimizers.md): a text task
 of 0.5 M parameters, seed 0. Muon makes all directions alike, and in most of them such an error outweighs the gradient.
 """
-INSTEAD_UNDER_MUON = "int8"
 
 ENOUGH_RANK = 16
 """Of PowerSGD's factors under an adaptive optimizer. Measured (docs/results/convergence.md): on matrices of 128 to
@@ -142,8 +141,8 @@ def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> 
     if name in BEHIND_UNDER_MUON and any(part in kind.lower() for part in ORTHOGONALISING):
         return (
             f"under {kind} is known to end behind: a small transformer by {BEHIND_UNDER_MUON[name]:.2f} bits a byte, "
-            "because the momentum of a matrix is made orthogonal, and small errors in small directions with it. Take "
-            f"{INSTEAD_UNDER_MUON}, or give the matrices a rule of their own"
+            "because a matrix' momentum is made orthogonal, and with it the error in all small directions. Take int8 "
+            "for the matrices, by a rule where other parameters may have fewer bits"
         )
     rank, density = options.get("rank"), options.get("density")
     adaptive = any(part in kind.lower() for part in ADAPTIVE)

@@ -1,6 +1,7 @@
 """The optimizers of the study: a task's own, or Muon for matrices inside the model and the task's own for the rest."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 from torch.optim import Muon, Optimizer
@@ -56,6 +57,6 @@ def optimizers_of(
     return optimizers
 
 
-def groups_of(optimizers: Iterable[Optimizer]) -> list[dict[str, object]]:
+def groups_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
     """Returns the groups of all optimizers."""
     return [group for each in optimizers for group in each.param_groups]

@@ -34,9 +34,12 @@ from gradwire.bench.studies.convergence.alone import train_alone, train_onebit_a
 from gradwire.bench.studies.convergence.optimizers import MUON
 from gradwire.bench.studies.convergence.results import (
     ACCUMULATE,
+    ACCUMULATED_BEGIN,
+    ACCUMULATED_END,
     EXACT,
     Entry,
     Result,
+    accumulations,
     draw,
     missing,
     results_from,
@@ -214,6 +217,8 @@ def main(argv: list[str]) -> int:
             print(tables(results))
             if options.page:
                 replace_tables(options.page, tables(results))
+                if found := accumulations(results):
+                    replace_tables(options.page, found, ACCUMULATED_BEGIN, ACCUMULATED_END)
             if options.draw:
                 draw(results, options.draw)
     except (ValueError, RuntimeError, OSError) as error:

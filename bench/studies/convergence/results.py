@@ -11,6 +11,8 @@ from gradwire.compressors.registry import Option
 
 EXACT, ACCUMULATE = "none", "accumulate"
 SOURCE = "queue"
+ACCUMULATED_BEGIN, ACCUMULATED_END = "<!-- accumulated: begin -->", "<!-- accumulated: end -->"
+"""Between them a page holds the table of accumulation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +98,10 @@ def tables(results: Sequence[Result]) -> str:
     """Returns a table for each task, size and number of steps: a row a method, and how far it ends behind an exact sum.
 
     Args:
-        results: In any order.
+        results: In any order; those of accumulation are in `accumulations`.
     """
     parts = []
+    results = [each for each in results if each.entry.compressor != ACCUMULATE]
     for kind in dict.fromkeys((each.entry.task, each.entry.size, each.entry.steps) for each in results):
         mine = [each for each in results if (each.entry.task, each.entry.size, each.entry.steps) == kind]
         optimizers = sorted({each.entry.optimizer for each in mine})
@@ -118,6 +121,24 @@ def tables(results: Sequence[Result]) -> str:
             lines.append(_line(words))
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, _places(results)])
+
+
+def accumulations(results: Sequence[Result]) -> str:
+    """Returns a table of the trainings with an exact sum for several batches; empty if there are none.
+
+    Args:
+        results: In any order.
+    """
+    mine = [each for each in results if each.entry.compressor == ACCUMULATE]
+    if not mine:
+        return ""
+    lines = [_line(["task", "optimizer", "batches an update", "updates", "batches of each rank", "end (seed)"])]
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    for each in sorted(mine, key=lambda one: (one.entry.task, one.entry.optimizer, one.curve[-1][0], one.entry.steps)):
+        entry = each.entry
+        words = [f"{entry.task} {entry.size}", entry.optimizer, str(entry.options["batches"]), str(each.curve[-1][0])]
+        lines.append(_line([*words, str(entry.steps), f"{each.quality:.3f} ({entry.seed})"]))
+    return "\n".join([*lines, "", _places(mine)])
 
 
 def over_exact(results: Sequence[Result], everything: Sequence[Result]) -> list[float]:
@@ -157,7 +178,8 @@ def _places(results: Sequence[Result]) -> str:
         loads = [each.load for each in rows if each.load is not None]
         load = f", load {min(loads):.0f} to {max(loads):.0f}" if loads else ""
         machine = rows[0].machine.rpartition(", ")[0]
-        lines.append(f"- {source}: {len(rows)} trainings; {machine}, {' to '.join(dict.fromkeys(days))}{load}.")
+        count = f"{len(rows)} training{'s' if len(rows) > 1 else ''}"
+        lines.append(f"- {source}: {count}; {machine}, {' to '.join(dict.fromkeys(days))}{load}.")
     return "\n".join(lines)
 
 
@@ -179,6 +201,7 @@ def draw(results: Sequence[Result], file: Path) -> None:
         ValueError: No result has an exact one beside it.
         RuntimeError: matplotlib is not installed.
     """
+    results = [each for each in results if each.entry.compressor != ACCUMULATE]
     kinds = [(each.entry.task, each.entry.size, each.entry.steps) for each in results]
     mine = [each for each, kind in zip(results, kinds, strict=True) if kind == statistics.mode(kinds)]
     methods = sorted({each.entry.method for each in mine} - {EXACT}, key=lambda word: _worst(mine, word))

@@ -13,7 +13,16 @@ from torch import nn
 
 from gradwire.bench.studies.convergence.optimizers import groups_of, optimizers_of
 from gradwire.bench.studies.convergence.queue import entries_from, main, task_of
-from gradwire.bench.studies.convergence.results import Entry, Result, draw, missing, over_exact, results_from, tables
+from gradwire.bench.studies.convergence.results import (
+    Entry,
+    Result,
+    accumulations,
+    draw,
+    missing,
+    over_exact,
+    results_from,
+    tables,
+)
 from gradwire.bench.studies.convergence.show import BEGIN, END
 from gradwire.bench.studies.convergence.tasks import FashionTask, TextTask
 
@@ -124,6 +133,10 @@ def test_tables_compare_with_the_exact_sum_of_the_same_seed() -> None:
     assert "| `int4` | 8.0x | 5.500 (0) | +0.500 | 2.250, 3.000 (0, 1) | +0.125 |" in text
     assert "| `waterfill2` | 8.0x |  |  | 9.000 (2) | ? |" in text
     assert "queue: 7 trainings; a processor, 2 cores, torch 2.13.0, 2026-11-23, load 3 to 3." in text
+    assert accumulations(results) == ""
+    several = result('accumulate{"batches":4}', 0, 4.0)
+    assert "| text 0.5M | muon | 4 | 800 | 800 | 4.000 (0) |" in accumulations([*results, several])
+    assert tables([*results, several]) == text
     assert text.index("`none`") < text.index("`waterfill2`") < text.index("`int4`")
 
 

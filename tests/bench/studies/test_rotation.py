@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from gradwire.bench.studies.convergence.alone import reduce_together
+from gradwire.bench.studies.convergence.angles import SETTLED, Kept, degrees, table
 from gradwire.bench.studies.convergence.rotation import LONGEST, RotatedWaterfill, Rotation
 from gradwire.compressors.base import Compressor, Layout, Slice
 from gradwire.compressors.registry import make
@@ -102,3 +103,16 @@ def test_long_sides_are_left_as_they_are_and_parts_of_matrices_too() -> None:
     assert sides((64, 64), 32 * 64) == []
     bounds = RotatedWaterfill(2).partition(LAYOUT, 3)
     assert not any(0 < bound < ROWS * COLUMNS for bound in bounds)
+
+
+def test_the_more_bits_the_less_a_step_is_turned() -> None:
+    layout = Layout(LAYOUT.slices[:1])
+    steps = tuple(
+        tuple(gradient(step, node)[: layout.numel].contiguous() for node in range(2)) for step in range(SETTLED + 1)
+    )
+    kept = Kept(layout, steps)
+    means = [degrees(kept, name)[0] for name in ("none", "int8", "waterfill4", "waterfill2")]
+    assert means[0] < 1.0
+    assert means == sorted(means)
+    assert 45 < means[-1] < 90
+    assert "| `int8` | 8.1" in table(kept, ["int8"])
