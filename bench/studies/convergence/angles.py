@@ -75,7 +75,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     """Returns what torch's Muon makes of a momentum, by a step of it without momentum on a matrix of zeros."""
     parameter = torch.nn.Parameter(torch.zeros_like(matrix))
     parameter.grad = matrix.clone()
-    Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()  # type: ignore[no-untyped-call]
     return parameter.detach()
 
 

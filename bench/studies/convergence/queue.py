@@ -26,6 +26,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -101,6 +102,8 @@ def _entries_of(words: list[str]) -> list[Entry]:
     if compressor == ACCUMULATE:
         if set(options) - {"batches", "lr"} or "batches" not in options:
             raise ValueError(f"{method!r}; wanted {ACCUMULATE} with `batches`, and `lr` where it is not 1")
+        if not isinstance(options["batches"], int) or options["batches"] < 1:
+            raise ValueError(f"{method!r} has `batches` {options['batches']!r}; wanted a whole number, 1 or more")
     elif compressor != ONEBIT_ADAM and (unknown := set(options) - set(options_of(compressor))):
         raise ValueError(f"{compressor} has no option {', '.join(sorted(unknown))}")
     steps = int(words[5].removeprefix("steps=")) if len(words) == 6 else facts.steps
@@ -134,8 +137,8 @@ def train(entry: Entry) -> Result:
             entry.seed,
             entry.steps,
             optimizer=entry.optimizer,
-            accumulate=int(options["batches"]),
-            lr=float(options.get("lr", 1.0)),
+            accumulate=int(cast(int, options["batches"])),
+            lr=float(cast(float, options.get("lr", 1.0))),
         )
     else:
         compressor = None if entry.compressor == EXACT else entry.compressor

@@ -65,6 +65,7 @@ def test_a_line_is_a_training_for_each_seed() -> None:
         ('text 0.5M muon int4{"rank":2} 0', "int4 has no option rank"),
         ("text 0.5M muon int3 0", "`compressor` is 'int3'"),
         ('text 0.5M muon accumulate{"lr":2} 0', "with `batches`"),
+        ('text 0.5M muon accumulate{"batches":0} 0', "a whole number, 1 or more"),
         ("text 0.5M muon none x", "invalid literal"),
     ],
 )
