@@ -217,11 +217,12 @@ def draw(results: Sequence[Result], file: Path) -> None:
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 0.35 * len(methods) + 1.6), layout="constrained")
     for name, colour in COLOURS.items():
-        found = [(value, method) for method in methods for value in points[method, name]]
+        found = [(value, place) for place, method in enumerate(methods) for value in points[method, name]]
         if found:
             axes.scatter(*zip(*found, strict=True), color=colour, label=name, s=28, alpha=0.8)
     axes.axvline(0.0, color=BASELINE, linewidth=1)
-    axes.set_xlabel("behind an exact sum of the same optimizer and seed, in the task's unit")
+    axes.set_yticks(range(len(methods)), methods, fontsize=8)
+    axes.set_xlabel("behind an exact sum of the same optimizer and seed", fontsize=9)
     task, size, steps = statistics.mode(kinds)
     axes.set_title(f"{task}, {size[:-1]} M parameters, {steps} steps, 2 nodes x 2 ranks", fontsize=10, loc="left")
     axes.legend(frameon=False)
