@@ -212,9 +212,6 @@ class EmulatedCluster:
             self._holders = [
                 self._hold(name, _NODE_SETUP.format(folder=folder, name=name), self._bridge) for name in self.hostnames
             ]
-            if self.congestion is not None:
-                for holder in self._holders:
-                    holder.run(f"echo {self.congestion} > /proc/sys/net/ipv4/tcp_congestion_control")
             self._networks = 0
             self._relays: list[Relay] = []
             self.add_network(INTERFACE)
@@ -275,6 +272,10 @@ class EmulatedCluster:
         # Without duplicate address detection, which holds an address of IPv6 back for a second.
         quick = " nodad" if self.has_ipv6_alone else ""
         holder.run(f"ip address add {address} dev {interface}{quick}\nip link set {interface} up")
+        if self.congestion is not None:
+            # By the route: the sysctl of a namespace takes only what the machine allows everybody.
+            route = ip_network(address, strict=False)
+            holder.run(f"ip route replace {route} dev {interface} congctl {self.congestion}")
 
     def _keep_order(self, end: Holder, interface: str, node: int) -> None:
         """Has one core handle what an interface receives.

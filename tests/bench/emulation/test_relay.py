@@ -298,3 +298,24 @@ def test_headers_are_what_the_scripts_take_them_for() -> None:
     """`STREAMS` reads tcpi_snd_cwnd at byte 80 of TCP_INFO; a new connection's window is ten segments (RFC 6928)."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as link:
         assert struct.unpack_from("I", link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 80)[0] == 10
+
+
+def test_tcp_reacts_to_loss_as_asked_at_both_ends() -> None:
+    script = """
+import os, socket, time
+if os.environ["RANK"] == "0":
+    for _ in range(600):
+        try:
+            link = socket.create_connection(("10.77.0.2", 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+else:
+    link = socket.create_server(("", 5000)).accept()[0]
+print(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+    for name in ("reno", "cubic"):
+        with EmulatedCluster([1, 1], congestion=name) as cluster:
+            result = cluster.run(python(script), timeout_seconds=60)
+        result.check()
+        assert [output.strip() for output in result.output] == [name, name]
