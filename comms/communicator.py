@@ -157,6 +157,7 @@ class Communicator:
             board.alarm,
             interface,
             nccl_groups=_nccl_groups(name, cluster, device, group, global_ranks) if device.type == "cuda" else None,
+            connections=_connections(config, self.routes),
         )
         self._connected = False
         self._streams = SideStreams(device) if device.type == "cuda" else None
@@ -486,6 +487,25 @@ class Communicator:
 def _leave(door: Door, start: str, rank: int) -> None:
     door.forget(start, rank)
     door.close()
+
+
+def _connections(config: Config, routes: Routes) -> Callable[[float], int] | None:
+    """How many connections large messages between two nodes take, from the round trip; None leaves it to gloo."""
+    if config.connections == 1:
+        return None
+    if config.connections:
+        return lambda _: config.connections
+
+    def choose(round_trip_seconds: float) -> int:
+        from gradwire.comms.transport.streams import LEAST_RATE, MOST_UNSEEN_RATE, connections_for  # as above
+
+        link = routes.cluster.levels[-1].link
+        rate = link.bytes_per_second
+        if config.nic_bytes_per_second is None:
+            rate = MOST_UNSEEN_RATE if link.presumed else max(rate, LEAST_RATE)
+        return connections_for(round_trip_seconds, rate)
+
+    return choose
 
 
 def _nccl_groups(

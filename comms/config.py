@@ -20,6 +20,7 @@ log = logging.getLogger("gradwire")
 PLANNING = (
     "plan",
     "chunks",
+    "connections",
     "transport",
     "timeout",
     "hostname",
@@ -149,6 +150,11 @@ class Config:
     transport: str = "auto"
     """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
 
+    connections: int = 0
+    """TCP connections between two nodes of CPUs that a large message travels over, where a round trip is long; 1 leaves
+    it to gloo's own, 0 chooses from the measured round trip and the rate. No bit depends on it. See
+    docs/how-to/slow_links.md."""
+
     fusion: str | float = BUCKET
     """Which gradients travel together: `bucket` sends each of DDP's buckets alone; a number joins them until they hold
     so many MiB (for models wrapped with small buckets, see `gradwire.wrap`). `auto` watches when gradients arrive for
@@ -212,6 +218,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, kind in (
             ("chunks", int),
+            ("connections", int),
             ("straggler_every", int),
             ("nvtx", bool),
             ("timeout", timedelta),
@@ -253,6 +260,10 @@ class Config:
             raise ValueError(f"`elastic` is {self.join!r}; wanted True, or HOST:PORT of a running job's store")
         if self.chunks < 0:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
+        if not 0 <= self.connections <= 256:
+            raise ValueError(
+                f"`connections` is {self.connections}; wanted 0 (the round trip decides), or 1 to 256 between two nodes"
+            )
         if self.timeout < timedelta(0):
             raise ValueError(
                 f"`timeout` is {self.timeout}; wanted a positive duration, or 0 for that of the process group"
@@ -863,6 +874,7 @@ def _json(text: str, wanted: str) -> object:
 _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "PLAN": ("plan", str),
     "CHUNKS": ("chunks", _whole_number),
+    "CONNECTIONS": ("connections", _whole_number),
     "COMPRESSOR": ("compressor", str),
     "COMPRESSOR_OPTIONS": ("compressor_options", _compressor_options),
     "ERROR_BUDGET": ("error_budget", _budget),

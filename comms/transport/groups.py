@@ -131,6 +131,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         alarm: Returns why another rank has given up; None while none has.
         interface: Network interface that gloo is to use; None leaves it to gloo.
         nccl_groups: Names, global ranks and the user's own group, for CUDA.
+        connections: As for `GlooTransport`.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         interface: str | None = None,
         *,
         nccl_groups: "NcclGroups | None" = None,
+        connections: Callable[[float], int] | None = None,
     ) -> None:
         super().__init__()
         if transport == "nccl" and device.type != "cuda":
@@ -161,6 +163,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._timeout = timeout
         self._alarm = alarm
         self._interface = interface
+        self._connections = connections
         self._nccl = nccl_groups
         self._connecting: NcclTransport | None = None
         self._users: NcclTransport | None = None
@@ -270,7 +273,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
         store = PrefixStore(f"gloo/{name}", self._store)
         threads = RETURN_THREADS if lane[1] < 0 else None
-        return connect_gloo(store, index, size, self._timeout, self._alarm, self._interface, threads)
+        return connect_gloo(store, index, size, self._timeout, self._alarm, self._interface, threads, self._connections)
 
     @staticmethod
     def _name_of(lane: Lane, members: tuple[int, ...]) -> str:

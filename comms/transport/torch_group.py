@@ -10,17 +10,19 @@ in one group, 88 ms in two; the wire alone takes 84 (2-core EPYC VM, 2026-11-21)
 import os
 import socket
 import stat
+import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,9 @@ from gradwire.comms.config import gloo_interfaces
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
+if TYPE_CHECKING:
+    from gradwire.comms.transport.streams import Streams
+
 Result = TypeVar("Result")
 
 Alarm = Callable[[], str | None]
@@ -56,6 +61,9 @@ SLICE = timedelta(seconds=1)
 LARGE_NBYTES = 256 << 10
 """Messages from here on go through two groups. At 200 Mbit/s two groups were ahead at 128 KiB between two nodes and
 behind between four, where the second collective costs more; at 512 KiB they were ahead between both."""
+
+_PLACE = "iiIQ48s"
+"""What ranks tell each other of where they listen: connections wanted, family, port, token, address."""
 
 Rings = tuple[tuple[int, int], ...]
 """Runs of elements (start, stop), each of which one all_reduce of gloo would sum."""
@@ -236,15 +244,30 @@ class GlooTransport(TorchTransport):
         rank: This rank's index in the group.
         size: Number of ranks.
         alarm: See `TorchTransport`.
+        connections: From the round trip in seconds between the farthest two ranks, how many connections large messages
+            between two of them travel over; the largest answer of all ranks counts. Below 2 they are gloo's. None: 1.
+        timeout: For what those connections carry.
     """
 
-    def __init__(self, connect: Callable[[str], TorchGroup], rank: int, size: int, alarm: Alarm | None = None) -> None:
+    def __init__(
+        self,
+        connect: Callable[[str], TorchGroup],
+        rank: int,
+        size: int,
+        alarm: Alarm | None = None,
+        *,
+        connections: Callable[[float], int] | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
         self._connections: list[Connection] = []
         self._listening: list[Connection] = []
         leave_to_parent(self)
         self._connect = connect
         super().__init__(self._connected("first"), rank, size, alarm)
         self._downwards: TorchGroup | None = None
+        self._choose = connections
+        self._timeout = timeout
+        self._streams: Streams | None = None
 
     def disconnect(self) -> None:
         """Ends the connections: what is under way on them fails at once, here and at their other ends. Any thread.
@@ -266,6 +289,18 @@ class GlooTransport(TorchTransport):
         self._connections += [connection for connection in connections() if connection not in before]
         self._listening += [each for each in listeners() if each not in listening]
         return made
+
+    def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
+        """See `Transport.all_reduce`. Over long paths two ranks swap all they have, and both add it up.
+
+        That is as many bytes as the ring of two sends, in one round trip in place of two; a + b = b + a, so the bits
+        are those of the ring.
+        """
+        if self.size != 2 or tensor.nbytes < LARGE_NBYTES or (found := self._open_streams()) is None:
+            return super().all_reduce(tensor, scale)
+        received = torch.empty_like(tensor)
+        scale_in_place(tensor, scale)
+        return _Swapped(found.exchange([(1 - self.rank, tensor, received)]), received, tensor, self.rank)
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
         """Issues small collectives of two ranks as one: each sends the other what is for it, in one message.
@@ -303,6 +338,8 @@ class GlooTransport(TorchTransport):
         if source.nbytes < LARGE_NBYTES:  # gloo's ring would send two messages
             splits = [0, numel] if self.rank == 0 else [numel, 0]
             return _Holding(super()._exchange(first if self.rank else second, own, splits, splits), source)
+        if (found := self._open_streams()) is not None:
+            return _Holding(found.exchange([(1 - self.rank, own, first if self.rank else second)]), source)
         if self.rank == 0:
             return self._full_duplex(nothing, own, [0, 0], [0, numel], second, nothing, [0, numel], [0, 0])
         return self._full_duplex(first, nothing, [numel, 0], [0, 0], nothing, own, [0, 0], [numel, 0])
@@ -370,6 +407,8 @@ class GlooTransport(TorchTransport):
         lower_out, own_out, higher_out = self._sections(output, output_splits)
         lower_in, own_in, higher_in = self._sections(source, source_splits)
         own_out.copy_(own_in)
+        if (found := self._open_streams()) is not None:
+            return _Holding(found.exchange(self._pieces(output, source, output_splits, source_splits)), source)
         return self._full_duplex(
             lower_out,
             higher_in,
@@ -402,6 +441,75 @@ class GlooTransport(TorchTransport):
         )
         return Works([self._pending(up), self._pending(down)])
 
+    def _pieces(
+        self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """(rank, what it is sent, what takes its) of each other rank."""
+        sent, taken = (
+            [flat[stop - numel : stop] for numel, stop in zip(splits, accumulate(splits), strict=True)]
+            for flat, splits in ((source, source_splits), (output, output_splits))
+        )
+        return [(rank, sent[rank], taken[rank]) for rank in range(self.size) if rank != self.rank]
+
+    def _open_streams(self) -> "Streams | None":
+        """The connections of large messages, opened at the first one; None where gloo's own will do.
+
+        Every rank calls it at the same point of the sequence of collectives.
+        """
+        choose, self._choose = self._choose, None
+        if choose is not None:
+            self._streams = self._opened(choose)
+        return self._streams
+
+    def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
+        """Tells all ranks the round trip, the choice and where to connect; and connects, if it is to be several."""
+        from gradwire.comms.transport import streams  # here: most networks have short round trips
+
+        own, trip = self._farthest(streams.round_trip_seconds)
+        listener = None if own is None else streams.StreamListener(*own, backlog=streams.MOST_CONNECTIONS * self.size)
+        try:
+            trips = sorted(each for (each, *_) in self._told(struct.pack("d", trip), "d"))
+            # Each pair's is seen at both of its ends, one of which may have looked at a busy moment.
+            count = choose(trips[-2])
+            address = "" if own is None else own[1]
+            port, token = (0, 0) if listener is None else (listener.port, listener.token)
+            family = socket.AF_UNSPEC if own is None else own[0]
+            told = self._told(struct.pack(_PLACE, count, family, port, token, address.encode()), _PLACE)
+            count = max(each[0] for each in told)
+            if count < 2 or listener is None or not all(each[4].strip(b"\0") for each in told):
+                return None
+            deadline = time.monotonic() + self._timeout.total_seconds()
+            found: dict[int, list[socket.socket]] = {}
+            for rank, (_, kind, port, token, text) in enumerate(told[: self.rank]):
+                place = text.strip(b"\0").decode()
+                found[rank] = streams.connect(kind, place, port, token, self.rank, count, deadline, self._alarm)
+            higher = dict.fromkeys(range(self.rank + 1, self.size), count)
+            found |= listener.accept(higher, deadline, self._alarm)
+        finally:
+            if listener is not None:
+                listener.close()
+        for each in (each for sockets in found.values() for each in sockets):
+            self._connections.append(Connection(each.fileno(), os.fstat(each.fileno()).st_ino))
+        made = streams.Streams(found, self._timeout, self._alarm)
+        weakref.finalize(self, made.close)
+        return made
+
+    def _farthest(self, round_trip_seconds: Callable[[socket.socket], float]) -> tuple[tuple[int, str] | None, float]:
+        """This rank's family and address on gloo's interface, and the longest of the round trips to the others."""
+        own, trip = None, 0.0
+        for connection in self._connections:
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as copy:
+                own = own or (int(copy.family), str(copy.getsockname()[0]))
+                trip = max(trip, round_trip_seconds(copy))
+        return own, trip
+
+    def _told(self, own: bytes, form: str) -> list[tuple[Any, ...]]:
+        """What every rank says, by rank."""
+        source = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        output = source.new_empty(self.size * len(own))
+        super().all_gather(output, source).wait()
+        return list(struct.iter_unpack(form, output.numpy().tobytes()))
+
     def _sections(self, flat: Tensor, splits: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """What belongs to lower ranks, to this one, and to higher ones."""
         start = sum(splits[: self.rank])
@@ -423,6 +531,7 @@ def connect_gloo(
     alarm: Alarm | None = None,
     interface: str | None = None,
     threads: int | None = None,
+    connections: Callable[[float], int] | None = None,
 ) -> GlooTransport:
     """Connects `size` ranks over TCP; returns when all of them have joined.
 
@@ -437,6 +546,7 @@ def connect_gloo(
         alarm: See `TorchTransport`.
         interface: Name of a network interface of this host, `eth0`.
         threads: Collectives that may be under way at a time; None leaves it to torch, which has two.
+        connections: See `GlooTransport`.
 
     Raises:
         RuntimeError: A rank did not join.
@@ -447,7 +557,7 @@ def connect_gloo(
         own = PrefixStore(name, store)
         return _within(timeout, alarm, lambda: make_gloo(own, rank, size, timeout, interfaces, threads))
 
-    return GlooTransport(connected, rank, size, alarm)
+    return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout)
 
 
 def _within(timeout: timedelta, alarm: Alarm | None, connect: Callable[[], TorchGroup]) -> TorchGroup:
@@ -662,6 +772,26 @@ class _Together:
                 first, second = output.chunk(2) if output.numel() else (output, output)
                 (second if rank else first).copy_(own)  # which may lie there already
                 (first if rank else second).copy_(arrived)
+
+
+class _Swapped:
+    """Waits for what the other of two ranks has, and adds it up in rank order, so that both get the same bits."""
+
+    def __init__(self, work: Work, received: Tensor, tensor: Tensor, rank: int) -> None:
+        self._work = work
+        self._received = received
+        self._tensor = tensor
+        self._rank = rank
+        self._done = False
+
+    def wait(self) -> None:
+        """See `Work.wait`. Again, it does nothing: the sum is in place."""
+        if self._done:
+            return
+        self._work.wait()
+        self._done = True
+        own, other = self._tensor, self._received
+        torch.add(*((other, own) if self._rank else (own, other)), out=own)
 
 
 class SlicesToSum:

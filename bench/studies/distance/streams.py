@@ -1,0 +1,144 @@
+"""What an exact sum between two nodes gets of a link with round trips and loss: gloo, and gradwire by connections.
+
+    python -m gradwire.bench.studies.distance.streams --delays 1ms,40ms --losses 0%,0.1% --megabytes 16
+
+Every pair of delay and loss is one emulated cluster, on which all contenders take turns.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from datetime import timedelta
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.paths import MOST_DELAY_SECONDS, PathOptions, parse_loss, parse_seconds
+from gradwire.bench.emulation.rate import parse_rate
+from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.machine import machine_line
+from gradwire.comms.bootstrap.compat import PrefixStore, Store, make_gloo, store_of
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+
+LAZY = ()
+"""See `gradwire.bench.emulation.fork`: nothing is trained."""
+
+TIMEOUT = timedelta(seconds=600)
+PAYLOAD_SHARE = 1448 / 1514
+"""Of an Ethernet frame at MTU 1500, with TCP's time stamps: the goodput of a link without delay and loss."""
+
+
+def gloo(place: ForkedRank, store: Store, numel: int) -> Contender:
+    """Gloo's all-reduce, as plain DDP has it."""
+    group, flat = make_gloo(PrefixStore("gloo", store), place.rank, 2, TIMEOUT, (place.interface,)), torch.ones(numel)
+
+    def step(_: int) -> None:
+        group.allreduce([flat], dist.AllreduceOptions()).wait()
+
+    return Contender("gloo", step)
+
+
+def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> Contender:
+    """The hook's sum over so many connections; 0: as many as it takes of itself."""
+    name = f"gradwire, {connections or 'chosen'}"
+    config = Config.from_env(timeout=TIMEOUT, connections=connections)
+    communicator = Communicator(store, place.rank, 2, torch.device("cpu"), config, name=name)
+    flat = torch.ones(numel)
+
+    def step(_: int) -> None:
+        communicator.all_reduce(flat).wait()
+
+    return Contender(name, step)
+
+
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
+    """One rank's part; rank 0 prints the medians in seconds, by name, as one line of JSON.
+
+    Args:
+        place: Where this rank is.
+        arguments: Elements, rounds, connections to try with commas.
+    """
+    numel, rounds = int(arguments[0]), int(arguments[1])
+    torch.set_num_threads(1)
+    place.connect(TIMEOUT)
+    group = dist.group.WORLD
+    assert group is not None
+    store = store_of(group)
+    contenders = [gloo(place, store, numel)]
+    contenders += [gradwire(place, store, numel, int(count)) for count in arguments[2].split(",")]
+    take_turns(contenders, rounds=rounds, warmup=1, interface=None)
+    if place.rank == 0:
+        print(json.dumps({one.name: statistics.median(one.seconds) for one in contenders}), flush=True)
+    place.leave()
+    return 0
+
+
+def measure(
+    nic: str, path: PathOptions, numel: int, rounds: int, congestion: str, connections: str
+) -> dict[str, float]:
+    """Median seconds of every contender between two nodes.
+
+    Args:
+        nic: Rate of each node's link.
+        path: Between them.
+        numel: Of the float32 that are summed.
+        rounds: Turns of each contender.
+        congestion: See `EmulatedCluster`.
+        connections: To try, with commas.
+
+    Raises:
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
+    with EmulatedCluster([1, 1], nic, path=path, congestion=congestion) as cluster:
+        module = "gradwire.bench.studies.distance.streams"
+        outcome = run_forked(cluster, module, [str(numel), str(rounds), connections], nodes=[1, 1], timeout_seconds=600)
+    outcome.check()
+    found: dict[str, float] = json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith("{")))
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Measures and prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.studies.distance.streams", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--nic", default="100mbit")
+    parser.add_argument("--delays", default="0.5ms,10ms,40ms,75ms", help="one way")
+    parser.add_argument("--losses", default="0%,0.01%,0.1%,1%")
+    parser.add_argument("--megabytes", type=float, default=16.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--congestion", default="cubic")
+    parser.add_argument("--connections", default="1,0", help="0: chosen by gradwire")
+    options = parser.parse_args(argv)
+    numel = int(options.megabytes * 1e6 / 4)
+    best = numel * 4 * 8 / (parse_rate(options.nic, "--nic") * PAYLOAD_SHARE)
+    table = Table("round trip", "loss", title=f"{options.megabytes:g} MB, share of the goodput; {machine_line()}")
+    rows, names = [], list[str]()
+    for delay, loss in product(options.delays.split(","), options.losses.split(",")):
+        trip = 2e3 * parse_seconds(delay, "--delays", MOST_DELAY_SECONDS)
+        parse_loss(loss, "--losses")
+        path = PathOptions(delay=delay, loss=loss)
+        found = measure(options.nic, path, numel, options.rounds, options.congestion, options.connections)
+        names = list(found)
+        row = [f"{trip:g} ms", loss, *(f"{best / seconds:.2f}" for seconds in found.values())]
+        rows.append(row)
+        print(*row, flush=True)
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=110).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    with clean_end():
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,542 @@
+"""Large messages between two ranks over as many TCP connections as a long path needs.
+
+One connection carries a window of data in each round trip. After a lost packet the window shrinks, and after a pause it
+starts at ten segments again, so over 80 ms and 0.1 % loss one connection gets 8 of 100 Mbit/s. Of many connections one
+at a time loses. A message is cut into chunks, and each goes to whichever connection takes more: a slow one holds up a
+chunk, not its share of the message. Chunks are written to where they belong, so no bit depends on how they travelled.
+
+Gloo's own messages wait for a word from the receiver, which travels behind its data; here the receiver's memory is
+announced by nothing: what comes before its time waits in the kernel.
+
+Source: Mathis et al. (1997) for the window at a given loss; RFC 2861 and RFC 6928 for the window after a pause; tcp(7),
+TCP_INFO and TCP_NOTSENT_LOWAT; what was measured: docs/how-to/slow_links.md.
+"""
+
+import math
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.errors import PeerError
+from gradwire.compressors.base import Work
+
+CHUNK_NBYTES = 16 << 10
+"""45 packets: one system call each way, and a window of TCP holds few of them."""
+
+UNSENT_NBYTES = 16 << 10
+"""A connection takes a chunk only while less than this waits in its kernel's buffer, or slow ones would hoard them."""
+
+LEAST_ROUND_TRIP_SECONDS = 0.005
+"""Below this one connection in each direction fills a link of 1 Gbit/s, and nothing is opened."""
+
+WINDOW_NBYTES = 64 << 10
+"""What a connection is trusted to carry in a round trip: its window is 54 KB at 0.1 % loss by Mathis' formula, and a
+bucket ends before a fresh one has grown to that."""
+
+MOST_CONNECTIONS = 64
+
+HELLO_SECONDS = 10.0
+"""For the first 12 bytes of a connection: a few round trips, and a lost packet or two."""
+
+LEAST_RATE = 12.5e6
+"""Bytes per second, where a link's rate was measured: a look of some tens of kilobytes over a long path sees the
+windows of TCP and not the link."""
+
+MOST_UNSEEN_RATE = 125e6
+"""Bytes per second, where nobody has said or measured a link's rate."""
+
+_HEADER = struct.Struct("!QQQ")
+"""Number of the message, offset and bytes of the chunk."""
+_HELLO = struct.Struct("!QI")
+"""Token of who listens, rank of who connects."""
+_TCP_INFO_MIN_RTT = 148
+"""Of `tcpi_min_rtt`, in microseconds. Source: Linux include/uapi/linux/tcp.h, struct tcp_info (since 4.9)."""
+_TCP_NOTSENT_LOWAT = 25
+"""Source: Linux include/uapi/linux/tcp.h."""
+
+Alarm = Callable[[], str | None]
+"""As in `gradwire.comms.transport.torch_group`."""
+
+
+def connections_for(round_trip_seconds: float, bytes_per_second: float) -> int:
+    """How many connections fill a path in one direction.
+
+    Args:
+        round_trip_seconds: Between the two ranks.
+        bytes_per_second: Of the link.
+
+    Returns:
+        1 where the round trip is short; else as many windows as there are bytes under way on a full path, at most
+        `MOST_CONNECTIONS`.
+    """
+    if round_trip_seconds < LEAST_ROUND_TRIP_SECONDS:
+        return 1
+    return min(MOST_CONNECTIONS, max(1, math.ceil(round_trip_seconds * bytes_per_second / WINDOW_NBYTES)))
+
+
+def round_trip_seconds(connection: socket.socket) -> float:
+    """The shortest round trip that the kernel has seen on a TCP connection; 0 where it does not say."""
+    facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_MIN_RTT + 4)
+    if len(facts) < _TCP_INFO_MIN_RTT + 4:
+        return 0.0
+    microseconds: int = struct.unpack_from("I", facts, _TCP_INFO_MIN_RTT)[0]
+    return 0.0 if microseconds == 2**32 - 1 else microseconds / 1e6
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, as they lie; holds the tensor's memory."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+class StreamListener:
+    """Where other ranks connect to this one.
+
+    Args:
+        family: AF_INET or AF_INET6.
+        address: Of this rank, on the interface that gloo uses.
+        backlog: Connections that may wait.
+    """
+
+    def __init__(self, family: int, address: str, backlog: int) -> None:
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.bind((address, 0))
+        self._socket.listen(backlog)
+        self.port: int = self._socket.getsockname()[1]
+        self.token = int.from_bytes(os.urandom(8))
+        """What a connection says at first; another program's is closed."""
+
+    def accept(self, wanted: Mapping[int, int], deadline: float, alarm: Alarm | None) -> dict[int, list[socket.socket]]:
+        """Waits for connections.
+
+        Args:
+            wanted: Rank -> connections.
+            deadline: Monotonic seconds.
+            alarm: Asked about once a second.
+
+        Raises:
+            PeerError: Another rank has given up.
+            RuntimeError: They did not come in time.
+        """
+        found: dict[int, list[socket.socket]] = {rank: [] for rank in wanted}
+        self._socket.settimeout(1.0)
+        while any(len(found[rank]) < count for rank, count in wanted.items()):
+            _check_on(deadline, alarm)
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            token, rank = _HELLO.unpack(_hello_of(connection, deadline, alarm))
+            if token == self.token and len(found.get(rank, ())) < wanted.get(rank, 0):
+                found[rank].append(connection)
+            else:
+                connection.close()
+        return found
+
+    def close(self) -> None:
+        """Takes no further connections."""
+        self._socket.close()
+
+
+def connect(
+    family: int, address: str, port: int, token: int, rank: int, count: int, deadline: float, alarm: Alarm | None
+) -> list[socket.socket]:
+    """Opens connections to a rank that listens; all of them are under way together.
+
+    Args:
+        family: AF_INET or AF_INET6.
+        address: Of the other rank.
+        port: Of its `StreamListener`.
+        token: Of its `StreamListener`.
+        rank: This one.
+        count: Connections.
+        deadline: Monotonic seconds.
+        alarm: As for `StreamListener.accept`.
+
+    Raises:
+        PeerError: Another rank has given up.
+        RuntimeError: The other rank was not reached in time.
+        OSError: It refuses.
+    """
+    made = [socket.socket(family, socket.SOCK_STREAM) for _ in range(count)]
+    try:
+        for each in made:
+            each.setblocking(False)
+            each.connect_ex((address, port))
+        for each in made:
+            waiting = select.poll()
+            waiting.register(each, select.POLLOUT)
+            while not waiting.poll(1000):
+                _check_on(deadline, alarm)
+            if error := each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(error, f"cannot connect to rank at {address}: {os.strerror(error)}")
+            each.sendall(_HELLO.pack(token, rank))  # 12 bytes into an empty buffer
+    except BaseException:
+        for each in made:
+            each.close()
+        raise
+    return made
+
+
+def _check_on(deadline: float, alarm: Alarm | None) -> None:
+    if alarm is not None and (reason := alarm()):
+        raise PeerError(reason)
+    if time.monotonic() > deadline:
+        raise RuntimeError(
+            "a rank did not open its connections within `timeout`: it has ended, or a firewall is between"
+        )
+
+
+def _hello_of(connection: socket.socket, deadline: float, alarm: Alarm | None) -> bytes:
+    """What a connection says first; zeros, which are nobody's token, of one that leaves or is silent."""
+    connection.settimeout(1.0)
+    read, patience = b"", time.monotonic() + HELLO_SECONDS
+    while len(read) < _HELLO.size:
+        _check_on(deadline, alarm)
+        if time.monotonic() > patience:
+            return bytes(_HELLO.size)
+        try:
+            piece = connection.recv(_HELLO.size - len(read))
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            piece = b""
+        if not piece:
+            return bytes(_HELLO.size)
+        read += piece
+    return read
+
+
+class _Message:
+    """What goes to one rank and comes from it in one exchange; the order of exchanges is the same on both."""
+
+    def __init__(self, peer: int, number: int, sent: memoryview, received: memoryview, exchange: "_Exchange") -> None:
+        self.peer = peer
+        self.number = number
+        self.to_come = len(received)
+        """Bytes of `received` whose chunk has not begun to come."""
+        self.sent = sent
+        self.received = received
+        self.exchange = exchange
+        self.handed_out = 0
+        """Bytes of `sent` that are with some connection."""
+
+
+class _Exchange:
+    """Is done when all its bytes have been taken by the kernel, and all others have arrived."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+        self.done = threading.Event()
+        if nbytes == 0:
+            self.done.set()
+
+    def book(self, nbytes: int) -> None:
+        self.left -= nbytes
+        if self.left == 0:
+            self.done.set()
+
+
+class _Line:
+    """One connection: what is left of the chunk that it sends, and of the one that it receives."""
+
+    def __init__(self, connection: socket.socket, peer: int) -> None:
+        self.connection = connection
+        self.peer = peer
+        self.outgoing: list[memoryview] = []
+        self.sending: _Exchange | None = None
+        self.payload_left = 0
+        self.header = bytearray(_HEADER.size)
+        self.have = 0
+        self.target: memoryview | None = None
+        self.receiving: _Exchange | None = None
+        self.is_open = True
+        self.parked = False
+        """Its next chunk is of a message that this rank has not asked for yet."""
+
+
+class _Peer:
+    """The messages to and from one rank."""
+
+    def __init__(self) -> None:
+        self.numbered = 0
+        self.outgoing: deque[_Message] = deque()
+        self.incoming: dict[int, _Message] = {}
+
+
+class Streams:
+    """Exchanges with other ranks over many connections; a thread moves the bytes.
+
+    Args:
+        connections: Rank -> connected sockets, as many at its end.
+        timeout: For an exchange.
+        alarm: Asked about once a second while an exchange is waited for.
+    """
+
+    def __init__(
+        self, connections: Mapping[int, Sequence[socket.socket]], timeout: timedelta, alarm: Alarm | None
+    ) -> None:
+        self._timeout = timeout
+        self._alarm = alarm
+        self._peers = {rank: _Peer() for rank in connections}
+        self._lines = [_Line(each, rank) for rank, sockets in connections.items() for each in sockets]
+        for line in self._lines:
+            line.connection.setblocking(False)
+            line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line.connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
+        self._submitted: deque[_Message] = deque()
+        self._lock = threading.Lock()
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._closed = False
+        self._error: str | None = None
+        self._poll = select.poll()
+        self._by_descriptor = {line.connection.fileno(): line for line in self._lines}
+        BackgroundThread("gradwire streams", self._run, end=self.close).start()
+
+    @property
+    def count(self) -> int:
+        """Connections to each rank."""
+        return len(self._lines) // max(1, len(self._peers))
+
+    def exchange(self, pieces: Sequence[tuple[int, Tensor, Tensor]]) -> Work:
+        """Sends tensors to other ranks and receives from them, all at once.
+
+        Args:
+            pieces: (rank, what it is sent, what takes its), contiguous CPU tensors of any dtype and length; the other
+                rank calls with the same lengths the other way round, in the same order of calls.
+
+        Returns:
+            A work; both tensors of each piece are left alone until it is done.
+
+        Raises:
+            RuntimeError: A connection has been lost before.
+        """
+        views = [(rank, raw(sent), raw(received)) for rank, sent, received in pieces]
+        exchange = _Exchange(sum(len(sent) + len(received) for _, sent, received in views))
+        with self._lock:
+            if self._error is not None:
+                raise RuntimeError(self._error)
+            for rank, sent, received in views:
+                peer = self._peers[rank]
+                self._submitted.append(_Message(rank, peer.numbered, sent, received, exchange))
+                peer.numbered += 1
+        self._nudge()
+        return _Pending(self, exchange, time.monotonic() + self._timeout.total_seconds())
+
+    def close(self) -> None:
+        """Ends the thread and the connections; any thread, more than once."""
+        self._closed = True
+        self._nudge()
+
+    def error(self) -> str | None:
+        """Why no exchange gets through any more; None while they do."""
+        return self._error
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """See the class."""
+        return self._alarm
+
+    def _nudge(self) -> None:
+        with suppress(OSError):  # the thread has ended and closed it
+            self._wake.send(b"w")
+
+    def _run(self) -> None:
+        try:
+            self._move()
+            self._fail("the connections to other ranks were closed")
+        except OSError as error:
+            self._fail(f"a connection to another rank was lost: {error.strerror or error}")
+        except _Ended as error:
+            self._fail(f"{error}")
+        finally:
+            for line in self._lines:
+                line.connection.close()
+            self._wake.close()
+            self._woken.close()
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            self._error = why
+            messages = [*self._submitted]
+        for peer in self._peers.values():
+            messages += [*peer.outgoing, *peer.incoming.values()]
+        for line in self._lines:
+            for exchange in (line.sending, line.receiving):
+                if exchange is not None:
+                    exchange.done.set()
+        for message in messages:
+            message.exchange.done.set()
+
+    def _move(self) -> None:
+        """Moves bytes until it is told to end."""
+        self._poll.register(self._woken, select.POLLIN)
+        for line in self._lines:
+            self._poll.register(line.connection, select.POLLIN)
+        while not self._closed:
+            for descriptor, events in self._poll.poll():
+                if descriptor not in self._by_descriptor:
+                    self._take_up()
+                    continue
+                line = self._by_descriptor[descriptor]
+                if line.parked and events & (select.POLLHUP | select.POLLERR):
+                    raise _Ended(_closed_by(line.peer))
+                if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and not line.parked:
+                    self._receive(line)
+                if events & select.POLLOUT and line.is_open:
+                    self._send(line)
+
+    def _take_up(self) -> None:
+        """Takes what was submitted, and wakes the connections that it concerns."""
+        with suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+        ranks = set()
+        with self._lock:
+            while self._submitted:
+                message = self._submitted.popleft()
+                peer = self._peers[message.peer]
+                ranks.add(message.peer)
+                if message.sent:
+                    peer.outgoing.append(message)
+                if message.received:
+                    peer.incoming[message.number] = message
+        for rank in ranks:
+            self._check_reaches(rank)
+        for line in self._lines:
+            if line.peer in ranks and line.is_open:
+                if line.parked:
+                    self._begin(line)
+                self._watch(line)
+
+    def _watch(self, line: _Line) -> None:
+        wants = bool(line.outgoing or self._peers[line.peer].outgoing)
+        reads = 0 if line.parked else select.POLLIN
+        self._poll.modify(line.connection, reads | (select.POLLOUT if wants else 0))
+
+    def _send(self, line: _Line) -> None:
+        peer = self._peers[line.peer]
+        if not line.outgoing:
+            if not peer.outgoing:
+                self._watch(line)
+                return
+            message = peer.outgoing[0]
+            start, stop = message.handed_out, min(message.handed_out + CHUNK_NBYTES, len(message.sent))
+            message.handed_out = stop
+            if stop == len(message.sent):
+                peer.outgoing.popleft()
+            header = _HEADER.pack(message.number, start, stop - start)
+            line.outgoing = [memoryview(header), message.sent[start:stop]]
+            line.sending, line.payload_left = message.exchange, stop - start
+        try:
+            taken = line.connection.sendmsg(line.outgoing)
+        except BlockingIOError:
+            return
+        while line.outgoing and taken >= len(line.outgoing[0]):
+            taken -= len(line.outgoing.pop(0))
+        if line.outgoing:
+            line.outgoing[0] = line.outgoing[0][taken:]
+        elif line.sending is not None:
+            line.sending.book(line.payload_left)
+            line.sending = None
+
+    def _receive(self, line: _Line) -> None:
+        if line.target is None:
+            nbytes = self._read(line, memoryview(line.header)[line.have :])
+            line.have += nbytes
+            if line.have < _HEADER.size:
+                return
+            self._begin(line)
+            if line.target is None:
+                return
+        nbytes = self._read(line, line.target)
+        line.target = line.target[nbytes:]
+        assert line.receiving is not None
+        receiving, line_is_done = line.receiving, not line.target
+        if line_is_done:
+            line.target, line.have, line.receiving = None, 0, None
+        receiving.book(nbytes)
+
+    def _begin(self, line: _Line) -> None:
+        """Finds where a chunk belongs whose header has come; else has the connection wait for that."""
+        number, start, nbytes = _HEADER.unpack(line.header)
+        peer = self._peers[line.peer]
+        message = peer.incoming.get(number)
+        line.parked = message is None
+        if message is None:
+            self._watch(line)
+            return
+        if start + nbytes > len(message.received):
+            raise _Ended(f"rank {line.peer} of the group sends more than the {len(message.received)} bytes asked for")
+        line.target = message.received[start : start + nbytes]
+        line.receiving = message.exchange
+        message.to_come -= nbytes
+        if message.to_come == 0:
+            del peer.incoming[number]
+
+    def _read(self, line: _Line, into: memoryview) -> int:
+        try:
+            nbytes = line.connection.recv_into(into)
+        except BlockingIOError:
+            return 0
+        if nbytes == 0:
+            self._close(line)
+        return nbytes
+
+    def _close(self, line: _Line) -> None:
+        """The other end is through with a connection: it has all that it asked for, and has sent all it had.
+
+        That may be known before what it sent over the other connections is here.
+
+        Raises:
+            _Ended: Something that this rank waits for cannot come any more.
+        """
+        self._poll.unregister(line.connection)
+        line.is_open = False
+        if line.have or line.outgoing:
+            raise _Ended(_closed_by(line.peer))
+        self._check_reaches(line.peer)
+
+    def _check_reaches(self, rank: int) -> None:
+        peer = self._peers[rank]
+        if (peer.outgoing or peer.incoming) and not any(each.is_open for each in self._lines if each.peer == rank):
+            raise _Ended(_closed_by(rank))
+
+
+def _closed_by(rank: int) -> str:
+    return f"Connection closed by peer: rank {rank} of the group has ended or given up"
+
+
+class _Ended(Exception):
+    """A connection is of no use any more; the text says why."""
+
+
+class _Pending:
+    """An exchange under way."""
+
+    def __init__(self, streams: Streams, exchange: _Exchange, deadline: float) -> None:
+        self._streams = streams
+        self._exchange = exchange
+        self._deadline = deadline
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        while not self._exchange.done.wait(1.0):
+            alarm = self._streams.alarm
+            if alarm is not None and (reason := alarm()):
+                raise PeerError(reason)
+            if time.monotonic() > self._deadline:
+                raise RuntimeError("Timed out waiting for another rank's part of an exchange")
+        if self._exchange.left:
+            raise RuntimeError(self._streams.error() or "the connections were closed")

@@ -1,0 +1,225 @@
+"""Law: what travels over many connections is what would have travelled over gloo's, bit for bit."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.config import Config
+from gradwire.comms.errors import PeerError
+from gradwire.comms.transport import streams
+from gradwire.comms.transport.streams import CHUNK_NBYTES, StreamListener, Streams, connections_for
+from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
+from support.threads import run_ranks
+
+TIMEOUT = timedelta(seconds=60)
+NUMEL = LARGE_NBYTES + 3
+"""Large in every dtype, and of no round number of chunks."""
+
+
+def on_transports(size: int, count: int, body: Callable[[GlooTransport], object]) -> list[object]:
+    """What `body(transport)` returns on each rank, with so many connections between two."""
+    store, met = HashStore(), threading.Barrier(size)
+
+    def run(rank: int) -> object:
+        transport = connect_gloo(store, rank, size, TIMEOUT, interface="lo", connections=lambda _: count)
+        found = body(transport)
+        met.wait(60)
+        return found
+
+    return run_ranks(size, run)
+
+
+def contribution(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 100
+    return drawn.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32])
+def test_two_ranks_sum_to_the_bits_of_gloos_ring(dtype: torch.dtype) -> None:
+    scale = 1.0 if dtype == torch.int32 else 0.3
+
+    def body(transport: GlooTransport) -> Tensor:
+        tensor = contribution(transport.rank, NUMEL, dtype)
+        work = transport.all_reduce(tensor, scale)
+        work.wait()
+        work.wait()  # again: it changes nothing
+        return tensor
+
+    ring, several = (on_transports(2, count, body) for count in (1, 7))
+    for plain, striped in zip(ring, several, strict=True):
+        assert isinstance(plain, Tensor) and isinstance(striped, Tensor)
+        assert plain.view(torch.uint8).equal(striped.view(torch.uint8))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_exchanges_are_the_same_over_any_number_of_connections(size: int) -> None:
+    def body(transport: GlooTransport) -> list[Tensor]:
+        source = contribution(transport.rank, size * NUMEL)
+        output = torch.empty_like(source)
+        gathered = torch.empty(size * NUMEL)
+        bounds = [0, *(NUMEL * (place + 1) + 5 * place for place in range(size))]
+        tensor = contribution(transport.rank + 10, bounds[-1])
+        # All are under way together, and are waited for in another order.
+        works = [
+            transport.all_to_all(output, source),
+            transport.all_gather(gathered, source[:NUMEL].clone()),
+            transport.reduce_scatter(tensor, bounds),
+        ]
+        for work in reversed(works):
+            work.wait()
+        return [output, gathered, tensor[bounds[transport.rank] : bounds[transport.rank + 1]]]
+
+    for plain, striped in zip(on_transports(size, 1, body), on_transports(size, 3, body), strict=True):
+        assert isinstance(plain, list) and isinstance(striped, list)
+        assert all(one.equal(other) for one, other in zip(plain, striped, strict=True))
+
+
+def test_ranks_agree_on_the_largest_number_that_any_wants() -> None:
+    store = HashStore()
+
+    def run(rank: int) -> int | None:
+        transport = connect_gloo(store, rank, 2, TIMEOUT, interface="lo", connections=lambda _: 1 + 4 * rank)
+        tensor = contribution(rank, NUMEL)
+        transport.all_reduce(tensor).wait()
+        found = transport._streams
+        return found.count if found else None
+
+    assert run_ranks(2, run) == [5, 5]
+
+
+@pytest.mark.parametrize("count", [1, 0])
+def test_one_connection_is_gloos_own(count: int) -> None:
+    def body(transport: GlooTransport) -> bool:
+        transport.all_reduce(contribution(transport.rank, NUMEL)).wait()
+        return transport._streams is None
+
+    assert on_transports(2, count, body) == [True, True]
+
+
+def test_small_messages_open_nothing() -> None:
+    def body(transport: GlooTransport) -> bool:
+        transport.all_reduce(contribution(transport.rank, 1000)).wait()
+        return transport._streams is None
+
+    assert on_transports(2, 5, body) == [True, True]
+
+
+def test_how_many_connections_a_path_takes() -> None:
+    megabit = 125_000
+    assert connections_for(0.001, 1250 * megabit) == 1  # a local network, however fast
+    assert connections_for(0.08, 100 * megabit) == 16  # 1 MB under way, 64 KiB in each
+    assert connections_for(0.02, 100 * megabit) == 4
+    assert connections_for(0.08, 1 * megabit) == 1
+    assert connections_for(10.0, 1e12) == streams.MOST_CONNECTIONS
+    assert all(
+        connections_for(trip, rate) <= connections_for(2 * trip, rate) <= connections_for(2 * trip, 2 * rate)
+        for trip in (0.004, 0.03, 0.2)
+        for rate in (1e5, 1e7, 1e9)
+    )
+
+
+def pairs(count: int) -> tuple[list[socket.socket], list[socket.socket]]:
+    """Two ends of so many connections."""
+    ends = []
+    with socket.create_server(("127.0.0.1", 0), backlog=count) as server:
+        for _ in range(count):
+            connecting = socket.create_connection(server.getsockname())
+            ends.append((connecting, server.accept()[0]))
+    return [one for one, _ in ends], [other for _, other in ends]
+
+
+def test_a_rank_that_has_ended_is_named_at_once() -> None:
+    own, theirs = pairs(4)
+    mine = Streams({3: own}, TIMEOUT, None)
+    tensor = contribution(0, NUMEL)
+    work = mine.exchange([(3, tensor, torch.empty_like(tensor))])
+    for each in theirs:
+        each.close()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 3 of the group has ended|a connection to another rank was lost"):
+        work.wait()
+    assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
+    with pytest.raises(RuntimeError):
+        mine.exchange([(3, tensor, torch.empty_like(tensor))])
+    mine.close()
+
+
+def test_a_rank_may_leave_once_it_has_all_and_has_sent_all() -> None:
+    """Its connections end in any order, before what it sent over others of them is read."""
+    own, theirs = pairs(6)
+    first, second = contribution(0, 20 * CHUNK_NBYTES), contribution(1, 20 * CHUNK_NBYTES)
+    taken = torch.empty_like(second), torch.empty_like(first)
+    mine, other = Streams({1: own}, TIMEOUT, None), Streams({0: theirs}, TIMEOUT, None)
+    work = mine.exchange([(1, first, taken[0])])
+    other.exchange([(0, second, taken[1])]).wait()
+    other.close()
+    work.wait()
+    assert taken[0].equal(second) and taken[1].equal(first)
+    mine.close()
+
+
+def test_an_alarm_ends_a_wait() -> None:
+    own, theirs = pairs(2)
+    mine = Streams({1: own}, TIMEOUT, lambda: "rank 5 has run out of memory")
+    tensor = contribution(0, NUMEL)
+    with pytest.raises(PeerError, match="rank 5 has run out of memory"):
+        mine.exchange([(1, tensor, torch.empty_like(tensor))]).wait()
+    mine.close()
+    for each in theirs:
+        each.close()
+
+
+def test_a_time_out_ends_a_wait() -> None:
+    own, theirs = pairs(2)
+    mine = Streams({1: own}, timedelta(seconds=0.5), None)
+    tensor = contribution(0, NUMEL)
+    with pytest.raises(RuntimeError, match="Timed out"):
+        mine.exchange([(1, tensor, torch.empty_like(tensor))]).wait()
+    mine.close()
+    for each in theirs:
+        each.close()
+
+
+def test_more_than_was_asked_for_is_refused_and_not_written() -> None:
+    own, theirs = pairs(1)
+    mine = Streams({1: own}, TIMEOUT, None)
+    room = torch.zeros(100, dtype=torch.uint8)
+    work = mine.exchange([(1, room[:0], room[:50])])
+    theirs[0].sendall(struct.pack("!QQQ", 0, 40, 20) + bytes([7]) * 20)
+    with pytest.raises(RuntimeError, match="sends more than the 50 bytes asked for"):
+        work.wait()
+    assert not room.any()
+    mine.close()
+    theirs[0].close()
+
+
+def test_strangers_are_not_let_in() -> None:
+    listener = StreamListener(socket.AF_INET, "127.0.0.1", 8)
+    place = ("127.0.0.1", listener.port)
+    stranger = socket.create_connection(place)
+    stranger.sendall(struct.pack("!QI", listener.token ^ 1, 1))
+    deadline = time.monotonic() + 30
+    asking = (socket.AF_INET, *place, listener.token, 1, 2, deadline, None)
+    knocking = threading.Thread(target=streams.connect, args=asking)
+    knocking.start()
+    found = listener.accept({1: 2}, deadline, None)
+    knocking.join()
+    assert len(found[1]) == 2
+    assert stranger.recv(1) == b""
+    for each in (*found[1], stranger):
+        each.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("wrong", [-1, 257])
+def test_a_number_that_makes_no_sense_is_refused_by_name(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"`connections` is {wrong}; wanted 0"):
+        Config(connections=wrong)
