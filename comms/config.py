@@ -153,7 +153,7 @@ class Config:
     connections: int = 0
     """TCP connections between two nodes of CPUs that a large message travels over, where a round trip is long; 1 leaves
     it to gloo's own, 0 chooses from the measured round trip and the rate. No bit depends on it. See
-    docs/how-to/slow_links.md."""
+    docs/results/distance.md."""
 
     fusion: str | float = BUCKET
     """Which gradients travel together: `bucket` sends each of DDP's buckets alone; a number joins them until they hold

@@ -9,7 +9,7 @@ Gloo's own messages wait for a word from the receiver, which travels behind its 
 announced by nothing: what comes before its time waits in the kernel.
 
 Source: Mathis et al. (1997) for the window at a given loss; RFC 2861 and RFC 6928 for the window after a pause; tcp(7),
-TCP_INFO and TCP_NOTSENT_LOWAT; what was measured: docs/how-to/slow_links.md.
+TCP_INFO and TCP_NOTSENT_LOWAT; what was measured: docs/results/distance.md.
 """
 
 import math
