@@ -107,6 +107,7 @@ class Communicator:
         self.device = device
         self.config = config
         self.compressor = compressor
+        self._takes = planned(compressor).takes if compressor is not None else takes_nothing
 
         def polling(plain: Store) -> PollingStore:
             return oversight.polling(plain) if oversight else PollingStore(plain, config.timeout, ranks=size)
@@ -465,10 +466,6 @@ class Communicator:
             self._owners.update((item.name, layout) for item in layout.slices)
         return moved
 
-    def _takes(self, dtype: torch.dtype) -> bool:
-        """Whether one phase of buckets of a dtype goes through the compressor."""
-        return self.compressor is not None and planned(self.compressor).takes(dtype)
-
     def _check(self, flat: Tensor, scale: float) -> None:
         if flat.device != self.device and (flat.device.type != self.device.type or self.device.index is not None):
             raise ValueError(
@@ -487,6 +484,11 @@ class Communicator:
 def _leave(door: Door, start: str, rank: int) -> None:
     door.forget(start, rank)
     door.close()
+
+
+def takes_nothing(dtype: torch.dtype) -> bool:
+    """The answer of no compressor to whether buckets of a dtype go through it."""
+    return False
 
 
 def _connections(config: Config, routes: Routes) -> Callable[[float], int] | None:

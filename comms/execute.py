@@ -43,7 +43,6 @@ from gradwire.compressors.base import (
     Member,
     Request,
     Work,
-    planned,
     weighted_bounds,
 )
 from gradwire.topology.cluster import Cluster
@@ -850,7 +849,8 @@ class Executor:
         by_links: set[tuple[int, ...]] = set()
         bucket = run.launch.layout
         products: Tensor | None = None
-        adasum = cast("Adasum", compressor) if planned(compressor).whole_parameters else None
+        # Of `Planned`, without a call on a bucket's path; a compressor of somebody else's has no such attribute.
+        adasum = cast("Adasum", compressor) if getattr(compressor, "whole_parameters", False) else None
         if adasum is not None and bucket is not None and transfers:
             products = adasum.products(bucket, len(transfers[0].members), run.flat.device)
         for transfer, layout, shares, shard in zip(transfers, part.layouts, part.shares, wide, strict=True):

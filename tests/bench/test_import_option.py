@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,6 @@ def test_the_study_trains_with_it(
     assert "`compressor` is 'quarters'" in capsys.readouterr().err
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))  # what follows is of this test alone
     (tmp_path / "quarter_codecs.py").write_text(CODEC.replace("halves", "quarters"))
-    steps = alone.train_alone
-    monkeypatch.setattr(alone, "train_alone", lambda task, name, options, seed: steps(task, name, options, seed, 2))
+    monkeypatch.setattr(alone, "train_alone", partial(alone.train_alone, steps=2))
     assert alone.main(["--task", "text", "--import", "quarter_codecs", "--compressor", "quarters"]) == 0
     assert "2.0 times fewer bytes" in capsys.readouterr().out

@@ -31,6 +31,8 @@ def needs(module: str) -> set[str]:
             named |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             named.add(node.value)
+            if node.value.endswith(".py"):  # a script beside it, that it starts by its file
+                named.add(f"{module.rpartition('.')[0]}.{node.value.removesuffix('.py')}")
     return named & FILES.keys()
 
 

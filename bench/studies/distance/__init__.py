@@ -1,1 +1,1 @@
-"""What distance does to a job: round trips and loss between nodes."""
+"""What distance does to a job: round trips and loss between nodes; docs/results/distance.md."""

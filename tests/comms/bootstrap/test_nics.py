@@ -88,7 +88,7 @@ def test_a_job_reports_its_nics_and_uses_them(monkeypatch: pytest.MonkeyPatch) -
             flat = torch.full((1000,), float(rank + 1))
             communicator.all_reduce(flat).wait()
             assert flat.eq(3.0).all()
-            return str(communicator.report())
+            return communicator.report().full()
         finally:
             communicator.close()
 
