@@ -87,7 +87,8 @@ def test_of_the_fast_enough_the_mildest_is_recommended() -> None:
     able = [offer for offer in advice.offers if offer.available and not offer.caution]
     fastest = min(offer.step_seconds for offer in able)
     close = [offer.compressor for offer in able if offer.step_seconds <= 1.05 * fastest]
-    assert advice.recommend.compressor == min(close, key=HARMLESS_FIRST.index)
+    known = [name for name in close if name in HARMLESS_FIRST]  # a codec that another test has registered comes last
+    assert advice.recommend.compressor == min(known, key=HARMLESS_FIRST.index)
 
 
 def test_a_compressor_that_requires_sgd_is_not_recommended_to_adam() -> None:

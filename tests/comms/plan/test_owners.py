@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -255,7 +256,7 @@ def test_only_owners_of_unequal_parts_have_many_collectives_under_way(
     connect, threads = connect_gloo, []
 
     def connecting(*arguments: Any) -> Any:
-        threads.append(arguments[-1])
+        threads.append(arguments[list(signature(connect).parameters).index("threads")])
         return connect(*arguments)
 
     monkeypatch.setattr(groups, "connect_gloo", connecting)
