@@ -107,7 +107,7 @@ def tables(results: Sequence[Result]) -> str:
         optimizers = sorted({each.entry.optimizer for each in mine})
         task, size, steps = kind
         lines = [
-            f"### {task}, {size[:-1]} M parameters, {steps} batches of each rank",
+            f"## {task}, {size[:-1]} M parameters, {steps} batches of each rank",
             "",
             _line(["method", "fewer bytes", *(f"{name}: end, seeds | over `none`" for name in optimizers)]),
         ]
