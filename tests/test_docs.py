@@ -7,6 +7,7 @@ these is in an HTML comment of the page, `<!-- before: ... -->`; a block that ca
 """
 
 import ast
+import importlib.util
 import json
 import re
 import subprocess
@@ -194,8 +195,11 @@ def test_pages_for_users_stay_short() -> None:
 def _texts_of_the_code() -> str:
     """All strings of the code, f-strings with `...` for what differs, one a line."""
     found = []
-    for folder in ("comms", "compressors", "gradwire"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
+    installed = importlib.util.find_spec("gradwire")
+    assert installed is not None and installed.origin is not None
+    top = Path(installed.origin).parent  # in a checkout its folders are links, which rglob follows only where it begins
+    for folder in (top, top / "comms", top / "compressors"):
+        for file in sorted(folder.rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(node.value)

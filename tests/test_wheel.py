@@ -207,7 +207,7 @@ def test_the_index_page_links_to_the_repository(built: Path) -> None:
     page = str(found.get_payload())
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert links and not [link for link in links if not link.startswith("https://")]
-    assert f"{REPOSITORY}/raw/v{found['Version']}/docs/pictures/speedup.png" in links
+    assert f"{REPOSITORY}/raw/v{found['Version']}/docs/pictures/training.png" in links
     assert f"Source, {REPOSITORY}" in (found.get_all("Project-URL") or [])
     assert not [each for each in found.get_all("Requires-Dist") or [] if re.match(r"torch\b", each)]
 

@@ -5,11 +5,11 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("rich", "markdown-it-py", "mdurl", "pygments", "defusedxml", "nvidia-ml-py")
 """What pip installs beside gradwire, but numpy."""
 
@@ -26,7 +26,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (folder / top).symlink_to(place)
     own = folder / "gradwire"
     own.mkdir()
-    for file in (ROOT / "gradwire").iterdir():
+    installed = find_spec("gradwire")
+    assert installed is not None and installed.origin is not None
+    for file in Path(installed.origin).parent.iterdir():
         if not file.name.startswith("_native") and file.name != "__pycache__":
             (own / file.name).symlink_to(file.resolve())
     about = folder / f"gradwire-{metadata.version('gradwire')}.dist-info"
