@@ -298,9 +298,10 @@ class GlooTransport(TorchTransport):
         """
         if self.size != 2 or tensor.nbytes < LARGE_NBYTES or (found := self._open_streams()) is None:
             return super().all_reduce(tensor, scale)
-        received = torch.empty_like(tensor)
+        received = torch.empty(tensor.nbytes, dtype=torch.uint8)
         scale_in_place(tensor, scale)
-        return _Swapped(found.exchange([(1 - self.rank, tensor, received)]), received, tensor, self.rank)
+        work = found.exchange([(1 - self.rank, tensor, received)])
+        return _Together(work, tensor, received, [Collective(ALL_REDUCE, (tensor,))], self.rank)
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
         """Issues small collectives of two ranks as one: each sends the other what is for it, in one message.
@@ -772,26 +773,6 @@ class _Together:
                 first, second = output.chunk(2) if output.numel() else (output, output)
                 (second if rank else first).copy_(own)  # which may lie there already
                 (first if rank else second).copy_(arrived)
-
-
-class _Swapped:
-    """Waits for what the other of two ranks has, and adds it up in rank order, so that both get the same bits."""
-
-    def __init__(self, work: Work, received: Tensor, tensor: Tensor, rank: int) -> None:
-        self._work = work
-        self._received = received
-        self._tensor = tensor
-        self._rank = rank
-        self._done = False
-
-    def wait(self) -> None:
-        """See `Work.wait`. Again, it does nothing: the sum is in place."""
-        if self._done:
-            return
-        self._work.wait()
-        self._done = True
-        own, other = self._tensor, self._received
-        torch.add(*((other, own) if self._rank else (own, other)), out=own)
 
 
 class SlicesToSum:
