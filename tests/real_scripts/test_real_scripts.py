@@ -1,6 +1,7 @@
 """What judges the scripts, on a repository and records made here; the scripts themselves run by `make real-scripts`."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -31,6 +32,10 @@ def test_names_and_repositories_are_unique_and_whole() -> None:
     assert all(one.command[0] == "-m" and one.needs for one in SCRIPTS if one not in fetched)
 
 
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is missing: apt-get install git")
+
+
+@needs_git
 def test_files_come_from_the_commit_that_is_named(tmp_path: Path) -> None:
     clone = tmp_path / "sources" / "owner+name"
     clone.mkdir(parents=True)
@@ -53,6 +58,7 @@ def test_files_come_from_the_commit_that_is_named(tmp_path: Path) -> None:
         take_out("owner/name", old, ["lost.py"], tmp_path / "sources", tmp_path / "out")
 
 
+@needs_git
 def test_of_a_repository_one_commit_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     origin = tmp_path / "server" / "owner" / "name"
     origin.mkdir(parents=True)

@@ -37,9 +37,11 @@ def test_without_root_the_nodes_share_a_user_namespace(monkeypatch: pytest.Monke
         "import os, socket; print(socket.gethostname(), os.readlink('/proc/self/ns/user'), os.getuid(), "
         "sorted(os.listdir('/sys/class/net')), os.listdir('/dev/shm'))"
     )
+    tc = find_tool("tc")
+    assert tc is not None
     with EmulatedCluster([1, 1], "20mbit") as cluster:
         outcome = cluster.run([sys.executable, "-c", says], timeout_seconds=60)
-        shaped = subprocess.run([*cluster.enter(1), "tc", "qdisc"], capture_output=True, text=True, check=True).stdout
+        shaped = subprocess.run([*cluster.enter(1), tc, "qdisc"], capture_output=True, text=True, check=True).stdout
     outcome.check()
     (name0, space0, *rest0), (name1, space1, *rest1) = (line.split(maxsplit=2) for line in outcome.output)
     assert (name0, name1) == ("node0", "node1")

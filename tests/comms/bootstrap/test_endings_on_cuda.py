@@ -58,9 +58,10 @@ def until(condition: Callable[[], bool]) -> None:
 class Rank:
     """A model, its state and its training on one rank, a thread."""
 
-    def __init__(self, store: Any, rank: int, nodes: str, **options: Any) -> None:
+    def __init__(self, store: Any, rank: int, nodes: str, together: threading.Barrier, **options: Any) -> None:
         torch.cuda.set_device(rank)
         self.rank = rank
+        self.together = together
         self.device = torch.device("cuda", rank)
         self.group = UsersGroup(store, rank, len(nodes), f"world of rank {rank}, {id(store)}")
         self.model = Model(self.group, self.device, SHAPES)  # type: ignore[arg-type]
@@ -88,10 +89,11 @@ class Rank:
 
 def on_ranks(nodes: str, body: Callable[[Rank], Any], fakes: dict[str, Any] | None = None, **options: Any) -> list[Any]:
     """Runs a body on every rank, with more fakes in torch.cuda, and closes the states when all are through."""
-    store, through = HashStore(), threading.Barrier(len(nodes), timeout=60)
+    store = HashStore()
+    through, together = (threading.Barrier(len(nodes), timeout=60) for _ in range(2))
 
     def run(number: int) -> Any:
-        rank = Rank(store, number, nodes, **options)
+        rank = Rank(store, number, nodes, together, **options)
         try:
             return body(rank)
         finally:
@@ -247,7 +249,7 @@ def test_a_rank_that_fails_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) 
 
     def run(number: int) -> str:
         try:
-            Rank(store, number, "aab", plan="hierarchical").state.close()
+            Rank(store, number, "aab", threading.Barrier(3), plan="hierarchical").state.close()
         except CollectiveError as error:
             return str(error)
         return "nothing"
@@ -411,6 +413,7 @@ ENOUGH = 1 << 40
 def runs_out(rank: Rank, memory: Any, allowed: int, joined: bool) -> bool:
     """Trains while gradwire gets so many tensors on rank 1; whether it goes on."""
     assert rank.error(2) is None
+    rank.together.wait()  # else a rank that is late in those steps hears of the failure in them
     named = dict(rank.model.named_parameters())
     flats = [torch.randn(named[each].numel()).to(rank.device) for (each,) in BUCKETS]
     before = [flat.cpu() for flat in flats]
