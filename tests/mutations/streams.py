@@ -9,7 +9,7 @@ _HOOK = "tests/fake_cuda/test_hook_streams.py::"
 _COMPRESSED = "tests/fake_cuda/test_compressed_streams.py::"
 _PLANTED = "tests/fake_cuda/test_mutations.py::test_gradwire_keeps"
 _TIMELINE = "tests/fake_cuda/test_timeline.py"
-_LAUNCHES = "tests/fake_cupy/test_launches.py::"
+_LAUNCHES = "tests/fake_cupy/"
 
 STREAMS = (
     Mutation(
@@ -201,7 +201,7 @@ STREAMS = (
         "    key = device.type, device.index, stream_of(device)\n",
         "    key = device.type, device.index, 0\n",
         "Two chunks' selections write the same counts.",
-        (f"{_LAUNCHES}test_no_launch_has_a_race[powersgd-owned_by_some]",),
+        (f"{_LAUNCHES}test_races.py::test_no_launch_has_a_race[powersgd-owned_by_some]",),
     ),
     Mutation(
         "tables are shared by streams",
@@ -209,7 +209,7 @@ STREAMS = (
         "    return _uploaded(tuple(words), device, stream_of(device))\n",
         "    return _uploaded(tuple(words), device, 0)\n",
         "A kernel reads a table whose copy was queued on another stream.",
-        (f"{_LAUNCHES}test_no_launch_has_a_race[dgc-alike]",),
+        (f"{_LAUNCHES}test_races.py::test_no_launch_has_a_race[dgc-alike]",),
     ),
     Mutation(
         "kernels run on CuPy's default stream",
@@ -217,6 +217,6 @@ STREAMS = (
         "    with torch.cuda.device(index), _cupy_stream(stream_of(device), index):\n",
         "    with torch.cuda.device(index):\n",
         "Nothing orders them after the collectives on torch's streams.",
-        (f"{_LAUNCHES}test_the_kernels_of_cuda_give_the_bits_of_the_cpu[int8]",),
+        (f"{_LAUNCHES}test_bits.py::test_the_kernels_of_cuda_give_the_bits_of_the_cpu[int8]",),
     ),
 )

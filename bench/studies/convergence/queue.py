@@ -13,8 +13,8 @@ A line of the list is a task, a size, an optimizer, a compressor with its option
 
 `none` is an exact sum, `accumulate` one for several batches. What the data file has is skipped, so that a queue that
 was stopped goes on; each result is a line that is appended when it is there. Trainings run in this process, on one
-thread, at the lowest priority; a lock on the data file keeps a second queue from running beside it. The list is read
-again after each training: what is added to it is done, too.
+thread, at the lowest priority unless `--nice` says another; a lock on the data file keeps a second queue from running
+beside it. The list is read again after each training: what is added to it is done, too.
 """
 
 import argparse
@@ -154,20 +154,21 @@ def train(entry: Entry) -> Result:
     )
 
 
-def run_queue(entries: Path, data: Path, until: datetime.datetime | None = None) -> None:
+def run_queue(entries: Path, data: Path, until: datetime.datetime | None = None, nice: int = LEAST_PRIORITY) -> None:
     """Does what a list has and a data file has not, until nothing is left.
 
     Args:
         entries: The list; read again after each training.
         data: Appended to.
         until: No training begins after it.
+        nice: At least so low a priority, 0 to 19: the kernel's niceness of this process.
 
     Raises:
         ValueError: The list or the data file has a line that says something else.
         RuntimeError: Another queue works on the data file.
     """
     register()
-    os.setpriority(os.PRIO_PROCESS, 0, LEAST_PRIORITY)
+    os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
     torch.set_num_threads(1)
     with data.open("a") as lines:
         try:
@@ -201,6 +202,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True, metavar="FILE.jsonl", help="a line for each result")
     parser.add_argument("--entries", type=Path, metavar="FILE", help="with run: the list of trainings")
     parser.add_argument("--until", type=_time_of_day, metavar="HH:MM", help="with run: begin none after it, in UTC")
+    parser.add_argument(
+        "--nice",
+        type=int,
+        choices=range(LEAST_PRIORITY + 1),
+        default=LEAST_PRIORITY,
+        metavar="0..19",
+        help=f"with run: the priority, 19 being the least (default {LEAST_PRIORITY})",
+    )
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="with show: the tables replace those of this page")
     parser.add_argument("--draw", type=Path, metavar="FILE.png", help="with show: the picture")
     return parser
@@ -214,7 +223,7 @@ def main(argv: list[str]) -> int:
         parser.error("`--entries` is missing")
     try:
         if options.what == "run":
-            run_queue(options.entries, options.data, options.until)
+            run_queue(options.entries, options.data, options.until, options.nice)
         else:
             results = results_from(options.data)
             print(tables(results))

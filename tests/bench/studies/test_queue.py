@@ -86,7 +86,7 @@ def test_a_queue_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     entries.write_text(LIST)
     command = [
         *(sys.executable, "-m", "gradwire.bench.studies.convergence.queue", "run"),
-        *("--entries", str(entries), "--data", str(data)),
+        *("--entries", str(entries), "--data", str(data), "--nice", "0"),
     ]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
