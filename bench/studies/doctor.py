@@ -66,6 +66,13 @@ def inside(cluster: EmulatedCluster, node: int, *words: str) -> None:
         raise RuntimeError(f"the fault cannot be planted: {' '.join(words)}: {done.stderr.strip()}")
 
 
+def shrink_shared_memory(cluster: EmulatedCluster, node: int) -> None:
+    """Leaves a node 1 MB of /dev/shm."""
+    # Told the device, too, mount repeats none of the options that are shown for the folder: in a user namespace the
+    # user's number is among them, which has no meaning there.
+    inside(cluster, node, "mount", "-o", "remount,size=1m", "tmpfs", "/dev/shm")
+
+
 @contextmanager
 def slow_link(cluster: EmulatedCluster) -> Iterator[None]:
     """One node's link has a quarter of the others' rate."""
@@ -85,7 +92,7 @@ def second_network(cluster: EmulatedCluster) -> Iterator[None]:
 @contextmanager
 def tiny_shared_memory(cluster: EmulatedCluster) -> Iterator[None]:
     """A /dev/shm of 1 MB."""
-    inside(cluster, 1, "mount", "-o", "remount,size=1m", "/dev/shm")
+    shrink_shared_memory(cluster, 1)
     yield
 
 

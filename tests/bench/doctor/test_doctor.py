@@ -29,7 +29,7 @@ from gradwire.bench.doctor.facts import (
 from gradwire.bench.doctor.picture import svg
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
-from gradwire.bench.studies.doctor import inside, other_mtu
+from gradwire.bench.studies.doctor import other_mtu, shrink_shared_memory
 from gradwire.cli import predict
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
 from gradwire.comms.config import local_rank
@@ -406,7 +406,7 @@ def test_a_healthy_cluster_has_nothing_and_a_broken_one_what_was_broken(tmp_path
     with EmulatedCluster([1, 1], "200mbit") as cluster:
         good = examine(cluster, tmp_path)
         assert good["findings"] == [] and good["exit_status"] == 0, good
-        inside(cluster, 0, "mount", "-o", "remount,size=1m", "/dev/shm")
+        shrink_shared_memory(cluster, 0)
         with other_mtu(cluster):
             bad = examine(cluster, tmp_path)
     assert bad["exit_status"] == 1 and isinstance(bad["findings"], list)
