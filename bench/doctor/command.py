@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--gradient-mb", type=float, metavar="MB", help="size of all gradients, in 10^6 bytes (default: 100)"
     )
-    options.add_argument("--step-seconds", type=float, metavar="S", help="a step of your training, if you know it")
+    options.add_argument("--step-seconds", type=float, metavar="S", help="a step of your training on all these nodes")
     options.add_argument(
         "--link", metavar="RATE", help="what a node's link should give, 25gbit, where its card does not say"
     )

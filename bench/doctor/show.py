@@ -9,6 +9,7 @@ from rich.table import Table
 from gradwire.bench.doctor.checks.steps import step_split
 from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
+from gradwire.comms.plan import overlap
 
 MOST_PAIRS = 15
 
@@ -58,8 +59,7 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
 def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
     """What it comes to and what to type next, whether or not something is wrong: the second line begins with `Type: `.
 
-    A step in which n nodes compute for t seconds and then exchange for e, with nothing hidden, does n t / (t + e) times
-    what one node does in it. Hiding the exchange behind backward makes that better, so the verdict is the cautious one.
+    By the model of `comms/plan/overlap.py`, as `gradwire predict` has it.
 
     Args:
         facts: Of the job.
@@ -86,17 +86,19 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
     exact = facts.exchange_seconds(good)
     small = exact / CODES_SHARE
     first = "Once that is mended" if found else "Nothing is broken"
-    if facts.step_seconds is not None:
-        alone = compute_seconds(facts)
+    alone = computed_seconds(facts)
+    if alone is not None:
+        gains = [count * alone / overlap.step_seconds(alone, each) for each in (exact, small)]
         line = (
-            f"{first}: {count} nodes train about {count * alone / (alone + exact):.2g} times as much as one with an "
-            f"exact exchange, {count * alone / (alone + small):.2g} times with int8."
+            f"{first}: {count} nodes train about {gains[0]:.2g} times as much as one with an exact exchange, "
+            f"{gains[1]:.2g} times with int8."
         )
     else:
         line = (
             f"{first}: {count} nodes beat one where a step on one node alone takes more than "
-            f"{seconds(exact / (count - 1))}, with int8 more than {seconds(small / (count - 1))}. Below that the link "
-            f"({rate(good)}) decides, and no setting mends it: fewer bytes or fewer exchanges do."
+            f"{seconds(overlap.least_compute_seconds(count, exact))}, with int8 more than "
+            f"{seconds(overlap.least_compute_seconds(count, small))}. Below that the link ({rate(good)}) decides, and "
+            "no setting mends it: fewer bytes or fewer exchanges do."
         )
     return [f"{line}{_faster_backend(facts)}", f"Type: {predict_command(facts)}"]
 
@@ -110,14 +112,16 @@ def _faster_backend(facts: JobFacts) -> str:
     return f' gloo took {gloo / ours:.1f} times as long as init_process_group("gradwire").'
 
 
-def compute_seconds(facts: JobFacts) -> float:
-    """What of a step of the job is no exchange, if nothing of it is hidden: a tenth at least.
+def computed_seconds(facts: JobFacts) -> float | None:
+    """What a step of the job computes; None where no step is known, or one that has no room for its own exchange.
 
     Args:
-        facts: Of the job; a step is known.
+        facts: Of the job.
     """
-    assert facts.step_seconds is not None
-    return max(facts.step_seconds - facts.exchange_seconds(facts.good_rate()), 0.1 * facts.step_seconds)
+    exchange = facts.exchange_seconds(facts.good_rate())
+    if facts.step_seconds is None or facts.step_seconds <= exchange:
+        return None
+    return overlap.compute_seconds(facts.step_seconds, exchange)
 
 
 def predict_command(facts: JobFacts) -> str:
@@ -127,7 +131,8 @@ def predict_command(facts: JobFacts) -> str:
         facts: Of the job; links were measured.
     """
     ranks = max(len(node) for node in facts.nodes)
-    backward = f" --backward-ms {1e3 * compute_seconds(facts):.3g}" if facts.step_seconds is not None else ""
+    computed = computed_seconds(facts)
+    backward = f" --backward-ms {1e3 * computed / (1 + overlap.FORWARD_SHARE):.3g}" if computed is not None else ""
     return (
         f"gradwire predict --preset {'pcie_box' if facts.has_gpus else 'cpu_only'} --nodes {len(facts.nodes)} "
         f"--ranks-per-node {ranks} --nic {max(1, round(8 * facts.good_rate() / 1e6))}mbit "
@@ -152,7 +157,12 @@ def headline(facts: JobFacts) -> list[str]:
             f"their exchange takes at least {seconds(least)} in every step."
         ),
     ]
-    if facts.step_seconds is not None and least > 0.5 * facts.step_seconds:
+    if facts.step_seconds is not None and least >= facts.step_seconds:
+        lines.append(
+            "A step that is shorter than its own exchange is none of this job: is --gradient-mb its size, and "
+            "--step-seconds a step on all nodes?"
+        )
+    elif facts.step_seconds is not None and least > 0.5 * facts.step_seconds:
         lines.append(
             "That alone is more than half a step: faster links, larger batches, or fewer bytes are what helps."
         )

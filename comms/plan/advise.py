@@ -265,12 +265,17 @@ def caution_of(compressor: str, optimizer: str) -> str:
         optimizer: `sgd`, `adam`, ...; or `ANY_OPTIMIZER`.
     """
     if optimizer == ANY_OPTIMIZER:
-        cautions = (caution_of(compressor, each) for each in TRIED_OPTIMIZERS)
-        return next((f"{caution}; say which yours is" for caution in cautions if caution), "")
+        reasons = (_caution(compressor, each) for each in TRIED_OPTIMIZERS)
+        return next((f"{reason}; say which optimizer is yours" for reason in reasons if reason), "")
+    reason = _caution(compressor, optimizer)
+    return f"{reason}; the optimizer is {optimizer}" if reason and compressor in SGD_ONLY else reason
+
+
+def _caution(compressor: str, optimizer: str) -> str:
     if compressor in RARE:
         return f"{compressor} is untested on the gradient of every step: {RARE[compressor]}"
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":
-        return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]}); the optimizer is {optimizer}"
+        return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]})"
     # One of the user's own has options that nobody knows here, and nothing is known of it.
     options = options_of(compressor) if compressor in HARMLESS_FIRST else {}
     cost = known_to_end_behind(compressor, options, optimizer)

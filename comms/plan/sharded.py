@@ -56,10 +56,6 @@ UNITS = 33
 """Calls of `fully_shard` where nothing else is known: 32 blocks and the root, as in a model of 7 billion parameters.
 Source: Touvron et al., "LLaMA: open and efficient foundation language models", 2023, table 2."""
 
-FORWARD_SHARE = 0.5
-"""A forward pass takes this share of a backward pass where only that is known. Source: Kaplan et al., "Scaling laws for
-neural language models", 2020, section 2.1: the backward pass does about twice the operations."""
-
 OPTIMIZER_NBYTES = {"sgd": 4.0, "adagrad": 4.0}
 """State for each parameter in float32: SGD's momentum, Adagrad's sum."""
 OTHER_OPTIMIZER_NBYTES = 8.0

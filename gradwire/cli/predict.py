@@ -36,6 +36,8 @@ PRESETS: dict[str, Callable[[], Machine]] = {
     "pcie_box_8": partial(pcie_box, 8),
     "cpu_only": cpu_only,
 }
+ASSUMED = "pcie_box"
+"""The machine where none is given: who comes with a slow link has no DGX."""
 MOST_RANKS = 2**17
 """Planning for more takes minutes."""
 MOST_MEGABYTES = 1e8
@@ -45,6 +47,7 @@ BOUNDS = {
     "ranks_per_node": (1, 1024),
     "nics_per_node": (1, 1024),
     "backward_ms": (0, 1e9),
+    "forward_ms": (0, 1e9),
     "bucket_mb": (1e-6, MOST_MEGABYTES),
     "accumulate": (1, 1e6),
 }
@@ -88,14 +91,16 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's options."""
     parser = CommandParser(
         prog="gradwire predict",
-        usage="%(prog)s (--preset NAME | --topology FILE)\n"
+        usage="%(prog)s [--preset NAME | --topology FILE]\n"
         "       (--gradient-mb MB | --parameters N | --model-json FILE\n        | --model NAME | --models) [options]",
         description="Predicts the time of every plan and compressor on a cluster, and recommends one.",
         epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 "
         "--backward-ms 45",
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--preset", choices=sorted(PRESETS), help="a well-known machine")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--preset", choices=sorted(PRESETS), help=f"a well-known machine (default {ASSUMED}, which is then said)"
+    )
     source.add_argument(
         "--topology",
         type=Path,
@@ -133,6 +138,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="MS",
         help="a backward pass without communication (default: not known)",
+    )
+    parser.add_argument(
+        "--forward-ms",
+        type=float,
+        metavar="MS",
+        help="a forward pass, and what else a step computes (default: half of backward)",
     )
     parser.add_argument(
         "--bucket-mb", type=float, default=BUCKET_NBYTES / 2**20, metavar="MIB", help="DDP's bucket_cap_mb (default 25)"
@@ -176,7 +187,11 @@ def read_question(options: argparse.Namespace) -> Question:
             raise ValueError(f"`plot` is {options.plot}; wanted a name that ends in {', '.join(PICTURES)}")
         check_can_plot("plot")
         check_output("plot", options.plot)
-    machine = PRESETS[options.preset]() if options.preset else read_file(options.topology)
+    if options.forward_ms is not None and not options.backward_ms and options.model is None:
+        raise ValueError(
+            f"`forward-ms` is {options.forward_ms:g} without `backward-ms`; wanted both: gradients travel in backward"
+        )
+    machine = machine_of(options)
     ranks = options.ranks_per_node or max(1, len(machine.gpus))
     check_number("nodes", options.nodes, 1, MOST_RANKS // ranks)
     if options.model is not None:
@@ -186,6 +201,18 @@ def read_question(options: argparse.Namespace) -> Question:
         options.gradient_mb if options.parameters is None else options.parameters * ELEMENT_NBYTES / 1e6,
     )
     return Question(machine, options, layout, _workload(options, nbytes, options.backward_ms / 1e3))
+
+
+def machine_of(options: argparse.Namespace) -> Machine:
+    """One of the nodes.
+
+    Args:
+        options: Of the command line.
+
+    Raises:
+        TopologyError: The topology file cannot be used.
+    """
+    return read_file(options.topology) if options.topology is not None else PRESETS[options.preset or ASSUMED]()
 
 
 def question_about(model: PublicModel, machine: Machine, options: argparse.Namespace) -> Question:
@@ -202,8 +229,16 @@ def question_about(model: PublicModel, machine: Machine, options: argparse.Names
 
 
 def _workload(options: argparse.Namespace, nbytes: int, backward_seconds: float) -> Workload:
-    bucket_nbytes = round(options.bucket_mb * 2**20)
-    return Workload(nbytes, backward_seconds, bucket_nbytes, options.optimizer, options.accumulate)
+    forward = predict_sharded.forward_seconds(options, backward_seconds)
+    return Workload(
+        gradient_nbytes=nbytes,
+        backward_seconds=backward_seconds,
+        bucket_nbytes=round(options.bucket_mb * 2**20),
+        optimizer=options.optimizer,
+        accumulate=options.accumulate,
+        micro_seconds=forward + backward_seconds,
+        rest_seconds=forward,
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -241,6 +276,7 @@ def main(argv: list[str]) -> int:
                     planning_seconds,
                     everything=options.all,
                     gains=gains,
+                    assumed="" if options.preset or options.topology else ASSUMED,
                 )
         if options.plot is not None:
             with working("pricing clusters of other sizes"), writing("plot", options.plot):
@@ -255,10 +291,11 @@ def _answer_models(options: argparse.Namespace) -> None:
     """Prints the table of public models; links and numbers of nodes are its own."""
     for name, refused in (("nodes", options.nodes != 1), ("nic", options.nic), ("nics-per-node", options.nics_per_node),
                           ("sharded", options.sharded), ("plot", options.plot), ("backward-ms", options.backward_ms),
+                          ("forward-ms", options.forward_ms is not None),
                           ("accumulate", options.accumulate != 1)):  # fmt: skip
         if refused:
             raise ValueError(f"`{name}` is given with `models`, which has its own; leave it out, or take `model NAME`")
-    machine = PRESETS[options.preset]() if options.preset else read_file(options.topology)
+    machine = machine_of(options)
 
     def ask(model: PublicModel, nodes: int, rate: str, cards: int, *, halved: bool = False) -> Advice:
         question = question_about(model, machine, options)

@@ -12,9 +12,9 @@ from gradwire.cli.predict_show import describe_cluster, describe_effort
 from gradwire.comms.plan.advise import ANY_OPTIMIZER
 from gradwire.comms.plan.codec_price import codec_price
 from gradwire.comms.plan.machine_cluster import codec_bytes_per_second, library_of
+from gradwire.comms.plan.overlap import FORWARD_SHARE
 from gradwire.comms.plan.sharded import (
     FLAT,
-    FORWARD_SHARE,
     FULL,
     HIERARCHICAL,
     HYBRID,
@@ -33,10 +33,10 @@ from gradwire.topology.graph import Machine
 DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CLEARLY = 0.01
 """A row that loses more is shown only where it is faster by more than this share."""
-_BOUNDS = {"forward_ms": (0, 1e9), "activations_gb": (0, 1e6), "gpu_memory_gb": (1e-3, 1e6), "units": (1, 10**5)}
+_BOUNDS = {"activations_gb": (0, 1e6), "gpu_memory_gb": (1e-3, 1e6), "units": (1, 10**5)}
 """Option -> the least and the most that makes sense."""
 OWN_OPTIONS = (
-    "forward_ms", "units", "param_dtype", "reduce_dtype", "reshard_after_forward", "gpu_memory_gb", "activations_gb"
+    "units", "param_dtype", "reduce_dtype", "reshard_after_forward", "gpu_memory_gb", "activations_gb"
 )  # fmt: skip
 
 
@@ -47,12 +47,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--sharded",
         choices=(FULL, HYBRID),
         help="FSDP2 over all ranks (full), or inside the nodes with replicas between them (hybrid), instead of DDP",
-    )
-    group.add_argument(
-        "--forward-ms",
-        type=float,
-        metavar="MS",
-        help="a forward pass without communication (default: half of backward)",
     )
     group.add_argument("--units", type=int, metavar="N", help=f"calls of fully_shard (default {UNITS})")
     group.add_argument("--param-dtype", choices=DTYPE_NBYTES, help="of gathered weights (default float32)")
@@ -87,6 +81,16 @@ def _spelled(name: str) -> str:
     return name.replace("_", "-")
 
 
+def forward_seconds(options: argparse.Namespace, backward_seconds: float) -> float:
+    """A forward pass, as long as half of a backward pass unless it is given.
+
+    Args:
+        options: Of the command line.
+        backward_seconds: Of a backward pass.
+    """
+    return backward_seconds * FORWARD_SHARE if options.forward_ms is None else options.forward_ms / 1e3
+
+
 def workload_of(options: argparse.Namespace, machine: Machine, layout: Layout) -> ShardedWorkload:
     """What one step moves, from checked options.
 
@@ -96,10 +100,9 @@ def workload_of(options: argparse.Namespace, machine: Machine, layout: Layout) -
         layout: The model's parameters.
     """
     backward = options.backward_ms / 1e3
-    forward = backward * FORWARD_SHARE if options.forward_ms is None else options.forward_ms / 1e3
     return ShardedWorkload(
         numel=layout.numel,
-        forward_seconds=forward,
+        forward_seconds=forward_seconds(options, backward),
         backward_seconds=backward,
         units=options.units or UNITS,
         param_nbytes=DTYPE_NBYTES[options.param_dtype or "float32"],

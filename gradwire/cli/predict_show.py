@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.comms.plan.advise import Advice, Offer, Workload, ms
+from gradwire.comms.plan.overlap import least_compute_seconds
 from gradwire.topology.cluster import Cluster
 
 Object = dict[str, object]
@@ -38,6 +39,7 @@ def as_json(
             for level in cluster.levels
         },
         "gradient_nbytes": workload.gradient_nbytes,
+        "forward_seconds": workload.rest_seconds,
         "backward_seconds": workload.backward_seconds,
         "accumulate": workload.accumulate,
         "plans": {offer.name: _offer(offer) for offer in advice.offers},
@@ -100,8 +102,7 @@ class Gains:
 def break_even(nodes: int, advice: Advice) -> str:
     """From which step on the nodes beat one of them, where how long a step takes was not given; empty for one node.
 
-    A step of t seconds on one node takes n nodes t plus an exchange of e that nothing hides: they train n t / (t + e)
-    times as much, which is more than one from t = e / (n - 1) on. What is hidden makes it better.
+    By the model of `comms/plan/overlap.py`.
 
     Args:
         nodes: How many there are.
@@ -109,8 +110,9 @@ def break_even(nodes: int, advice: Advice) -> str:
     """
     if nodes < 2:
         return ""
-    flat = advice.offer("flat").seconds / (nodes - 1)
-    best = next(offer for offer in advice.offers if _is_recommended(offer, advice)).seconds / (nodes - 1)
+    flat = least_compute_seconds(nodes, advice.offer("flat").seconds)
+    recommended = next(offer for offer in advice.offers if _is_recommended(offer, advice))
+    best = least_compute_seconds(nodes, recommended.seconds)
     said = f"{nodes} nodes beat one where a step on one node takes more than {ms(flat)} ms with plain DDP"
     return said + (f", {ms(best)} ms with what is recommended" if best < 0.99 * flat else "") + "."
 
@@ -153,6 +155,7 @@ def as_table(
     *,
     everything: bool = False,
     gains: Gains | None = None,
+    assumed: str = "",
 ) -> None:
     """Prints the advice: what the nodes gain, the recommendation, then the rows that bear on it.
 
@@ -164,6 +167,7 @@ def as_table(
         planning_seconds: How long finding it took.
         everything: Every row, with what other libraries run.
         gains: Of the nodes over one of them, where they are known.
+        assumed: Which machine was taken because none was given.
     """
     chosen, known = advice.recommend, workload.backward_seconds > 0
     first = str(gains) if gains is not None else break_even(len(cluster.nodes), advice)
@@ -173,8 +177,10 @@ def as_table(
     console.print(f"write: {write_line(advice)}", highlight=False, markup=False)
     console.print(f"{chosen.why}\n", highlight=False)
     console.print(
-        f"{describe_cluster(cluster)}; {workload.gradient_nbytes / 1e6:.1f} MB of gradients"
-        + (f", backward {workload.backward_seconds * 1e3:g} ms" if known else "")
+        f"{describe_cluster(cluster)}"
+        + (f" (assumed: {assumed}; --preset or --topology says which)" if assumed else "")
+        + f"; {workload.gradient_nbytes / 1e6:.1f} MB of gradients"
+        + (f", forward {ms(workload.rest_seconds)} ms, backward {ms(workload.backward_seconds)} ms" if known else "")
         + (f", {workload.accumulate} micro-batches a step" if workload.accumulate > 1 else ""),
         highlight=False,
     )
@@ -188,6 +194,7 @@ def as_table(
     legend = [
         "*: recommended",
         "flat: one all-reduce over all ranks, as plain DDP",
+        *(["step: forward, backward, and what communication adds"] if known else []),
         "comm: one all-reduce of all gradients",
         "NIC: sent by a node",
     ]
@@ -290,7 +297,7 @@ def draw(file: Path, advice_for: Callable[[int], Advice], nodes: int) -> None:
         if name in known:
             axes.plot(counts, [advice.offer(name).step_seconds * 1e3 for advice in advices], marker=".", label=name)
     axes.axvline(nodes, color="grey", linewidth=0.8)
-    axes.set(xscale="log", xlabel="nodes", ylabel="step: backward and what communication adds (ms)")
+    axes.set(xscale="log", xlabel="nodes", ylabel="step (ms)")
     axes.set_xscale("log", base=2)
     axes.legend(fontsize="small")
     figure.savefig(file)

@@ -158,6 +158,6 @@ def test_nothing_is_recommended_that_the_convergence_page_calls_behind() -> None
 
 def test_an_optimizer_that_nobody_has_said_gets_what_fits_all() -> None:
     for name in ("onebit", "dgc", "powersgd", "chunk_topk"):
-        assert caution_of(name, ANY_OPTIMIZER).endswith("say which yours is")
+        assert caution_of(name, ANY_OPTIMIZER).endswith("say which optimizer is yours")
     for name in ("fp16", "bf16", "int8", "int4", "waterfill4", "waterfill3"):
         assert caution_of(name, ANY_OPTIMIZER) == ""
