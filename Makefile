@@ -34,7 +34,7 @@ WORKERS ?= 3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run test test-fast hosts mpi adapters real-scripts lint floors conformance wheel fresh-debian torch-versions clean always
+.PHONY: run help test test-fast hosts mpi adapters real-scripts lint floors conformance wheel fresh-debian torch-versions clean always
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -71,14 +71,23 @@ wheel := $(if $(filter-out run,$(MAKECMDGOALS))$(wildcard $(stamp)run),,$(shell 
 # What is missing is said at once, before anything is downloaded.
 prerequisites := PYTHON=$(PYTHON) .ci/prerequisites $(if $(wheel),--wheel)
 
+# How to use what was installed for it.
+go_on := echo "torchrun and gradwire are in this environment: . $(prefix)/bin/activate"
+
 ifneq ($(wheel),)
 # The current folder has the sources, and not the compiled part.
 run: $(stamp)wheel
 	PYTHONSAFEPATH=1 $(python) -m gradwire.bench.train.main_job $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+	@$(go_on)
 else
 run: $(stamp)run
 	$(python) -m gradwire.bench.train.main_job $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+	@$(go_on)
 endif
+
+# The comments at the top.
+help:
+	@sed -n '/^# make run/,/^$$/s/^# \{0,1\}//p' Makefile
 
 test: $(stamp)test
 	$(python) -m pytest -n $(WORKERS) --dist loadfile $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
@@ -154,7 +163,7 @@ clean:
 
 $(stamp)run: $(stamp)torch $(sources) $(call fresh,$(stamp)run)
 	@$(prerequisites)
-	@echo "installing gradwire with its compiled part ..."
+	@echo "installing gradwire with its compiled part: a minute or two of compiling ..."
 	@rm -f $(stamp)wheel
 	$(pip) $(constraints) -e .
 	@echo $(CURDIR) > $@
@@ -223,6 +232,7 @@ $(stamp)torch: constraints.txt | $(python)
 
 $(python):
 	@$(prerequisites)
+	@echo "making an environment in .venv ..."
 	python3 -m venv .venv
 else
 $(stamp)torch:

@@ -402,6 +402,7 @@ class Communicator:
             links,
             rank=self.rank,
             summary=summarise_plans(in_use, self.cluster.level_names),
+            one_node=len(self.cluster.nodes) == 1,
         )
 
     def abort(self, reason: str) -> None:

@@ -204,6 +204,7 @@ class Report:
         rank: Whose report this is, in its group.
         choices: What `compressor="auto"` has chosen; None with another one, and before its first choice.
         summary: The plans and the reason in two lines, without what differs from bucket to bucket.
+        one_node: All ranks are on one node: nothing travels between nodes, whatever the plan.
     """
 
     cluster: str
@@ -218,6 +219,7 @@ class Report:
     rank: int = 0
     choices: Choices | None = None
     summary: tuple[str, ...] = ()
+    one_node: bool = False
 
     def to_dict(self) -> dict[str, object]:
         """All of it as dicts, lists, numbers, strings and None, as JSON holds them; keys are the attributes' names."""
@@ -278,7 +280,7 @@ class Report:
     def __str__(self) -> str:
         """Five lines, and one for each finding: what is chosen, who is waited for, what hung. `full()` has the rest."""
         short = [self._head(), *self.links[:1], *self.summary, self._sent()]
-        lines = [textwrap.shorten(line, COLUMNS, placeholder=" ...") for line in short]
+        lines = [_in_one_line(line) for line in short]
         return "\n".join([*lines, *(_wrapped(line) for text in self._findings() for line in text.splitlines())])
 
     def _head(self) -> str:
@@ -292,7 +294,7 @@ class Report:
         ]
 
     def _sent(self) -> str:
-        outside = [row for row in self.rows if not row.level.startswith(INSIDE)]
+        outside = [row for row in self.rows if not self.one_node and not row.level.startswith(INSIDE)]
         nbytes = sum(row.wire_nbytes for row in outside or self.rows) / max(self.steps, 1)
         where = "to other nodes" if outside else "inside the node"
         return f"this rank sent {nbytes / 1e6:.3g} MB a step {where}; report().full() has every phase"
@@ -301,6 +303,13 @@ class Report:
 COLUMNS = 80
 """Of a terminal; what is printed keeps to them."""
 INSIDE = LEVEL_NAMES[0]
+
+
+def _in_one_line(text: str) -> str:
+    """As many whole sentences as a line holds, or the words of the first one that it holds."""
+    if len(text) > COLUMNS and 0 < (end := text.rfind(". ", 0, COLUMNS)):
+        return text[: end + 1]
+    return textwrap.shorten(text, COLUMNS, placeholder=" ...")
 
 
 def _wrapped(line: str) -> str:

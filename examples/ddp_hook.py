@@ -1,7 +1,7 @@
 """A small training with gradwire's DDP hook: the two lines that it takes are marked.
 
 torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py                  # --device cuda: on two GPUs
-sudo env "PATH=$PATH" gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit -- python examples/ddp_hook.py
+gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit -- python examples/ddp_hook.py
 """
 
 import argparse

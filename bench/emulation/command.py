@@ -38,8 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="gradwire emulate",
         usage="%(prog)s --nodes N --ranks-per-node R [options] -- COMMAND...",
         description="Runs COMMAND as the ranks of a job on emulated nodes, with torchrun's environment variables. Each "
-        "node has its own hostname, /dev/shm, processes and network; all are gone when the command ends. Needs "
-        "root. A COMMAND that starts with `python` runs under gradwire's own interpreter.",
+        "node has its own hostname, /dev/shm, processes and network; all are gone when the command ends. Needs root or "
+        "a kernel that lets users make user namespaces. A COMMAND that starts with `python` runs under gradwire's own "
+        "interpreter.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes")

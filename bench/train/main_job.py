@@ -32,6 +32,15 @@ HOOKS = ["plain", "gradwire", "gradwire:int8"]
 """The rows of the table; the first is what the others are compared with. Of the compressors that fit the job's AdamW,
 int8 sends the fewest bytes without costing loss, or a dense start that would be the whole of a run as short as this."""
 
+STEPS = 56
+"""Of each hook."""
+LEAST_STEPS = 12
+"""Fewer say nothing of the loss."""
+BUDGET_SECONDS = 300.0
+"""Where a step takes so long that all of them would take longer, fewer are made."""
+STEPS_IN_COMPUTATIONS = 5.0
+"""What one step of each of `HOOKS` takes, in computations of a step: plain DDP 2, by the choice of the links' rate; the
+others less."""
 CALIBRATION_STEPS = 8
 READABLE_MBIT = (5, 8, 10, 15, 20, 25, 30, 40, 50, 60, 80, 100, 120, 150, 200, 300, 400)
 TIMEOUT_SECONDS = 900.0
@@ -103,11 +112,28 @@ def readable_rate(nbytes: float, seconds: float) -> str:
     return f"{min(READABLE_MBIT, key=lambda readable: abs(readable / mbit - 1))}mbit"
 
 
-def calibrate(batch: int) -> str:
-    """Measures plain DDP on links without a limit, and returns the rate that doubles its step.
+def steps_within(computation_seconds: float) -> int:
+    """Returns how many steps of each hook there is time for; says so where these are fewer than usual.
+
+    Args:
+        computation_seconds: Of a step without communication.
+    """
+    round_seconds = STEPS_IN_COMPUTATIONS * computation_seconds
+    steps = max(LEAST_STEPS, min(STEPS, round(BUDGET_SECONDS / round_seconds)))
+    fewer = f", in place of {STEPS} (--steps says another number)" if steps < STEPS else ""
+    minutes = max(1, round(steps * round_seconds / 60))
+    console.print(f"{steps} steps of each{fewer}: about {minutes} minute{'s' if minutes > 1 else ''}")
+    return steps
+
+
+def calibrate(batch: int) -> tuple[str, float]:
+    """Measures plain DDP on links without a limit.
 
     Args:
         batch: Sequences per rank and step.
+
+    Returns:
+        The rate of links that doubles its step, and the seconds that a step computes.
     """
     what = "calibrating: a few steps of plain DDP on links without a limit"
     console.print(f"{what} ...")
@@ -120,7 +146,7 @@ def calibrate(batch: int) -> str:
         f"node's link, so the links get {rate}: communication about as long as computation, as for a Swin-T on 8 GPUs "
         "behind 25 Gbit"
     )
-    return rate
+    return rate, plain.seconds_per_step
 
 
 def presume_rate(batch: int) -> str:
@@ -209,16 +235,19 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         results = train_on(
             None,
             hooks,
-            steps=options.steps,
+            steps=options.steps or STEPS,
             batch=options.batch,
             device=options.device,
             nic_bits_per_second=bits_per_second,
         )
         title = f"2 logical nodes x 2 ranks; times predicted for {format_rate(bits_per_second)} links"
     else:
-        rate = options.nic or calibrate(options.batch)
+        rate, steps = options.nic, options.steps or STEPS
+        if rate is None:
+            rate, computation_seconds = calibrate(options.batch)
+            steps = options.steps or steps_within(computation_seconds)
         with EmulatedCluster(NODES, rate) as cluster:
-            results = train_on(cluster, hooks, steps=options.steps, batch=options.batch)
+            results = train_on(cluster, hooks, steps=steps, batch=options.batch)
             bits_per_second = cluster.nic_bits_per_second
             assert bits_per_second is not None
             title = f"2 nodes x 2 ranks, {format_rate(bits_per_second)} links"
@@ -250,7 +279,11 @@ def main(argv: list[str]) -> int:
         prog="python -m gradwire.bench.train.main_job", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--hook", action="append", help=f"rows of the table (default {' '.join(HOOKS)}); repeatable")
-    parser.add_argument("--steps", type=int, default=56, help="optimizer steps of each (default 56)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help=f"optimizer steps of each (default {STEPS}, or what {BUDGET_SECONDS / 60:.0f} minutes hold)",
+    )
     parser.add_argument("--batch", type=int, default=24, help="sequences per rank and step (default 24)")
     parser.add_argument("--nic", metavar="RATE", help="rate of the links (default: measured, see above)")
     parser.add_argument(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from gradwire.bench.emulation.rate import parse_rate
-from gradwire.bench.train.main_job import READABLE_MBIT, counted_table, main, readable_rate, result_table
+from gradwire.bench.train.main_job import READABLE_MBIT, counted_table, main, readable_rate, result_table, steps_within
 from gradwire.bench.train.story import foretell, tell
 from gradwire.bench.train.train import TrainingResult
 from gradwire.comms.plan.advise import caution_of
@@ -140,6 +140,16 @@ def test_where_no_link_can_be_made_slow_the_first_line_says_so(
     assert said.startswith("No gain in seconds can be shown") and "no veth" in said.partition("\n\n")[0]
     assert asked == [None, 50_000_000]  # 3 MB in 0.5 s
     assert "faster" not in said and "lost" not in said and "speed-up" not in said
+
+
+@pytest.mark.parametrize(("seconds", "steps", "minutes"), [(0.05, 56, 1), (1.0, 56, 5), (2.0, 30, 5), (60.0, 12, 60)])
+def test_slow_machines_make_fewer_steps_and_hear_how_long_it_takes(
+    seconds: float, steps: int, minutes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert steps_within(seconds) == steps
+    said = capsys.readouterr().out
+    assert said.startswith(f"{steps} steps of each") and f"about {minutes} minute" in said
+    assert ("in place of 56" in said) is (steps < 56)
 
 
 def test_a_rate_that_makes_no_sense_is_an_error(

@@ -1,5 +1,7 @@
 """What the hook prints: the plan once, sizes as ranges, 80 columns, five lines, and all of it on request."""
 
+from dataclasses import replace
+
 import pytest
 
 from gradwire.comms.execute import PhaseTotals
@@ -71,3 +73,12 @@ def test_what_is_wrong_stands_below_the_five_lines() -> None:
     assert max(map(len, lines)) <= COLUMNS and len(lines) > 6
     assert any(line.startswith("waited for: ranks 2, 3") or "waited for: rank 2, 3" in line for line in lines)
     assert any(line.startswith("last stall: rank 5") for line in lines)
+
+
+def test_a_line_that_is_too_long_ends_with_a_sentence_and_one_node_sends_nothing_to_others() -> None:
+    whole = "why: Nothing to save. (Chosen for buckets of 26.2 MB, and used for all sizes.)"
+    alone = replace(report(), one_node=True, summary=(whole,))
+    lines = str(alone).splitlines()
+    assert len(whole) <= COLUMNS and whole in lines
+    assert any("inside the node" in line for line in lines) and not any("to other nodes" in line for line in lines)
+    assert "why: Nothing to save." in str(replace(alone, summary=(f"{whole} More.",))).splitlines()
