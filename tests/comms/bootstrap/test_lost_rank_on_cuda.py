@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -67,7 +68,10 @@ def train(rank: int, nodes: str, how: dict[int, str], options: dict[str, Any], u
         found["seconds"] = 0.0
     del state, training, model
     began = time.monotonic()
-    atexit._run_exitfuncs()  # what the interpreter does at its end; a process of the test's server skips it
+    # What the interpreter does at its end. A process of the test's server skips it, and since Python 3.13 it has also
+    # forgotten what was to be done: the finalizers are told again.
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     found["exit_seconds"] = time.monotonic() - began
     deadline = time.monotonic() + SECONDS
     while (left := own_threads()) and time.monotonic() < deadline:
