@@ -11,6 +11,7 @@ binding.
 from collections import deque
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,7 +45,9 @@ def _packed(name: str) -> Callable[..., dist.Work]:
         by_name = {
             key: (read if key.startswith("input") else written).pack(argument) for key, argument in named.items()
         }
-        work = delegate(group, *positional, **by_name)
+        first = next(iter(tensors_in([*positional, *by_name.values()])), None)
+        device = None if first is None else first.device
+        work = group.issue(lambda: delegate(group, *positional, **by_name), device)
         if not written.copies:
             return work
         outputs = tensors_in([*arguments[:1], *(named[key] for key in named if not key.startswith("input"))])
@@ -77,6 +80,15 @@ class DelegatingGroup(dist.ProcessGroup):
             self._outstanding.popleft()
         self._outstanding.append(work)
         return work
+
+    def issue(self, collective: Callable[[], dist.Work], device: torch.device | None) -> dist.Work:
+        """Has the inner group issue a collective.
+
+        Args:
+            collective: Does it.
+            device: Of its tensors; None where it has none.
+        """
+        return collective()
 
     @outside_graphs
     def barrier(self, *arguments: object, **named: object) -> dist.Work:

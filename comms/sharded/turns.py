@@ -28,7 +28,7 @@ class TorchGroups:
         """Issues a collective on one of torch's groups from the current stream, in its turn.
 
         Args:
-            group: On gradwire's own, whose transports take turns by themselves, it is issued as it is.
+            group: One of gradwire's own takes its turn by itself, so that it is issued as it is.
             collective: Returns its work, or None where the current stream waits for it.
         """
         if group not in self._issuers:

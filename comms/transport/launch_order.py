@@ -158,6 +158,10 @@ class Devices:
         for each in issuers:
             each.turns = turns
 
+    def serves(self, device: torch.device) -> bool:
+        """Whether communicators are counted in on a CUDA device, given with its index."""
+        return bool(self._issuers.get(device.index))
+
     def wait_for_last(self, device: torch.device) -> None:
         """Puts the current stream behind what has been issued last, where communicators take turns.
 

@@ -1,6 +1,7 @@
 """Law: what several communicators of one GPU issue starts in one order on all ranks, by NCCL, by room or by events."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.config import LAUNCH_ORDER, launch_order
+from gradwire.comms.backend import process_group
+from gradwire.comms.backend.process_group import GradwireGroup, OwnOptions
+from gradwire.comms.config import LAUNCH_ORDER, Config, launch_order
 from gradwire.comms.transport import launch_order as module
 from gradwire.comms.transport.launch_order import KEPT_FROM, Devices, TorchIssuer
 from gradwire.comms.transport.nccl import INTER_NODE_CTAS, NODE_CTAS, NcclTransport
@@ -177,3 +180,55 @@ def test_what_torch_issues_by_itself_waits_for_the_last_where_there_is_no_room(
     log.clear()
     devices.wait_for_last(DEVICE)
     assert log == (["wait for node"] if room == NODE_CTAS else [])
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradwireGroup]:
+    """One of a single rank, whose torch's own group has an NCCL; `devices` counts it in for themselves."""
+    monkeypatch.setattr(module, "multiprocessors", lambda device: NODE_CTAS)
+    monkeypatch.setattr(module, "devices", Devices())
+    monkeypatch.setattr(process_group, "nccl_backend_of", lambda group, device: "torch's NCCL")
+    made = GradwireGroup(OwnOptions(dist.HashStore(), 0, 1, timedelta(seconds=9), "one", [0]), Config())
+    yield made
+    made.shutdown()
+
+
+def test_what_a_group_of_the_backend_leaves_to_torchs_nccl_takes_its_turn(group: GradwireGroup) -> None:
+    log: list[str] = []
+
+    def issue_torchs() -> Any:
+        log.append("torch")
+        return Waited((), "torch", log)
+
+    between = NcclTransport(Logged("between", log), 0, 1, ctas=INTER_NODE_CTAS)
+    group.issue(issue_torchs, DEVICE)
+    assert log == ["torch"], "nobody else is there"
+    module.devices.join(between, DEVICE)
+    group.issue(issue_torchs, DEVICE)
+    between.all_reduce(torch.zeros(4))
+    group.issue(issue_torchs, torch.device("cpu"))
+    group.issue(issue_torchs, DEVICE)
+    assert log[1:] == ["torch", "wait for torch", "between", "torch", "wait for between", "torch"]
+    module.devices.leave(between)
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_what_is_coalesced_takes_one_turn_at_its_end_and_messages_none(group: GradwireGroup, messages: bool) -> None:
+    log: list[str] = []
+    inner = SimpleNamespace(
+        _start_coalescing=lambda device: None,
+        _end_coalescing=lambda device: log.append("end") or Waited(),  # type: ignore[func-returns-value]
+        shutdown=group.inner.shutdown,
+    )
+    group.inner = inner  # type: ignore[assignment]
+    between = NcclTransport(Logged("between", log), 0, 1, ctas=INTER_NODE_CTAS)
+    module.devices.join(between, DEVICE)
+    group.issue(lambda: Waited((), "first", log), DEVICE)  # counts it in
+    between.all_reduce(torch.zeros(4))
+    log.clear()
+    group._start_coalescing(DEVICE)
+    if not messages:
+        group.issue(lambda: log.append("collected") or Waited(), DEVICE)  # type: ignore[func-returns-value]
+    group._end_coalescing(DEVICE)
+    assert log == (["end"] if messages else ["collected", "wait for between", "end"])
+    module.devices.leave(between)
