@@ -19,6 +19,7 @@ KEPT = {
     "a_message_of_another_length_is_told": 2,
     "a_rank_that_never_comes_is_waited_for": 3,
     "destroying_waits_for_the_node": 2,
+    "destroying_waits_for_no_rank_that_has_aborted": 3,
     "using_a_destroyed_communicator_is_refused": 2,
     "parts_of_a_communicator_sum_for_themselves": 4,
     "nothing_is_left_open": 2,

@@ -276,6 +276,14 @@ def destroying_waits_for_the_node() -> None:
     assert heard("destroys", 0) == (os.environ.get("NCCL_HOSTID") != "1")
 
 
+def destroying_waits_for_no_rank_that_has_aborted() -> None:
+    comm = connect()
+    if RANK == 0:
+        nccl.api.ncclCommDestroy(comm)
+    else:
+        nccl.api.ncclCommAbort(comm)
+
+
 def using_a_destroyed_communicator_is_refused() -> None:
     comm = connect()
     nccl.api.ncclCommDestroy(comm)

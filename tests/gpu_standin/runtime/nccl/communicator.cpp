@@ -272,7 +272,8 @@ ncclResult_t Comm::launch(std::vector<Call> calls) {
 
 bool Comm::is_on_this_host(int other) const { return shared_->area(other).host == shared_->area(rank).host; }
 
-// NCCL's page: destroying is a collective of the ranks of a node, which wait for each other.
+// NCCL's page: destroying is a collective of the ranks of a node, which wait for each other. One that has aborted will
+// not come any more, and is not waited for: in NCCL's sources only ranks of one process wait for each other.
 ncclResult_t Comm::finalize() {
   if (finalized_.exchange(true)) return ncclSuccess;
   Mark last;
@@ -287,7 +288,8 @@ ncclResult_t Comm::finalize() {
   if (setting("NCCL_DESTROY", "node") == "node") {
     bool all = wait([&] {
       for (int other = 0; other < ranks; ++other) {
-        if (is_on_this_host(other) && !shared_->area(other).finalized) return false;
+        RankArea& area = shared_->area(other);
+        if (is_on_this_host(other) && !area.finalized && !area.aborted) return false;
       }
       return true;
     });
@@ -302,7 +304,11 @@ void Comm::abort() {
   aborted_ = true;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (shared_) shared_->ring(rank);
+    if (shared_) {
+      shared_->area(rank).aborted = 1;
+      shared_->ring(rank);
+      ring_others();
+    }
   }
   Residency::wake();
   timespec pause{0, 1000000};

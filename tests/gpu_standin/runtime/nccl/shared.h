@@ -36,7 +36,7 @@ struct RankArea {
   std::atomic<std::uint32_t> connected[16];         // by kind of collective
   std::atomic<std::uint32_t> sends_to[max_ranks];   // has once called ncclSend to, and
   std::atomic<std::uint32_t> receives_from[max_ranks];  // ncclRecv from
-  std::atomic<std::uint32_t> finalized;
+  std::atomic<std::uint32_t> finalized, aborted;
   std::int32_t process;
   std::uint64_t process_start;  // with `process`, tells the process from a later one of the same number
   std::uint64_t host;           // hash of NCCL_HOSTID, or of the machine's name
