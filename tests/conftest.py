@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the tests with the fixture `processes` alone, and their ranks in network namespaces with addresses "
         "of this network, as 10.201.0.0/16 or fd77::/64, without a default route and without names",
     )
-    parser.addoption("--schedules", type=int, default=6, help="random schedules of each plan on the GPU stand-in")
+    parser.addoption("--schedules", type=int, default=3, help="random schedules of each plan on the GPU stand-in")
 
 
 def no_gpu() -> str | None:

@@ -1,6 +1,6 @@
 """Any schedule: under every jitter the CPU's bits, and no deadlock where a device has no room for several kernels.
 
-`--schedules 200` runs that many of each; the few of the default find what is often wrong.
+`--schedules 200` runs that many of each; the default is one of each length of delays.
 """
 
 import json
