@@ -110,6 +110,14 @@ COLLECTIVES = (
         ("tests/comms/transport/test_launch_order.py",),
     ),
     Mutation(
+        "what the backend leaves to torch's NCCL takes no turn",
+        "comms/backend/process_group.py",
+        "        return collective() if issuer is None else issuer.issue(collective)\n",
+        "        return collective()\n",
+        "FSDP2's all-gather on a group of the backend and a sum between replicas start in different orders.",
+        ("tests/comms/transport/test_launch_order.py",),
+    ),
+    Mutation(
         "what goes back travels on the communicator that goes there",
         _EXECUTE,
         "                issued_in = way_back(lane) if rounds and members in by_links else lane\n",
