@@ -1,7 +1,10 @@
 """What the tests of the emulated cluster share: who lives below a process, and who holds a namespace open."""
 
+import contextlib
 import json
+import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -94,16 +97,32 @@ def run_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
     folder = tmp_path_factory.mktemp("bench")
     files = {name: folder / name for name in ("stdout", "stderr")}
     words_of_server = [sys.executable, "-c", FORK_SERVER]
-    with subprocess.Popen(words_of_server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None and server.stdout is not None
+    with contextlib.ExitStack() as servers:
+
+        def start() -> subprocess.Popen[str]:
+            server = subprocess.Popen(
+                words_of_server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+            servers.enter_context(server)
+            servers.callback(end, server)
+            return server
+
+        def end(server: subprocess.Popen[str]) -> None:
+            """At once, with the run that is under way: nothing is lost, and torch's slow exit is saved."""
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGKILL)
+
+        running = [start()]
 
         def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+            server = running[0]
             assert server.stdin is not None and server.stdout is not None
             task = {"words": ["bench", *words], "variables": variables} | {name: str(files[name]) for name in files}
             server.stdin.write(json.dumps(task) + "\n")
             server.stdin.flush()
             if not select.select([server.stdout], [], [], 120)[0]:
-                server.kill()
+                end(server)
+                running[0] = start()  # the next run has nothing to do with this one
                 pytest.fail(f"`gradwire bench {' '.join(words)}` takes longer than 120 s")
             status = int(server.stdout.readline())
             return subprocess.CompletedProcess(
@@ -111,4 +130,3 @@ def run_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
             )
 
         yield run
-        server.kill()  # it waits for tasks and has no children: nothing is lost, and torch's slow exit is saved
