@@ -29,6 +29,10 @@ BEHIND_UNDER_MUON = {"int4": 0.043, "waterfill4": 0.031, "waterfill2": 0.143}
 of 0.5 M parameters, seed 0. Muon makes all directions alike, and in most of them such an error outweighs the gradient.
 """
 
+BEHIND_UNDER_ADAPTIVE = {"waterfill2": 0.055}
+"""The same under AdamW, mean of seeds 0, 1 and 2 (docs/results/convergence.md): +0.053, +0.040 and +0.073, where plain
+DDP's own seeds lie 0.015 apart."""
+
 ENOUGH_RANK = 16
 """Of PowerSGD's factors under an adaptive optimizer. Measured (docs/results/convergence.md): on matrices of 128 to
 512 under AdamW a transformer ended 0.16 bits behind at rank 4, 0.08 at rank 8, 0.02 at rank 16."""
@@ -146,6 +150,11 @@ def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> 
         )
     rank, density = options.get("rank"), options.get("density")
     adaptive = any(part in kind.lower() for part in ADAPTIVE)
+    if name in BEHIND_UNDER_ADAPTIVE and adaptive:
+        return (
+            f"under {kind} is known to end behind: a small transformer by {BEHIND_UNDER_ADAPTIVE[name]:.2f} bits a "
+            "byte. Take waterfill3 or int4"
+        )
     if name.partition("+")[0] == "powersgd" and adaptive and isinstance(rank, int) and rank < ENOUGH_RANK:
         return (
             f"with `rank` {rank} under {kind} is known to end behind: a small transformer by 0.16 bits a byte at rank "

@@ -1,7 +1,5 @@
 """The verdict: which plan, and whether to compress at all."""
 
-from pathlib import Path
-
 import pytest
 
 from gradwire.comms.plan.advise import (
@@ -19,6 +17,7 @@ from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.planner import candidates
 from gradwire.compressors import registry
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+from support.convergence_page import ended_behind
 
 NVSWITCH = Link(4e-6, 235e9)
 GRADIENT = 113_200_000
@@ -125,25 +124,9 @@ def test_buckets_wait_for_their_gradients_and_for_the_wire() -> None:
     assert step_seconds([plan] * 5, [0.0] * 5) == pytest.approx(5 * plan.seconds)
 
 
-def _ended_behind() -> set[tuple[str, str]]:
-    """(compressor, optimizer) in the tables of docs/results/convergence.md that never reached plain DDP's quality.
-
-    With default options; rows of other options name them behind a comma.
-    """
-    page = (Path(__file__).resolve().parents[3] / "docs" / "results" / "convergence.md").read_text()
-    found = set()
-    for part in page.partition("<!-- measured: begin -->")[2].partition("<!-- measured: end -->")[0].split("### ")[1:]:
-        optimizer = "sgd" if "SGD" in part.splitlines()[0] else "adamw"
-        for line in part.splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if line.startswith("| gradwire ") and "," not in cells[0] and cells[5] == "never":
-                found.add((cells[0].removeprefix("gradwire "), optimizer))
-    return found
-
-
 def test_nothing_is_recommended_that_the_convergence_page_calls_behind() -> None:
-    behind = _ended_behind()
-    assert behind == {("dgc", "sgd"), ("powersgd", "adamw")}
+    behind = ended_behind()
+    assert behind == {("dgc", "sgd"), ("powersgd", "adamw"), ("waterfill2", "adamw")}
     for compressor, optimizer in behind:
         assert "end behind" in caution_of(compressor, optimizer) and caution_of(compressor, ANY_OPTIMIZER)
     for nodes, gbit, backward_ms in ((2, 0.01, 50.0), (2, 1, 0.0), (4, 0.1, 5.0), (8, 1, 300.0), (4, 10, 20.0)):
@@ -157,7 +140,7 @@ def test_nothing_is_recommended_that_the_convergence_page_calls_behind() -> None
 
 
 def test_an_optimizer_that_nobody_has_said_gets_what_fits_all() -> None:
-    for name in ("onebit", "dgc", "powersgd", "chunk_topk"):
+    for name in ("onebit", "dgc", "powersgd", "waterfill2", "chunk_topk"):
         assert caution_of(name, ANY_OPTIMIZER).endswith("say which optimizer is yours")
     for name in ("fp16", "bf16", "int8", "int4", "waterfill4", "waterfill3"):
         assert caution_of(name, ANY_OPTIMIZER) == ""

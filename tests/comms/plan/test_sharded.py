@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradwire.comms.plan.advise import ANY_OPTIMIZER
 from gradwire.comms.plan.codec_price import KEPT_NBYTES, codec_price, layout_of, settling, square_layout
 from gradwire.comms.plan.cost import CodecPrice, busiest
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
@@ -35,6 +36,7 @@ from gradwire.compressors import registry
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
 from gradwire.topology.presets import dgx_a100, dgx_h100, pcie_box
+from support.convergence_page import ended_behind
 from support.simulate import Wires
 
 INSIDE, CARD = Link(5e-6, 5e9), Link(50e-6, 25e6)
@@ -291,6 +293,27 @@ def test_hybrid_instead_of_full_where_it_fits() -> None:
     assert small.recommend.sharded == FULL and "does not fit" in small.why
     nothing = advice("4 dgx_a100 on 25 Gbit/s", FULL, memory_nbytes=1e6, **slow)
     assert nothing.recommend is nothing.plain and nothing.why.startswith("Nothing fits")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", ANY_OPTIMIZER])
+def test_nothing_is_recommended_that_the_convergence_page_calls_behind(optimizer: str) -> None:
+    refused = {name for name, kind in ended_behind() if optimizer in (kind, ANY_OPTIMIZER)}
+    assert refused
+    for name, cluster in CLUSTERS.items():
+        for gbit in (0.01, 0.1, 1.0, 10.0):
+            slow = replace(
+                cluster, levels=(*cluster.levels[:-1], Level(cluster.levels[-1].name, Link(50e-6, gbit / 8 * 1e9)))
+            )
+            for backward_seconds in (0.0, 0.05, 1.0):
+                load = ShardedWorkload(
+                    numel=100_000_000, backward_seconds=backward_seconds, optimizer=optimizer, memory_nbytes=80e9
+                )
+                for sharded in (FULL, HYBRID) if name in EVEN else (FULL,):
+                    found = advise_sharded(slow, sharded, load, prices_for(slow), 20e9)
+                    assert found.recommend.compressor not in refused, found.recommend.name
+                    assert refused & {offer.compressor for offer in found.offers} <= {
+                        offer.compressor for offer in found.offers if offer.caution
+                    }
 
 
 def test_what_stays_after_forward_is_not_gathered_again() -> None:

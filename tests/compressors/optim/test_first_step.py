@@ -105,12 +105,12 @@ def test_a_rule_for_muons_matrices_is_what_counts_for_muon(caplog: pytest.LogCap
     for rules, said in (([], True), ([Rule(pattern="weight", compressor="int8")], False)):
         model = model_with_gradients()
         caplog.clear()
-        check_at_first_step(model, "waterfill2", {}, rules)
+        check_at_first_step(model, "waterfill4", {}, rules)
         take_steps(torch.optim.AdamW([model.bias], lr=0.1))
         assert not caplog.records
         take_steps(torch.optim.Muon([model.weight], lr=0.1))
         assert len(caplog.records) == said
-        assert "compressor 'waterfill2' under Muon" in caplog.text or not said
+        assert "compressor 'waterfill4' under Muon" in caplog.text or not said
 
 
 def test_momentum_is_found_under_its_other_name() -> None:

@@ -73,7 +73,9 @@ def test_what_muon_makes_worse_is_named_with_its_figure(
 ) -> None:
     matrix = [torch.nn.Parameter(torch.ones(4, 4))]
     check_optimizer(compressor, torch.optim.AdamW(matrix))
-    assert not caplog.records
+    behind = ["under AdamW is known to end behind: a small transformer by 0.06" in each for each in caplog.messages]
+    assert behind == ([True] if compressor == "waterfill2" else [])
+    caplog.clear()
     check_optimizer(compressor, torch.optim.Muon(matrix))
     assert [
         f"under Muon is known to end behind: a small transformer by {bits} bits" in one for one in caplog.messages
