@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,18 +26,19 @@ from gradwire.comms.bootstrap.rendezvous import Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore, epoch_store
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
-from gradwire.comms.execute import CLOSING_SECONDS, Bucket, Executor, FutureTensor, Launch
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
 from gradwire.comms.plan.routes import Route, Routes
 from gradwire.comms.report import Report
-from gradwire.comms.streams import Clock, DeviceClock, HostClock, SideStreams
+from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
+from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.transport.groups import Groups, Transport
 from gradwire.comms.transport.torch_group import Waiting
 from gradwire.compressors.base import Compressor, Layout, Work, planned
 from gradwire.topology.cluster import Cluster
 
 if TYPE_CHECKING:  # each is loaded where it is asked for
+    from gradwire.comms.bootstrap.liveness import LivenessRing
     from gradwire.comms.transport.nccl import NcclGroups
 
 SPARSE_PHASE = 20
@@ -161,23 +163,11 @@ class Communicator:
             connections=_connections(config, self.routes),
         )
         self._connected = False
-        self._streams = SideStreams(device) if device.type == "cuda" else None
-        self.clock: Clock = DeviceClock(device) if self._streams else HostClock()
-        deadline = None
-        if self._streams is not None:
-            from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
-
-            deadline = Deadline(config.timeout, device)
-        self.executor = Executor(
-            f"gradwire {name}", self._groups, rank, cluster, compressor, board, self._streams, self.clock, deadline
+        self.executor = _executor(
+            device, f"gradwire {name}", self._groups, rank, cluster, compressor, board, config.timeout
         )
-        self._ring: LivenessRing | None = None
-        if deadline is not None and size > 1 and oversight is None:
-            executor = self.executor
-            self._ring = LivenessRing(
-                store, rank, size, board.alarm, executor.interrupt, deadline.overdue, lambda: executor.launches
-            )
-        self._aborted = False
+        self.clock = self.executor.ledger.clock
+        self._ring = _ring(self.executor, store, rank, size, board) if oversight is None else None
         self._all_reduces = 0
         self._owners: dict[str, Layout] = {}
         self._settled: set[Layout] = set()
@@ -302,7 +292,7 @@ class Communicator:
 
         def book(place: int, op: str, logical_nbytes: int, wire_nbytes: float) -> None:
             level = between if place == BETWEEN else inside
-            self.executor.book(SPARSE_PHASE + place, f"sparse {op}", level, logical_nbytes, wire_nbytes)
+            self.executor.ledger.book(SPARSE_PHASE + place, f"sparse {op}", level, logical_nbytes, wire_nbytes)
 
         self._all_reduces += 1
         steps = sum_sparse(bucket.flat, self._groups, self.rank, sharing, scale=scale, as_dense=as_dense, book=book)
@@ -315,17 +305,12 @@ class Communicator:
         On CUDA it runs on a side stream, behind all launches before it and before all that follow; the stream that
         computes does not wait for it. Nothing to do on a CPU, where the caller has waited for the launches.
         """
-        if self._streams is None:
-            yield
-            return
-        self.executor.release()
-        with self._streams.alone():
+        with self.executor.alone():
             yield
 
     def rejoin(self) -> None:
         """On CUDA: puts the current stream behind everything that was issued."""
-        if self._streams is not None:
-            self._streams.rejoin()
+        self.executor.rejoin()
 
     def run(self, flat: Tensor, plan: Plan) -> FutureTensor:
         """Runs any plan on a tensor, whatever the planner thinks of it: for measurements.
@@ -392,7 +377,7 @@ class Communicator:
         if self.compressor is not None:
             plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
         links = (self.routes.describe_links(), *self._nics)
-        totals = self.executor.totals()
+        totals = self.executor.ledger.totals()
         return Report(
             self.cluster.describe(),
             tuple(plans),
@@ -407,7 +392,7 @@ class Communicator:
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks that wait for this one, in shared memory or NCCL, and gives the reason. Any thread."""
-        self._aborted = True
+        self.executor.aborted = True
         self._groups.abort(reason)
         if self._ring is not None:  # what waits on a device hears nothing from another rank's NCCL
             self._board.warn(reason)
@@ -417,9 +402,8 @@ class Communicator:
 
         For ranks that will meet again in other groups: who waits for this one is woken by the end of the connection.
         """
-        self._aborted = True
-        if self._streams is not None:
-            self.executor.interrupt(PeerError(reason))
+        self.executor.aborted = True
+        self.executor.interrupt(PeerError(reason))
         self._groups.abort(reason)
         self._groups.disconnect()
 
@@ -429,9 +413,8 @@ class Communicator:
         Args:
             seconds: For what is under way.
         """
-        self.executor.close(seconds)
+        orderly = self.executor.close(seconds)
         self._leave()
-        orderly = self._streams is None or not (self._aborted or self.executor.is_under_way)
         if self._ring is not None:
             self._ring.close(orderly=orderly)
         if orderly:
@@ -485,6 +468,39 @@ class Communicator:
 def _leave(door: Door, start: str, rank: int) -> None:
     door.forget(start, rank)
     door.close()
+
+
+def _executor(
+    device: torch.device,
+    name: str,
+    groups: Groups,
+    rank: int,
+    cluster: Cluster,
+    compressor: Compressor | None,
+    board: Board,
+    timeout: timedelta,
+) -> Executor:
+    """The executor of a device: streams on CUDA, lanes otherwise. Nobody asks again which of them it is."""
+    if device.type == "cuda":
+        from gradwire.comms.bootstrap.liveness import Deadline
+        from gradwire.comms.run.stream_executor import StreamExecutor
+        from gradwire.comms.streams import DeviceClock, SideStreams
+
+        streams, deadline = SideStreams(device), Deadline(timeout, device)
+        return StreamExecutor(groups, rank, cluster, compressor, board, streams, DeviceClock(device), deadline)
+    from gradwire.comms.run.lane_executor import LaneExecutor
+
+    return LaneExecutor(name, groups, rank, cluster, compressor, board)
+
+
+def _ring(executor: Executor, store: PollingStore, rank: int, size: int, board: Board) -> "LivenessRing | None":
+    """Watches the other ranks, where what waits on a device hears nothing of their end."""
+    deadline = executor.deadline
+    if deadline is None or size == 1:
+        return None
+    from gradwire.comms.bootstrap.liveness import LivenessRing
+
+    return LivenessRing(store, rank, size, board.alarm, executor.interrupt, deadline.overdue, lambda: executor.launches)
 
 
 def takes_nothing(dtype: torch.dtype) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 from gradwire._native import all_finite
 from gradwire.comms.bootstrap.compat import device_scale_of
 from gradwire.comms.checkpoint import PREFIX
-from gradwire.comms.execute import Bucket
 from gradwire.comms.resume import to_rows
+from gradwire.comms.run.launches import Bucket
 from gradwire.comms.streams import LateFlag
 from gradwire.compressors.adaptive import AUTO, Adaptive
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue, planned

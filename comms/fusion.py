@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from gradwire.comms.execute import Bucket, Launch, Pool
+from gradwire.comms.run.launches import Bucket, Launch, Pool
 from gradwire.compressors.base import Layout, Slice
 
 

@@ -22,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.comms.bootstrap.compat import GradBucket, queue_end_of_backward, timeout_of, why_no_ddp_hook
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, MEASURING, PLANNING, SUMMING, WATCHING, Config
-from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
+from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.session import Face, GradientSession, SessionRanks, refused
 from gradwire.comms.step.life import StepLife, StepState, is_timed
 from gradwire.comms.step.listeners import EndedStep
@@ -242,7 +242,7 @@ class HookState(Face[GradientSession]):
         connection = self._connection or self._connect(flat.device)
         if begins:
             self._begin_step(connection)
-        recorder = connection.communicator.executor.recorder
+        recorder = connection.communicator.executor.ledger.recorder
         if recorder is None:
             future = self._reduce(bucket, flat, connection)
         else:
@@ -365,8 +365,8 @@ class HookState(Face[GradientSession]):
         if self._used_map is not None:
             self._used_map.step_begins(communicator.device, self.steps)
         if communicator.device.type == "cuda":
-            communicator.executor.timing = is_timed(self.steps) or connection.listeners.wants_times
-        self._timed = connection.listeners.wants_arrivals or communicator.executor.timing
+            communicator.executor.ledger.timing = is_timed(self.steps) or connection.listeners.wants_times
+        self._timed = connection.listeners.wants_arrivals or communicator.executor.ledger.timing
         if connection.compression is not None:
             if connection.compression.follows_scaler:
                 with communicator.alone():
@@ -442,7 +442,7 @@ class HookState(Face[GradientSession]):
         self._launch_resumed(connection)
         executor = connection.communicator.executor
         executor.release()
-        executor.read_times()
+        executor.ledger.read_times()
         buckets, self._buckets = self._buckets, []
         transfers, self._transfers = self._transfers, []
         sparse, self._sparse = self._sparse, []
@@ -452,7 +452,7 @@ class HookState(Face[GradientSession]):
             _end_compression(connection.communicator, connection.compression, buckets, sparse, transfers)
         together = self._elastic is None or self._elastic.together
         connection.listeners.step_ended(
-            EndedStep(self.steps, buckets, transfers, self.report, timed=executor.timing, together=together)
+            EndedStep(self.steps, buckets, transfers, self.report, timed=executor.ledger.timing, together=together)
         )
         if buckets:
             executor.spoil(buckets[-1])

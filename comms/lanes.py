@@ -1,9 +1,9 @@
 """The order in which jobs pass through lanes: a line in front of each lane, and whose turn it is.
 
-Communicators belong to lanes, and a lane is served by one thread (see `execute`). As every rank submits the same jobs
-in the same order and every job visits the same lanes, each communicator sees the same sequence of collectives on all
-ranks, and no rank has to look at the clock, or at which bucket happens to be ready, to decide what comes next. While
-one chunk is on the wire, the next one is reduced inside the node.
+Communicators belong to lanes, and a lane is served by one thread (see `run.lane_executor`). As every rank submits the
+same jobs in the same order and every job visits the same lanes, each communicator sees the same sequence of
+collectives on all ranks, and no rank has to look at the clock, or at which bucket happens to be ready, to decide what
+comes next. While one chunk is on the wire, the next one is reduced inside the node.
 
 A job that needs fewer rounds than the one before it would overtake it before a lane that both visit, and would do
 so on some ranks only. So a lane serves its visitors in the order of submission, and waits for one that is late.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.comms.execute import Bucket, Launch
+from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.compressors.base import Layout, Slice
 
 log = logging.getLogger("gradwire")

@@ -15,12 +15,17 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from gradwire.comms.bootstrap.compat import BackendWork
+
 log = logging.getLogger("gradwire")
 
 COPY_SECONDS = 2.0
 """For four bytes to the device, where nothing on its stream is before them."""
 
 COPY_LOOK_SECONDS = 0.001
+
+LOOK_SECONDS = 0.001
+"""Between two looks at a collective, where somebody waits for it on the host."""
 
 STREAMS = 2
 """One for the chunk between the nodes, one for the chunk inside them."""
@@ -150,6 +155,29 @@ class StepVerdict:
                 log.warning("%s takes no copy: what is under way on it may end as if nothing were wrong", self._device)
                 return
             time.sleep(COPY_LOOK_SECONDS)
+
+
+class IssuedWork:
+    """The end of a collective that was issued without an event, in the shape of an event.
+
+    Args:
+        work: Torch's.
+        given_up: Whether the communicator is being aborted. Then the work is not asked: it would wait for the abort,
+            and keep the GIL.
+    """
+
+    def __init__(self, work: BackendWork, given_up: Callable[[], bool]) -> None:
+        self._work = work
+        self._given_up = given_up
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        return self._given_up() or self._work.is_completed()
+
+    def synchronize(self) -> None:
+        """Blocks the host until the device has passed it."""
+        while not self.query():
+            time.sleep(LOOK_SECONDS)
 
 
 class SideStreams:

@@ -33,7 +33,6 @@ MOST_OF_A_CLASS = {"compressors": (25, 23), "comms": (25, 15)}
 """Folder -> methods and attributes that a class of it has at most."""
 
 LARGER = {
-    "Executor": (46, 31),
     "OuterExchange": (39, 22),
     "Routes": (34, 17),
     "NcclTransport": (27, 12),
@@ -54,7 +53,6 @@ KNOWN_BY_CLASS = {
     "comms/autotune/quick_probe.py": {"GlooTransport"},
     "comms/checkpoint.py": {"ElasticGroup"},
     "comms/compression.py": {"Adaptive"},
-    "comms/execute.py": {"GlooTransport"},
     "comms/outer/outer.py": {"EpochBoard"},
     "comms/sharded/apply.py": {"GradwireGroup"},
     "comms/sharded/turns.py": {"GradwireGroup"},

@@ -20,7 +20,7 @@ from gradwire.comms.bootstrap.compat import (
     store_of,
 )
 from gradwire.comms.errors import PeerError
-from gradwire.comms.execute import issue_together
+from gradwire.comms.run.programs import issue_together
 from gradwire.comms.transport.groups import Transport
 from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.transport.torch_group import connect_gloo

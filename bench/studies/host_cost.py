@@ -30,9 +30,10 @@ from gradwire.comms.bootstrap.rendezvous import Presences
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Times
 from gradwire.comms.fusion import Fusion, FusionPlan
-from gradwire.comms.streams import SideStreams
+from gradwire.comms.run.launches import Bucket, Times
+from gradwire.comms.run.stream_executor import StreamExecutor
+from gradwire.comms.streams import HostClock, SideStreams
 from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.compressors.base import Compressor, Layout, Slice
 from gradwire.compressors.kernels import dispatch, reference
@@ -226,15 +227,18 @@ def _communicator(
     made = None if name == "none" else Compression(name, COMPRESSORS[name], (), 0, size).compressor
     with patch.object(communicator_module, "exchange", presences):
         communicator = Communicator(HashStore(), 0, size, device, Config(plan=plan), name="host_cost", compressor=made)
-    groups, executor = cast(Any, communicator)._groups, cast(Any, communicator.executor)
+    groups, executor = cast(Any, communicator)._groups, communicator.executor
     groups._make = lambda key, members: NcclTransport(cast(Any, _NoGroup(calls)), members.index(0), len(members))
     communicator._connected = True
     if device.type != "cuda":
         groups._device = torch.device("cuda", 0)
         cast(Any, communicator.routes)._device_type = "cuda"
         communicator.routes.library = "nccl"
-        communicator._streams = executor._streams = _NoStreams(calls)
-    executor.timing = False
+        board = cast(Any, communicator)._board
+        executor = communicator.executor = StreamExecutor(
+            groups, 0, communicator.cluster, made, board, _NoStreams(calls), HostClock()
+        )
+    executor.ledger.timing = False
     executor.checking = made is not None
     return communicator, made
 

@@ -42,10 +42,10 @@ from gradwire.bench.machine import machine_line
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Launch, Times
 from gradwire.comms.observe import stragglers
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.observe.share import Shared
+from gradwire.comms.run.launches import Bucket, Launch, Times
 from gradwire.comms.step.listeners import EndedStep
 
 Result = TypeVar("Result")

@@ -24,7 +24,6 @@ from gradwire.comms.autotune.probe import line_up
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
-from gradwire.comms.execute import Bucket
 from gradwire.comms.plan.choice import LayerCosts, choose_robustly, finish, total_error, uniform_choices
 from gradwire.comms.plan.codec_price import (
     ELEMENT_NBYTES,
@@ -37,6 +36,7 @@ from gradwire.comms.plan.codec_price import (
 from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.planner import ByteCosts, byte_costs
 from gradwire.comms.report import Choices, LayerChoice, Report
+from gradwire.comms.run.launches import Bucket
 from gradwire.comms.step.listeners import EndedStep, StepListener
 from gradwire.comms.streams import Mark
 from gradwire.compressors.adaptive import NARROW, Adaptive, LayerNumbers, outstanding_share, takes_whole

@@ -13,10 +13,10 @@ from torch import Tensor
 from gradwire.comms.backend.strided import overwrite
 from gradwire.comms.backend.work import FutureTensors, finished
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.execute import Bucket, Launch
 from gradwire.comms.plan.collectives import BROADCAST, SMALL_NBYTES, CollectivePlan, beats_library, plan_collective
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.plan.routes import Route
+from gradwire.comms.run.launches import Bucket, Launch
 
 
 class PlannedCollectives:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.execute import IssuedWork
+from gradwire.comms.streams import IssuedWork
 
 FutureTensors = torch.futures.Future[list[Tensor]]
 

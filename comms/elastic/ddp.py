@@ -29,9 +29,9 @@ from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
 from gradwire.comms.elastic.step import GradientBackup, agree
 from gradwire.comms.elastic.survive import EpochBoard, Survivor, first_oversight, oversight
 from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
-from gradwire.comms.execute import Bucket, FutureTensor
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
+from gradwire.comms.run.launches import Bucket, FutureTensor
 from gradwire.comms.session import GradientSession, SessionRanks
 from gradwire.comms.step.listeners import RESIDUAL_NOTES
 from gradwire.compressors.base import Layout, planned

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.execute import Bucket, FutureTensor
+from gradwire.comms.run.launches import Bucket, FutureTensor
 from gradwire.compressors.residual import ElementStore, Piece
 
 

@@ -33,8 +33,8 @@ from gradwire.comms.elastic.membership import (
     Membership,
     View,
 )
-from gradwire.comms.execute import FutureTensor
 from gradwire.comms.lanes import Lane
+from gradwire.comms.run.launches import FutureTensor
 
 log = logging.getLogger("gradwire")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.elastic.survive import as_bytes
-from gradwire.comms.execute import FutureTensor
+from gradwire.comms.run.launches import FutureTensor
 
 PIECE_NBYTES = 64 << 20
 """Of one broadcast: large against a latency, small against a model."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.execute import Bucket, Launch
+from gradwire.comms.run.launches import Bucket, Launch
 
 log = logging.getLogger("gradwire")
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.execute import Executor
 from gradwire.comms.observe.stack import line_of_thread
 from gradwire.comms.report import bucket_words, duration
+from gradwire.comms.run.executor import Executor
 
 log = logging.getLogger("gradwire")
 

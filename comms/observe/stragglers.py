@@ -34,9 +34,9 @@ from math import ceil
 from operator import sub
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.execute import Times
 from gradwire.comms.observe.share import Shared
 from gradwire.comms.report import COMPUTES_LATE, SLOW_LINK, Straggler
+from gradwire.comms.run.launches import Times
 
 log = logging.getLogger("gradwire")
 
@@ -324,9 +324,9 @@ class StragglerWatch:
             self._lengths.append(now - self._ended)
         self._ended = now
         executor, last = self._communicator.executor, self._last
-        timed = executor.timing and bool(buckets)
+        timed = executor.ledger.timing and bool(buckets)
         if timed or last is not None:
-            seconds = executor.seconds_of_phases()
+            seconds = executor.ledger.seconds_of_phases()
             if last is not None:  # only now its buckets have been reduced
                 last.after = seconds
                 self._unread.append(last)
@@ -357,7 +357,7 @@ class StragglerWatch:
     def _read(self) -> None:
         """Takes in the steps since the last time: nothing is computed at the end of a step in which nothing is sent."""
         between = self._communicator.clock.between
-        keys = list(self._communicator.executor.phase_seconds())
+        keys = list(self._communicator.executor.ledger.phase_seconds())
         for ended in self._unread:
             waits = tuple(
                 between(each.arrived, each.reduced)
@@ -594,7 +594,7 @@ class StragglerWatch:
         None inside nodes of CPUs.
         """
         cluster = self._communicator.cluster
-        levels = [level for index, _, level in self._communicator.executor.phase_seconds() if index == phase]
+        levels = [level for index, _, level in self._communicator.executor.ledger.phase_seconds() if index == phase]
         if any(level == cluster.level_names[0] for level in levels):
             if self._communicator.device.type == "cpu":
                 return []
@@ -604,7 +604,7 @@ class StragglerWatch:
         return [tuple(range(cluster.size))]
 
     def _phase_words(self, phase: int) -> str:
-        keys = self._communicator.executor.phase_seconds()
+        keys = self._communicator.executor.ledger.phase_seconds()
         return next((f"{op} {level}" for index, op, level in keys if index == phase), f"phase {phase}")
 
     def _change(self, found: list[Straggler]) -> None:

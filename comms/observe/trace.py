@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.execute import Bucket, Launch
 from gradwire.comms.observe.recorder import Note, Recorder
 from gradwire.comms.observe.share import Shared
 from gradwire.comms.report import bucket_words
+from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.comms.streams import Mark
 
 log = logging.getLogger("gradwire")

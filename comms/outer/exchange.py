@@ -31,9 +31,9 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.elastic.survive import Survivor
-from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
 from gradwire.comms.plan.plan import Plan
+from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.session import AveragingSession
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import Layout, StateDict, StateValue

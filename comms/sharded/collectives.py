@@ -32,8 +32,8 @@ from gradwire.comms.backend.planned_collectives import PlannedCollectives
 from gradwire.comms.backend.work import FutureWork
 from gradwire.comms.bootstrap.compat import BackendWork, ShardedUnit
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.execute import PhaseTotals
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
+from gradwire.comms.run.ledger import PhaseTotals
 from gradwire.comms.sharded.layout import RowRuns, ShardNames, runs_of
 from gradwire.comms.sharded.nodes import Members, ShardNodes
 from gradwire.comms.sharded.rows import RowCodec, decode_rows, encode_row, payload_nbytes

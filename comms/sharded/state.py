@@ -30,9 +30,10 @@ from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import is_finite
 from gradwire.comms.config import COMPRESSION, PLANNING, WATCHING, Config
-from gradwire.comms.execute import Bucket, FutureTensor, Launch, PhaseTotals
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
+from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
+from gradwire.comms.run.ledger import PhaseTotals
 from gradwire.comms.session import AveragingSession, Face, SessionRanks, refused
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
@@ -159,7 +160,7 @@ class FsdpState(Face[AveragingSession]):
         """
         rows = [replace(total) for total in self._shards.totals]
         for link in self._shards.communicators:
-            rows += [replace(row, level=f"{row.level}{OF_SHARDS}") for row in link.executor.totals()]
+            rows += [replace(row, level=f"{row.level}{OF_SHARDS}") for row in link.executor.ledger.totals()]
         described = [self._shards.described] if rows else []
         if self._connection is None:
             return Report(self._shards.described or "torch's own collectives", (), tuple(rows), 0, self.steps)
@@ -252,7 +253,7 @@ class FsdpState(Face[AveragingSession]):
         index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
             contents[index] = flat.numel(), tuple(shard.name for shard in self._names.of(present))
-        bucket = Bucket.of(flat, layout, communicator.clock.now() if communicator.executor.timing else None, index)
+        bucket = Bucket.of(flat, layout, communicator.executor.ledger.now(), index)
         scale = 1.0 / communicator.size if unit.divide_factor is None else 1.0
         launch = Launch((flat,), layout, (bucket,))
         try:
@@ -322,7 +323,7 @@ class FsdpState(Face[AveragingSession]):
         self._finite = True
         communicator, compression = connection.communicator, connection.compression
         if communicator.device.type == "cuda":
-            communicator.executor.timing = is_timed(self.steps) or connection.listeners.wants_times
+            communicator.executor.ledger.timing = is_timed(self.steps) or connection.listeners.wants_times
         if compression is not None and compression.follows_scaler:
             with communicator.alone():
                 compression.begin_step()
@@ -356,7 +357,7 @@ class FsdpState(Face[AveragingSession]):
         self.steps += 1
         self._reduced.clear()
         communicator.executor.release()
-        communicator.executor.read_times()
+        communicator.executor.ledger.read_times()
         if compression is not None:
             if communicator.device.type == "cuda":
                 with communicator.alone():
@@ -366,7 +367,7 @@ class FsdpState(Face[AveragingSession]):
         buckets, self._buckets = self._buckets, []
         connection.note_sizes(self._sizes)
         self._sizes.clear()
-        timed = communicator.executor.timing
+        timed = communicator.executor.ledger.timing
         connection.listeners.step_ended(EndedStep(self.steps, buckets, (), self.report, timed=timed))
 
     def _agreed(self) -> bool:

@@ -7,8 +7,8 @@ listeners and call them at the same points of the sequence of launches, in `ORDE
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradwire.comms.execute import Bucket
 from gradwire.comms.report import Report
+from gradwire.comms.run.launches import Bucket
 from gradwire.compressors.base import Layout
 
 UNIT_RATES, FIRST_STEPS, CHOOSER, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER = ORDER = (

@@ -239,6 +239,9 @@ class TorchTransport:
 class GlooTransport(TorchTransport):
     """The collectives of `Transport` on gloo, with large exchanges at full duplex.
 
+    Attributes:
+        sums_as_rings: Whether `reduce_scatter` can sum in the order of gloo's rings.
+
     Args:
         connect: Connects the same ranks under a name; called for the second group at the first large exchange.
         rank: This rank's index in the group.
@@ -248,6 +251,8 @@ class GlooTransport(TorchTransport):
             between two of them travel over; the largest answer of all ranks counts. Below 2 they are gloo's. None: 1.
         timeout: For what those connections carry.
     """
+
+    sums_as_rings = True
 
     def __init__(
         self,

@@ -24,7 +24,11 @@ EXACT = (
     "comms.hook",
     "comms.fusion",
     "comms.communicator",
-    "comms.execute",
+    "comms.run.lane_executor",
+    "comms.run.executor",
+    "comms.run.programs",
+    "comms.run.ledger",
+    "comms.run.launches",
     "comms.lanes",
     "comms.transport.shm",
     "comms.transport.torch_group",
@@ -41,7 +45,8 @@ COMPRESSED = (
     "compressors.codecs.quantize",
 )
 """The codec's own file is the lowest: it describes the format, which all above ask for a payload's length."""
-MOST_EXACT, MOST_COMPRESSED = 8, 13
+MOST_EXACT, MOST_COMPRESSED = 12, 18
+"""Files of one question each: an executor, the programs that it takes forward, what it notes, and what it is given."""
 
 Edge = tuple[str | None, str]
 """Whose frame is the nearest of ours above a call, and which module was called."""
@@ -122,7 +127,7 @@ def test_the_path_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "edge", [("comms.execute", "comms.fusion"), ("comms.hook", "comms.futures"), ("torch_group", "comms.hook")]
+    "edge", [("comms.run.programs", "comms.fusion"), ("comms.hook", "comms.futures"), ("torch_group", "comms.hook")]
 )
 def test_a_detour_is_noticed(edge: Edge) -> None:
     assert upward([(None, "comms.hook"), ("comms.hook", "comms.fusion"), edge], EXACT) == [edge]

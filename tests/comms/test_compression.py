@@ -13,7 +13,7 @@ from gradwire.comms.checkpoint import Checkpoint, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Launch
+from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.compressors.base import Layout, StateDict
 from support.layouts import layout_of_whole
 from support.threads import run_ranks

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms import execute
 from gradwire.comms.bootstrap.failure import CollectiveError
-from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch, Pool, finish
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
+from gradwire.comms.run.lane_executor import LaneExecutor, _ChunkJob
+from gradwire.comms.run.launches import Bucket, FutureTensor, Launch, Pool, finish
 from gradwire.comms.transport.torch_group import Done
 from gradwire.topology.cluster import Link, two_level_cluster
 
@@ -71,7 +71,9 @@ class Board:
         self.asked = 0
         self.broken = False
 
-    def diagnose(self, error: BaseException, lane: Lane, phase: str, members: tuple[int, ...]) -> CollectiveError:
+    def diagnose(
+        self, error: BaseException, lane: Lane, phase: str, members: tuple[int, ...], *, launches: int, waiting: bool
+    ) -> CollectiveError:
         self.asked += 1
         time.sleep(0.02)  # so that a second lane may fail meanwhile
         if self.broken:
@@ -85,7 +87,7 @@ class Rig:
     def __init__(self) -> None:
         self.groups = Transports()
         self.board = Board()
-        self.executor = Executor("test", self.groups, 0, CLUSTER, None, self.board)  # type: ignore[arg-type]
+        self.executor = LaneExecutor("test", self.groups, 0, CLUSTER, None, self.board)  # type: ignore[arg-type]
 
     def script(self, *steps: Gate | Exception) -> None:
         """What the first collectives of the first phase do."""
@@ -137,7 +139,7 @@ def test_close_waits_for_what_is_under_way(rig: Rig) -> None:
     closing.start()
     while True:  # until it refuses
         try:
-            rig.executor._lanes.submit(execute._ChunkJob(iter(())))
+            rig.executor._lanes.submit(_ChunkJob(iter(())))
         except RuntimeError:
             break
         rig.executor._lanes.end(rig.executor._lanes.under_way()[-1])
@@ -148,17 +150,15 @@ def test_close_waits_for_what_is_under_way(rig: Rig) -> None:
         assert torch.equal(future.wait(), torch.full((4,), 4.0))
 
 
-def test_close_gives_up_what_does_not_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "CLOSING_SECONDS", 0.01)
+def test_close_gives_up_what_does_not_end(rig: Rig) -> None:
     gate = Gate()
     rig.script(gate)
     futures = [rig.all_reduce(torch.ones(4)) for _ in range(3)]
-    rig.executor.close()
+    rig.executor.close(0.01)
     for future in futures:
         with pytest.raises(RuntimeError, match="closed on rank 0 while an all-reduce was under way"):
             future.wait()
     gate.opened.set()
-    monkeypatch.setattr(execute, "CLOSING_SECONDS", SECONDS)
     assert rig.board.asked == 0
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, FutureTensor, Launch, finish, pack
 from gradwire.comms.fusion import Fusion, FusionPlan
+from gradwire.comms.run.launches import Bucket, FutureTensor, Launch, finish, pack
 from gradwire.compressors.base import Layout, Slice
 from support.threads import run_ranks
 

@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms import execute
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.execute import Bucket, Executor, Launch, RunningLaunch, pack
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
+from gradwire.comms.run import programs
+from gradwire.comms.run.executor import Executor
+from gradwire.comms.run.lane_executor import LaneExecutor
+from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch, pack
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import Compressor, Layout, Slice
@@ -67,7 +69,7 @@ CLUSTER = two_level_cluster([0], Link(4e-6, 5e9), Link(30e-6, 25e6))
 
 def an_executor(groups: Groups, compressor: Compressor | None = None) -> Executor:
     board = FailureBoard(HashStore(), 0, 1)
-    return Executor("test", groups, 0, CLUSTER, compressor, board)
+    return LaneExecutor("test", groups, 0, CLUSTER, compressor, board)
 
 
 def run_of(
@@ -161,7 +163,7 @@ def test_a_compressed_bucket_survives_to_the_end(
 
     wanted = gradient.clone()
     assert run(wanted, nullcontext())
-    monkeypatch.setattr(execute, "OVERCOMMITTING", ())
+    monkeypatch.setattr(programs, "OVERCOMMITTING", ())
     flat, allowed = gradient.clone(), 0
     while not run(flat, full_memory(allowed)):
         assert torch.equal(flat, gradient), f"changed before allocation {allowed + 1}"

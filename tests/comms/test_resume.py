@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.execute import Bucket, FutureTensor, finish, pack
 from gradwire.comms.resume import Resume, from_rows, to_rows
+from gradwire.comms.run.launches import Bucket, FutureTensor, finish, pack
 from gradwire.compressors.base import Layout, Slice
 from support.models import Shuffled
 from support.processes import Processes

@@ -13,11 +13,12 @@ from gradwire.comms import streams
 from gradwire.comms.bootstrap import failure
 from gradwire.comms.bootstrap.compat import BackendWork, HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
-from gradwire.comms.execute import Bucket, Executor, IssuedWork, Launch, RunningLaunch
 from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
 from gradwire.comms.plan.routes import Chunk, Route
-from gradwire.comms.streams import STREAMS, SideStreams
+from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch
+from gradwire.comms.run.stream_executor import StreamExecutor
+from gradwire.comms.streams import STREAMS, HostClock, IssuedWork, SideStreams
 from gradwire.topology.cluster import Link, two_level_cluster
 
 HIERARCHICAL = (Phase(REDUCE_SCATTER, 0, 2), Phase(ALL_REDUCE, 1), Phase(ALL_GATHER, 0, 2))
@@ -40,13 +41,13 @@ class NoStreams:
     def rejoin(self) -> None: ...
 
 
-class Issuing(Executor):
+class Issuing(StreamExecutor):
     """Writes down (launch, chunk, phase) in the order of issue; its compressed phase takes some rounds."""
 
     def __init__(self, streams: object, rounds: int = 0) -> None:
         cluster = two_level_cluster([0, 0, 1, 1], Link(4e-6, 5e9), Link(30e-6, 25e6))
         board = FailureBoard(HashStore(), 0, 4)
-        super().__init__("test", Mock(), 0, cluster, None, board, streams)  # type: ignore[arg-type]
+        super().__init__(Mock(), 0, cluster, None, board, streams, HostClock())  # type: ignore[arg-type]
         self.rounds = rounds
         self.issued: list[tuple[str, int, int]] = []
 

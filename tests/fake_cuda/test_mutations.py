@@ -16,11 +16,12 @@ from fake_cuda.drive import FIRST, REBUILT, TIMEOUT, Job, on_cuda, train
 from fake_cuda.machine import Machine, RaceError, machine
 from fake_cuda.nccl import FakeNccl, FakeWork, OrderError
 from fake_cuda.streams import FakeEvent, FakeFuture, side_stream
-from gradwire.comms import execute
 from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import FusionPlan
+from gradwire.comms.run import programs
+from gradwire.comms.run.launches import Bucket
 from gradwire.comms.streams import SideStreams
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.dense import WideSum
@@ -192,10 +193,10 @@ class Forgetful(list[Any]):
     def append(self, event: object) -> None: ...
 
 
-bucket_of = execute.Bucket.of
+bucket_of = Bucket.of
 
 
-def forgetful(*arguments: Any, **named: Any) -> execute.Bucket:
+def forgetful(*arguments: Any, **named: Any) -> Bucket:
     """A bucket that does not wait for what carried its first pieces."""
     bucket = bucket_of(*arguments, **named)
     bucket.ends = Forgetful()
@@ -272,12 +273,12 @@ PLANTED: dict[str, tuple[Callable[[], None], Any, type[Exception]]] = {
     ),
     "a bucket waits for all of its pieces": (
         bucket_in_pieces,
-        lambda: patch.object(execute.Bucket, "of", forgetful),
+        lambda: patch.object(Bucket, "of", forgetful),
         RaceError,
     ),
     "contributions are scaled in float32": (
         wide_sum,
-        lambda: patch.object(execute, "_contribution", narrow_contribution),
+        lambda: patch.object(programs, "_contribution", narrow_contribution),
         AssertionError,
     ),
     "the verdict comes behind the last bucket": (

@@ -3,7 +3,9 @@
 from mutations.mutation import Mutation
 
 _NCCL = "comms/transport/nccl.py"
-_EXECUTE = "comms/execute.py"
+_EXECUTOR = "comms/run/stream_executor.py"
+_PROGRAMS = "comms/run/programs.py"
+_LEDGER = "comms/run/ledger.py"
 _CALLS = "tests/comms/transport/test_nccl_calls.py"
 _LOST = "tests/comms/bootstrap/test_lost_rank_on_cuda.py"
 _HOOK = "tests/fake_cuda/test_hook_streams.py::"
@@ -119,7 +121,7 @@ COLLECTIVES = (
     ),
     Mutation(
         "what goes back travels on the communicator that goes there",
-        _EXECUTE,
+        _PROGRAMS,
         "                issued_in = way_back(lane) if rounds and members in by_links else lane\n",
         "                issued_in = lane\n",
         "Two chunks' stages do not overlap.",
@@ -127,7 +129,7 @@ COLLECTIVES = (
     ),
     Mutation(
         "a failure aborts no communicator",
-        _EXECUTE,
+        _LEDGER,
         '            self._groups.abort(f"rank {self._board.rank} gave up in {where}: {error}")\n',
         "",
         "The device waits for a lost rank for ever.",
@@ -135,15 +137,15 @@ COLLECTIVES = (
     ),
     Mutation(
         "the device goes on before it is told",
-        _EXECUTE,
-        "                    self._streams.verdict.give_up()  # before the device can go on\n",
-        "                    pass\n",
+        _EXECUTOR,
+        "        give_up = self._streams.verdict.give_up  # before the device can go on\n",
+        "        give_up = list\n",
         "The optimizer steps on gradients that were not averaged.",
         (f"{_ENDINGS}test_no_optimizer_steps_on_what_was_not_averaged",),
     ),
     Mutation(
         "the verdict comes before the last bucket has ended",
-        _EXECUTE,
+        _EXECUTOR,
         "            bucket.result().wait()  # done for the host since it was issued\n",
         "",
         "The average is multiplied while NCCL still writes it.",
@@ -151,7 +153,7 @@ COLLECTIVES = (
     ),
     Mutation(
         "nobody watches what is under way",
-        _EXECUTE,
+        _EXECUTOR,
         "            self.last = self._streams.mark(self._issued - 1)\n            if self.deadline is not None:\n"
         "                self.deadline.watch(self.last.query)\n",
         "            self.last = self._streams.mark(self._issued - 1)\n",
@@ -160,7 +162,7 @@ COLLECTIVES = (
     ),
     Mutation(
         "nobody watches a direct collective",
-        _EXECUTE,
+        _EXECUTOR,
         "            self.last = IssuedWork(self._direct, lambda: self._interrupted)\n"
         "            if self.deadline is not None:\n"
         "                self.deadline.watch(self.last.query)\n",
@@ -170,7 +172,7 @@ COLLECTIVES = (
     ),
     Mutation(
         "a work is asked while its communicator is given up",
-        _EXECUTE,
+        "comms/streams.py",
         "        return self._given_up() or self._work.is_completed()\n",
         "        return self._work.is_completed()\n",
         "Torch answers under the lock that the abort holds, and keeps the interpreter's.",

@@ -1,9 +1,10 @@
-"""Waits, events and memory between streams: comms/streams.py, comms/execute.py and kernels/cuda/launch.py."""
+"""Waits, events and memory between streams: comms/streams.py, comms/run and kernels/cuda/launch.py."""
 
 from mutations.mutation import Mutation
 
 _STREAMS = "comms/streams.py"
-_EXECUTE = "comms/execute.py"
+_EXECUTOR = "comms/run/stream_executor.py"
+_PROGRAMS = "comms/run/programs.py"
 _LAUNCH = "compressors/kernels/cuda/launch.py"
 _HOOK = "tests/fake_cuda/test_hook_streams.py::"
 _COMPRESSED = "tests/fake_cuda/test_compressed_streams.py::"
@@ -106,7 +107,7 @@ STREAMS = (
     ),
     Mutation(
         "joined buckets are not awaited by the other chunks",
-        _EXECUTE,
+        _EXECUTOR,
         "                    streams.wait(number, (packed,))\n",
         "                    pass\n",
         "A chunk is sent while its buckets are still copied together.",
@@ -114,7 +115,7 @@ STREAMS = (
     ),
     Mutation(
         "a collective is not awaited",
-        _EXECUTE,
+        _EXECUTOR,
         "        for work in hop.works:\n            work.wait()\n        if hop.lane[0] >= phase:",
         "        if hop.lane[0] >= phase:",
         "What follows reads a buffer that NCCL still writes.",
@@ -122,7 +123,7 @@ STREAMS = (
     ),
     Mutation(
         "a launch ends before its other chunks",
-        _EXECUTE,
+        _EXECUTOR,
         "            self._streams.wait(held.number, run.ends)\n",
         "",
         "The future orders the last chunk's stream alone.",
@@ -130,7 +131,7 @@ STREAMS = (
     ),
     Mutation(
         "the end of a chunk is marked on another stream",
-        _EXECUTE,
+        _EXECUTOR,
         "                run.ends.append(self._streams.mark(held.number))",
         "                run.ends.append(self._streams.mark(held.number + 1))",
         "The launch waits for an event that does not stand behind the chunk.",
@@ -138,7 +139,7 @@ STREAMS = (
     ),
     Mutation(
         "a bucket ends before its first pieces",
-        _EXECUTE,
+        _EXECUTOR,
         "                    self._streams.wait(held.number, bucket.ends)\n",
         "                    pass\n",
         "The bucket's future orders the last piece alone.",
@@ -146,7 +147,7 @@ STREAMS = (
     ),
     Mutation(
         "a chunk comes down at once",
-        _EXECUTE,
+        _EXECUTOR,
         "                before, self._held = self._held, _HeldChunk(run, walk, number)\n",
         "                before = _HeldChunk(run, walk, number)\n",
         "The next chunk waits inside the node for this one to come back from the network, which idles meanwhile.",
@@ -154,7 +155,7 @@ STREAMS = (
     ),
     Mutation(
         "a rank comes down first",
-        _EXECUTE,
+        _EXECUTOR,
         "                before, self._held = self._held, _HeldChunk(run, walk, number)\n",
         "                before, self._held = self._held, _HeldChunk(run, walk, number)\n"
         "                if self._rank == 0:\n"
@@ -164,7 +165,7 @@ STREAMS = (
     ),
     Mutation(
         "a direct collective's future is complete at once",
-        _EXECUTE,
+        _EXECUTOR,
         "            bucket.future = cast(Open, work.get_future().then(_only))\n",
         "            bucket.future = torch.futures.Future()\n            bucket.future.set_result(bucket.flat)\n",
         "Past the timed steps the optimizer reads gradients that NCCL still writes.",
@@ -172,7 +173,7 @@ STREAMS = (
     ),
     Mutation(
         "extremes are looked at before the sum is there",
-        _EXECUTE,
+        _EXECUTOR,
         "            if run.extremes:\n                torch.aminmax(run.flat, out=run.extremes)\n"
         "                self._extremes += run.extremes\n",
         "",
@@ -181,7 +182,7 @@ STREAMS = (
     ),
     Mutation(
         "a contribution is scaled before it is widened",
-        _EXECUTE,
+        _PROGRAMS,
         "        return shard.float().mul_(scale)\n",
         "        return shard.mul(scale).float()\n",
         "Each bfloat16 gradient is rounded once more.",

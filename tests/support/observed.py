@@ -11,8 +11,8 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Launch
 from gradwire.comms.observe.observer import Observer
+from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import Layout, Slice
 from support.threads import run_ranks

@@ -24,7 +24,6 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Launch
 from gradwire.comms.plan.choice import (
     MARGIN,
     MINIMUM_GAIN,
@@ -37,6 +36,7 @@ from gradwire.comms.plan.choice import (
 )
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import byte_costs
+from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.adaptive import Adaptive
 from gradwire.compressors.base import Layout, StateDict

@@ -3,7 +3,7 @@
 import pytest
 
 from gradwire.comms.autotune.stepwatch import StepWatch
-from gradwire.comms.execute import Times
+from gradwire.comms.run.launches import Times
 from gradwire.comms.streams import HostClock
 
 

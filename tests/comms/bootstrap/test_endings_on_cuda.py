@@ -17,13 +17,14 @@ from torch import Tensor
 
 from fake_cuda.drive import OPTIONS, Job, Model, gradient, group_options, make_state
 from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
-from gradwire.comms import execute, hook
+from gradwire.comms import hook
 from gradwire.comms.backend.planned import STEPS_IN_A_ROW, PlannedAllReduce
 from gradwire.comms.bootstrap import failure, liveness
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket
+from gradwire.comms.run.launches import Bucket
+from gradwire.comms.run.stream_executor import StreamExecutor
 from gradwire.comms.transport.groups import Groups
 from support.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda
 from support.threads import run_ranks
@@ -38,7 +39,6 @@ SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(execute, "CLOSING_SECONDS", 0.5)
     monkeypatch.setattr(failure, "CALLING_AFTER", timedelta(seconds=0.2))
 
 
@@ -301,7 +301,7 @@ def test_no_optimizer_steps_on_what_was_not_averaged() -> None:
             return None
         Job.step(rank.training, BUCKETS, gradient(rank.rank, 1, SHAPES))  # without a wait for the device
         issued.set()
-        until(lambda: executor._failure is not None)
+        until(lambda: executor._failures.error is not None)
         weight = torch.nn.Parameter(torch.ones(3))
         weight.grad = torch.ones(3)
         with pytest.raises(CollectiveError, match="the user has had enough"):
@@ -331,6 +331,7 @@ def test_a_planned_sum_that_goes_directly_is_done_when_the_device_is(monkeypatch
             planned.all_reduce([tensor], 1.0).wait()
         torch.cuda.synchronize()
         executor = planned._communicators["cuda"].executor
+        assert isinstance(executor, StreamExecutor)
         if rank == 1:
             assert late.wait(60)
         work = planned.all_reduce([tensor], 1.0)

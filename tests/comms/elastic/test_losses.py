@@ -22,10 +22,10 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.elastic.membership import GivenUpError, Membership, View
-from gradwire.comms.execute import Executor
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.observe.stall import StallWatch
 from gradwire.comms.plan.routes import Routes
+from gradwire.comms.run.lane_executor import LaneExecutor
 from gradwire.comms.transport.groups import Groups
 from gradwire.comms.transport.shm import ShmGroup
 from gradwire.comms.transport.torch_group import GlooTransport, connections
@@ -135,7 +135,7 @@ def runs(pid: int) -> bool:
 
 def alive() -> Counter[str]:
     """How many there are of what an epoch has of its own."""
-    kinds = (Communicator, Executor, Groups, ShmGroup, GlooTransport, Routes, Observer, StallWatch, LivenessRing)
+    kinds = (Communicator, LaneExecutor, Groups, ShmGroup, GlooTransport, Routes, Observer, StallWatch, LivenessRing)
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
 
 
@@ -201,7 +201,7 @@ def test_what_else_can_happen_is_survived(processes: Processes) -> None:
     assert first["error"] is None
     assert "rank 1 was given up by the others" in second["error"]
     for after_one, *later in (first["kept"], second["kept"]):
-        assert after_one["Communicator"] == after_one["Executor"] == 1
+        assert after_one["Communicator"] == after_one["LaneExecutor"] == 1
         assert later
         for each in later:
             assert each <= after_one

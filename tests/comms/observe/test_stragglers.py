@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import pytest
 
-from gradwire.comms.execute import Times
 from gradwire.comms.observe import stragglers
 from gradwire.comms.observe.stragglers import PULSE_STEPS, WINDOW, Look, StragglerWatch, late_ranks
 from gradwire.comms.report import COMPUTES_LATE, SLOW_LINK, Straggler
+from gradwire.comms.run.launches import Times
 from gradwire.comms.streams import HostClock
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link
 from support.observed import PARAMETERS, Steps, on_ranks
@@ -43,7 +43,7 @@ class Job:
         ]
 
     def _communicator(self, rank: int, cluster: Cluster) -> Any:
-        executor = SimpleNamespace(
+        ledger = SimpleNamespace(
             timing=True,
             phase_seconds=lambda: dict(self.phases[rank]),
             seconds_of_phases=lambda: [seconds for seconds, _, _ in self.phases[rank].values()],
@@ -53,7 +53,7 @@ class Job:
             rank=rank,
             size=self.size,
             device=SimpleNamespace(type="cpu"),
-            executor=executor,
+            executor=SimpleNamespace(ledger=ledger),
             clock=HostClock(),
             cluster=cluster,
             hostnames=hostnames,

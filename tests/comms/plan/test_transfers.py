@@ -18,11 +18,12 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Executor, Launch
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
 from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.comms.plan.routes import Routes
+from gradwire.comms.run.lane_executor import LaneExecutor
+from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.comms.transport.torch_group import Done
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
 from support.simulate import simulate, transfers_of
@@ -127,7 +128,7 @@ def run(cluster: Cluster, plan: Plan, inputs: list[Tensor], fixed_order: bool) -
         config = Config(fusion=25.0 if fixed_order else 0.0)
         route = Routes(cluster, rank, "cpu", config, None).along(flat.numel(), plan)
         board = FailureBoard(store, rank, cluster.size)
-        executor = Executor("test", groups, rank, cluster, None, board)  # type: ignore[arg-type]
+        executor = LaneExecutor("test", groups, rank, cluster, None, board)  # type: ignore[arg-type]
         bucket = Bucket.of(flat)
         executor.start(Launch((flat,), None, (bucket,)), route, 1.0, flush=False)
         bucket.result().wait()

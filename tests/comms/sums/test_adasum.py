@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Launch
+from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.compressors.adasum import Adasum, combination
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.optim.peers import carry_out

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms import communicator
+from gradwire.comms import streams
 from gradwire.comms.bootstrap import compat
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
-from gradwire.comms.execute import issue_together
 from gradwire.comms.plan.routes import Routes
 from gradwire.comms.plan.schedule import ALIGN_NUMEL, equal_partition
+from gradwire.comms.run.programs import issue_together
 from gradwire.comms.transport import launch_order, nccl
 from gradwire.comms.transport.groups import Groups
 from gradwire.comms.transport.nccl import (
@@ -538,7 +538,7 @@ class NoStreams:
 
 
 def test_a_communicator_connects_its_groups_once(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "SideStreams", NoStreams)
+    monkeypatch.setattr(streams, "SideStreams", NoStreams)
     store = HashStore()
 
     def body(rank: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, TorchGroup, make_gloo
-from gradwire.comms.execute import issue_together
+from gradwire.comms.run.programs import issue_together
 from gradwire.comms.transport import torch_group
 from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective

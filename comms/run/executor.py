@@ -1,0 +1,230 @@
+"""Who runs launches: lanes of threads on a CPU, streams on a device. The communicator chooses, and nobody asks again.
+
+Callers know an `Executor`; what only a device needs does nothing in lanes, and they say why.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.bootstrap.failure import CollectiveError
+from gradwire.comms.lanes import Hop, Lane
+from gradwire.comms.plan.routes import Chunk, Route
+from gradwire.comms.run.launches import NO_ROUTE, Bucket, Launch, RunningLaunch, WaitingLaunch, finish
+from gradwire.comms.run.ledger import FirstFailure, Ledger
+from gradwire.comms.run.programs import Programs
+from gradwire.compressors.base import Layout
+
+if TYPE_CHECKING:  # each is loaded where it is asked for
+    from gradwire.comms.bootstrap.liveness import Deadline
+    from gradwire.comms.streams import IssuedWork
+
+CLOSING_SECONDS = 5.0
+"""How long `close` waits for the launches under way: longer than a bucket takes."""
+
+
+class Executor(ABC):
+    """Runs launches along their routes.
+
+    Args:
+        programs: What is issued for a chunk.
+        ledger: Counts what is sent.
+        failures: Keeps what has failed first.
+
+    Attributes:
+        ledger: See above.
+        launches: How many have been started.
+        carried: On CUDA, the first bucket that each of the last launches carried.
+        checking: On CUDA, whether the averages of compressed launches are looked at for what is not finite: see
+            `extremes`.
+        last: On CUDA, a moment behind everything that came before the last `release`; None before the first.
+        deadline: On CUDA, watches what is under way.
+        activity: What this rank is about, for errors: before the first launch the groups are connected.
+        aborted: Whether this rank has given up its groups.
+    """
+
+    def __init__(self, programs: Programs, ledger: Ledger, failures: FirstFailure) -> None:
+        self.ledger = ledger
+        self.launches = 0
+        self.carried: deque[int] = deque(maxlen=256)
+        self.checking = False
+        self.last: torch.cuda.Event | IssuedWork | None = None
+        self.deadline: Deadline | None = None
+        self.activity = "an all-reduce"
+        self.aborted = False
+        self._programs = programs
+        self._failures = failures
+
+    @abstractmethod
+    def start(
+        self, launch: Launch, route: Route, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
+    ) -> None:
+        """Starts an all-reduce; returns at once. All ranks start the same ones in the same order.
+
+        Args:
+            launch: What is reduced, and whose futures it completes.
+            route: Its plan, and this rank's part in it.
+            scale: Factor on every rank's contribution, applied before anything is narrowed.
+            flush: Travel dense, with what the compressor holds back added.
+            hold: On CUDA the last all-gathers may wait until another launch has started, or `release` is called.
+            after: Factor on the sum.
+
+        Raises:
+            RuntimeError: The executor is closed.
+            CollectiveError: On CUDA: a launch before this one has failed.
+            torch.OutOfMemoryError: There is no memory to join buckets in, or on CUDA for a phase; the stream that
+                computes then waits for what was issued before, and the gradients of this launch are as they were. On
+                CUDA the other ranks hear of it, and nothing can be started any more.
+        """
+
+    def start_steps(
+        self, bucket: Bucket, name: str, steps: Generator[Hop, None, Tensor], lanes: tuple[Lane, ...]
+    ) -> None:
+        """Starts what follows no plan; returns at once, on CUDA when all is issued.
+
+        Args:
+            bucket: Its tensor becomes what the steps return; completed at their end.
+            name: What it is, for errors.
+            steps: Issue collectives; on CUDA they may make the host wait.
+            lanes: That they pass on every rank, in this order; no plan has them.
+
+        Raises:
+            As `start`.
+        """
+        run = RunningLaunch(Launch((bucket.flat,), None, (bucket,)), bucket.flat, NO_ROUTE, 1.0, False, 1)
+        run.number, self.launches = self.launches, self.launches + 1
+        self._start_steps(run, name, self._completing(run, steps), lanes)
+
+    @abstractmethod
+    def _start_steps(self, run: RunningLaunch, name: str, walk: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+        """Starts a walk that completes its launch by itself; see `start_steps`."""
+
+    def _completing(self, run: RunningLaunch, steps: Generator[Hop, None, Tensor]) -> Iterator[Hop]:
+        self._raise_failure()
+        (bucket,) = run.launch.buckets
+        bucket.flat = yield from steps
+        finish(run.launch, bucket.flat, None, self.ledger.now())
+
+    def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+        """One chunk's walk through the phases of its plan; see `Programs.walk`.
+
+        Raises:
+            CollectiveError: A launch before this one has failed.
+        """
+        self._raise_failure()
+        yield from self._programs.walk(run, chunk)
+
+    def migrate(self, layout: Layout, route: Route, device: torch.device, *, ask: bool = True) -> None:
+        """Starts to move compression state inside this node, for a bucket whose parameters travel in a new layout.
+
+        Runs in the order of the launches, before whatever is started next; changes the compressor's state in place.
+
+        Args:
+            layout: Which parameter lies where in the bucket.
+            route: The bucket's: says which runs of elements this rank compresses.
+            device: Where the bucket is.
+            ask: See `migration.migrate`.
+        """
+        if self._programs.compresses and route.shares_ownership:
+            self._start_migration(self._programs.migrate(layout, route.compressed_shards(), device, ask))
+
+    @abstractmethod
+    def _start_migration(self, walk: Iterator[Hop]) -> None:
+        """Has a walk that moves compression state take its turn among the launches."""
+
+    @abstractmethod
+    def close(self, seconds: float = CLOSING_SECONDS) -> bool:
+        """Ends everything when the launches under way have ended; later launches fail.
+
+        Args:
+            seconds: For the launches under way. On a CPU those that have not ended then (a rank they need is gone, say)
+                are given up, and their futures completed with an error. On CUDA nothing is given up.
+
+        Returns:
+            Whether what it used may be closed in order: nothing waits on a device for what will not come.
+        """
+
+    @property
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether no thread of it runs any more: none touches the memory of a launch from here on."""
+
+    @property
+    def failure(self) -> CollectiveError | None:
+        """What has failed first, once the other ranks have been asked."""
+        return self._failures.error
+
+    def failed(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
+        """Ends everything because a collective has failed, and says what happened to the ranks.
+
+        Args:
+            where: Which collective, in words.
+            lane: Where it ran.
+            members: The ranks that an error's `missing` are indices of.
+            error: What it raised.
+
+        Returns:
+            The diagnosis of the first failure: one that comes of it takes it too.
+        """
+        return self._failures.declare(where, lane, members, error)
+
+    def _raise_failure(self) -> None:
+        """Raises what has failed."""
+        failure = self.failure
+        if failure is not None:
+            raise failure.with_traceback(None)  # the frames of earlier launches hold their tensors
+
+    @abstractmethod
+    def oldest(self) -> WaitingLaunch | None:
+        """Where the launch stands that was started first of those under way; None without one, and on CUDA. Any thread.
+
+        Also None between two looks of a lane: ask again.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Issues what `start` has held back; all ranks, at the same point of the sequence of launches.
+
+        Raises:
+            CollectiveError: On CUDA: a launch has failed, or another rank is gone.
+        """
+
+    @abstractmethod
+    def extremes(self) -> list[Tensor]:
+        """On CUDA, 0-dim: least and largest average of each compressed launch since the last call. `release` first."""
+
+    @abstractmethod
+    def interrupt(self, error: Exception) -> None:
+        """On CUDA: gives up what is under way, and all that would come, because of an error here or elsewhere."""
+
+    @abstractmethod
+    def raise_failure(self) -> None:
+        """On CUDA: raises what has failed, so far as that is known; costs nothing otherwise.
+
+        Raises:
+            CollectiveError: See `interrupt`.
+        """
+
+    @abstractmethod
+    def spoil(self, bucket: Bucket) -> None:
+        """On CUDA: has the device make one average NaN where gradwire gives up before the step's last bucket has ended.
+
+        The host may have issued the optimizer's step by then. Changes nothing otherwise; the current stream waits for
+        the bucket, as DDP has it do in any case.
+
+        Args:
+            bucket: The last one that was launched in this step: it ends behind all others.
+        """
+
+    @abstractmethod
+    def alone(self) -> AbstractContextManager[None]:
+        """Brackets what reads or changes a compressor's state outside of a launch: see `Communicator.alone`."""
+
+    @abstractmethod
+    def rejoin(self) -> None:
+        """On CUDA: puts the current stream behind everything that was issued."""

@@ -1,0 +1,240 @@
+"""On a CPU: one thread serves each lane, takes the chunk whose turn it is, and issues its collectives phase by phase.
+
+A chunk stays in the lane it is in as long as its collectives are done when they return (shared memory); after an
+asynchronous phase it goes on in the next lane, which waits for what is under way. All of that is in the plan, so all
+ranks hop alike, also those that have nothing to send in a phase.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gradwire.comms.bootstrap.failure import Board, CollectiveError
+from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
+from gradwire.comms.plan.routes import Chunk, Route
+from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
+from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch, WaitingLaunch, finish, pack
+from gradwire.comms.run.ledger import FirstFailure, Ledger
+from gradwire.comms.run.programs import Programs
+from gradwire.comms.streams import HostClock
+from gradwire.comms.transport.groups import Groups
+from gradwire.compressors.base import Compressor
+from gradwire.topology.cluster import Cluster
+
+if TYPE_CHECKING:  # loaded where it is asked for
+    from gradwire.comms.observe.recorder import Recorder
+
+
+@dataclass(slots=True, eq=False)
+class _ChunkJob(LaneJob):
+    """A chunk in the lanes, or what follows no plan and has a name; `run` is None for a migration: it has no future.
+
+    One that `stays` is taken through all lanes by the thread of the first one.
+    """
+
+    run: RunningLaunch | None = None
+    name: str = ""
+    stays: bool = False
+
+
+class LaneExecutor(Executor):
+    """Runs launches in the threads of lanes.
+
+    Args:
+        name: Of the threads.
+        groups: Where transports come from.
+        rank: This rank.
+        cluster: Where the ranks are.
+        compressor: Used by the phases that name one.
+        board: Where ranks that survive a failure exchange what they saw.
+    """
+
+    def __init__(
+        self, name: str, groups: Groups, rank: int, cluster: Cluster, compressor: Compressor | None, board: Board
+    ) -> None:
+        ledger = Ledger(HostClock(), cluster.level_names)
+        programs = Programs(groups, rank, cluster, compressor, ledger)
+        super().__init__(programs, ledger, FirstFailure(groups, board, rank))
+        self._name = name
+        self._rank = rank
+        self._level_names = cluster.level_names
+        self._lanes = Lanes()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def start(
+        self, launch: Launch, route: Route, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
+    ) -> None:
+        """See `Executor.start`."""
+        now = self.ledger.clock.now()
+        run = RunningLaunch(
+            launch, pack(launch), route, scale, flush, len(route.chunks), self.launches, now, after=after
+        )
+        self.launches += 1
+        walks = [self.walk(run, chunk) for chunk in route.chunks]
+        stays = launch.alone and len(walks) == 1
+        for walk in walks:
+            self._submit(_ChunkJob(walk, ((0, 0),) if stays else route.lanes, run=run, stays=stays))
+
+    def _start_steps(self, run: RunningLaunch, name: str, walk: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+        run.began = self.ledger.clock.now()
+        self._submit(_ChunkJob(walk, lanes, lanes[0], run=run, name=name))
+
+    def _start_migration(self, walk: Iterator[Hop]) -> None:
+        self._submit(_ChunkJob(walk, name="migration of compression state"))
+
+    def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+        """See `Executor.walk`; the last chunk to end completes the launch."""
+        self._raise_failure()
+        yield from self._programs.walk(run, chunk)
+        with self._lock:
+            run.pending -= 1
+            last = run.pending == 0
+        if last:
+            now = self.ledger.clock.now()
+            self.ledger.note_end(run, now)
+            finish(run.launch, run.flat, None, now)
+
+    def close(self, seconds: float = CLOSING_SECONDS) -> bool:
+        """See `Executor.close`. Called from a lane (by the garbage collector, say), it waits for nothing."""
+        self._lanes.close()
+        if threading.current_thread() in self._threads:
+            return True
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for job in self._lanes.under_way():
+            assert isinstance(job, _ChunkJob)
+            if self._failures.error is None:
+                self._failures.error = CollectiveError(
+                    f"gradwire was closed on rank {self._rank} while an all-reduce was under way", ()
+                )
+            self._give_up(job, self._failures.error)
+        self._failures.forget_frames()
+        return True
+
+    @property
+    def has_ended(self) -> bool:
+        """See `Executor.has_ended`."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _submit(self, job: _ChunkJob) -> None:
+        self._open(self._lanes.submit(job))
+
+    def _open(self, lanes: Sequence[Lane]) -> None:
+        """Makes a thread for each new lane."""
+        for lane in lanes:
+            thread = BackgroundThread(f"{self._name} lane {lane}", partial(self._serve, lane))
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, lane: Lane) -> None:
+        while (job := self._lanes.take(lane)) is not None:
+            assert isinstance(job, _ChunkJob)
+            self._step(job, lane)
+            del job  # or its buckets would live as long as this thread waits for the next one
+
+    def _step(self, job: _ChunkJob, lane: Lane) -> None:
+        """Waits for what is under way, and takes a job forward to its next hop, or to its end; all hops if it stays."""
+        try:
+            while True:
+                if self.ledger.recorder is None:
+                    for work in job.works:
+                        work.wait()
+                    job.works = ()
+                    hop = next(job.steps, None)
+                else:
+                    hop = self._recorded_step(self.ledger.recorder, job, lane)
+                if hop is None:
+                    break
+                if not job.stays:
+                    self._open(self._lanes.move(job, hop))
+                    return
+                lane = job.lane = hop.lane
+                job.works = hop.works
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the futures carry it
+            self._fail(job, lane, error)
+        self._lanes.end(job)
+
+    def _recorded_step(self, recorder: "Recorder", job: _ChunkJob, lane: Lane) -> Hop | None:
+        """What `_step` does, noted: the wait for what is under way, and what is issued then."""
+        track, number = f"lane {lane[0]}.{lane[1]}", -1 if job.run is None else job.run.number
+        if job.works:
+            with recorder.span(track, f"wait for {self._place_of(job)}", launch=number):
+                for work in job.works:
+                    work.wait()
+        job.works = ()
+        with recorder.span(track, self._place_of(job), launch=number):
+            return next(job.steps, None)
+
+    def oldest(self) -> WaitingLaunch | None:
+        """Where the launch stands that was started first of those under way; None without one, and on CUDA. Any thread.
+
+        Also None between two looks of a lane: ask again.
+        """
+        for job in self._lanes.under_way():
+            assert isinstance(job, _ChunkJob)
+            run = job.run
+            if run is not None and isinstance(run.began, float):
+                seconds = time.perf_counter() - run.began
+                return WaitingLaunch(run.number, run.launch.buckets[0], self._place_of(job), seconds)
+        return None
+
+    def _place_of(self, job: _ChunkJob) -> str:
+        """The phase that a job is in, in words."""
+        if job.run is None or job.name:
+            return job.name
+        phases = job.run.route.plan.phases
+        if not phases:
+            return "nothing"
+        # After an asynchronous phase a job waits for it in the lane of the next one.
+        index = job.lane[0] - (1 if job.works and job.lane[1] == 0 else 0)
+        phase = phases[min(max(index, 0), len(phases) - 1)]
+        return f"{phase.op} {phase.place(self._level_names)}"
+
+    def _fail(self, job: _ChunkJob, lane: Lane, error: BaseException) -> None:
+        """Ends a job that has failed, and with the first one everything that comes after it."""
+        phases = job.run.route.plan.phases if job.run is not None else ()
+        phase = phases[min(lane[0], len(phases) - 1)] if phases else None
+        where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
+        self._give_up(job, self.failed(where, lane, self._programs.node, error))
+
+    def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
+        """Ends a job's launch with an error; its other chunks' ends do not count any more."""
+        if job.run is None:
+            return
+        with self._lock:
+            first = job.run.pending > 0
+            job.run.pending = -1
+        if first:
+            finish(job.run.launch, job.run.flat, error, None)
+
+    def release(self) -> None:
+        """Nothing is held back: whatever is started goes to its lanes at once."""
+
+    def extremes(self) -> list[Tensor]:
+        """None: the host looks at the averages themselves, when their futures are done."""
+        return []
+
+    def interrupt(self, error: Exception) -> None:
+        """Nothing waits on a device: lanes hear of an error from the transports that they wait for."""
+
+    def raise_failure(self) -> None:
+        """Nothing: the futures of what has failed raise it."""
+
+    def spoil(self, bucket: Bucket) -> None:
+        """Nothing: an average that has failed never reaches an optimizer, because its future raises."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Needs nothing: the caller has waited for the launches."""
+        return nullcontext()
+
+    def rejoin(self) -> None:
+        """Nothing: what is done is done for the caller, too."""

@@ -1,0 +1,249 @@
+"""What executors note down: what each phase has sent and how long it took, and what has failed first."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gradwire.comms.bootstrap.failure import Board, CollectiveError
+from gradwire.comms.lanes import Lane
+from gradwire.comms.plan.routes import PhasePart
+from gradwire.comms.run.launches import EndedLaunch, RunningLaunch
+from gradwire.comms.streams import Clock, Mark
+from gradwire.comms.transport.groups import Groups
+
+if TYPE_CHECKING:  # loaded where it is asked for
+    from gradwire.comms.observe.recorder import Recorder
+
+log = logging.getLogger("gradwire")
+
+PhaseKey = tuple[int, str, str]
+"""A phase's place, its collective, and its level."""
+
+
+@dataclass(slots=True)
+class PhaseTotals:
+    """One phase of a plan, summed over all chunks of all buckets that went through it.
+
+    Attributes:
+        phase: Its place in the plan.
+        op: The collective.
+        level: Name of the level, or `all ranks`.
+        calls: Collectives that this rank took part in.
+        logical_nbytes: Bytes of gradient that this rank contributed to them.
+        wire_nbytes: Bytes that this rank sent, headers not counted.
+        seconds: From issuing a chunk's collectives to having their result, summed; phases of different chunks overlap.
+            On CUDA by events, in the steps that are timed, and from those for all calls.
+        timed_calls: Calls that `seconds` was measured for.
+    """
+
+    phase: int
+    op: str
+    level: str
+    calls: int = 0
+    logical_nbytes: int = 0
+    wire_nbytes: float = 0.0
+    seconds: float = 0.0
+    timed_calls: int = 0
+
+
+class Ledger:
+    """Counts what is sent, phase by phase, with the times that it took. Any thread.
+
+    Args:
+        clock: Tells when phases begin and end.
+        level_names: Of the cluster.
+
+    Attributes:
+        clock: See above.
+        timing: Whether phases are timed from now on; on a CPU they always are.
+        ended: On a CPU takes the launches that end; None, and nothing is kept.
+        recorder: Notes what happens when, while a trace or a profiler is on; None otherwise.
+    """
+
+    def __init__(self, clock: Clock, level_names: Sequence[str]) -> None:
+        self.clock = clock
+        self.timing = True
+        self.ended: list[EndedLaunch] | None = None
+        self.recorder: Recorder | None = None
+        self._level_names = level_names
+        self._rows: dict[PhaseKey, PhaseTotals] = {}
+        self._issued: list[tuple[PhaseTotals, int, Mark, Mark]] = []
+        """On CUDA: (row, calls, began, ended) of the step before this one, to be read."""
+        self._being_issued: list[tuple[PhaseTotals, int, Mark, Mark]] = []
+        self._lock = threading.Lock()
+
+    def now(self) -> Mark | None:
+        """The moment, where phases are timed; None otherwise."""
+        return self.clock.now() if self.timing else None
+
+    def book(self, index: int, op: str, level: str, logical_nbytes: int, wire_nbytes: float) -> None:
+        """Counts a collective that belongs to no plan.
+
+        Args:
+            index: Its place in the report, behind the phases of plans.
+            op: In words.
+            level: Name of the level, or `all ranks`.
+            logical_nbytes: Of gradient.
+            wire_nbytes: That this rank sends.
+        """
+        with self._lock:
+            row = self._rows.setdefault((index, op, level), PhaseTotals(index, op, level))
+            row.calls += 1
+            row.logical_nbytes += logical_nbytes
+            row.wire_nbytes += wire_nbytes
+
+    def count(self, index: int, part: PhasePart, element_nbytes: int, began: Mark | None, sent_nbytes: float) -> None:
+        """Counts one chunk's way through a phase of its plan.
+
+        Args:
+            index: The phase's place in the plan.
+            part: This rank's part in it.
+            element_nbytes: Of the gradient.
+            began: When it was issued; None where it is not timed.
+            sent_nbytes: Bytes sent that the plan alone does not give.
+        """
+        phase = part.phase
+        level = "all ranks" if phase.whole else self._level_names[phase.level]
+        key = (index, phase.op, level)
+        with self._lock:
+            row = self._rows.get(key)
+            if row is None:
+                row = self._rows[key] = PhaseTotals(*key)
+            if isinstance(began, float):
+                row.seconds += time.perf_counter() - began
+                row.timed_calls += part.shards
+            elif began is not None:
+                self._being_issued.append((row, part.shards, began, self.clock.now()))
+            row.calls += part.shards
+            row.logical_nbytes += part.logical_numel * element_nbytes
+            row.wire_nbytes += part.sent_numel * element_nbytes + sent_nbytes
+
+    def note_end(self, run: RunningLaunch, now: Mark | None) -> None:
+        """Notes that a launch has ended well, for whoever asked to hear of it.
+
+        Args:
+            run: Which.
+            now: When; None where nothing is timed.
+        """
+        if self.recorder is not None and run.launch.counted and run.began is not None and now is not None:
+            buckets = [bucket.index for bucket in run.launch.buckets]
+            self.recorder.note(
+                "transfers",
+                f"transfer of bucket {', '.join(map(str, buckets))}",
+                run.began,
+                now,
+                launch=run.number,
+                buckets=buckets,
+                nbytes=run.flat.nbytes,
+                plan=run.route.plan.name,
+                compressor=next((phase.compressor for phase in run.route.plan.phases if phase.compressor), None),
+            )
+        if self.ended is not None and run.launch.counted and isinstance(run.began, float) and isinstance(now, float):
+            self.ended.append(EndedLaunch(run.route.plan, run.began, now))
+
+    def totals(self) -> tuple[PhaseTotals, ...]:
+        """What has travelled so far, in the order of the phases. On CUDA waits for what was issued."""
+        for _ in range(2):
+            self.read_times()
+        with self._lock:
+            return tuple(
+                replace(row, seconds=row.seconds * row.calls / max(row.timed_calls, 1))
+                for _, row in sorted(self._rows.items())
+            )
+
+    def phase_seconds(self) -> dict[PhaseKey, tuple[float, int, int]]:
+        """For each phase, by its place, collective and level: seconds and calls so far that were timed, bytes so far.
+
+        On CUDA as far as they have been read. Waits for nothing.
+        """
+        with self._lock:
+            return {key: (row.seconds, row.timed_calls, row.logical_nbytes) for key, row in self._rows.items()}
+
+    def seconds_of_phases(self) -> list[float]:
+        """The seconds that `phase_seconds` gives, in the same order, in a tenth of the time; phases come at its end."""
+        with self._lock:
+            return [row.seconds for row in self._rows.values()]
+
+    def read_times(self) -> None:
+        """On CUDA: reads the times of the phases that were issued before the last call: the device has passed them."""
+        passed, self._issued, self._being_issued = self._issued, self._being_issued, []
+        for row, calls, began, ended in passed:
+            row.seconds += self.clock.between(began, ended)
+            row.timed_calls += calls
+
+
+class FirstFailure:
+    """What has failed first on this rank, with what the other ranks say about it. Any thread.
+
+    Args:
+        groups: Aborted, so that nobody waits for this rank any more.
+        board: Where ranks that survive a failure exchange what they saw.
+        rank: This rank.
+        device_state: On CUDA: how many launches have been started, and whether the device waits for others.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        board: Board,
+        rank: int,
+        device_state: Callable[[], tuple[int, bool]] = lambda: (0, True),
+    ) -> None:
+        self.error: CollectiveError | None = None
+        self._groups = groups
+        self._board = board
+        self._rank = rank
+        self._device_state = device_state
+        self._diagnosing = threading.Lock()
+
+    def declare(
+        self,
+        where: str,
+        lane: Lane,
+        members: Sequence[int],
+        error: BaseException,
+        first: Callable[[], None] = lambda: None,
+    ) -> CollectiveError:
+        """Ends everything because a collective has failed, and says what happened to the ranks.
+
+        Args:
+            where: Which collective, in words.
+            lane: Where it ran.
+            members: The ranks that an error's `missing` are indices of.
+            error: What it raised.
+            first: Done before anything else if nothing has failed before.
+
+        Returns:
+            The diagnosis of the first failure: one that comes of it takes it too.
+        """
+        with self._diagnosing:
+            if self.error is None:
+                first()
+                self.error = self._diagnose(where, lane, members, error)
+                log.error("%s", self.error)
+        return self.error
+
+    def settled(self) -> CollectiveError | None:
+        """The same as `error`, once a diagnosis that is under way has ended."""
+        with self._diagnosing:
+            return self.error
+
+    def forget_frames(self) -> None:
+        """Drops the traceback: futures keep the error, and its frames what was under way, gloo's works and so on."""
+        if self.error is not None:
+            self.error.__traceback__ = self.error.__context__ = None
+
+    def _diagnose(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
+        try:
+            launches, waiting = self._device_state()
+            self._groups.abort(f"rank {self._board.rank} gave up in {where}: {error}")
+            return self._board.diagnose(error, lane, where, members, launches=launches, waiting=waiting)
+        except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
+            return CollectiveError(
+                f"{where} failed on rank {self._rank} ({type(error).__name__}: {error}), and asking the other ranks "
+                f"failed too ({type(second).__name__}: {second})",
+                (),
+            )

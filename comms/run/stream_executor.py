@@ -1,0 +1,355 @@
+"""On CUDA there are no threads: the caller issues everything at once, and streams keep it in order."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.bootstrap.compat import BackendWork
+from gradwire.comms.bootstrap.failure import Board, CollectiveError
+from gradwire.comms.lanes import Hop, Lane
+from gradwire.comms.plan.plan import Transfer
+from gradwire.comms.plan.routes import PhasePart, Route
+from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
+from gradwire.comms.run.launches import Bucket, Launch, Open, RunningLaunch, WaitingLaunch, finish, pack
+from gradwire.comms.run.ledger import FirstFailure, Ledger
+from gradwire.comms.run.programs import Programs
+from gradwire.comms.streams import STREAMS, Clock, IssuedWork, Mark, SideStreams
+from gradwire.comms.transport.groups import Groups
+from gradwire.compressors.base import Compressor, Request, Work
+from gradwire.topology.cluster import Cluster
+
+if TYPE_CHECKING:  # loaded where it is asked for
+    from gradwire.comms.bootstrap.liveness import Deadline
+
+log = logging.getLogger("gradwire")
+
+CLOSING_LOOK_SECONDS = 0.02
+"""Between two looks at whether the device has come to the end."""
+
+CLOSED = "gradwire is closed on this rank: make a new HookState, or a new process group, for further all-reduces"
+
+
+@dataclass(slots=True, eq=False)
+class _HeldChunk:
+    """On CUDA: a chunk whose all-gathers are issued behind the way up of the chunk that follows it."""
+
+    run: RunningLaunch
+    walk: Iterator[Hop]
+    number: int
+
+
+class DevicePrograms(Programs):
+    """The programs of a rank with a device: NCCL sums in its own order, and the ledger's clock is the device's."""
+
+    def issue(
+        self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float, rings: Sequence[tuple[int, int]] = ()
+    ) -> Work:
+        """See `Programs.issue`; noted on the host, too."""
+        if self._ledger.recorder is None:
+            return super().issue(flat, transfer, lane, scale, rings)
+        with self._ledger.recorder.host_range(f"{transfer.op} among {len(transfer.members)} ranks"):
+            return super().issue(flat, transfer, lane, scale, rings)
+
+    def _by_owners(self, steps: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
+        """The same collectives: sums are NCCL's own. See docs/develop/cuda.md."""
+        return steps
+
+    def _note(self, run: RunningLaunch, index: int, part: PhasePart, began: Mark) -> None:
+        assert self._ledger.recorder is not None
+        words = f"{part.phase.op} {part.phase.place(self._level_names)}"
+        self._ledger.recorder.note(f"phase {index}: {words}", words, began, self._ledger.clock.now(), launch=run.number)
+
+
+class StreamExecutor(Executor):
+    """Issues launches on side streams of a CUDA device, from the thread that asks for them.
+
+    Args:
+        groups: Where transports come from.
+        rank: This rank.
+        cluster: Where the ranks are.
+        compressor: Used by the phases that name one.
+        board: Where ranks that survive a failure exchange what they saw.
+        streams: Beside the one that computes.
+        clock: The device's.
+        deadline: Watches what is under way; None where nobody needs to.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        rank: int,
+        cluster: Cluster,
+        compressor: Compressor | None,
+        board: Board,
+        streams: SideStreams,
+        clock: Clock,
+        deadline: "Deadline | None" = None,
+    ) -> None:
+        ledger = Ledger(clock, cluster.level_names)
+        programs = DevicePrograms(groups, rank, cluster, compressor, ledger)
+        super().__init__(programs, ledger, FirstFailure(groups, board, rank, self._device_state))
+        self.deadline = deadline
+        self._rank = rank
+        self._size = cluster.size
+        self._streams = streams
+        self._held: _HeldChunk | None = None
+        self._interrupted = False
+        self._closed = False
+        self._direct: BackendWork | None = None
+        self._issued = 0
+        self._extremes: list[Tensor] = []
+
+    def start(
+        self, launch: Launch, route: Route, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
+    ) -> None:
+        """See `Executor.start`. Issues it behind what is on the current stream now; the host waits for nothing.
+
+        Each chunk goes its way up at once: all phases up to the one that ends its reduction. Its way down, the
+        all-gathers, is issued behind the way up of the chunk after it, also where that is of the next bucket. Each
+        communicator runs its collectives in the order of issue, so otherwise the next chunk would wait, inside the
+        node, for this one to come back from the network, and the network would idle meanwhile.
+
+        The order is that of chunks and phases alone. How many rounds a compressor needs differs between the ranks of a
+        node (a dense rule, an empty shard) and does not matter: no collective of another chunk comes in between.
+        """
+        self._raise_failure()
+        streams, ledger = self._streams, self.ledger
+        self.launches += 1
+        self.carried.append(launch.buckets[0].index)
+        try:
+            if route.direct and not ledger.timing and after == 1.0 and self._issue_alone(launch, route, scale):
+                return
+            numbers = range(self._issued, self._issued + len(route.chunks))
+            self._issued += len(numbers)
+            last = numbers[-1] if numbers else self._issued
+            streams.begin((*numbers, last), launch.parts)
+            with streams.of(last):
+                run = RunningLaunch(launch, pack(launch), route, scale, flush, len(route.chunks), self.launches - 1)
+                run.after = after
+                if ledger.recorder is not None:
+                    run.began = ledger.now()
+                if self.checking and launch.layout is not None and run.flat.numel():
+                    run.extremes = (run.flat.new_empty(()), run.flat.new_empty(()))  # while the gradient is intact
+            if len(launch.parts) > 1:
+                # The memory of joined buckets belongs to the last chunk's stream, which all others end before.
+                packed = streams.mark(last)
+                for number in numbers[:-1][:STREAMS]:
+                    streams.wait(number, (packed,))
+            for number, chunk in zip(numbers, route.chunks, strict=True):
+                walk = self.walk(run, chunk)
+                with streams.of(number):
+                    _advance(walk, route.turn)
+                before, self._held = self._held, _HeldChunk(run, walk, number)
+                if before is not None:
+                    self._issue_rest(before)
+            if not numbers:
+                with streams.of(last):
+                    self._end(run)
+            elif not hold:
+                self.release()
+            elif route.turn == len(route.plan.phases):
+                held, self._held = self._held, None
+                if held is not None:
+                    self._issue_rest(held)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            self._give_up_now(error)
+
+    def _issue_alone(self, launch: Launch, route: Route, scale: float) -> bool:
+        """Issues one all-reduce of a whole bucket as torch's own hook does; False where it travels otherwise.
+
+        Nothing is gained here, so nothing may be lost: no stream, no event and no future but the collective's own.
+        """
+        (bucket, *others), (chunk,) = launch.buckets, route.chunks
+        if others or bucket.future is not None or launch.parts[0] is not bucket.flat:
+            return False
+        (part,) = chunk.parts
+        for transfer in part.steps[0]:
+            work = cast(BackendWork, self._programs.issue(bucket.flat, transfer, (0, 0), scale))
+            self._direct = work
+            bucket.future = cast(Open, work.get_future().then(_only))
+            if launch.counted:
+                self.ledger.count(0, part, bucket.flat.element_size(), None, 0.0)
+        return bucket.future is not None
+
+    def _issue_rest(self, held: _HeldChunk) -> None:
+        """Issues a chunk's way down, and ends its launch behind all of its chunks."""
+        run = held.run
+        with self._streams.of(held.number):
+            _advance(held.walk, len(run.route.plan.phases) + 1)
+            run.pending -= 1
+            if run.pending:
+                run.ends.append(self._streams.mark(held.number))
+                return
+            self._streams.wait(held.number, run.ends)
+            if run.extremes:
+                torch.aminmax(run.flat, out=run.extremes)
+                self._extremes += run.extremes
+            for bucket in run.launch.buckets:
+                if bucket.pending == 1:
+                    self._streams.wait(held.number, bucket.ends)
+            self._end(run)
+            waiting = [bucket for bucket in run.launch.buckets if bucket.pending]
+            if waiting:
+                ended = self._streams.mark(held.number)
+                for bucket in waiting:
+                    bucket.ends.append(ended)
+
+    def _end(self, run: RunningLaunch) -> None:
+        now = self.ledger.now()
+        self.ledger.note_end(run, now)
+        finish(run.launch, run.flat, None, now)
+
+    def _start_steps(self, run: RunningLaunch, name: str, walk: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+        self._raise_failure()
+        self.carried.append(run.launch.buckets[0].index)
+        try:
+            self.release()
+            with self._streams.alone():
+                _advance(walk, 1)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            self._give_up_now(error)
+
+    def _start_migration(self, walk: Iterator[Hop]) -> None:
+        with self.alone():
+            for _ in walk:
+                pass
+
+    def release(self) -> None:
+        """See `Executor.release`."""
+        if self._closed and self._held is None and self._failures.error is None:
+            return
+        self._raise_failure()
+        held, self._held = self._held, None
+        if held is not None:
+            try:
+                self._issue_rest(held)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+                self._give_up_now(error)
+        if self._issued:
+            self.last = self._streams.mark(self._issued - 1)
+            if self.deadline is not None:
+                self.deadline.watch(self.last.query)
+        if self._direct is not None:
+            self.last = IssuedWork(self._direct, lambda: self._interrupted)
+            if self.deadline is not None:
+                self.deadline.watch(self.last.query)
+        self._direct = None
+        self._issued = 0  # the same bucket travels on the same stream in each step
+
+    def extremes(self) -> list[Tensor]:
+        """See `Executor.extremes`."""
+        extremes, self._extremes = self._extremes, []
+        return extremes
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """See `Executor.alone`."""
+        self.release()
+        with self._streams.alone():
+            yield
+
+    def oldest(self) -> WaitingLaunch | None:
+        """None: where the device stands is not known to the host."""
+        return None
+
+    def rejoin(self) -> None:
+        """See `Executor.rejoin`."""
+        self._streams.rejoin()
+
+    def close(self, seconds: float = CLOSING_SECONDS) -> bool:
+        """See `Executor.close`: waits for the device, and gives up nothing."""
+        self._closed = True
+        deadline = time.monotonic() + seconds
+        while not self._interrupted and self._device_is_busy and time.monotonic() < deadline:
+            time.sleep(CLOSING_LOOK_SECONDS)
+        self._failures.forget_frames()
+        return not (self.aborted or self.is_under_way)
+
+    @property
+    def has_ended(self) -> bool:
+        """See `Executor.has_ended`: it has no threads."""
+        return True
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the device has not come to the end of what was started, or never will."""
+        return self._interrupted or self._held is not None or self._device_is_busy
+
+    @property
+    def _device_is_busy(self) -> bool:
+        direct = self._direct is not None and not IssuedWork(self._direct, lambda: self._interrupted).query()
+        return direct or (self.deadline is not None and self.deadline.is_under_way)
+
+    def _give_up_now(self, error: Exception) -> None:
+        """Ends everything because a launch could not be issued, and raises why.
+
+        Others may have issued it, so no launch of this rank can be paired with theirs any more.
+        """
+        self._held = None
+        self._streams.rejoin()
+        self.interrupt(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        self._raise_failure()
+
+    def interrupt(self, error: Exception) -> None:
+        """See `Executor.interrupt`.
+
+        NCCL's communicators are aborted, so that a device that waits for a lost rank goes on; what the gradients of
+        this step then hold is undefined, and `spoil` says so. The next launch, the end of the step, or the optimizer's
+        next step raises what happened. Any thread.
+        """
+        self._interrupted = True
+        give_up = self._streams.verdict.give_up  # before the device can go on
+        self._failures.declare(self.activity, (0, 0), range(self._size), error, first=give_up)
+
+    def spoil(self, bucket: Bucket) -> None:
+        """See `Executor.spoil`."""
+        if bucket.flat.is_floating_point() and bucket.flat.numel():
+            bucket.result().wait()  # done for the host since it was issued
+            self._streams.verdict.apply_to(bucket.flat)
+
+    @property
+    def failure(self) -> CollectiveError | None:
+        """See `Executor.failure`."""
+        return self._failures.settled() if self._interrupted else self._failures.error  # by whoever has interrupted
+
+    def raise_failure(self) -> None:
+        """See `Executor.raise_failure`."""
+        if self._interrupted:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raises what has failed, or that the executor is closed."""
+        super()._raise_failure()
+        if self._closed:
+            raise RuntimeError(CLOSED)
+
+    def _device_state(self) -> tuple[int, bool]:
+        """Launches started so far, and whether the device waits; so it does where it cannot be asked any more."""
+        try:
+            return self.launches, self._held is not None or self._device_is_busy
+        except RuntimeError as error:
+            log.warning("the device of rank %d cannot be asked whether it waits: %s", self._rank, error)
+            return self.launches, True
+
+
+def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    """The tensor of a collective of one, as torch's own comm hooks take it."""
+    (tensor,) = done.value()
+    return tensor
+
+
+def _advance(walk: Iterator[Hop], phase: int) -> None:
+    """Takes a chunk forward on the current stream, to the phase of that index or to its end."""
+    for hop in walk:
+        for work in hop.works:
+            work.wait()
+        if hop.lane[0] >= phase:
+            return
