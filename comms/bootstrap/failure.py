@@ -2,6 +2,18 @@
 
 A dead rank cannot speak, so the survivors do: each one that sees a collective fail publishes that it is alive and what
 it saw, waits a moment for the others to do the same, and names those that said nothing.
+
+Who notices what, everywhere in gradwire:
+
+- Whether a process has ended, its kernel says: `kernel.look_at` asks it, of a port that is open as long as the process
+  lives. Nothing else counts as an end but that, a connection that its kernel closed, or silence for long.
+- Each process has one such port for all its communicators, the `door`; whoever is called there says that it is here.
+- Where a rank may wait for others for ever without an error (a device, a computing neighbour in elastic training),
+  `liveness.LivenessRing` keeps a connection to the next rank: its end shows within a second, and a rank that never
+  comes, or says nothing, shows as well. What has been under way for too long, a `liveness.Deadline` tells the ring.
+- Transports raise what their connections tell them, and ask a board's `alarm` while they wait.
+- What came of it is asked of a `Board`: this one names the missing and ends the job; that of elastic training has the
+  ranks agree on who is left (`elastic.membership`).
 """
 
 import json
@@ -10,20 +22,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from gradwire.comms.bootstrap import kernel
+from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, REFUSED, SILENT, WITNESSES, Directory
-from gradwire.comms.bootstrap.liveness import (
-    LOOK_SECONDS,
-    OverdueError,
-    has_ended_beside,
-    look_at_rank,
-    look_seconds,
-    publish_process,
-)
+from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, REFUSED, SILENT, WITNESSES, Directory, Door, Place
+from gradwire.comms.bootstrap.kernel import own_kernel
+from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, look_seconds
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
@@ -129,9 +136,16 @@ class FailureBoard(Board):
         board._group = tuple(ranks)
         return board
 
-    def publish(self) -> None:
-        """Says where others find out whether this process has ended."""
-        publish_process(self._store, self.rank)
+    def publish(self, start: str) -> None:
+        """Says in the store where the others can call this process, as long as it lives: see `_doors_of`.
+
+        Args:
+            start: Names these ranks; the same on all of them.
+        """
+        door = Door.open()
+        door.answer_for(start, self.rank)
+        self._store.set(f"door/{self.rank}", json.dumps([door.port, own_addresses(self._store.host), own_kernel()]))
+        self._directory = Directory(start, self.rank, {}, door=door)
 
     def alarm(self) -> str | None:
         """Why another rank has given up; None while none has, or where the store is gone (connections break then)."""
@@ -279,10 +293,8 @@ class FailureBoard(Board):
                     dead |= set(word["dead"])
             if now > calling:
                 calling = deadline + 1.0
-                called = self._directory.call(sorted(silent - dead)[:CALLS])
+                called = self._doors_of(silent - dead, words).call(sorted(silent - dead)[:CALLS])
                 dead |= {rank for rank, outcome in called.items() if outcome == ENDED}
-                others = sorted(silent - dead - called.keys())[:CALLS]
-                dead |= {rank for rank in others if self._has_ended(rank, words)}
             if not silent - dead or last:
                 break
             time.sleep(nap_seconds)
@@ -292,11 +304,19 @@ class FailureBoard(Board):
         most = max(each["launches"] for each in words.values())
         return {rank for rank, each in words.items() if each["launches"] < most and not each["waiting"]}
 
-    def _has_ended(self, rank: int, living: Collection[int]) -> bool:
-        """Whether the process of a silent rank is known to have ended, by its kernel or beside one of its host."""
-        found = look_at_rank(self._store, rank)
-        nearest = sorted(living, key=lambda each: abs(each - rank))[:WITNESSES]
-        return found == kernel.ENDED or (found == kernel.REFUSED and has_ended_beside(self._store, rank, nearest))
+    def _doors_of(self, silent: Collection[int], living: Collection[int]) -> Directory:
+        """Where silent ranks can be called, and the living ones beside them, that may be of their hosts."""
+        if self._directory.doors:
+            return self._directory
+        wanted = set(sorted(silent)[:CALLS])
+        for rank in tuple(wanted):
+            wanted |= set(sorted(living, key=lambda each: abs(each - rank))[:WITNESSES])
+        doors = {}
+        for rank in wanted - {self.rank}:
+            if self._store.check([f"door/{rank}"]):
+                port, addresses, kernel = json.loads(self._store.read(f"door/{rank}"))
+                doors[rank] = Place(port, tuple(addresses), kernel)
+        return replace(self._directory, doors=doors)
 
     def _read(self, ranks: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
         """The words of some ranks; none where one of them is silent."""

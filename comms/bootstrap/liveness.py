@@ -10,14 +10,13 @@ A rank that leaves in order says how many launches it has started: it is missed 
 
 import json
 import logging
-import os
 import secrets
 import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +26,7 @@ import torch
 from gradwire.comms.bootstrap.addresses import listener, own_addresses
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.forks import leave_to_parent
-from gradwire.comms.bootstrap.kernel import LISTENS, UNKNOWN, look_at, own_kernel, to_call
+from gradwire.comms.bootstrap.kernel import ENDED, LISTENS, UNKNOWN, look_at, own_kernel, to_call
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.errors import PeerError
@@ -72,6 +71,14 @@ FROZEN_SECONDS = 10.0
 process is stopped. Much longer than a thread waits for the GIL."""
 
 
+COMING_SECONDS = (0.3, 1.0, 3.0)
+"""After the beginning of a ring whose ranks wait for each other: when a rank asks its kernel whether the next one is
+still there that it has not reached yet. One that ends before it is reached is seen by this alone."""
+
+UNREACHED = "cannot be reached"
+"""In the reason of an alarm that names nobody: a rank, on another host, say, has not been reached for long."""
+
+
 class OverdueError(PeerError):
     """Nobody is known to be lost, but there has been no progress for too long."""
 
@@ -85,86 +92,20 @@ def look_seconds(size: int) -> float:
     return max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
 
 
-class _ProcessPort:
-    """A port that is open as long as this process lives, and at which nobody ever answers."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._where = ""
-        os.register_at_fork(after_in_child=self._forget)
-
-    def where(self) -> str:
-        """JSON of the port, of this host's addresses, and of its kernel's name."""
-        with self._lock:
-            if self._socket is None:
-                self._socket = listener(8)
-                self._where = json.dumps([self._socket.getsockname()[1], own_addresses(), own_kernel()])
-            return self._where
-
-    def _forget(self) -> None:
-        """A child that kept it open would speak for its parent."""
-        self._lock = threading.Lock()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-
-_process_port = _ProcessPort()
-
-
-def publish_process(store: Store, rank: int) -> None:
-    """Says where a caller finds out whether this process has ended, where a rank has no ring: see `has_ended`.
-
-    Args:
-        store: A store that all ranks share, with a prefix of its own.
-        rank: This rank in it.
-    """
-    store.set(f"process/{rank}", _process_port.where())
-
-
 def look_at_rank(store: Store, rank: int) -> str:
     """What is known of whether a rank lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`, as `look_at` says.
 
     Args:
-        store: The ring's, or the one that `publish_process` was given.
+        store: The ring's.
         rank: Which.
 
     Raises:
         RuntimeError: The store is gone.
     """
-    place = _place_of(store, rank)
-    return UNKNOWN if place is None else look_at(place[2], place[0], place[1])
-
-
-def has_ended_beside(store: Store, rank: int, living: Iterable[int]) -> bool:
-    """Whether a rank that refuses connections has ended: another one of its host, which lives, lets callers in.
-
-    Args:
-        store: As for `look_at_rank`.
-        rank: Which.
-        living: Ranks that have just been heard of.
-
-    Raises:
-        RuntimeError: The store is gone.
-    """
-    place = _place_of(store, rank)
-    if place is None or not place[2]:
-        return False
-    for each in living:
-        beside = _place_of(store, each)
-        if beside is not None and beside[2] == place[2]:
-            return look_at(beside[2], beside[0], beside[1]) == LISTENS
-    return False
-
-
-def _place_of(store: Store, rank: int) -> tuple[int, list[str], str] | None:
-    """The port of a rank, its host's addresses and its kernel's name; None where it has said nothing."""
-    key = next((key for key in (f"alive/{rank}", f"process/{rank}") if store.check([key])), None)
-    if key is None:
-        return None
-    port, addresses, kernel, *_ = json.loads(store.get(key))
-    return port, addresses, kernel
+    if not store.check([f"alive/{rank}"]):
+        return UNKNOWN
+    port, addresses, kernel, _ = json.loads(store.get(f"alive/{rank}"))
+    return look_at(kernel, port, addresses)
 
 
 @dataclass(slots=True, eq=False)
@@ -205,6 +146,19 @@ class _Neighbour:
         self.reached = False
         """It has answered, or nothing more is tried."""
         self.answered = False
+        self.looks: deque[tuple[float, bool]] = deque()
+        """When to look whether it comes, and whether its silence ends the ring then."""
+
+    def expect(self, comes_within: float | None) -> None:
+        """Looks after it from now on; see `LivenessRing`."""
+        began = time.monotonic()
+        self.looks += [(began + seconds, False) for seconds in COMING_SECONDS]
+        if comes_within is not None:
+            self.looks.append((began + comes_within, True))
+
+    def is_due(self) -> bool:
+        """Whether it is time for a look."""
+        return bool(self.looks) and time.monotonic() >= self.looks[0][0]
 
 
 class LivenessRing:
@@ -222,6 +176,8 @@ class LivenessRing:
             are there, and who says nothing is missed: the process may be stopped. None leaves that to time-outs.
         across: A rank on another host, to be connected to besides: of a host that is lost as a whole nobody is left who
             could say which processes have ended with it.
+        comes_within: After so many seconds a next rank that cannot be reached ends the ring, with nobody missing; None
+            leaves that to time-outs.
     """
 
     def __init__(
@@ -235,6 +191,7 @@ class LivenessRing:
         launches: Callable[[], int] = lambda: 0,
         waited: Callable[[], float] | None = None,
         across: int | None = None,
+        comes_within: float | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -246,6 +203,8 @@ class LivenessRing:
         self._waited = waited
         self._look_seconds = look_seconds(size)
         self._nap_seconds = FIRST_NAP_SECONDS
+        if waited is not None:
+            self._neighbours[0].expect(comes_within)
         self._next_look = 0.0
         self._token = secrets.token_bytes(TOKEN_NBYTES)
         self._peers: dict[socket.socket, _Peer] = {}
@@ -284,10 +243,6 @@ class LivenessRing:
         """In a forked child: else nobody would hear of the end of the parent while the child lives."""
         for each in (*self._peers, self._listener, self._woken, self._waker):
             each.close()
-
-    def answered(self, rank: int) -> bool:
-        """Whether this rank has reached a neighbour that it connects to; or it is none."""
-        return all(each.answered for each in self._neighbours if each.rank == rank)
 
     def look_for_closed(self) -> None:
         """Adds to `closed`, and waits for nothing. The ring's thread alone, once `lost` has been called."""
@@ -364,9 +319,13 @@ class LivenessRing:
     def _look(self, selector: selectors.BaseSelector) -> None:
         """Raises a PeerError where a rank is gone."""
         knows_all = all(each.addresses is not None or each.reached for each in self._neighbours)
-        self._listen(selector, self._look_seconds if knows_all else self._nap_seconds)
+        seconds = self._look_seconds if knows_all else self._nap_seconds
+        if looks := self._neighbours[0].looks:
+            seconds = min(seconds, max(0.0, looks[0][0] - time.monotonic()))
+        self._listen(selector, seconds)
         if self._closed.is_set():
             return
+        self._look_for_next()
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + self._look_seconds
             if reason := self._alarm():
@@ -383,6 +342,22 @@ class LivenessRing:
                     f"rank {rank} has left after {launches} launches, and rank {self._rank} has started the next one",
                     (rank,),
                 )
+
+    def _look_for_next(self) -> None:
+        """Misses the next rank where it has ended before it was reached, or cannot be reached for long.
+
+        On another host, where this kernel knows nothing of it, it is not missed: all ranks are to say that they live.
+        """
+        following = self._neighbours[0]
+        if not following.is_due():
+            return
+        _, last = following.looks.popleft()
+        if following.answered or self._has_left(following.rank):
+            return
+        if look_at_rank(self._store, following.rank) == ENDED:
+            raise PeerError(f"the process of rank {following.rank} has ended", (following.rank,))
+        if last:
+            raise PeerError(f"rank {following.rank} {UNREACHED}")
 
     def _miss_silent(self, waited: float) -> None:
         """Misses a neighbour that says nothing while this rank waits, and while this process runs."""
@@ -543,6 +518,8 @@ class LivenessRing:
                 made.sendall(token + self._rank.to_bytes(4, "big"))
             except OSError as error:
                 log.debug("rank %d cannot reach rank %d at %s: %s", self._rank, neighbour.rank, address, error)
+                if neighbour.addresses and self._neighbours[0].is_due():
+                    return  # and goes on behind that look
                 continue
             self._watch(selector, made, _Peer(neighbour.rank, True, token, time.monotonic()))
             return

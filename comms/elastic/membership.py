@@ -22,9 +22,8 @@ from functools import partial
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
-from gradwire.comms.bootstrap.liveness import LivenessRing, look_at_rank
+from gradwire.comms.bootstrap.liveness import UNREACHED, LivenessRing, look_at_rank
 from gradwire.comms.bootstrap.store import PollingStore, Result
-from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.elastic.introductions import next_across
 from gradwire.comms.errors import PeerError
 
@@ -43,14 +42,6 @@ thread waits for the GIL on a busy machine."""
 
 LEADER_SECONDS = 3.0
 """Longer than that a leader takes, or is gone: then another rank leads, which may tell as many members or fewer."""
-
-USHER_SECONDS = (0.3, 1.0, 3.0)
-"""After the beginning of an epoch: when each rank asks its kernel whether the next one is still there. The ring sees
-what it has reached; a process that ends before is seen by this. On another host, where this kernel knows nothing, a
-rank that cannot be reached for `SILENCE_SECONDS` is asked to say that it is here, by an alarm that names nobody."""
-
-UNREACHED = "cannot be reached"
-"""In the reason of such an alarm. In the epoch after it nobody raises one: who is left has said that it lives."""
 
 NAP_SECONDS = 0.01
 """Between two looks at the store, while ranks agree."""
@@ -253,7 +244,7 @@ class Membership:
             log.debug("the store was gone before an alarm could be raised: %s", error)
 
     def _begin(self, epoch: "_Epoch") -> None:
-        """Joins the ring of an epoch, and sees to it that the next rank comes."""
+        """Joins the ring of an epoch."""
         view = epoch.view
         if view.size == 1:
             return
@@ -285,39 +276,13 @@ class Membership:
             started,
             lambda: self.waited(),
             next_across(view.members, view.rank, self.said),
+            None if epoch.asks_nobody else SILENCE_SECONDS,
         )
-        BackgroundThread(f"gradwire epoch {view.epoch}", partial(self._usher, epoch)).start()
-
-    def _usher(self, epoch: "_Epoch") -> None:
-        """Raises the alarm where the next rank does not come, or ends before the ring has reached it."""
-        view, ring = epoch.view, self._ring_store(epoch.view)
-        following = (view.rank + 1) % view.size
-        began = time.monotonic()
-        looks = [*USHER_SECONDS, SILENCE_SECONDS]
-        while looks and not epoch.ended.wait(NAP_SECONDS):
-            seconds = time.monotonic() - began
-            if seconds < looks[0]:
-                continue
-            looks.pop(0)
-            try:
-                if look_at_rank(ring, following) == ENDED and not ring.check([f"left/{following}"]):
-                    self._raise_alarm(epoch, f"the process of rank {following} has ended", (following,))
-                elif (
-                    not looks
-                    and not epoch.asks_nobody
-                    and not (epoch.ring and epoch.ring.answered(following))
-                    and not ring.check([f"left/{following}"])
-                ):
-                    self._raise_alarm(epoch, f"rank {following} of epoch {view.epoch} {UNREACHED}", ())
-            except RuntimeError as error:
-                log.debug("the store cannot say whether rank %d has come: %s", following, error)
-                return
 
     def _lost(self, epoch: "_Epoch", error: Exception) -> None:
         """Runs the agreement; in the ring's thread, once in an epoch."""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         self._raise_alarm(epoch, reason, error.missing if isinstance(error, PeerError) else ())
-        epoch.ended.set()
         if epoch is self._current:
             self.on_alarm(reason)
         try:
@@ -473,16 +438,14 @@ class _Epoch:
         self.reason: str | None = None
         self.dead: set[int] = set()
         self.ring: LivenessRing | None = None
-        self.ended = threading.Event()
         self.asks_nobody = False
-        """Who cannot be reached has just said that it is here."""
+        """Who cannot be reached has just said that it is here: nobody raises an alarm for that again."""
 
     def look_for_closed(self) -> None:
         if self.ring is not None:
             self.ring.look_for_closed()
 
     def close(self, *, orderly: bool = True) -> None:
-        self.ended.set()
         if self.ring is not None:
             self.ring.close(orderly=orderly)
 

@@ -102,5 +102,5 @@ def board_of_grid(
         return found
 
     board = FailureBoard(polling, rank, dist.get_world_size(), everybody)
-    board.publish()
+    board.publish(start)
     return board

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradwire.comms.bootstrap import addresses, failure, kernel, liveness
+from gradwire.comms.bootstrap import addresses, door, failure, kernel, liveness
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import HashStore, store_of
+from gradwire.comms.bootstrap.door import Directory, Door
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing, OverdueError
 from gradwire.comms.bootstrap.store import PollingStore
@@ -446,19 +447,26 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_refused_connection_is_an_end_only_beside_a_rank_that_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "of_others", list)
     store = HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as living:
-        with socket.create_server(("127.0.0.1", 0)) as ended:
-            gone = ended.getsockname()[1]
-        here = living.getsockname()[1]
-        for rank, port, host in (
-            (1, gone, "one host"),
-            (2, here, "one host"),
-            (3, here, "other"),
-            (4, gone, "one host"),
-        ):
-            store.set(f"process/{rank}", json.dumps([port, ["127.0.0.1"], host]))
-        assert liveness.look_at_rank(store, 1) == kernel.REFUSED
-        assert liveness.has_ended_beside(store, 1, [3, 2])
-        assert not liveness.has_ended_beside(store, 1, [3])  # a firewall of that host may reject
-        assert not liveness.has_ended_beside(store, 1, [4])
-        assert not liveness.has_ended_beside(store, 5, [2])
+    living = Door.open()
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        gone = ended.getsockname()[1]
+    for rank, port, host in (
+        (1, gone, "one host"),
+        (2, living.port, "one host"),
+        (3, living.port, "other"),
+        (4, gone, "one host"),
+    ):
+        store.set(f"door/{rank}", json.dumps([port, ["127.0.0.1"], host]))
+        living.answer_for("start", rank)
+    board = FailureBoard(store, 0, 6, directory=Directory("start", 0, {}))
+
+    def found(rank: int, words: list[int]) -> str | None:
+        return board._doors_of({rank}, words).call([rank]).get(rank)
+
+    assert found(1, [3, 2]) == door.ENDED
+    assert found(1, [3]) == door.REFUSED  # a firewall of that host may reject
+    assert found(1, [4]) == door.REFUSED
+    assert found(5, [2]) is None
+    for rank in (1, 2, 3, 4):
+        living.forget("start", rank)
+    living.close()
