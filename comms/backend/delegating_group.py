@@ -11,10 +11,10 @@ binding.
 from collections import deque
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comms.backend.inner_turns import InnerTurns
 from gradwire.comms.backend.strided import Packing, tensors_in
 from gradwire.comms.backend.work import FutureWork, PackedWork
 from gradwire.comms.bootstrap.compat import outside_graphs
@@ -47,7 +47,7 @@ def _packed(name: str) -> Callable[..., dist.Work]:
         }
         first = next(iter(tensors_in([*positional, *by_name.values()])), None)
         device = None if first is None else first.device
-        work = group.issue(lambda: delegate(group, *positional, **by_name), device)
+        work = group.turns.issue(lambda: delegate(group, *positional, **by_name), device)
         if not written.copies:
             return work
         outputs = tensors_in([*arguments[:1], *(named[key] for key in named if not key.startswith("input"))])
@@ -66,12 +66,17 @@ class DelegatingGroup(dist.ProcessGroup):
 
     Args:
         inner: Has backends for all devices.
+
+    Attributes:
+        inner: The same.
+        turns: Of what it issues.
     """
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         # The stubs know the form with a store alone, for which torch makes no trampoline.
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
+        self.turns = InnerTurns(inner)
         self._outstanding: deque[dist.Work] = deque()
 
     def issued(self, work: dist.Work) -> dist.Work:
@@ -80,15 +85,6 @@ class DelegatingGroup(dist.ProcessGroup):
             self._outstanding.popleft()
         self._outstanding.append(work)
         return work
-
-    def issue(self, collective: Callable[[], dist.Work], device: torch.device | None) -> dist.Work:
-        """Has the inner group issue a collective.
-
-        Args:
-            collective: Does it.
-            device: Of its tensors; None where it has none.
-        """
-        return collective()
 
     @outside_graphs
     def barrier(self, *arguments: object, **named: object) -> dist.Work:

@@ -9,10 +9,8 @@ goes to the inner group, which knows them all, as does every collective that is 
 """
 
 import atexit
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -31,16 +29,12 @@ from gradwire.comms.bootstrap.compat import (
     Store,
     clone_of,
     factor_of,
-    nccl_backend_of,
     outside_graphs,
     register_backends,
 )
 from gradwire.comms.config import PLANNING, Config
 from gradwire.comms.plan.collectives import BROADCAST
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
-
-if TYPE_CHECKING:
-    from gradwire.comms.transport.launch_order import TorchIssuer
 
 _retired: list[object] = []
 """Backends of groups that were shut down, kept until the next group is made or the process ends.
@@ -116,8 +110,6 @@ class GradwireGroup(DelegatingGroup):
         )
         self.config = replace(config, timeout=options.timeout)
         _retired.clear()
-        self._coalescing = self._collected = False
-        self._issuers: dict[torch.device, TorchIssuer] = {}
         self._planned: PlannedAllReduce | None = None
         self._node: NodeCollectives | None = None
         self._collectives: PlannedCollectives | None = None
@@ -274,36 +266,11 @@ class GradwireGroup(DelegatingGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Until `_end_coalescing` everything goes to the inner group, which collects it (NCCL)."""
-        self._coalescing, self._collected = True, False
+        self.turns.start_coalescing()
         self.inner._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        self._coalescing = False
-        if not self._collected:  # messages: two ranks may order them otherwise than sums
-            return self.inner._end_coalescing(device)
-        return self.issue(lambda: self.inner._end_coalescing(device), device)
-
-    def issue(self, collective: Callable[[], dist.Work], device: torch.device | None) -> dist.Work:
-        """Has the inner group's NCCL issue a collective in its turn, where gradwire's communicators take turns."""
-        if self._coalescing:
-            self._collected = True  # until its end, which issues them
-            return collective()
-        if device is None or device.type != "cuda":
-            return collective()
-        issuer = self._issuers.get(device) or self._issuer_on(device)
-        return collective() if issuer is None else issuer.issue(collective)
-
-    def _issuer_on(self, device: torch.device) -> "TorchIssuer | None":
-        """Counts the inner group's NCCL in; None while gradwire has no communicator on the device."""
-        from gradwire.comms.transport.launch_order import TorchIssuer, devices
-        from gradwire.comms.transport.nccl import NODE_CTAS
-
-        backend = nccl_backend_of(self.inner, device) if devices.serves(device) else None
-        if backend is None:
-            return None
-        issuer = self._issuers[device] = TorchIssuer(backend, NODE_CTAS)
-        devices.join(issuer, device)
-        return issuer
+        return self.turns.end_coalescing(lambda: self.inner._end_coalescing(device), device)
 
     def split_group(
         self,
@@ -355,16 +322,12 @@ class GradwireGroup(DelegatingGroup):
                 part.close()
         self.inner.shutdown()
         self._outstanding.clear()
-        if self._issuers:
-            from gradwire.comms.transport.launch_order import devices
-
-            for issuer in self._issuers.values():
-                devices.leave(issuer)
+        self.turns.leave()
         _retired.extend(self._backends)
 
     def _sum(self, tensors: list[Tensor], op: object) -> dist.Work | None:
         """The sum, under way; None where it is the inner group's."""
-        if self._planned is None or self._coalescing:
+        if self._planned is None or self.turns.coalescing:
             return None
         scale = self._planned.scale(op, tensors)
         if scale is None:
@@ -375,13 +338,13 @@ class GradwireGroup(DelegatingGroup):
 
     def _planning(self, op: str, nbytes: int, root: int = 0) -> PlannedCollectives | None:
         """What runs a collective on CPU tensors of several nodes; None where it is the inner group's."""
-        if self._collectives is None or self._coalescing or not self._collectives.beats_library(op, nbytes, root):
+        if self._collectives is None or self.turns.coalescing or not self._collectives.beats_library(op, nbytes, root):
             return None
         return self._collectives
 
     def _scale_between(self, op: object, tensors: list[Tensor], nbytes: int) -> float | None:
         """The factor of a reduce_scatter between nodes that is planned; None where it is the inner group's."""
-        if self._planned is None or self._collectives is None or self._coalescing:
+        if self._planned is None or self._collectives is None or self.turns.coalescing:
             return None
         scale = self._planned.scale(op, tensors)
         if scale is None or self._library_lacks(op, tensors[0]):

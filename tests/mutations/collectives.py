@@ -113,7 +113,7 @@ COLLECTIVES = (
     ),
     Mutation(
         "what the backend leaves to torch's NCCL takes no turn",
-        "comms/backend/process_group.py",
+        "comms/backend/inner_turns.py",
         "        return collective() if issuer is None else issuer.issue(collective)\n",
         "        return collective()\n",
         "FSDP2's all-gather on a group of the backend and a sum between replicas start in different orders.",

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.backend import process_group
+from gradwire.comms.backend import inner_turns
 from gradwire.comms.backend.process_group import GradwireGroup, OwnOptions
 from gradwire.comms.config import LAUNCH_ORDER, Config, launch_order
 from gradwire.comms.transport import launch_order as module
@@ -187,7 +187,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradwireGroup]:
     """One of a single rank, whose torch's own group has an NCCL; `devices` counts it in for themselves."""
     monkeypatch.setattr(module, "multiprocessors", lambda device: NODE_CTAS)
     monkeypatch.setattr(module, "devices", Devices())
-    monkeypatch.setattr(process_group, "nccl_backend_of", lambda group, device: "torch's NCCL")
+    monkeypatch.setattr(inner_turns, "nccl_backend_of", lambda group, device: "torch's NCCL")
     made = GradwireGroup(OwnOptions(dist.HashStore(), 0, 1, timedelta(seconds=9), "one", [0]), Config())
     yield made
     made.shutdown()
@@ -201,13 +201,13 @@ def test_what_a_group_of_the_backend_leaves_to_torchs_nccl_takes_its_turn(group:
         return Waited((), "torch", log)
 
     between = NcclTransport(Logged("between", log), 0, 1, ctas=INTER_NODE_CTAS)
-    group.issue(issue_torchs, DEVICE)
+    group.turns.issue(issue_torchs, DEVICE)
     assert log == ["torch"], "nobody else is there"
     module.devices.join(between, DEVICE)
-    group.issue(issue_torchs, DEVICE)
+    group.turns.issue(issue_torchs, DEVICE)
     between.all_reduce(torch.zeros(4))
-    group.issue(issue_torchs, torch.device("cpu"))
-    group.issue(issue_torchs, DEVICE)
+    group.turns.issue(issue_torchs, torch.device("cpu"))
+    group.turns.issue(issue_torchs, DEVICE)
     assert log[1:] == ["torch", "wait for torch", "between", "torch", "wait for between", "torch"]
     module.devices.leave(between)
 
@@ -223,12 +223,12 @@ def test_what_is_coalesced_takes_one_turn_at_its_end_and_messages_none(group: Gr
     group.inner = inner  # type: ignore[assignment]
     between = NcclTransport(Logged("between", log), 0, 1, ctas=INTER_NODE_CTAS)
     module.devices.join(between, DEVICE)
-    group.issue(lambda: Waited((), "first", log), DEVICE)  # counts it in
+    group.turns.issue(lambda: Waited((), "first", log), DEVICE)  # counts it in
     between.all_reduce(torch.zeros(4))
     log.clear()
     group._start_coalescing(DEVICE)
     if not messages:
-        group.issue(lambda: log.append("collected") or Waited(), DEVICE)  # type: ignore[func-returns-value]
+        group.turns.issue(lambda: log.append("collected") or Waited(), DEVICE)  # type: ignore[func-returns-value]
     group._end_coalescing(DEVICE)
     assert log == (["end"] if messages else ["collected", "wait for between", "end"])
     module.devices.leave(between)
