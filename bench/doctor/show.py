@@ -19,6 +19,9 @@ CODES_SHARE = 3.9
 WORTH_CHANGING = 1.5
 """Times that one backend must be faster than another before a word is said of it."""
 
+TYPE = "Type: "
+"""What the last line begins with."""
+
 ON_TWO_NODES = (
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 -m gradwire doctor   "
     "# on every node, as you start your script"
@@ -53,7 +56,7 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
     for note in facts.notes:
         say(f"Not looked at: {escape(note)}", highlight=False)
     for line in verdict(facts, found):
-        say(escape(line), style="bold", highlight=False)
+        say(escape(line), style="bold", highlight=False, soft_wrap=line.startswith(TYPE))
 
 
 def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
@@ -85,7 +88,8 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
     good = facts.good_rate()
     exact = facts.exchange_seconds(good)
     small = exact / CODES_SHARE
-    first = "Once that is mended" if found else "Nothing is broken"
+    costly = any(each.stops or each.cost_seconds for each in found)
+    first = "Once that is mended" if costly else "Nothing that is above costs time" if found else "Nothing is broken"
     alone = computed_seconds(facts)
     if alone is not None:
         gains = [count * alone / overlap.step_seconds(alone, each) for each in (exact, small)]
@@ -93,6 +97,10 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
             f"{first}: {count} nodes train about {gains[0]:.2g} times as much as one with an exact exchange, "
             f"{gains[1]:.2g} times with int8."
         )
+        if gains[1] < 1:
+            line += " One node alone trains more: take one, or exchange models now and then (gradwire.Outer)."
+        elif gains[0] < 1:
+            line += " Exactly, one node alone trains more."
     else:
         line = (
             f"{first}: {count} nodes beat one where a step on one node alone takes more than "
@@ -183,10 +191,14 @@ def _print_one(number: int, each: Diagnosis, console: Console) -> None:
     cost = "stops the job" if each.stops else f"costs {seconds(each.cost_seconds)} a step" if each.cost_seconds else ""
     tail = ", ".join(text for text in (cost, f"{each.sure:.0%} sure") if text)
     console.print(f"{number}. [bold]{escape(each.title)}[/bold]  ({tail})", highlight=False)
+    seen = Table.grid()
+    seen.add_column(no_wrap=True)
+    seen.add_column(overflow="fold")
     for line in each.evidence:
-        console.print(f"   seen: {escape(line)}", highlight=False)
-    for line in each.remedy:
-        console.print(f"   do:   {escape(line)}", highlight=False)
+        seen.add_row("   seen: ", escape(line))
+    console.print(seen, highlight=False)
+    for line in each.remedy:  # commands are to be copied: a terminal wraps them, we do not
+        console.print(f"   do:   {escape(line)}", highlight=False, soft_wrap=True)
     console.print()
 
 

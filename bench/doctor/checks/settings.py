@@ -94,6 +94,34 @@ _SMALL_SHM = (
     "(NCCL user guide, Troubleshooting, Shared memory)"
 )
 
+_NO_PLUGIN = (
+    "a plug-in that finds no device of its own, or was built for another NCCL, ends or hangs the job "
+    "(github.com/ai-dynamo/dynamo/pull/6944, github.com/NVIDIA/nccl/issues/513)"
+)
+_NO_GDR = (
+    "where PCIe access control (ACS) sends what cards read through the root, GPUDirect RDMA is slow or hangs "
+    "(NCCL user guide, Troubleshooting, PCI Access Control Services); gradwire gdr-check says whether it does"
+)
+_SLOW_READS = (
+    "on machines without NVLink cards may read host memory faster than a GPU's, and NCCL's default there is 0 "
+    "(NCCL user guide, NCCL_NET_GDR_READ; github.com/NVIDIA/nccl/issues/1295)"
+)
+_NO_LL128 = (
+    "LL128 has corrupted data on machines whose cards share a switch with one GPU alone (release notes of NCCL 2.18.1)"
+)
+_ONE_SUM = (
+    "sums of ring and tree differ in their last bits; who compares runs bit by bit, or needs a tree's accuracy, fixes "
+    "it (github.com/NVIDIA/nccl/issues/1055)"
+)
+_NO_MULTICAST = (
+    "where the fabric manager or the switches' multicast fail, NCCL ends or hangs without it "
+    "(github.com/NVIDIA/nccl/issues/1197 and 2077, github.com/pytorch/pytorch/pull/177472)"
+)
+_SPARES_MEMORY = "each channel has such a buffer on the GPU: smaller ones leave memory to the model (NCCL user guide)"
+_FAILS_LOUDLY = (
+    "a collective that times out then raises an error in the training thread (documentation of torch.distributed)"
+)
+
 _ISSUES = "github.com/pytorch/torchtitan/issues/1147, Megatron-FSDP user guide"
 
 HARMFUL = (
@@ -106,7 +134,15 @@ HARMFUL = (
         sure=0.5,
         cures=_NO_FABRIC,
     ),
-    HarmfulVariable("NCCL_NET", _is("socket"), "NCCL uses TCP whatever network is there", NCCL_GUIDE, 1.0, sure=0.8),
+    HarmfulVariable(
+        "NCCL_NET",
+        _is("socket"),
+        "NCCL uses TCP whatever network is there",
+        NCCL_GUIDE,
+        1.0,
+        sure=0.5,
+        cures=_NO_FABRIC,
+    ),
     HarmfulVariable(
         "NCCL_NET_PLUGIN",
         _is("none"),
@@ -114,6 +150,7 @@ HARMFUL = (
         NCCL_GUIDE,
         1.0,
         sure=0.6,
+        cures=_NO_PLUGIN,
     ),
     HarmfulVariable(
         "NCCL_P2P_DISABLE",
@@ -143,18 +180,38 @@ HARMFUL = (
         cures=_SMALL_SHM,
     ),
     HarmfulVariable(
-        "NCCL_NET_GDR_LEVEL", _is("loc", "0"), "network cards do not read GPU memory themselves", NCCL_GUIDE, 0.5
+        "NCCL_NET_GDR_LEVEL",
+        _is("loc", "0"),
+        "network cards do not read GPU memory themselves",
+        NCCL_GUIDE,
+        0.5,
+        sure=0.5,
+        cures=_NO_GDR,
     ),
     HarmfulVariable(
-        "NCCL_NET_GDR_READ", _is("0"), "what GPUs send goes through the host's memory", NCCL_GUIDE, 0.25, sure=0.6
+        "NCCL_NET_GDR_READ",
+        _is("0"),
+        "what GPUs send goes through the host's memory",
+        NCCL_GUIDE,
+        0.25,
+        sure=0.4,
+        cures=_SLOW_READS,
     ),
     HarmfulVariable(
         "NCCL_DMABUF_ENABLE", _is("0"), "one of two ways to GPUDirect RDMA is off", NCCL_GUIDE, 0.25, sure=0.5
     ),
     HarmfulVariable(
-        "NCCL_ALGO", _any, "NCCL may not choose between ring, tree and NVLS by size", NCCL_GUIDE, 0.25, sure=0.6
+        "NCCL_ALGO",
+        _any,
+        "NCCL may not choose between ring, tree and NVLS by size",
+        NCCL_GUIDE,
+        0.25,
+        sure=0.6,
+        cures=_ONE_SUM,
     ),
-    HarmfulVariable("NCCL_PROTO", _any, "NCCL may not choose its protocol by size", NCCL_GUIDE, 0.25, sure=0.6),
+    HarmfulVariable(
+        "NCCL_PROTO", _any, "NCCL may not choose its protocol by size", NCCL_GUIDE, 0.25, sure=0.6, cures=_NO_LL128
+    ),
     HarmfulVariable(
         "NCCL_MAX_NCHANNELS",
         _below(4),
@@ -173,13 +230,16 @@ HARMFUL = (
         "NCCL's buffers are below 1 MiB; its default is 4 MiB",
         NCCL_GUIDE,
         0.25,
-        sure=0.7,
+        sure=0.5,
+        cures=_SPARES_MEMORY,
     ),
     HarmfulVariable("NCCL_NTHREADS", _below(128), "NCCL's blocks have few threads", NCCL_GUIDE, 0.25, sure=0.6),
     HarmfulVariable(
         "NCCL_PXN_DISABLE", _set, "GPUs do not share the card that is on the right rail", NCCL_GUIDE, 0.1, sure=0.5
     ),
-    HarmfulVariable("NCCL_NVLS_ENABLE", _is("0"), "NVSwitches do not sum", NCCL_GUIDE, 0.1, sure=0.4),
+    HarmfulVariable(
+        "NCCL_NVLS_ENABLE", _is("0"), "NVSwitches do not sum", NCCL_GUIDE, 0.1, sure=0.4, cures=_NO_MULTICAST
+    ),
     HarmfulVariable("NCCL_CHECK_POINTERS", _set, "NCCL checks every pointer of every call", NCCL_GUIDE, 0.02, sure=0.7),
     HarmfulVariable(
         "NCCL_LAUNCH_MODE",
@@ -220,10 +280,22 @@ HARMFUL = (
         0.3,
     ),
     HarmfulVariable(
-        "TORCH_NCCL_BLOCKING_WAIT", _set, "every collective is waited for on the CPU", TORCH_GUIDE, 0.5, sure=0.7
+        "TORCH_NCCL_BLOCKING_WAIT",
+        _set,
+        "every collective is waited for on the CPU",
+        TORCH_GUIDE,
+        0.5,
+        sure=0.6,
+        cures=_FAILS_LOUDLY,
     ),
     HarmfulVariable(
-        "NCCL_BLOCKING_WAIT", _set, "every collective is waited for on the CPU", TORCH_GUIDE, 0.5, sure=0.7
+        "NCCL_BLOCKING_WAIT",
+        _set,
+        "every collective is waited for on the CPU",
+        TORCH_GUIDE,
+        0.5,
+        sure=0.6,
+        cures=_FAILS_LOUDLY,
     ),
     HarmfulVariable(
         "TORCH_NCCL_ENABLE_TIMING",
