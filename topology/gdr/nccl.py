@@ -91,3 +91,17 @@ def hca_matches(value: str, name: str) -> bool:
     words = [word.partition(":")[0] for word in rest.split(",") if word]
     listed = any(name == word if exact else name.startswith(word) for word in words)
     return listed != exclude
+
+
+def without_level(standard: str) -> str:
+    """What to type where NCCL_NET_GDR_LEVEL keeps cards from reading GPUs that they would read by default.
+
+    Args:
+        standard: The level without it.
+
+    Source: NCCL user guide, NCCL_NET_GDR_LEVEL; Troubleshooting, PCI Access Control Services.
+    """
+    return (
+        f"timeout 300 env -u NCCL_NET_GDR_LEVEL ... for one run: the default is {standard}; keep the level where that "
+        "run hangs or is slower, as behind PCIe access control (P5)"
+    )

@@ -120,7 +120,7 @@ def test_a_level_that_was_lowered_is_unset_before_a_card_is_moved(tmp_path: Path
     ]
     assert parse_nccl_log(machine.log).overrides == {"NCCL_NET_GDR_LEVEL": "LOC"}
     found = findings(machine, "U3")["U3"]
-    assert "unset NCCL_NET_GDR_LEVEL" in found.remedy and "card" not in found.remedy
+    assert "env -u NCCL_NET_GDR_LEVEL" in found.remedy and "move the card" not in found.remedy
 
 
 @pytest.mark.parametrize(("kind", "named"), [("p5.48xlarge", True), ("g5.48xlarge", True), ("g5.xlarge", False)])

@@ -59,11 +59,15 @@ def assignment(host: Host) -> Finding:
     idle = {nic.bus_id for nic in host.nics} - {nic for nics in choices.values() for nic in nics}
     if crowded and idle:
         return warned(
-            f"NICs shared while others idle: {', '.join(crowded[:4])}", "NCCL_PXN_DISABLE=0; spread the cards"
+            f"NICs shared while others idle: {', '.join(crowded[:4])}",
+            "spread the cards; over NVLink a neighbour GPU sends meanwhile, unless NCCL_PXN_DISABLE=1",
         )
     far = [gpu for gpu, nics in choices.items() if not within(str(host.distances[gpu, nics[0]]), "PXB")]
     if far and len(far) < len(choices):
-        return warned(f"GPUs without a near NIC: {', '.join(far[:4])}", "NCCL_PXN_DISABLE=0 lets a neighbour GPU send")
+        return warned(
+            f"GPUs without a near NIC: {', '.join(far[:4])}",
+            "over NVLink a neighbour GPU sends, unless NCCL_PXN_DISABLE=1",
+        )
     return passed(f"{len(choices)} GPUs, {len(host.nics)} NICs" + (f", shared: {len(crowded)}" if crowded else ""))
 
 
@@ -226,9 +230,10 @@ def relaxed_ordering(host: Host) -> Finding:
     """The NIC may reorder writes; matters most on AMD and in virtual machines.
 
     Command: `lspci -vvv -s NIC | grep RlxdOrd; grep -F "[RO]" NCCL_LOG`
-    Source: NCCL user guide, NCCL_IB_PCI_RELAXED_ORDERING; src/transport/net_ib (ibv_reg_mr_iova2).
+    Source: NCCL user guide, NCCL_IB_PCI_RELAXED_ORDERING; src/transport/net_ib (ibv_reg_mr_iova2); release notes of
+    NCCL 2.18.1 (LL128 and relaxed ordering).
     """
-    verbs = "NCCL_IB_PCI_RELAXED_ORDERING=1; rdma-core with IBVERBS_1.8"
+    verbs = "NCCL_IB_PCI_RELAXED_ORDERING=1, but for NCCL 2.18.1; rdma-core with IBVERBS_1.8"
     nvidia = any(nic.function.vendor == MELLANOX for nic in host.nics)
     if host.nics and all(nic.function.vendor in (AMAZON, CRAY, HPE) for nic in host.nics):
         return informed("libfabric's provider decides for EFA and Slingshot, not NCCL's verbs")

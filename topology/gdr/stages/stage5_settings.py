@@ -16,7 +16,15 @@ from gradwire.topology.gdr.model import (
     unknown,
     warned,
 )
-from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, LEVELS, default_level, hca_matches, parse_level, within
+from gradwire.topology.gdr.nccl import (
+    DYNAMIC_GID_SINCE,
+    LEVELS,
+    default_level,
+    hca_matches,
+    parse_level,
+    within,
+    without_level,
+)
 from gradwire.topology.gdr.stages.stage4_path import domain_type
 from gradwire.topology.pci_ids import AMAZON
 
@@ -47,7 +55,7 @@ def rdma_switched_off(host: Host) -> Finding:
     """No variable turns RDMA off or names devices that are not there.
 
     Command: `env | grep -E "NCCL_(IB_DISABLE|NET|NET_PLUGIN|IB_HCA)="; cat /etc/nccl.conf`
-    Source: NCCL user guide, NCCL_IB_DISABLE, NCCL_NET, NCCL_NET_PLUGIN, NCCL_IB_HCA.
+    Source: NCCL user guide, NCCL_IB_DISABLE, NCCL_NET, NCCL_NET_PLUGIN, NCCL_IB_HCA; aws-ofi-nccl issues 241, 1055.
     """
     if host.settings is None:
         return _UNKNOWN
@@ -57,9 +65,16 @@ def rdma_switched_off(host: Host) -> Finding:
             "unset it for one run with a time limit: it may be there because the cards do not reach the other nodes",
         )
     if (host.setting("NCCL_NET") or "").lower() == "socket":
-        return failed(_shown(host, "NCCL_NET"), "unset it, or name the RDMA network (IB)")
+        return failed(
+            _shown(host, "NCCL_NET"),
+            "unset it, or name the RDMA network (IB), for one run with a time limit: it may be there because the cards "
+            "do not reach the other nodes",
+        )
     if host.setting("NCCL_NET_PLUGIN") == "none" and any(nic.function.vendor == AMAZON for nic in host.nics):
-        return failed(f"{_shown(host, 'NCCL_NET_PLUGIN')}: EFA needs the plugin", "unset it")
+        return failed(
+            f"{_shown(host, 'NCCL_NET_PLUGIN')}: EFA needs the plugin",
+            "unset it for one run with a time limit: a plugin built for another NCCL may have been the reason",
+        )
     value, names = host.setting("NCCL_IB_HCA"), [d.name for d in host.rdma_devices or () if d.verbs]
     if value and names and not any(hca_matches(value, name) for name in names):
         return failed(
@@ -78,7 +93,8 @@ def gdr_level(host: Host) -> Finding:
     """The level in force reaches the pair: NCCL_NET_GDR_LEVEL, else NCCL's default for its version.
 
     Command: `env | grep NCCL_NET_GDR`
-    Source: NCCL user guide, NCCL_NET_GDR_LEVEL and NCCL_NET_GDR_READ; src/graph/paths.cc (ncclTopoCheckGdr).
+    Source: NCCL user guide, NCCL_NET_GDR_LEVEL and NCCL_NET_GDR_READ; src/graph/paths.cc (ncclTopoCheckGdr); nccl
+    issue 1295.
     """
     if host.settings is None:
         return _UNKNOWN
@@ -97,7 +113,7 @@ def gdr_level(host: Host) -> Finding:
         path is not None and not within(path, level) and within(path, standard) for path in host.distances.values()
     )
     moved = "move the card, or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
-    finding = judge_pairs(host, judge, f"unset NCCL_NET_GDR_LEVEL: the default is {standard}" if lowered else moved)
+    finding = judge_pairs(host, judge, without_level(standard) if lowered else moved)
     doubt = _doubt_about_level(host, value, level)
     if finding.outcome is CheckOutcome.PASS and doubt:
         return Finding(CheckOutcome.WARN, *doubt, finding.pairs)
@@ -109,7 +125,10 @@ def _doubt_about_level(host: Host, value: str | None, level: str) -> tuple[str, 
     if value is not None and parse_level(value) is None:
         return f"{_shown(host, 'NCCL_NET_GDR_LEVEL')} is no level: NCCL ignores it", f"one of {', '.join(LEVELS)}"
     if host.setting("NCCL_NET_GDR_READ") == "0":
-        return f"{_shown(host, 'NCCL_NET_GDR_READ')}: sends go through the host", "unset it"
+        return (
+            f"{_shown(host, 'NCCL_NET_GDR_READ')}: sends go through the host",
+            "compare with a run without it; where GPUs have no NVLink 0 is NCCL's default, and may be faster",
+        )
     if value is not None and value.strip().isdigit():
         return f"NCCL_NET_GDR_LEVEL={value.strip()} is a legacy number", f"NCCL_NET_GDR_LEVEL={level}"
     return None

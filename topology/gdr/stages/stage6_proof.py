@@ -19,7 +19,7 @@ from gradwire.topology.gdr.model import (
     unknown,
     warned,
 )
-from gradwire.topology.gdr.nccl import parse_level, within
+from gradwire.topology.gdr.nccl import parse_level, within, without_level
 
 _HOST_SHARE = 0.8  # of the host-memory rate; redirected traffic loses about half (nccl-tests issue 112)
 _NOISE_SHARE = 0.95
@@ -175,7 +175,7 @@ def _level_remedy(log: NcclLog) -> str:
     """What to do about pairs that are too far: first what lowered the level, if anything did."""
     level = log.overrides.get("NCCL_NET_GDR_LEVEL")
     if level is not None and not within("PXB", (parse_level(level) or "SYS")):
-        return f"unset NCCL_NET_GDR_LEVEL, which is {level}: the default is PXB (NCCL user guide)"
+        return without_level("PXB")
     return _LEVEL_REMEDY
 
 
