@@ -26,7 +26,7 @@ from gradwire.comms.bootstrap.compat import knows_gloo_sums
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.plan import Plan
-from gradwire.comms.transport.torch_group import Done, GlooTransport, ring_runs
+from gradwire.comms.transport.torch_group import Done, GlooTransport, sums_as_rings
 from gradwire.compressors.base import Work
 
 Result = TypeVar("Result")
@@ -54,9 +54,6 @@ MEETINGS = 3
 
 SMALL_SWAPS = 5
 """Of one element: half of them are as fast as the link's latency allows."""
-
-CHECKED = ((torch.float32, 1 << 10), (torch.bfloat16, 1021))
-"""Elements of the sums that show in which order gloo's ring adds: parts of equal size, and a shorter last one."""
 
 
 def quick_probe(communicator: Communicator) -> bool:
@@ -189,7 +186,7 @@ class _Meeting:
         """Whether the transport's all_reduce adds in the order that `ring_runs` says; the same on all ranks."""
         wrong = False
         if (rail := self._rail) is not None:
-            wrong = not self._carry_out("a trial sum", lambda: all(_adds_as_ring(rail, *each) for each in CHECKED))
+            wrong = not self._carry_out("a trial sum", lambda: sums_as_rings(rail))
         return not _told(self._communicator, _numbers(wrong)).any()
 
     def _connect(self) -> None:
@@ -208,22 +205,6 @@ class _Meeting:
 
         self._communicator.carry_out(f"the look at the links ({what})", issue, self._members)
         return returned[0]
-
-
-def _adds_as_ring(rail: GlooTransport, dtype: torch.dtype, numel: int) -> bool:
-    """Whether a sum over the rail's ranks has the bits that the order of `ring_runs` gives."""
-    size = rail.size
-    generators = [torch.Generator().manual_seed(rank) for rank in range(size)]
-    rows = torch.stack([torch.randn(numel, generator=each, dtype=torch.float32).to(dtype) for each in generators])
-    total = rows[rail.rank].clone()
-    rail.all_reduce(total).wait()
-    lengths, lasts = zip(*ring_runs(((0, numel),), 0, numel, size, dtype.itemsize), strict=True)
-    last = torch.tensor(lasts).repeat_interleave(torch.tensor(lengths))  # of each element
-    back = torch.arange(1, size + 1)[:, None]
-    first, *others = rows.gather(0, (last - back) % size)
-    for contribution in others:
-        first = contribution + first
-    return torch.equal(total, first)
 
 
 def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:

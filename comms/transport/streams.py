@@ -3,13 +3,16 @@
 One connection carries a window of data in each round trip. After a lost packet the window shrinks, and after a pause it
 starts at ten segments again, so over 80 ms and 0.1 % loss one connection gets 8 of 100 Mbit/s. Of many connections one
 at a time loses. A message is cut into chunks, and each goes to whichever connection takes more: a slow one holds up a
-chunk, not its share of the message. Chunks are written to where they belong, so no bit depends on how they travelled.
+chunk, not its share of the message. The more is left, the larger is a chunk, and what the kernel may hold of it: on a
+busy machine the thread here comes late to a connection that has run empty. Chunks are written to where they belong, so
+no bit depends on how they travelled.
 
 Gloo's own messages wait for a word from the receiver, which travels behind its data; here the receiver's memory is
 announced by nothing: what comes before its time waits in the kernel.
 
-Source: Mathis et al. (1997) for the window at a given loss; RFC 2861 and RFC 6928 for the window after a pause; tcp(7),
-TCP_INFO and TCP_NOTSENT_LOWAT; what was measured: docs/results/distance.md.
+Source: Mathis et al. (1997) for the window at a given loss; RFC 2861 and RFC 6928 for the window after a pause;
+Polychronopoulos and Kuck, "Guided self-scheduling", IEEE Transactions on Computers 36 (1987), for the size of chunks;
+tcp(7), TCP_INFO and TCP_NOTSENT_LOWAT; what was measured: docs/results/distance.md.
 """
 
 import math
@@ -31,11 +34,13 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import Work
 
-CHUNK_NBYTES = 16 << 10
-"""45 packets: one system call each way, and a window of TCP holds few of them."""
+LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 16 << 10, 256 << 10
+"""A chunk is the power of two below half a connection's even share of what is left, within these. With 16 KiB
+throughout, four connections got 0.18 of a link of 100 Mbit/s and 20 ms where gloo got 0.42: at a load of 22 on two
+cores the thread here was waiting for a processor for 0.8 of 1 s. With up to 256 KiB they got 0.34, in turns with
+those (4 MB, 2026-11-23); larger chunks in larger buffers gave no more.
 
-UNSENT_NBYTES = 16 << 10
-"""A connection takes a chunk only while less than this waits in its kernel's buffer, or slow ones would hoard them."""
+A connection takes a chunk while less than one waits unsent in its kernel's buffer, or slow ones would hoard them."""
 
 LEAST_ROUND_TRIP_SECONDS = 0.005
 """Below this one connection in each direction fills a link of 1 Gbit/s, and nothing is opened."""
@@ -83,6 +88,19 @@ def connections_for(round_trip_seconds: float, bytes_per_second: float) -> int:
     if round_trip_seconds < LEAST_ROUND_TRIP_SECONDS:
         return 1
     return min(MOST_CONNECTIONS, max(1, math.ceil(round_trip_seconds * bytes_per_second / WINDOW_NBYTES)))
+
+
+def chunk_nbytes(left_nbytes: int, connections: int) -> int:
+    """Bytes of the next chunk: see `LEAST_CHUNK_NBYTES`.
+
+    Args:
+        left_nbytes: That no connection has been given yet.
+        connections: That share them.
+    """
+    nbytes = LEAST_CHUNK_NBYTES
+    while nbytes < MOST_CHUNK_NBYTES and 4 * nbytes * connections <= left_nbytes:
+        nbytes *= 2
+    return nbytes
 
 
 def round_trip_seconds(connection: socket.socket) -> float:
@@ -233,17 +251,26 @@ class _Message:
 
 
 class _Exchange:
-    """Is done when all its bytes have been taken by the kernel, and all others have arrived."""
+    """Is done when all its bytes have been taken by the kernel, and all others have arrived.
 
-    def __init__(self, nbytes: int) -> None:
+    Args:
+        nbytes: Of all its messages.
+        then: Called in the thread that moves the bytes, when the last of them has.
+    """
+
+    def __init__(self, nbytes: int, then: Callable[[], None] | None = None) -> None:
         self.left = nbytes
         self.done = threading.Event()
+        self._then = then
         if nbytes == 0:
             self.done.set()
 
     def book(self, nbytes: int) -> None:
         self.left -= nbytes
         if self.left == 0:
+            if self._then is not None:
+                self._then()
+                self._then = None  # with what it holds
             self.done.set()
 
 
@@ -261,6 +288,8 @@ class _Line:
         self.target: memoryview | None = None
         self.receiving: _Exchange | None = None
         self.is_open = True
+        self.unsent_nbytes = 0
+        """Below this the kernel asks for more: its TCP_NOTSENT_LOWAT, as it was last told."""
         self.parked = False
         """Its next chunk is of a message that this rank has not asked for yet."""
 
@@ -293,8 +322,9 @@ class Streams:
         for line in self._lines:
             line.connection.setblocking(False)
             line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line.connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
+            _allow(line, LEAST_CHUNK_NBYTES)
         self._submitted: deque[_Message] = deque()
+        self._under_way: list[_Exchange] = []
         self._lock = threading.Lock()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -322,17 +352,77 @@ class Streams:
         Raises:
             RuntimeError: A connection has been lost before.
         """
-        views = [(rank, raw(sent), raw(received)) for rank, sent, received in pieces]
-        exchange = _Exchange(sum(len(sent) + len(received) for _, sent, received in views))
+        views = _views(pieces)
+        exchange = _Exchange(_nbytes(views))
         with self._lock:
-            if self._error is not None:
-                raise RuntimeError(self._error)
-            for rank, sent, received in views:
-                peer = self._peers[rank]
-                self._submitted.append(_Message(rank, peer.numbered, sent, received, exchange))
-                peer.numbered += 1
+            self._submit(self._numbered(views, exchange), exchange)
         self._nudge()
-        return _Pending(self, exchange, time.monotonic() + self._timeout.total_seconds())
+        return self._pending(exchange)
+
+    def exchange_twice(
+        self,
+        first: Sequence[tuple[int, Tensor, Tensor]],
+        between: Callable[[], None],
+        second: Sequence[tuple[int, Tensor, Tensor]],
+    ) -> Work:
+        """Exchanges, does something with what has come, and exchanges again, all by itself.
+
+        What the second exchange receives may lie where the first one sends from, if no rank sends it before it has had
+        that. All of `first` together is not empty.
+
+        Args:
+            first: As for `exchange`.
+            between: Called once all of `first` has been sent and received, in the thread that moves the bytes.
+            second: As for `exchange`; what it sends is read after `between`.
+
+        Returns:
+            A work; all tensors are left alone until it is done.
+
+        Raises:
+            RuntimeError: A connection has been lost before.
+        """
+        early, late = _views(first), _views(second)
+        after = _Exchange(_nbytes(late))
+
+        def go_on() -> None:
+            try:
+                between()
+            except Exception as error:
+                raise _Ended(f"what has come cannot be worked on: {error}") from error
+            for each in answers:
+                self._peers[each.peer].outgoing.append(each)
+                self._check_reaches(each.peer)
+            for line in self._lines:
+                if line.is_open:
+                    self._watch(line)
+
+        before = _Exchange(_nbytes(early), go_on)
+        with self._lock:
+            messages = self._numbered(early, before)
+            numbered = self._numbered(late, after)
+            empty = memoryview(b"")
+            answers = [_Message(each.peer, each.number, each.sent, empty, after) for each in numbered if each.sent]
+            awaited = [_Message(each.peer, each.number, empty, each.received, after) for each in numbered]
+            self._submit([*messages, *awaited], before, after)
+        self._nudge()
+        return self._pending(before, after)
+
+    def _numbered(self, views: Sequence[tuple[int, memoryview, memoryview]], exchange: _Exchange) -> list[_Message]:
+        messages = []
+        for rank, sent, received in views:
+            peer = self._peers[rank]
+            messages.append(_Message(rank, peer.numbered, sent, received, exchange))
+            peer.numbered += 1
+        return messages
+
+    def _submit(self, messages: Sequence[_Message], *exchanges: _Exchange) -> None:
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        self._submitted.extend(messages)
+        self._under_way = [each for each in self._under_way if not each.done.is_set()] + list(exchanges)
+
+    def _pending(self, *exchanges: _Exchange) -> "_Pending":
+        return _Pending(self, exchanges, time.monotonic() + self._timeout.total_seconds())
 
     def close(self) -> None:
         """Ends the thread and the connections; any thread, more than once."""
@@ -369,15 +459,8 @@ class Streams:
     def _fail(self, why: str) -> None:
         with self._lock:
             self._error = why
-            messages = [*self._submitted]
-        for peer in self._peers.values():
-            messages += [*peer.outgoing, *peer.incoming.values()]
-        for line in self._lines:
-            for exchange in (line.sending, line.receiving):
-                if exchange is not None:
-                    exchange.done.set()
-        for message in messages:
-            message.exchange.done.set()
+            for each in self._under_way:
+                each.done.set()
 
     def _move(self) -> None:
         """Moves bytes until it is told to end."""
@@ -432,7 +515,9 @@ class Streams:
                 self._watch(line)
                 return
             message = peer.outgoing[0]
-            start, stop = message.handed_out, min(message.handed_out + CHUNK_NBYTES, len(message.sent))
+            nbytes = chunk_nbytes(sum(len(each.sent) - each.handed_out for each in peer.outgoing), self.count)
+            _allow(line, nbytes)
+            start, stop = message.handed_out, min(message.handed_out + nbytes, len(message.sent))
             message.handed_out = stop
             if stop == len(message.sent):
                 peer.outgoing.popleft()
@@ -514,6 +599,21 @@ class Streams:
             raise _Ended(_closed_by(rank))
 
 
+def _allow(line: _Line, unsent_nbytes: int) -> None:
+    """Says how much a connection's kernel may hold unsent and still ask for more."""
+    if line.unsent_nbytes != unsent_nbytes:
+        line.connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_nbytes)
+        line.unsent_nbytes = unsent_nbytes
+
+
+def _views(pieces: Sequence[tuple[int, Tensor, Tensor]]) -> list[tuple[int, memoryview, memoryview]]:
+    return [(rank, raw(sent), raw(received)) for rank, sent, received in pieces]
+
+
+def _nbytes(views: Sequence[tuple[int, memoryview, memoryview]]) -> int:
+    return sum(len(sent) + len(received) for _, sent, received in views)
+
+
 def _closed_by(rank: int) -> str:
     return f"Connection closed by peer: rank {rank} of the group has ended or given up"
 
@@ -523,20 +623,21 @@ class _Ended(Exception):
 
 
 class _Pending:
-    """An exchange under way."""
+    """Exchanges under way."""
 
-    def __init__(self, streams: Streams, exchange: _Exchange, deadline: float) -> None:
+    def __init__(self, streams: Streams, exchanges: Sequence[_Exchange], deadline: float) -> None:
         self._streams = streams
-        self._exchange = exchange
+        self._exchanges = exchanges
         self._deadline = deadline
 
     def wait(self) -> None:
         """See `Work.wait`."""
-        while not self._exchange.done.wait(1.0):
-            alarm = self._streams.alarm
-            if alarm is not None and (reason := alarm()):
-                raise PeerError(reason)
-            if time.monotonic() > self._deadline:
-                raise RuntimeError("Timed out waiting for another rank's part of an exchange")
-        if self._exchange.left:
-            raise RuntimeError(self._streams.error() or "the connections were closed")
+        for exchange in self._exchanges:
+            while not exchange.done.wait(1.0):
+                alarm = self._streams.alarm
+                if alarm is not None and (reason := alarm()):
+                    raise PeerError(reason)
+                if time.monotonic() > self._deadline:
+                    raise RuntimeError("Timed out waiting for another rank's part of an exchange")
+            if exchange.left:
+                raise RuntimeError(self._streams.error() or "the connections were closed")

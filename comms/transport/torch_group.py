@@ -38,6 +38,7 @@ from gradwire.comms.bootstrap.compat import (
     PrefixStore,
     Store,
     TorchGroup,
+    knows_gloo_sums,
     make_gloo,
 )
 from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
@@ -105,6 +106,10 @@ def ring_runs(rings: Rings, start: int, stop: int, size: int, element_nbytes: in
             if first < last:
                 found.append((last - first, rank))
     return tuple(found)
+
+
+RING_TRIALS = ((torch.float32, 1 << 10), (torch.bfloat16, 1021))
+"""Elements of the sums that show in which order gloo's ring adds: parts of equal size, and a shorter last one."""
 
 
 TOGETHER_NBYTES = 64 << 10
@@ -273,6 +278,8 @@ class GlooTransport(TorchTransport):
         self._choose = connections
         self._timeout = timeout
         self._streams: Streams | None = None
+        self._adds_as_ring = False
+        """Whether gloo's ring was seen to add in the order of `ring_runs`; alike on all ranks."""
 
     def disconnect(self) -> None:
         """Ends the connections: what is under way on them fails at once, here and at their other ends. Any thread.
@@ -299,14 +306,36 @@ class GlooTransport(TorchTransport):
         """See `Transport.all_reduce`. Over long paths two ranks swap all they have, and both add it up.
 
         That is as many bytes as the ring of two sends, in one round trip in place of two; a + b = b + a, so the bits
-        are those of the ring.
+        are those of the ring. Of more ranks each sums its part of the ring, in the ring's order, and sends it to all:
+        again as many bytes, in two round trips in place of 2 (n - 1).
         """
-        if self.size != 2 or tensor.nbytes < LARGE_NBYTES or (found := self._open_streams()) is None:
+        if self.size == 1 or tensor.nbytes < LARGE_NBYTES or (found := self._open_streams()) is None:
             return super().all_reduce(tensor, scale)
+        if self.size > 2:
+            return (
+                self._sum_by_owners(found, tensor, scale) if self._adds_as_ring else super().all_reduce(tensor, scale)
+            )
         received = torch.empty(tensor.nbytes, dtype=torch.uint8)
         scale_in_place(tensor, scale)
         work = found.exchange([(1 - self.rank, tensor, received)])
         return _Together(work, tensor, received, [Collective(ALL_REDUCE, (tensor,))], self.rank)
+
+    def _sum_by_owners(self, found: "Streams", tensor: Tensor, scale: float) -> Work:
+        flat, own = tensor.view(-1), self.rank
+        part = ring_numel(flat.numel(), flat.element_size(), self.size)
+        slices = [flat[rank * part : (rank + 1) * part] for rank in range(self.size)]
+        rows = list(flat.new_empty((self.size, slices[own].numel())))
+        rows[own] = slices[own]
+        to_sum = SlicesToSum(rows)
+        scale_in_place(tensor, scale)
+        others = [rank for rank in range(self.size) if rank != own]
+        # An owner sends its sum once it has all contributions, so what arrives is not read here any more.
+        work = found.exchange_twice(
+            [(rank, slices[rank], rows[rank]) for rank in others],
+            lambda: to_sum.sum_as_rings(slices[own], [(slices[own].numel(), own)]),
+            [(rank, slices[own], slices[rank]) for rank in others],
+        )
+        return _Holding(work, tensor)
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
         """Issues small collectives of two ranks as one: each sends the other what is for it, in one message.
@@ -336,6 +365,12 @@ class GlooTransport(TorchTransport):
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`. Of gloo's ring through two ranks both directions are one connection, too."""
+        if self.size > 2 and source.nbytes >= LARGE_NBYTES and (found := self._open_streams()) is not None:
+            flat, places = source.view(-1), output.view(self.size, source.numel())
+            places[self.rank].copy_(flat)
+            return _Holding(
+                found.exchange([(rank, flat, places[rank]) for rank in range(self.size) if rank != self.rank]), source
+            )
         if self.size != 2 or not source.numel():
             return super().all_gather(output, source)
         own, (first, second) = source.view(-1), output.view(-1).chunk(2)
@@ -496,6 +531,8 @@ class GlooTransport(TorchTransport):
                 listener.close()
         for each in (each for sockets in found.values() for each in sockets):
             self._connections.append(Connection(each.fileno(), os.fstat(each.fileno()).st_ino))
+        if self.size > 2 and knows_gloo_sums():
+            self._adds_as_ring = all(each for (each,) in self._told(struct.pack("?", sums_as_rings(self)), "?"))
         made = streams.Streams(found, self._timeout, self._alarm)
         weakref.finalize(self, made.close)
         return made
@@ -826,6 +863,34 @@ def scale_in_place(tensor: Tensor, scale: float) -> None:
     """Multiplies `tensor` by `scale`, unless that is 1: integers have no other."""
     if scale != 1.0:
         tensor.mul_(scale)
+
+
+def adds_as_ring(rail: TorchTransport, dtype: torch.dtype, numel: int) -> bool:
+    """Whether a sum over a transport's ranks, all of which call this, has the bits that the order of `ring_runs` gives.
+
+    Args:
+        rail: The transport.
+        dtype: Of what is summed.
+        numel: Elements: so few that a ring of gloo's sums them, over however many connections large sums go.
+    """
+    size = rail.size
+    generators = [torch.Generator().manual_seed(rank) for rank in range(size)]
+    rows = torch.stack([torch.randn(numel, generator=each, dtype=torch.float32).to(dtype) for each in generators])
+    total = rows[rail.rank].clone()
+    rail.all_reduce(total).wait()
+    lengths, lasts = zip(*ring_runs(((0, numel),), 0, numel, size, dtype.itemsize), strict=True)
+    last = torch.tensor(lasts).repeat_interleave(torch.tensor(lengths))  # of each element
+    back = torch.arange(1, size + 1)[:, None]
+    first, *others = rows.gather(0, (last - back) % size)
+    for contribution in others:
+        first = contribution + first
+    return torch.equal(total, first)
+
+
+def sums_as_rings(rail: TorchTransport) -> bool:
+    """Whether the sums of all trials do, as this rank sees them; every rank makes all of them, whatever it sees."""
+    seen = [adds_as_ring(rail, *each) for each in RING_TRIALS]
+    return all(seen)
 
 
 class _Summing:

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, knows_gloo_s
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
+from gradwire.comms.transport import torch_group
 from gradwire.comms.transport.torch_group import GlooTransport, connect_gloo
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.routed import make_routed
@@ -183,21 +185,26 @@ def test_its_bytes_follow_the_links(
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement", "measured"),
+    ("place", "name", "replacement", "measured"),
     [
-        ("knows_gloo_sums", lambda: False, True),
-        ("ring_runs", lambda rings, start, stop, size, element_nbytes: ((stop - start, 0),), True),
-        ("GlooTransport", type(None), False),
+        (module, "knows_gloo_sums", lambda: False, True),
+        (torch_group, "ring_runs", lambda rings, start, stop, size, element_nbytes: ((stop - start, 0),), True),
+        (module, "GlooTransport", type(None), False),
     ],
 )
 def test_shares_stay_equal_where_gloos_sums_are_not_those_that_are_known(
-    name: str, replacement: object, measured: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: ModuleType,
+    name: str,
+    replacement: object,
+    measured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, rates = HashStore(), [25e6, 5e6, 25e6]
     monkeypatch.setattr(
         module, "swaps", lambda rail, other, nbytes, _: (nbytes / min(rates[rail.rank], rates[other]), 1e-3)
     )
-    monkeypatch.setattr(module, name, replacement)
+    monkeypatch.setattr(place, name, replacement)
 
     def run(rank: int) -> tuple[bool, tuple[float, ...]]:
         communicator = make(store, "abc", rank)

@@ -14,8 +14,15 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
-from gradwire.comms.transport import streams
-from gradwire.comms.transport.streams import CHUNK_NBYTES, StreamListener, Streams, connections_for
+from gradwire.comms.transport import streams, torch_group
+from gradwire.comms.transport.streams import (
+    LEAST_CHUNK_NBYTES,
+    MOST_CHUNK_NBYTES,
+    StreamListener,
+    Streams,
+    chunk_nbytes,
+    connections_for,
+)
 from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
 from support.threads import run_ranks
 
@@ -42,21 +49,83 @@ def contribution(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> T
     return drawn.to(dtype)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32])
-def test_two_ranks_sum_to_the_bits_of_gloos_ring(dtype: torch.dtype) -> None:
+def test_sums_have_the_bits_of_gloos_ring(dtype: torch.dtype, size: int) -> None:
+    """Several at a time, of more and of fewer elements than segments of the ring, waited for in another order."""
     scale = 1.0 if dtype == torch.int32 else 0.3
 
-    def body(transport: GlooTransport) -> Tensor:
-        tensor = contribution(transport.rank, NUMEL, dtype)
-        work = transport.all_reduce(tensor, scale)
-        work.wait()
-        work.wait()  # again: it changes nothing
-        return tensor
+    def body(transport: GlooTransport) -> list[Tensor]:
+        tensors = [contribution(10 * place + transport.rank, NUMEL + 7 * place, dtype) for place in range(3)]
+        works = [transport.all_reduce(tensor, scale) for tensor in tensors]
+        for work in reversed(works):
+            work.wait()
+            work.wait()  # again: it changes nothing
+        return tensors
 
-    ring, several = (on_transports(2, count, body) for count in (1, 7))
+    ring, several = (on_transports(size, count, body) for count in (1, 7))
     for plain, striped in zip(ring, several, strict=True):
-        assert isinstance(plain, Tensor) and isinstance(striped, Tensor)
-        assert plain.view(torch.uint8).equal(striped.view(torch.uint8))
+        assert isinstance(plain, list) and isinstance(striped, list)
+        for one, other in zip(plain, striped, strict=True):
+            assert one.view(torch.uint8).equal(other.view(torch.uint8))
+
+
+def test_sums_of_three_ranks_travel_over_the_connections() -> None:
+    def body(transport: GlooTransport) -> int:
+        transport.all_reduce(contribution(transport.rank, 10)).wait()
+        found = transport._open_streams()
+        assert found is not None
+        sent, real = [], found.exchange_twice
+        found.exchange_twice = lambda *given: (sent.append(given), real(*given))[1]  # type: ignore[method-assign]
+        transport.all_reduce(contribution(transport.rank, NUMEL)).wait()
+        return sum(tensor.nbytes for first, _, second in sent for _, tensor, _ in (*first, *second))
+
+    part = torch_group.ring_numel(NUMEL, 4, 3)
+    own = [part, part, NUMEL - 2 * part]
+    # A ring sends 2 (n - 1)/n of it; here each rank sends the others' parts, and its own sum to both.
+    assert on_transports(3, 5, body) == [4 * (NUMEL - each + 2 * each) for each in own]
+
+
+def test_where_gloos_order_is_another_its_ring_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank that sees another order is enough."""
+    real = torch_group.adds_as_ring
+    monkeypatch.setattr(torch_group, "adds_as_ring", lambda rail, *given: real(rail, *given) and rail.rank != 1)
+
+    def body(transport: GlooTransport) -> bool:
+        transport.all_reduce(contribution(transport.rank, NUMEL)).wait()
+        return transport._streams is not None and not transport._adds_as_ring
+
+    assert on_transports(3, 2, body) == [True] * 3
+
+
+def test_what_fails_between_two_exchanges_ends_them_by_its_words() -> None:
+    own, theirs = pairs(2)
+    mine, other = Streams({1: own}, TIMEOUT, None), Streams({0: theirs}, TIMEOUT, None)
+    first, second = contribution(0, NUMEL), contribution(1, NUMEL)
+
+    def fail() -> None:
+        raise ValueError("of no use")
+
+    work = mine.exchange_twice([(1, first, torch.empty_like(first))], fail, [(1, first, second)])
+    peers = other.exchange_twice([(0, second, torch.empty_like(second))], lambda: None, [(0, second, first)])
+    with pytest.raises(RuntimeError, match="what has come cannot be worked on: of no use"):
+        work.wait()
+    with pytest.raises(RuntimeError, match=r"rank 0 of the group has ended|a connection to another rank was lost"):
+        peers.wait()
+    other.close()
+
+
+def test_chunks_shrink_as_less_is_left() -> None:
+    for connections in (1, 4, 64):
+        left, sizes = 16 << 20, list[int]()
+        while left > 0:
+            sizes.append(chunk_nbytes(left, connections))
+            left -= sizes[-1]
+        assert sizes == sorted(sizes, reverse=True)
+        assert {LEAST_CHUNK_NBYTES} <= set(sizes) <= {LEAST_CHUNK_NBYTES << power for power in range(5)}
+        assert sizes[0] == (MOST_CHUNK_NBYTES if connections < 64 else MOST_CHUNK_NBYTES // 2)
+        # What one connection may have in hand at the end is a small part of what all of them have carried.
+        assert all(size == LEAST_CHUNK_NBYTES for size in sizes[-2 * connections :])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -155,7 +224,7 @@ def test_a_rank_that_has_ended_is_named_at_once() -> None:
 def test_a_rank_may_leave_once_it_has_all_and_has_sent_all() -> None:
     """Its connections end in any order, before what it sent over others of them is read."""
     own, theirs = pairs(6)
-    first, second = contribution(0, 20 * CHUNK_NBYTES), contribution(1, 20 * CHUNK_NBYTES)
+    first, second = contribution(0, 20 * LEAST_CHUNK_NBYTES), contribution(1, 20 * LEAST_CHUNK_NBYTES)
     taken = torch.empty_like(second), torch.empty_like(first)
     mine, other = Streams({1: own}, TIMEOUT, None), Streams({0: theirs}, TIMEOUT, None)
     work = mine.exchange([(1, first, taken[0])])
