@@ -63,10 +63,8 @@ def report(outcomes: dict[str, Outcome]) -> list[str]:
 
 def tests_of(path: Path) -> Iterator[unittest.TestCase]:
     """The tests of one of PyTorch's files, their ranks forked."""
-    from torch.testing._internal.common_distributed import MultiProcessTestCase
-
-    fork = multiprocessing.get_context("fork").Process
-    MultiProcessTestCase._spawn_processes = lambda case: case._start_processes(fork)
+    fork = multiprocessing.get_context("fork")
+    torch.multiprocessing.get_context = lambda method=None: fork  # spawned ones would import torch each
     sys.path.insert(0, str(path.parent))
     waiting = [unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(path.stem))]
     while waiting:
