@@ -50,7 +50,8 @@ ELASTIC = ("elastic",)
 
 PLANS = ("auto", "flat", "hierarchical", "leader")
 BUCKET, AUTO_FUSION, DELAYED = FUSIONS = ("bucket", "auto", "delayed")
-REDUCTIONS = ("sum", "adasum")
+SAMPLES = "samples"
+REDUCTIONS = ("sum", "adasum", SAMPLES)
 SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
 ENVIRONMENT_PREFIX = "GRADWIRE_"
@@ -67,7 +68,8 @@ class Reduction:
 
     kind: str = "sum"
     """`adasum` combines the nodes' gradients by Adasum (Maleki et al., MLSys 2021): they are averaged where they agree
-    and added where they are orthogonal. Inside the nodes they are averaged, or summed without `average`."""
+    and added where they are orthogonal. Inside the nodes they are averaged, or summed without `average`. `samples`
+    averages over samples instead of ranks: each rank says how many its gradients are the mean of, `state.samples`."""
 
     average: bool = True
     """Whether gradients are averaged over the ranks; else they are summed (Apex: `gradient_average=False`)."""
@@ -96,6 +98,12 @@ class Reduction:
             raise ValueError(f"`predivide` is {self.predivide!r}; wanted a number > 0, or None")
         if self.predivide is not None and not self.average:
             raise ValueError("`predivide` is given and `average` is off: nothing is divided; wanted one of them alone")
+        if self.kind == SAMPLES and (self.predivide is not None or not self.average):
+            name = "average" if self.predivide is None else "predivide"
+            raise ValueError(
+                f"`{name}` is {getattr(self, name)} and `reduction` is {SAMPLES}, which divides by the samples of all "
+                "ranks: leave one of the two out"
+            )
 
     @classmethod
     def of(cls, given: object) -> "Reduction":
@@ -163,8 +171,8 @@ class Config:
     backward is through (Apex: `delay_allreduce`)."""
 
     reduction: "Reduction | str | Mapping[str, object]" = field(default_factory=Reduction)
-    """What becomes of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks) or `adasum`,
-    or a mapping such as `{"average": False}`; a Reduction once the Config is made."""
+    """What becomes of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks), `adasum`,
+    `samples`, or a mapping such as `{"average": False}`; a Reduction once the Config is made."""
 
     probe: bool | None = None
     """True measures latency and bandwidth of every level before the first step (two to five seconds on 200 Mbit/s), and
@@ -293,6 +301,11 @@ class Config:
             raise ValueError(
                 f"`sum_dtype` is {sums.sum_dtype} and `compressor` is {self.compressor}, which sums in float32 anyway; "
                 "wanted one of them alone"
+            )
+        if sums.kind == SAMPLES and self.elastic:
+            raise ValueError(
+                "`reduction` is samples and `elastic` is set: a step that survivors repeat would be weighed by lost "
+                "ranks, too; wanted one of them alone"
             )
         if sums.kind == "adasum":
             for name, given, why in (

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.comms.bootstrap.compat import GradBucket, queue_end_of_backward, timeout_of, why_no_ddp_hook
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, MEASURING, PLANNING, SUMMING, WATCHING, Config
+from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, MEASURING, PLANNING, SAMPLES, SUMMING, WATCHING, Config
 from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
@@ -64,6 +64,35 @@ _on_cuda: "weakref.WeakSet[HookState]" = weakref.WeakSet()
 """States on CUDA that are open: an optimizer asks them for failures before it steps."""
 
 
+def _samples(state: "HookState") -> int | None:
+    """How many samples this rank's next gradients are the mean of; None where it was not said.
+
+    With `reduction="samples"` each rank says it before its backward pass, and whenever it changes; gradients are then
+    averaged over samples. Of accumulated gradients it is the samples of all micro-batches, where these weigh alike in
+    the loss. A rank with 0 takes part and adds nothing. Exact: n_i / N scales each rank's gradient before the sum.
+    """
+    return state._samples
+
+
+def _say_samples(state: "HookState", count: int) -> None:
+    """Says how many samples this rank's next gradients are the mean of.
+
+    Raises:
+        ValueError: `reduction` is another one, or `count` is negative.
+        TypeError: `count` is no int.
+    """
+    if state.config.sums.kind != SAMPLES:
+        raise ValueError(
+            f"`samples` is given, and `reduction` is {state.config.reduction!r}, which weighs all ranks alike; wanted "
+            'reduction="samples"'
+        )
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"`samples` is {count!r} ({type(count).__name__}); wanted int, such as len(batch)")
+    if count < 0:
+        raise ValueError(f"`samples` is {count}; wanted a number of samples >= 0")
+    state._samples = count
+
+
 class HookState(Face[GradientSession]):
     """What the hook keeps between steps. One for each model.
 
@@ -87,6 +116,7 @@ class HookState(Face[GradientSession]):
     OPTIONS = (*PLANNING, *MEASURING, *COMPRESSION, *SUMMING, *FUSION, *WATCHING, *ELASTIC)
     NOT_CONNECTED = "this state has not seen a bucket yet: call {call} after the first backward pass"
 
+    samples = property(_samples, _say_samples)
     synchronize = refused("the ranks of a DDP model hold the same parameters after every step, without a call")
 
     def __init__(
@@ -110,6 +140,7 @@ class HookState(Face[GradientSession]):
         self._resume: Resume | None = None
         self._elastic: ElasticTraining | None = None
         self._check: Check | None = None
+        self._samples: int | None = None
         for name, given in (("on_change", on_change), ("carries", carries)):
             if given and not self.config.elastic:
                 raise ValueError(f"`{name}` is given but `elastic` is not set: pass elastic=True, too")
@@ -282,6 +313,9 @@ class HookState(Face[GradientSession]):
         contents[index] = sparse.numel(), named
         arrived = Bucket.of(sparse, index=index)
         self._sparse.append(arrived)
+        if connection.weights is not None:
+            self._launch(connection, (), wait=True)  # what came before it
+            connection.weights.weigh(sparse)
         scale = connection.scale * connection.after
         connection.communicator.start_sparse(arrived, scale=scale, as_dense=self.config.sums.sparse_as_dense)
         return arrived.result()
@@ -373,6 +407,8 @@ class HookState(Face[GradientSession]):
                     connection.compression.begin_step()
             saved = connection.compression.take_saved_transfers()
             self._resume = None if saved is None else _resume(saved)
+        if connection.weights is not None:
+            connection.weights.count = self._samples
         connection.listeners.step_began(self.steps)
         if self._elastic is not None:
             self._resume = self._elastic.begin_step(communicator, self._resume)
@@ -414,8 +450,17 @@ class HookState(Face[GradientSession]):
             resume, self._resume = self._resume, None
             self._launch(connection, resume.end_step())
 
-    def _launch(self, connection: GradientSession, launches: Sequence[Launch]) -> None:
-        """Starts what fusion has decided on."""
+    def _launch(self, connection: GradientSession, launches: Sequence[Launch], *, wait: bool = False) -> None:
+        """Starts what fusion has decided on; where samples weigh, once the step's weights have come.
+
+        Args:
+            connection: Of the ranks.
+            launches: Behind all that were given before.
+            wait: For the weights; so it does anyway where nothing may be held back any more.
+        """
+        if connection.weights is not None:
+            in_backward = self._life.announces_last and self._life.state is StepState.IN_BACKWARD
+            launches = connection.weights.due(launches, wait=wait or not in_backward)
         compression = connection.compression
         for launch in launches:
             if launch.layout is not None:

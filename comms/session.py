@@ -21,12 +21,12 @@ from gradwire.comms.bootstrap.failure import Board
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator, Oversight
-from gradwire.comms.config import DELAYED, Config
+from gradwire.comms.config import DELAYED, SAMPLES, Config
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
-from gradwire.comms.step.features import choose_compressors, measure_links, tune, watch_steps
+from gradwire.comms.step.features import choose_compressors, measure_links, tune, watch_steps, weigh_by_samples
 from gradwire.comms.step.listeners import Listeners
 from gradwire.compressors.base import Compressor, StateDict
 
@@ -242,6 +242,8 @@ class GradientSession(AveragingSession):
             choose_compressors(self.listeners, self.communicator, self.compression, consensus)
         self.scale, self.after = _factors(config, self.communicator)
         """On every rank's gradients, and on their sum."""
+        self.weights = weigh_by_samples(self.listeners, self.communicator, config)
+        """What weighs gradients by samples, before anything else; None where all ranks weigh alike."""
         self.watch_steps(previous)
         if previous is None and not joined:
             tune(self.listeners, self.communicator, self.fusion, name, names.shapes)
@@ -323,6 +325,10 @@ class Refused:
         if face is None:
             return self
         raise AttributeError(f"`{self._name}` is not there for {owner.__name__}: {self.why}")
+
+    def __set__(self, face: object, value: object) -> None:
+        """Raises where a face is given it; see `__get__`."""
+        self.__get__(face, type(face))
 
 
 def refused(why: str) -> Any:
@@ -589,6 +595,8 @@ def _factors(config: Config, communicator: Communicator) -> tuple[float, float]:
     if config.sums.kind == "adasum":
         node = cluster.ranks(cluster.unit(communicator.rank, 0))
         return (1.0 if config.plan == "flat" else 1.0 / len(node)), 1.0
+    if sums.kind == SAMPLES:
+        return 1.0, 1.0  # each step's weights come before
     if sums.predivide is not None:
         return 1.0 / sums.predivide, sums.predivide / cluster.size
     return 1.0 / cluster.size, 1.0

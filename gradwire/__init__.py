@@ -19,7 +19,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradwire import accelerate, fsdp, lightning, transformers  # noqa: F401  # by their modules' names, not in __all__
+    from gradwire import accelerate, data, fsdp, lightning, transformers  # noqa: F401  # by their modules' names, not in __all__
     from gradwire.comms.attach import attach
     from gradwire.comms.bootstrap.mpi_launch import init_mpi_process_group
     from gradwire.comms.config import Config
@@ -98,7 +98,7 @@ __all__ = [
 ]
 
 
-_ADAPTERS = ("accelerate", "fsdp", "lightning", "transformers")
+_ADAPTERS = ("accelerate", "data", "fsdp", "lightning", "transformers")
 """Modules that import what they are for, when they are first named: `gradwire.lightning.Callback`."""
 
 

@@ -45,6 +45,12 @@ class Shared:
                 self._host.copy_(flat, non_blocking=True)
                 self._copied = torch.cuda.current_stream(communicator.device).record_event()
 
+    @property
+    def has_come(self) -> bool:
+        """Whether `read` would not wait: known on a CPU; on CUDA the host has to wait for the device."""
+        future = self._bucket.future
+        return self._copied is None and future is not None and future.done()
+
     def read(self) -> list[list[float]] | None:
         """Every rank's numbers, in the order of the ranks; waits where they have not come.
 

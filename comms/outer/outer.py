@@ -188,6 +188,7 @@ class Outer(Face[AveragingSession]):
     flush = refused("call synchronize(), which averages parameters with all that is held back")
     bind = refused("Outer is made with its model, once")
     unbind = refused("Outer is made with its model, once; close() ends the exchanges")
+    samples = refused("units exchange parameters, and weigh as many as their ranks; deal them equal shares")
     view = refused(FIXED_UNITS)
     changes = refused(FIXED_UNITS)
     take_in = refused(FIXED_UNITS)

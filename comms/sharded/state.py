@@ -107,6 +107,7 @@ class FsdpState(Face[AveragingSession]):
     view = refused(LOST)
     changes = refused(LOST)
     take_in = refused(LOST)
+    samples = refused("FSDP2 averages over ranks; deal equal shares, or train with DDP and HookState")
     synchronize = refused("replicas hold the same parameters after every step, without a call")
 
     def __init__(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from gradwire.comms.autotune.stepwatch import StepWatch
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import Config
+from gradwire.comms.config import SAMPLES, Config
 from gradwire.comms.observe.observer import Observer
+from gradwire.comms.step import listeners as order
 from gradwire.comms.step.listeners import CHOOSER, FIRST_STEPS, OBSERVER, STEP_WATCH, TUNER, UNIT_RATES, Listeners
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from gradwire.comms.bootstrap.agree import Agreement
     from gradwire.comms.compression import Compression
     from gradwire.comms.fusion import Fusion
+    from gradwire.comms.step.samples import SampleWeights
 
 AUTO = "auto"
 
@@ -60,6 +62,17 @@ def choose_compressors(
 
         choice = consensus("choice", communicator.config.timeout)
         listeners.add(CHOOSER, LayerChooser(communicator, compression, choice))
+
+
+def weigh_by_samples(listeners: Listeners, communicator: Communicator, config: Config) -> "SampleWeights | None":
+    """With `reduction="samples"`: what tells each step's weights; else None."""
+    if config.sums.kind != SAMPLES:
+        return None
+    from gradwire.comms.step.samples import SampleWeights
+
+    weights = SampleWeights(communicator)
+    listeners.add(order.SAMPLES, weights)
+    return weights
 
 
 def watch_steps(

@@ -11,7 +11,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket
 from gradwire.compressors.base import Layout
 
-UNIT_RATES, FIRST_STEPS, CHOOSER, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER = ORDER = (
+UNIT_RATES, FIRST_STEPS, CHOOSER, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER, SAMPLES = ORDER = (
     "unit_rates",
     "first_steps",
     "chooser",
@@ -19,6 +19,7 @@ UNIT_RATES, FIRST_STEPS, CHOOSER, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER = 
     "residual_notes",
     "observer",
     "tuner",
+    "samples",
 )
 """The order in which listeners hear of a step's begin, and of its end. Both come after the compressor's own.
 
@@ -29,7 +30,8 @@ UNIT_RATES, FIRST_STEPS, CHOOSER, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER = 
 - `step_watch` comes before the observer and the tuner, whose exchanges take time that is none of the step's.
 - `residual_notes` reads residuals, so it comes before the observer's exchange is in flight.
 - `observer` comes before `tuner`: its exchange belongs to the step that has ended, and travels by that step's plan.
-- `tuner` comes last: it changes plans and cuts, for the next step.
+- `tuner` changes plans and cuts for the next step, so it comes behind whatever travels at an end.
+- `samples` comes last: it starts an exchange at a begin, when those that measure links are through, and none at an end.
 """
 
 

@@ -11,6 +11,7 @@ from gradwire.comms.step.listeners import (
     OBSERVER,
     ORDER,
     RESIDUAL_NOTES,
+    SAMPLES,
     STEP_WATCH,
     TUNER,
     UNIT_RATES,
@@ -48,6 +49,7 @@ def test_the_order_is_declared_and_kept() -> None:
         RESIDUAL_NOTES,  # reads residuals, before anything is in flight again
         OBSERVER,  # its exchange travels by the plan of the step that has ended
         TUNER,  # changes the plan of the next one
+        SAMPLES,  # starts an exchange at a begin, when no other measures links
     )
     heard: list[str] = []
     listeners = Listeners()

@@ -46,6 +46,8 @@ OFF = (
     "gradwire.comms.plan.packing",
     "gradwire.comms.migration",
     "gradwire.comms.resume",
+    "gradwire.comms.step.samples",
+    "gradwire.comms.step.deal",
     "gradwire.comms.sparse",
     "gradwire.comms.observe.recorder",
     "gradwire.compressors.stateful",

@@ -1,0 +1,158 @@
+"""One of four ranks at half speed: how long is a step with shares by speed, and does the loss stay what it was?
+
+Feeds docs/results/diagnosis.md.
+
+    python -m gradwire.bench.studies.unlike_speeds --json unlike.json
+
+Ranks are processes on two logical nodes of this machine, with DDP and the hook. What a sample costs is a rest of fixed
+length, twice as long on the slow rank: a model of its clock, as not every machine has quotas of processors to give out
+and other jobs would count in them. Three trainings from the same weights take turns, a few steps each: equal shares,
+shares by measured speed, and the best shares, which know the speeds. The loss of a step is over all ranks' samples.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradwire
+from gradwire.bench.machine import machine_line
+
+RANKS, SLOW, TIMES = 4, 3, 2.0
+EQUAL, SPEED, BEST = WAYS = ("equal shares", "by speed", "best shares")
+SETTLED = 2
+"""Turns that are not counted: speeds are measured in them."""
+
+
+class DealtTraining:
+    """One way of dealing, on one rank.
+
+    Args:
+        way: One of `WAYS`.
+        dataset: Of all ranks.
+        batch_size: Of all ranks together.
+        rest_seconds: A sample costs on a fast rank.
+    """
+
+    def __init__(self, way: str, dataset: TensorDataset, batch_size: int, rest_seconds: float) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        self.model = DistributedDataParallel(model)
+        self.state = gradwire.HookState(self.model, reduction="samples", hostname=f"node{dist.get_rank() // 2}")
+        self.model.register_comm_hook(self.state, gradwire.comm_hook)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.sampler = gradwire.data.SpeedBatchSampler(dataset, batch_size, self.state, adapt=way == SPEED)
+        if way == BEST:
+            speeds = [1 / TIMES if rank == SLOW else 1.0 for rank in range(RANKS)]
+            self.sampler.load_state_dict(self.sampler.state_dict() | {"deals": [(0, speeds)]})
+        self._loader = DataLoader(dataset, batch_sampler=self.sampler)
+        self._rest = rest_seconds * (TIMES if dist.get_rank() == SLOW else 1.0)
+        self._batches = self._endless()
+
+    def _endless(self) -> Iterator[tuple[Tensor, Tensor]]:
+        epoch = 0
+        while True:
+            self.sampler.set_epoch(epoch)
+            yield from self._loader
+            epoch += 1
+
+    def step(self) -> tuple[float, float, int]:
+        """Seconds, the loss summed over this rank's samples, and how many those are."""
+        inputs, labels = next(self._batches)
+        began = time.perf_counter()
+        self.state.samples = len(labels)
+        time.sleep(self._rest * len(labels))
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(inputs), labels)
+        loss.backward()
+        self.optimizer.step()
+        return time.perf_counter() - began, float(loss.detach()) * len(labels), len(labels)
+
+
+def rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
+    """One rank; writes what it has seen."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
+    torch.manual_seed(1)
+    inputs = torch.randn(options.batch_size * 64, 64)
+    dataset = TensorDataset(inputs, (inputs @ torch.randn(64, 10)).argmax(dim=1))
+    trainings = {way: DealtTraining(way, dataset, options.batch_size, options.rest_ms / 1e3) for way in WAYS}
+    steps: dict[str, list[list[tuple[float, float, int]]]] = {way: [] for way in WAYS}
+    for turn in range(options.turns):
+        for way in WAYS if turn % 2 == 0 else reversed(WAYS):
+            dist.barrier()
+            steps[way].append([trainings[way].step() for _ in range(options.steps)])
+    shares = {way: each.sampler.shares() for way, each in trainings.items()}
+    Path(folder, f"{rank}.json").write_text(json.dumps({"steps": steps, "shares": shares}))
+    for each in trainings.values():
+        each.state.close()
+    dist.destroy_process_group()
+
+
+def result(folder: str) -> dict[str, object]:
+    """Medians of the turns that count, and how far the losses of a step are apart."""
+    ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
+    seconds = {
+        way: [statistics.median(step[0] for step in turn[1:]) for turn in ranks[0]["steps"][way][SETTLED:]]
+        for way in WAYS
+    }
+    losses: dict[str, list[float]] = {}
+    for way in WAYS:
+        by_rank = [[step for turn in each["steps"][way] for step in turn] for each in ranks]
+        losses[way] = [
+            sum(step[1] for step in row) / sum(step[2] for step in row) for row in zip(*by_rank, strict=True)
+        ]
+    pairs = zip(losses[EQUAL], losses[SPEED], strict=True)
+    to_best = [one / other for one, other in zip(seconds[SPEED], seconds[BEST], strict=True)]
+    to_equal = [one / other for one, other in zip(seconds[EQUAL], seconds[SPEED], strict=True)]
+    return {
+        "shares": ranks[0]["shares"],
+        "step_ms": {way: 1e3 * statistics.median(each) for way, each in seconds.items()},
+        "by speed over best": [min(to_best), statistics.median(to_best), max(to_best)],
+        "equal over by speed": [min(to_equal), statistics.median(to_equal), max(to_equal)],
+        "loss_first_last": {way: [each[0], each[-1]] for way, each in losses.items()},
+        "loss_apart": max(abs(one - other) / one for one, other in pairs),
+        "load": os.getloadavg()[0],
+        "machine": machine_line(),
+    }
+
+
+def main() -> None:
+    """Runs the ranks, and prints what they have found."""
+    parser = argparse.ArgumentParser(description="One of four ranks at half speed.")
+    parser.add_argument("--batch-size", type=int, default=56, help="of all ranks together")
+    parser.add_argument("--rest-ms", type=float, default=10.0, help="that a sample costs on a fast rank")
+    parser.add_argument("--steps", type=int, default=12, help="in a turn")
+    parser.add_argument("--turns", type=int, default=8, help=f"of each way; the first {SETTLED} do not count")
+    parser.add_argument("--json", type=Path, help="where the result goes, besides the screen")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("fork")  # torch is imported once
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=rank_main, args=(rank, folder, options)) for rank in range(RANKS)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        if any(each.exitcode for each in ranks):
+            raise SystemExit("a rank has failed; its own output says why")
+        found = json.dumps(result(folder), indent=1)
+    print(found)
+    if options.json is not None:
+        options.json.write_text(found + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Samples for ranks of unlike speed: each batch of all ranks together is dealt out so that all are ready at once.
+
+What a batch holds does not depend on who takes which part of it: batch b of an epoch is the same samples whatever the
+shares, so gradients that are weighed by samples (`reduction="samples"`) are those of equal shares, up to the order of
+sums. Speeds come from what ranks tell each other beside each step's first bucket: all have the same numbers, decide
+alike, and take up new shares at the same batch.
+"""
+
+import heapq
+import statistics
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.utils.data import Sampler
+
+from gradwire.comms.step.samples import Told
+
+if TYPE_CHECKING:
+    from gradwire.comms.step.samples import SampleWeights
+
+WINDOW = 8
+"""Steps whose median says how fast a rank is: one or two that stray, for a checkpoint say, change nothing."""
+
+FIRST_STEPS = 3
+"""That say nothing: they hold start-up."""
+
+LEAST_GAIN = 0.03
+"""Of a step that new shares must save: less is noise of a median of eight steps, and shares would go to and fro."""
+
+SAVED = ("length", "batch_size", "shuffle", "seed", "drop_last")
+"""What must be the same where a state is loaded: with these each batch of all ranks holds the same samples."""
+
+
+def shares_of(total: int, speeds: Sequence[float]) -> list[int]:
+    """Deals out samples so that the last rank is ready as early as can be; each gets one at least.
+
+    Each sample in turn goes to the rank that would be ready with it first, the lowest of equals: no other way of
+    dealing makes the longest n_i / speed_i shorter, as a late rank gets no more while another would be sooner.
+
+    Args:
+        total: Samples.
+        speeds: Of each rank, in samples a second, or any unit.
+
+    Returns:
+        Samples of each rank, in their order; they sum up to `total`.
+
+    Raises:
+        ValueError: There are fewer samples than ranks, or a speed is no positive number.
+
+    Source: Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17, 1969; for equal jobs the greedy
+    rule is optimal.
+    """
+    if total < len(speeds):
+        raise ValueError(f"`total` is {total}, and there are {len(speeds)} ranks; wanted a sample for each at least")
+    if not all(0 < speed < float("inf") for speed in speeds):
+        raise ValueError(f"`speeds` is {list(speeds)}; wanted positive numbers")
+    known = sum(speeds)
+    spare = total - len(speeds)
+    sizes = [max(1, int(spare * speed / known)) for speed in speeds]
+    ready = [((size + 1) / speed, rank) for rank, (size, speed) in enumerate(zip(sizes, speeds, strict=True))]
+    heapq.heapify(ready)
+    for _ in range(total - sum(sizes)):
+        _, rank = ready[0]
+        sizes[rank] += 1
+        heapq.heapreplace(ready, ((sizes[rank] + 1) / speeds[rank], rank))
+    return sizes
+
+
+class MeasuredSpeeds:
+    """How fast each rank is, from what all ranks have told.
+
+    Args:
+        ranks: How many.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._rates: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(ranks)]
+        self._heard = 0
+
+    def hear(self, told: Sequence[Told]) -> None:
+        """Takes in one step; one in which a rank has nothing to say is left out."""
+        self._heard += 1
+        if self._heard > FIRST_STEPS and all(each.seconds > 0 and each.samples_then > 0 for each in told):
+            for rates, each in zip(self._rates, told, strict=True):
+                rates.append(each.samples_then / each.seconds)
+
+    def better(self, batch_size: int, speeds: Sequence[float]) -> tuple[float, ...] | None:
+        """Speeds by which shares would be worth a change from those by `speeds`; None before a window is full.
+
+        Args:
+            batch_size: Of all ranks together.
+            speeds: By which shares are dealt out now.
+        """
+        if any(len(rates) < WINDOW for rates in self._rates):
+            return None
+        found = tuple(statistics.median(rates) for rates in self._rates)
+        self._rates = [deque(maxlen=WINDOW) for _ in found]
+
+        def seconds(by: Sequence[float]) -> float:
+            return max(n / speed for n, speed in zip(shares_of(batch_size, by), found, strict=True))
+
+        return found if seconds(found) < (1 - LEAST_GAIN) * seconds(speeds) else None
+
+
+Deal = tuple[int, tuple[float, ...]]
+"""The first batch that is dealt out so, counted from the first epoch, and each rank's speed."""
+
+
+class HasWeights(Protocol):
+    """A session of ranks whose gradients samples weigh."""
+
+    @property
+    def weights(self) -> "SampleWeights | None":
+        """What tells each step's weights; None where all ranks weigh alike."""
+
+    @property
+    def communicator(self) -> "HasPlace":
+        """Of the ranks."""
+
+
+class HasPlace(Protocol):
+    """A rank among others."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+
+class WeighsBySamples(Protocol):
+    """A `HookState` with `reduction="samples"`."""
+
+    def _connected(self, call: str) -> HasWeights: ...
+
+
+class SpeedBatchSampler(Sampler[list[int]]):
+    """A batch sampler that gives each rank as many samples as it is fast: `DataLoader(..., batch_sampler=...)`.
+
+    Every sample of an epoch goes to exactly one rank. Shares are equal at first; later they follow what each rank needs
+    for a sample, from the end of one step's sums to its last gradient of the next, as all ranks have seen it::
+
+        state = gradwire.HookState(model, reduction="samples")
+        sampler = gradwire.data.SpeedBatchSampler(dataset, 256, state)
+        loader = DataLoader(dataset, batch_sampler=sampler)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for inputs, labels in loader:
+                state.samples = len(labels)
+                ...
+
+    Args:
+        dataset: Whose samples are dealt out; its length counts.
+        batch_size: Of all ranks together. Where fewer samples than ranks are left at the end of an epoch, the last
+            batch holds them besides.
+        state: Of this rank, with `reduction="samples"` and a model.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Of that order; the same on all ranks.
+        drop_last: Whether an epoch's last, shorter batch is left out.
+        adapt: Whether shares follow the measured speeds. Without it they stay as they are: equal, or as loaded.
+
+    Raises:
+        ValueError: `state` weighs all ranks alike; or there are fewer samples in `dataset` or `batch_size` than ranks.
+        RuntimeError: `state` has no model yet.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        state: WeighsBySamples,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        adapt: bool = True,
+    ) -> None:
+        session = state._connected("SpeedBatchSampler")
+        if session.weights is None:
+            raise ValueError(
+                '`state` weighs all ranks alike, whatever their samples; wanted HookState(model, reduction="samples")'
+            )
+        self._rank, self._ranks = session.communicator.rank, session.communicator.size
+        self.length, self.batch_size = len(dataset), batch_size
+        self.shuffle, self.seed, self.drop_last, self.adapt = shuffle, seed, drop_last, adapt
+        for name, given in (("dataset", self.length), ("batch_size", batch_size)):
+            if given < self._ranks:
+                raise ValueError(
+                    f"`{name}` is of {given} samples, and there are {self._ranks} ranks; wanted one for each"
+                )
+        self._epoch = self._rounds = self._first = 0
+        self._next = 0
+        self._deals: list[Deal] = [(0, (1.0,) * self._ranks)]
+        self._measured = MeasuredSpeeds(self._ranks)
+        session.weights.deals = self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the number that the next epoch's order comes from, as `DistributedSampler` has it."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches in an epoch; the same on all ranks."""
+        whole, rest = divmod(self.length, self.batch_size)
+        return whole if self.drop_last or (whole and rest < self._ranks) else whole + 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's part of each batch of an epoch, as indices into the data set; from where a loaded state stood."""
+        count, order = len(self), self._order()
+        start, first = self._rounds * count, self._first
+        self._rounds, self._first = self._rounds + 1, 0
+        self._deals = [deal for deal, after in zip(self._deals, [*self._deals[1:], None], strict=True)
+                       if after is None or after[0] > start]  # fmt: skip
+        for batch in range(first, count):
+            self._next = start + batch + 1
+            yield self._part(order, batch, start + batch)
+
+    def shares(self, place: int | None = None) -> list[int]:
+        """Samples of each rank in a whole batch: the next one that is drawn here, or that of a place.
+
+        Args:
+            place: Batches since this sampler was made, or its state loaded; of this epoch or later.
+        """
+        return shares_of(self.batch_size, self._speeds_at(self._next if place is None else place))
+
+    @property
+    def place(self) -> int:
+        """See `Deals.place`."""
+        return self._next
+
+    @property
+    def checksum(self) -> int:
+        """See `Deals.checksum`."""
+        settings = [getattr(self, name) for name in SAVED]
+        return zlib.crc32(repr((settings, self._epoch, self._deals)).encode())
+
+    def heard(self, told: Sequence[Told]) -> None:
+        """Takes in what all ranks have told, and takes up new shares at the first batch that none has drawn.
+
+        Raises:
+            ValueError: On all ranks alike: they do not deal alike.
+            RuntimeError: This rank has drawn batches meanwhile, in another thread.
+        """
+        if len({each.deals for each in told}) > 1:
+            raise ValueError(
+                f"`SpeedBatchSampler` deals differently on other ranks ({', '.join(SAVED)}, epoch or loaded state), "
+                "so samples would be lost or seen twice; wanted the same arguments, set_epoch() and state on all ranks"
+            )
+        if not self.adapt:
+            return
+        self._measured.hear(told)
+        first, (last, speeds) = int(max(each.place for each in told)), self._deals[-1]
+        if last > first or (found := self._measured.better(self.batch_size, speeds)) is None:
+            return
+        if self._next > first:
+            raise RuntimeError(
+                f"batch {self._next - 1} was drawn while the ranks told each other their speeds; wanted batches drawn "
+                "by the thread that trains, as DataLoader does: leave prefetching to its workers"
+            )
+        self._deals.append((first, found))
+
+    def state_dict(self, batches: int | None = None) -> dict[str, object]:
+        """Where the epoch stands, and how its samples are dealt out; the same on all ranks.
+
+        Args:
+            batches: Of this epoch that were trained with; None takes all that were drawn, which are more where a
+                DataLoader's workers draw ahead.
+
+        Raises:
+            ValueError: So many have not been drawn.
+        """
+        count = len(self)
+        start = max(self._rounds - 1, 0) * count
+        drawn = max(self._next - start, 0)
+        batch = drawn if batches is None else batches
+        if not 0 <= batch <= drawn:
+            raise ValueError(f"`batches` is {batches}, and {drawn} of this epoch were drawn; wanted 0 to {drawn}")
+        over = batch == count
+        begin = start + batch if over else start
+        deals = [(max(place - begin, 0), list(speeds)) for place, speeds in self._deals]
+        state: dict[str, object] = {name: getattr(self, name) for name in SAVED}
+        return state | {
+            "epoch": self._epoch + over,
+            "batch": 0 if over else batch,
+            "deals": [deal for deal, after in zip(deals, [*deals[1:], None], strict=True) if after is None or after[0]],
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Goes on where `state_dict` stood; on all ranks, with the same state, before the epoch is iterated over.
+
+        On another number of ranks shares are equal again: batches hold what they would have held.
+
+        Raises:
+            ValueError: The state is of other data, or of other batches; or it is none of a SpeedBatchSampler.
+        """
+        missing = [name for name in (*SAVED, "epoch", "batch", "deals") if name not in state]
+        if missing:
+            raise ValueError(
+                f"`state` lacks {', '.join(missing)}; wanted what SpeedBatchSampler.state_dict() has returned"
+            )
+        for name in SAVED:
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)}, and `state` was saved with {state[name]}; wanted the same: "
+                    "batches would hold other samples"
+                )
+        epoch, batch, given = state["epoch"], state["batch"], state["deals"]
+        if not (isinstance(epoch, int) and isinstance(batch, int) and isinstance(given, Sequence) and given):
+            raise ValueError("`state` is damaged: wanted what SpeedBatchSampler.state_dict() has returned")
+        deals: list[Deal] = [(int(place), tuple(float(speed) for speed in speeds)) for place, speeds in given]
+        if any(len(speeds) != self._ranks for _, speeds in deals):
+            deals = [(0, (1.0,) * self._ranks)]
+        self._epoch, self._first, self._deals = epoch, batch, deals
+        self._rounds, self._next = 0, batch
+        self._measured = MeasuredSpeeds(self._ranks)
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.length))
+        generator = torch.Generator().manual_seed(self.seed + self._epoch)
+        return list(torch.randperm(self.length, generator=generator).tolist())
+
+    def _part(self, order: Sequence[int], batch: int, place: int) -> list[int]:
+        """This rank's part of a batch: a run of it, behind those of the ranks before."""
+        start = batch * self.batch_size
+        last = batch == len(self) - 1 and not self.drop_last
+        whole = order[start:] if last else order[start : start + self.batch_size]
+        sizes = shares_of(len(whole), self._speeds_at(place))
+        begin = sum(sizes[: self._rank])
+        return list(whole[begin : begin + sizes[self._rank]])
+
+    def _speeds_at(self, place: int) -> tuple[float, ...]:
+        return next(speeds for first, speeds in reversed(self._deals) if first <= place)
