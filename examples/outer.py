@@ -18,7 +18,7 @@ def main() -> None:
     """Trains two units on data of their own, and says what they exchanged."""
     parser = argparse.ArgumentParser(description="Units that train by themselves and exchange parameters.")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--every", type=int, default=4, help="steps between two exchanges of the same parameter")
+    parser.add_argument("--every", type=int, help="steps between two exchanges of the same parameter; else chosen")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     if options.device == "cuda":
@@ -29,9 +29,7 @@ def main() -> None:
     teacher = torch.randn(64, 10)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    outer = gradwire.Outer(
-        model, optimizer, every=options.every, fragments=2, compressor="waterfill2", hostname=f"node{dist.get_rank()}"
-    )
+    outer = gradwire.Outer(model, optimizer, every=options.every, hostname=f"node{dist.get_rank()}")
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for _ in range(options.steps):
         inputs = torch.randn(32, 64, generator=generator)
@@ -49,6 +47,7 @@ def main() -> None:
     report = outer.report()
     if dist.get_rank() == 0:
         bits = report.bits_per_parameter_and_step
+        print(f"exchanged every {outer.settings.every} steps: {report.chosen}")
         print(
             f"{report.exchanges} exchanges in {report.steps} steps, {bits:.2f} bits a parameter and step; DDP sends 32"
         )

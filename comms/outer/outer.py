@@ -28,6 +28,7 @@ from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.survive import EpochBoard, Survivor, first_oversight
 from gradwire.comms.hook import HookState
+from gradwire.comms.outer.choose import ALONE_EVERY, CHOSEN, OuterChoice, OuterLink, in_words
 from gradwire.comms.outer.exchange import OuterExchange, agreement_of
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of, wire_nbytes_of
 from gradwire.comms.outer.steps import OptimizerSteps, left_alone, optimizers_from
@@ -55,6 +56,11 @@ INSIDE_ONLY = ("fusion", "tune", "probe", "trace", "reduction", "straggler_every
 OF_EXCHANGES = (*PLANNING, *COMPRESSION, "elastic", "stall_seconds", "nvtx")
 """Options of exchanges between units; the others are of the gradients inside one."""
 
+DEFAULT_COMPRESSOR = "waterfill2"
+"""Between units it ends where int4 ends, with half of its bytes, and nothing sparser came within 0.06 bits of exact
+averages (docs/results/outer.md). What holds of gradients at every step under AdamW, where it ends behind, does not hold
+here: what is averaged goes through no AdamW."""
+
 NO_GRADIENTS = "Outer exchanges parameters, which carry no loss scale: leave it out"
 GRADIENTS_INSIDE = "it is of the gradients inside a unit: ask `outer.hook`, where there is one"
 FIXED_UNITS = "Outer's ranks cannot change but by losses, and nobody joins them: print `outer.report()`"
@@ -80,6 +86,8 @@ class OuterReport:
         exchange: Phases, plans and links of the exchanges.
         inside: Of the gradients inside this unit; None where nothing is averaged there, or others do it.
         sharded: Whether this rank holds shards, which are all that `numel` and the bytes are about.
+        settings: When units exchange.
+        chosen: Why so, where that was chosen; empty where it was given, or is not chosen yet.
     """
 
     units: tuple[tuple[int, ...], ...]
@@ -95,6 +103,8 @@ class OuterReport:
     exchange: Report
     inside: Report | None = None
     sharded: bool = False
+    settings: OuterSettings | None = None
+    chosen: str = ""
 
     @property
     def wait_share(self) -> float:
@@ -116,7 +126,8 @@ class OuterReport:
             f"{self.bits_per_parameter_and_step:.3g} bits a parameter and step, {self.card_nbytes / 1e6:.3f} MB, have "
             f"left each node{shards}; this rank has waited for {self.wait_share:.1%} of the time"
         )
-        return "\n".join([head, traffic, str(self.exchange)])
+        chosen = [f"{in_words(self.settings)}: {self.chosen}"] if self.settings and self.chosen else []
+        return "\n".join([head, *chosen, traffic, str(self.exchange)])
 
 
 class Outer(Face[AveragingSession]):
@@ -126,7 +137,7 @@ class Outer(Face[AveragingSession]):
     others after `every` steps, a fragment of the model at a time, beside training. The optimizer's own `step()` drives
     it all; train `outer.model` as ever::
 
-        outer = gradwire.Outer(model, optimizer, compressor="int8")
+        outer = gradwire.Outer(model, optimizer)
         for batch in data:
             optimizer.zero_grad()
             loss(outer.model(batch)).backward()
@@ -142,7 +153,8 @@ class Outer(Face[AveragingSession]):
         optimizer: Any of torch's, of the model's parameters; or a list of several for different parameters, such as
             Muon for matrices and AdamW for the rest, each of which steps once after every backward pass. Only what they
             train is exchanged.
-        every: Steps of the optimizer between two exchanges of the same parameter.
+        every: Steps of the optimizer between two exchanges of the same parameter. None of this and the next two: chosen
+            after eight steps from the link and the length of a step, alike on all ranks; what is given wins.
         fragments: Pieces of the model that take turns, `every / fragments` steps apart, so that the link is never full.
         delay: Steps after which a result is taken up, while the exchange is under way; at most `every // fragments`.
             What the unit learns meanwhile is kept whole. 0 waits for the result. More costs quality: raise `fragments`
@@ -160,12 +172,13 @@ class Outer(Face[AveragingSession]):
             gradients are averaged at every step: "intra_node", "inter_node" (the nodes of a rack), "inter_rack".
         config: The configuration; by default what the environment gives.
         **options: Fields of `Config` by name: `compressor` (of what crosses between nodes), `compressor_options`,
-            `rules`, `timeout`, ...; they win over the environment.
+            `rules`, `timeout`, ...; they win over the environment. Where neither names a compressor it is `waterfill2`;
+            `compressor=None` is exact.
 
     Attributes:
         model: What to train.
         hook: The state of gradwire's hook inside the unit; None where nothing is averaged there, or others do it.
-        settings: When units exchange, and what becomes of it.
+        settings: When units exchange, and what becomes of it; those that are chosen are there from the choice on.
 
     Raises:
         TypeError: An option has an unknown name, or a value is of another type.
@@ -198,9 +211,9 @@ class Outer(Face[AveragingSession]):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        every: int = 30,
-        fragments: int = 4,
-        delay: int = 1,
+        every: int | None = None,
+        fragments: int | None = None,
+        delay: int | None = None,
         lr: float = 1.0,
         momentum: float = 0.0,
         nesterov: bool = True,
@@ -210,10 +223,10 @@ class Outer(Face[AveragingSession]):
         config: Config | None = None,
         **options: object,
     ) -> None:
-        self.settings = OuterSettings(
-            every=every,
-            fragments=fragments,
-            delay=delay,
+        said = {"every": every, "fragments": fragments, "delay": delay}
+        given = {name: value for name, value in said.items() if value is not None}
+        self.settings = provisional(
+            given,
             lr=lr,
             momentum=momentum,
             nesterov=nesterov,
@@ -227,8 +240,14 @@ class Outer(Face[AveragingSession]):
             if config is None
             else {each.name: getattr(config, each.name) for each in fields(Config)}
         )
-        config = Config.given(config, options)
+        config = config_of(config, options)
         refuse_unfit(config)
+        if config.elastic and len(given) < len(CHOSEN):
+            missing = ", ".join(f"`{name}`" for name in CHOSEN if name not in given)
+            raise ValueError(
+                f"`elastic` is set and {missing} not given: what is chosen after some steps is agreed by all ranks, of "
+                "which one may be lost by then; wanted every, fragments and delay"
+            )
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` is a {type(model).__name__}; wanted a torch.nn.Module")
         optimizers = optimizers_from(optimizer)
@@ -249,8 +268,9 @@ class Outer(Face[AveragingSession]):
         super().__init__(replace(config, plan="hierarchical") if config.plan == "auto" else config)
         store = PrefixStore(f"gradwire/{SessionRanks.name_in(world, COUNCIL)}", store_of(world))
         agreement = agreement_of(store, world.rank(), world.size(), config.timeout)
+        facts = facts_of(self.settings, inside, model, trained) | {name: repr(value) for name, value in said.items()}
         agreement.compare(
-            facts_of(self.settings, inside, model, trained),
+            facts,
             "make the same model and optimizer everywhere, and give Outer the same arguments",
         )
         group, own_unit = _peers(model, trained, inside, agreement)
@@ -262,8 +282,12 @@ class Outer(Face[AveragingSession]):
                     ENVIRONMENT_PREFIX + name.upper(),
                 )
         self.hook: HookState | None = None
-        connection = self._connection = self._connect(group, trained)
-        communicator = connection.communicator
+        connection, first = self._connect(group, trained)
+        self._connection, communicator = connection, connection.communicator
+        if len(given) < len(CHOSEN) and config.probe is not False:
+            from gradwire.comms.autotune.quick_probe import quick_probe  # here: nothing else needs to know the link
+
+            quick_probe(communicator)
         self._units = (
             _units(communicator.cluster, inside) if own_unit is None else _units_of(group, own_unit, agreement)
         )
@@ -274,22 +298,33 @@ class Outer(Face[AveragingSession]):
                 'rank: nodes of one rank, or inside="none"'
             )
         compressor = connection.compression.compressor if connection.compression else None
-        parts = cut_into_fragments(trained, self.settings, wire_nbytes_of(trained, compressor))
+        nbytes = wire_nbytes_of(trained, compressor)
+        if len(self._units) == 1:
+            log.warning("Outer has one unit of %d ranks: nothing is exchanged", communicator.size)
+            self.settings = replace(self.settings, every=given.get("every", max(ALONE_EVERY, self.settings.every)))
         self.exchange = OuterExchange(
             communicator,
             connection.compression,
-            parts,
+            cut_into_fragments(trained, self.settings, nbytes),
             self.settings,
             connection,
             agreement=agreement,
             alone=len(self._units) == 1,
         )
-        if self._first is not None:
-            self._survive(self._first, agreement)
-        if len(self._units) == 1:
-            log.warning("Outer has one unit of %d ranks: nothing is exchanged", communicator.size)
+        if first is not None:
+            self._survive(first, agreement)
         self._inner = inner
         self._sharded = group.size() < world.size()
+        self._choice: OuterChoice | None = None
+        if len(given) < len(CHOSEN) and len(self._units) > 1:
+            shards = world.size() // group.size()
+            self._choice = OuterChoice(
+                self.exchange,
+                connection,
+                given,
+                lambda: OuterLink.of(communicator.cluster, shards * sum(nbytes)),
+                lambda settings: cut_into_fragments(trained, settings, nbytes),
+            )
         self.exchange.start_alike([local_of(each) for _, each in trained])
         wanted = {id(each) for _, each in trained}
         frozen = [each for each in inner.parameters() if id(each) not in wanted]
@@ -301,20 +336,22 @@ class Outer(Face[AveragingSession]):
         self._began = 0.0
         self._optimizer_steps = OptimizerSteps(optimizers, self._step_ended)
 
-    def _connect(self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]]) -> AveragingSession:
+    def _connect(
+        self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]]
+    ) -> tuple[AveragingSession, Oversight | None]:
         self._group = group
         self._exchanged = replace(self.config.only(OF_EXCHANGES), probe=False, straggler_every=0)
         self._survivor: Survivor | None = None
         timeout, numels = self.config.timeout, {name: local_of(each).numel() for name, each in trained}
-        self._first = first_oversight(group.rank(), group.size(), timeout) if self.config.elastic else None
-        ranks = SessionRanks.of(group, "outer", oversight=self._first)
+        first = first_oversight(group.rank(), group.size(), timeout) if self.config.elastic else None
+        ranks = SessionRanks.of(group, "outer", oversight=first)
         device, held = local_of(trained[0][1]).device, {name: numel for name, numel in numels.items() if numel}
         connection = AveragingSession(ranks, device, self._exchanged, held)
         if connection.compression is not None:
             warn_of_idle(self.config.rules, numels, "Patterns are shell-style, of the whole name.")
         connection.watch_steps()
         connection.observer.phase = "exchange"
-        return connection
+        return connection, first
 
     def _survive(self, first: Oversight, agreement: Agreement) -> None:
         """Has this rank's exchanges go on where others are lost."""
@@ -372,7 +409,11 @@ class Outer(Face[AveragingSession]):
 
     def _step_ended(self) -> None:
         self._began = self._began or time.perf_counter()
-        self.exchange.step_ended()
+        if self._choice is None or self._choice.is_made:
+            self.exchange.step_ended()
+        else:
+            self._choice.step_ended()
+            self.settings = self.exchange.settings
         self.steps = self.exchange.steps
 
     def synchronize(self) -> None:
@@ -386,6 +427,9 @@ class Outer(Face[AveragingSession]):
             RuntimeError: A rank did not come within the time-out; or, on all ranks, a parameter is not finite.
         """
         self._optimizer_steps.finish()
+        if self._choice is not None and not self._choice.is_made:  # ranks that have taken more steps may wait in it
+            self._choice.make()
+            self.settings = self.exchange.settings
         buffers = [each for each in self._inner.buffers() if each.is_floating_point() and not isinstance(each, DTensor)]
         self.exchange.synchronize([] if self._sharded else buffers)
         self.steps = self.exchange.steps
@@ -417,6 +461,8 @@ class Outer(Face[AveragingSession]):
             exchange=found,
             inside=None if self.hook is None or not self.hook.steps else self.hook.report(),
             sharded=self._sharded,
+            settings=self.settings,
+            chosen="" if self._choice is None else self._choice.reason,
         )
 
     def trace(self, file: str | Path, steps: int = 20) -> None:
@@ -461,7 +507,9 @@ class Outer(Face[AveragingSession]):
         return True
 
     def _own_state(self) -> StateDict:
-        return {PREFIX + "outer/" + key: value for key, value in self.exchange.state_dict().items()}
+        settings: StateDict = {"chosen": int(self._choice is None or self._choice.is_made)}
+        settings |= {name: getattr(self.settings, name) for name in CHOSEN}
+        return {PREFIX + "outer/" + key: value for key, value in (self.exchange.state_dict() | settings).items()}
 
     def state_dict(self) -> Checkpoint:
         """This rank's part of the exchanges, for resuming bit for bit; every rank saves its own, beside its model.
@@ -506,6 +554,9 @@ class Outer(Face[AveragingSession]):
             found = {key.removeprefix(prefix): value for key, value in own.items()}
         except ValueError as error:
             found = error
+        if self._choice is not None:
+            found = self._choice.load(found)
+            self.settings = self.exchange.settings
         self.exchange.load_state_dict(found)
         self.steps = self.exchange.steps
 
@@ -524,6 +575,36 @@ class Outer(Face[AveragingSession]):
             self._survivor.close()
         else:
             connection.communicator.close()
+
+
+def provisional(given: Mapping[str, int], **others: float) -> OuterSettings:
+    """Settings that fit what the user has said, until the rest is chosen; no exchange goes by them.
+
+    Args:
+        given: Of `CHOSEN`, by name.
+        others: All that is not chosen, by name.
+
+    Raises:
+        TypeError: A value is of another type.
+        ValueError: A value does not fit.
+    """
+    numbers = {name: value for name, value in {**others, **given}.items() if type(value) is int}
+    turns = numbers.get("fragments", 1) * max(numbers.get("delay", 0), 1)
+    least = max(turns, numbers.get("warmup_every", 1), 1)
+    return OuterSettings(**{"every": least, "fragments": 1, "delay": 0, **others, **given})  # type: ignore[arg-type]  # checked there
+
+
+def config_of(config: Config | None, options: Mapping[str, object]) -> Config:
+    """The configuration that Outer is made with; where neither options nor the environment name a compressor, its own.
+
+    Raises:
+        TypeError: Both are given, or an option has an unknown name.
+        ValueError: A value does not fit.
+    """
+    found = Config.given(config, options)
+    if config is None and "compressor" not in options and found.compressor is None:
+        found = replace(found, compressor=DEFAULT_COMPRESSOR)
+    return found
 
 
 def refuse_unfit(config: Config) -> None:

@@ -63,7 +63,7 @@ SHARDED: dict[str, Settings] = {
     "HSDP int8": {"apply": compressed("int8"), "replicas": True},
     "HSDP powersgd": {"apply": compressed("powersgd"), "replicas": True},
 }
-OFTEN = {"every": 2, "fragments": 2, "delay": 1}
+OFTEN = {"every": 2, "fragments": 2, "delay": 1, "compressor": None}
 APART: dict[str, Settings] = {
     "averages": {"outer": OFTEN},
     "running means": {"outer": OFTEN, "normed": True},

@@ -76,8 +76,12 @@ class SlowLinkMethod:
     """Steps in one turn of the timing."""
 
 
+UNSAID: dict[str, object] = {"every": 30, "fragments": 4, "delay": 1, "compressor": None}
+"""What a method's name does not say: a study compares what was said, and nothing that was chosen in a run."""
+
+
 def _outer(name: str, **options: object) -> SlowLinkMethod:
-    return SlowLinkMethod(f"Outer {name}", options)
+    return SlowLinkMethod(f"Outer {name}", UNSAID | options)
 
 
 METHODS = {
@@ -87,7 +91,7 @@ METHODS = {
         SlowLinkMethod(INT4, turns=5),
         SlowLinkMethod(POWERSGD, turns=5),
         SlowLinkMethod(POST_LOCAL),
-        SlowLinkMethod(ALONE, {"every": NEVER, "fragments": 1, "delay": 0}),
+        SlowLinkMethod(ALONE, {"compressor": None, "every": NEVER, "fragments": 1, "delay": 0}),
         _outer("exact"),
         _outer("int8", compressor="int8"),
         _outer("int4", compressor="int4"),

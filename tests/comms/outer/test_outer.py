@@ -166,7 +166,7 @@ def wrapped_by_the_user(rank: int) -> None:
     with pytest.raises(ValueError, match="`inside` is 'rack'"):
         gradwire.Outer(model, optimizer, inside="rack")
     with pytest.raises(ValueError, match="`elastic` is set, and a unit has several ranks"):
-        gradwire.Outer(model, optimizer, elastic=True)
+        gradwire.Outer(model, optimizer, every=2, fragments=1, delay=1, elastic=True)
     with pytest.raises(ValueError, match="`elastic` is 'host:1'"):
         gradwire.Outer(model, optimizer, elastic="host:1")
 

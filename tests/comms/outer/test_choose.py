@@ -1,0 +1,190 @@
+"""What `Outer` chooses for itself: a pure function with laws, alike on all ranks, kept in the saved state."""
+
+import hashlib
+import io
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gradwire
+from gradwire.comms.outer.choose import (
+    CHOSEN,
+    FILL,
+    LEAST_TURNS,
+    LOOK_STEPS,
+    MOST_EVERY,
+    OuterLink,
+    choose,
+    in_words,
+)
+from gradwire.comms.outer.fragments import OuterSettings
+from gradwire.comms.outer.outer import provisional
+from gradwire.topology.cluster import Cluster, Level, Link
+from support.processes import Processes
+
+LINKS = st.builds(OuterLink, st.floats(0.0, 100.0), st.floats(0.0, 2.0))
+STEPS = st.floats(1e-3, 5.0)
+PARAMETERS = st.integers(1, 60)
+
+
+def fits(link: OuterLink, step: float, every: int, fragments: int, delay: int) -> bool:
+    """Whether an exchange is through in its delay, and the link is no more than half full."""
+    through = math.ceil((link.wire_seconds / fragments + link.trip_seconds) / step) <= delay
+    return through and link.wire_seconds <= FILL * every * step and (delay == 1 or LEAST_TURNS * delay <= every)
+
+
+@given(LINKS, STEPS, PARAMETERS)
+@settings(deadline=None, max_examples=20)
+def test_the_smallest_every_that_the_link_carries_is_taken(link: OuterLink, step: float, parameters: int) -> None:
+    every, fragments, delay = choose(link, step, parameters)
+    OuterSettings(every=every, fragments=fragments, delay=delay)  # or it raises
+    assert fragments <= parameters
+    if every < MOST_EVERY:
+        assert fits(link, step, every, fragments, delay)
+        assert not any(
+            fits(link, step, less, pieces, late)
+            for less in range(1, min(every, 40))
+            for pieces in range(1, min(less, parameters) + 1)
+            for late in range(1, less // pieces + 1)
+        )
+
+
+@given(LINKS, STEPS, PARAMETERS, st.integers(1, 60), st.integers(1, 5), st.integers(0, 4))
+@settings(deadline=None, max_examples=20)
+def test_what_the_user_says_is_taken(
+    link: OuterLink, step: float, parameters: int, every: int, fragments: int, delay: int
+) -> None:
+    fragments = min(fragments, parameters)
+    every = max(every, fragments * max(delay, 1))
+    said = {"every": every, "fragments": fragments, "delay": delay}
+    for number in range(8):
+        given = {name: said[name] for place, name in enumerate(CHOSEN) if number >> place & 1}
+        provisional(given, lr=1.0)
+        found = dict(zip(CHOSEN, choose(link, step, parameters, given), strict=True))
+        OuterSettings(**found)
+        assert found | given == found and found["fragments"] <= parameters
+
+
+@given(LINKS, STEPS, PARAMETERS, st.floats(1.0, 50.0))
+@settings(deadline=None, max_examples=20)
+def test_a_slower_link_never_exchanges_more_often(link: OuterLink, step: float, parameters: int, times: float) -> None:
+    slower = OuterLink(link.wire_seconds * times, link.trip_seconds * times)
+    assert choose(slower, step, parameters)[0] >= choose(link, step, parameters)[0]
+
+
+def test_it_takes_what_the_pages_have_measured() -> None:
+    """Text on 10 Mbit/s, waterfill2, two units: docs/results/outer.md has every 6 in thirds for steps of 40 ms."""
+    link = OuterLink(131e3 * 8 / 10e6, 2e-3)
+    assert choose(link, 0.0404, 30) == (6, 3, 1)
+    far = OuterLink(131e3 * 8 / 10e6, 4 * 0.04)
+    every, fragments, delay = choose(far, 0.0404, 30)
+    assert fragments == LEAST_TURNS and delay > 1 and every == fragments * delay
+
+
+@pytest.mark.parametrize(("units", "times"), [(2, 1.0), (4, 1.5)])
+def test_the_link_is_the_one_between_the_units(units: int, times: float) -> None:
+    near, far = Link(alpha_seconds=1e-5, bytes_per_second=1e10), Link(alpha_seconds=0.02, bytes_per_second=1e6)
+    cluster = Cluster(
+        tuple((rank // 2,) for rank in range(2 * units)), (Level("intra_node", near), Level("inter_node", far))
+    )
+    assert OuterLink.of(cluster, 1e6) == OuterLink(times, 0.08)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(24, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 8))
+
+
+def start(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, gradwire.Outer]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, gradwire.Outer(model, optimizer, nic_bytes_per_second=2e4, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(8, 24, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def digest(model: nn.Module) -> str:
+    flat = torch.cat([each.detach().flatten() for each in model.parameters()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    found: dict[str, Any] = torch.load(file, weights_only=True)
+    return found
+
+
+def use(rank: int) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    said: dict[str, Any] = {}
+    model, optimizer, outer = start()
+    said["compressor"] = outer.config.compressor
+    early = copy(outer.state_dict())
+    train(model, optimizer, range(LOOK_STEPS - 1))
+    said["apart"] = digest(model)
+    said["before"] = outer.report().exchanges
+    train(model, optimizer, range(LOOK_STEPS - 1, LOOK_STEPS + 2))
+    chosen = outer.settings
+    said["chosen"] = (chosen.every, chosen.fragments, chosen.delay)
+    said["report"] = str(outer.report())
+    saved = [copy(each.state_dict()) for each in (outer, model, optimizer)]
+    train(model, optimizer, range(LOOK_STEPS + 2, LOOK_STEPS + 12))
+    after = digest(model)
+    said["exchanges"] = outer.report().exchanges
+    outer.synchronize()
+    said["together"] = digest(model)
+    with pytest.raises(ValueError, match=r"was saved before settings were chosen|wanted the same: make Outer with"):
+        outer.load_state_dict(early)
+    outer.close()
+
+    model, optimizer, outer = start()
+    for each, state in zip((outer, model, optimizer), saved, strict=True):
+        each.load_state_dict(state)
+    said["restored"] = outer.settings == chosen
+    train(model, optimizer, range(LOOK_STEPS + 2, LOOK_STEPS + 12))
+    said["resumed"] = digest(model) == after
+    outer.close()
+
+    model, optimizer, outer = start(every=40, compressor=None)
+    train(model, optimizer, range(4))
+    outer.synchronize()  # before the eighth step: all ranks choose now, from what they have seen
+    said["given"] = (outer.settings.every, outer.config.compressor, digest(model))
+    outer.close()
+    model, optimizer, outer = start(lr=0.7, momentum=0.9)
+    outer.synchronize()  # nobody has seen a step
+    said["nothing seen"] = outer.report().chosen
+    outer.close()
+    with pytest.raises(ValueError, match="`elastic` is set and `delay` not given"):
+        start(every=4, fragments=2, elastic=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def test_ranks_choose_alike_and_go_on_from_a_saved_state(processes: Processes) -> None:
+    one, other = processes(2, use, nodes=["one", "two"], seconds=300)
+    for name in ("chosen", "together", "compressor", "given", "exchanges"):
+        assert one[name] == other[name], name
+    assert one["apart"] != other["apart"] and one["before"] == 0
+    assert one["compressor"] == "waterfill2"
+    chosen = OuterSettings(**dict(zip(CHOSEN, one["chosen"], strict=True)))
+    assert f"{in_words(chosen)}: a step takes " in one["report"]
+    for said in (one, other):
+        assert said["restored"] and said["resumed"]
+        assert said["given"][:2] == (40, None)
+        assert said["nothing seen"] == ""
