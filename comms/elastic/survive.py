@@ -47,6 +47,9 @@ LANES_SECONDS = 60.0
 MOST_REPEATS = 3
 """Of one operation by the same members: a connection that broke is made anew, an error that comes again is raised."""
 
+MEETING_SECONDS = 60.0
+"""For members that all live to meet: a network between two of them that is mended within that time ends no job."""
+
 Rebuild = Callable[[View, Store, Oversight], Communicator]
 """Makes the communicator of a new epoch; the one before is closed."""
 
@@ -274,7 +277,8 @@ class Survivor:
             Whether one of them is there now.
         """
         names = [name for _, name, _ in newcomers]
-        if not set(names) & set(self.view.members):
+        # Who had to take the last result from others was not there when they tried, and they have gone on without.
+        if self.by_itself and not set(names) & set(self.view.members):
             self._waits_since = time.monotonic()
             try:
                 watch = _Stopwatch()
@@ -339,7 +343,13 @@ class Survivor:
         return None if deadline is None else deadline.overdue()
 
     def _recover(self, error: Exception, like: Tensor | None) -> tuple[bool, Tensor | None]:
-        """Forms the groups of the next epoch; whether the running operation has come to its end, and its result."""
+        """Forms the groups of the next epoch; whether the running operation has come to its end, and its result.
+
+        Raises:
+            GivenUpError: This rank cannot go on.
+            RuntimeError: The same members have failed to meet again and again, for `MEETING_SECONDS`.
+        """
+        alike, began = 0, time.monotonic()
         while True:
             before = self.view
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -360,6 +370,9 @@ class Survivor:
                 found = self._catch_up(like)
                 watch.lap("meet")
             except (RuntimeError, OSError) as failed:
+                alike = alike + 1 if view.members == before.members else 0
+                if alike >= MOST_REPEATS and time.monotonic() - began > MEETING_SECONDS:
+                    raise
                 _forget(error)
                 error = failed
                 continue

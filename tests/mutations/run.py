@@ -20,11 +20,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mutations.collectives import COLLECTIVES
+from mutations.elastic import ELASTIC
 from mutations.keeping import KEEPING
 from mutations.mutation import ROOT, Mutation
 from mutations.streams import STREAMS
 
-MUTATIONS = (*STREAMS, *COLLECTIVES, *KEEPING)
+MUTATIONS = (*STREAMS, *COLLECTIVES, *KEEPING, *ELASTIC)
 SECONDS = 900
 """For the tests of one fault: no test hangs for a fault of ours, as the fakes have time-outs."""
 SURVIVED, CAUGHT = 0, 1
