@@ -64,7 +64,16 @@ def main(argv: list[str] | None = None) -> int:
         except ImportError as error:
             print(f"gradwire {words[0]}: {error}", file=sys.stderr)
             return 1
-    module = importlib.import_module(COMMANDS[words[0]][0])
+    try:
+        module = importlib.import_module(COMMANDS[words[0]][0])
+    except ModuleNotFoundError as error:
+        if (error.name or "gradwire").partition(".")[0] == "gradwire":
+            raise
+        print(
+            f"gradwire {words[0]}: `{error.name}` is missing here; install gradwire with what it needs: pip install .",
+            file=sys.stderr,
+        )
+        return 1
     status: int = module.main(words[1:])
     return status
 

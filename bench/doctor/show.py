@@ -100,7 +100,7 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
         if gains[1] < 1:
             line += " One node alone trains more: take one, or exchange models now and then (gradwire.Outer)."
         elif gains[0] < 1:
-            line += " Exactly, one node alone trains more."
+            line += " With exact sums one node alone trains more."
     else:
         line = (
             f"{first}: {count} nodes beat one where a step on one node alone takes more than "

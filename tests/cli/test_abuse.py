@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.__main__ import main
+from gradwire.__main__ import COMMANDS, main
 from gradwire.bench.arguments import check_output
 from gradwire.bench.doctor import command as doctor
 from gradwire.bench.emulation import cluster, fork
@@ -203,3 +203,16 @@ def test_an_archive_of_too_many_files_ends_in_time(
     with pytest.raises(capture.CaptureError, match="not unpacked after -1 s and 500 files"):
         for _ in range(500):
             late.one_more()
+
+
+def test_a_package_that_is_missing_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a checkout that nobody has installed."""
+    monkeypatch.setitem(COMMANDS, "topo", ("no_such_package.topo", ""))
+    assert main(["topo"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "`no_such_package` is missing" in said and "pip install ." in said
+    monkeypatch.setitem(COMMANDS, "topo", ("gradwire.no_such_module", ""))
+    with pytest.raises(ModuleNotFoundError):  # a fault of ours stays one
+        main(["topo"])
