@@ -592,6 +592,7 @@ class WatchOptions:
     stall_seconds: float
     json: str | None
     metrics: str | None
+    trace: str | None
 
 
 def watch_wanted() -> bool:
@@ -600,7 +601,7 @@ def watch_wanted() -> bool:
 
 
 def watch_options() -> "WatchOptions":
-    """What GRADWIRE_WATCH_STALL_SECONDS, GRADWIRE_WATCH_JSON and GRADWIRE_WATCH_METRICS say.
+    """What GRADWIRE_WATCH_STALL_SECONDS, GRADWIRE_WATCH_JSON, GRADWIRE_WATCH_METRICS and GRADWIRE_WATCH_TRACE say.
 
     Raises:
         ValueError: One of them, or GRADWIRE_WATCH, is not what it should be.
@@ -612,7 +613,8 @@ def watch_options() -> "WatchOptions":
         seconds = float(text)
     except ValueError:
         raise ValueError(f"`{WATCH}_STALL_SECONDS` is {text!r}; wanted a number of seconds") from None
-    return WatchOptions(seconds, os.environ.get(f"{WATCH}_JSON") or None, os.environ.get(f"{WATCH}_METRICS") or None)
+    json, metrics, trace = (os.environ.get(f"{WATCH}_{name}") or None for name in ("JSON", "METRICS", "TRACE"))
+    return WatchOptions(seconds, json, metrics, trace)
 
 
 FLIGHT_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d_native
-from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store, TCPStore, Work
 from torch.autograd import profiler
 from torch.distributed import constants, distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
@@ -38,6 +38,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "Work",
 ]  # passed on, besides what is defined below
 
 
@@ -166,6 +167,40 @@ def flight_records(*, collectives: bool, stacks: bool) -> dict[str, dict[str, An
     names = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
     dumps = {key: getattr(c10d_native, name) for key, name in names.items() if hasattr(c10d_native, name)}
     return {key: pickle.loads(dump(collectives, stacks, False)) for key, dump in dumps.items()}
+
+
+def bucket_parameters(model: DistributedDataParallel) -> list[list[tuple[str, int]]]:
+    """The parameters of each bucket of a DDP model as (name, elements), in the order in which buckets are reduced.
+
+    Waits while a backward pass ends. Empty before the first step has told DDP that order.
+    """
+    indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")  # type: ignore[no-untyped-call]
+    named = [(name, each.numel()) for name, each in model.module.named_parameters() if each.requires_grad]
+    ignored = model.parameters_to_ignore
+    named = [(name, numel) for name, numel in named if name not in ignored]
+    buckets = [[int(index) for index in bucket.split()] for bucket in str(indices).split(",")]
+    if not any(buckets) or max(max(bucket, default=-1) for bucket in buckets) >= len(named):
+        return []
+    return [[named[index] for index in bucket] for bucket in buckets]
+
+
+def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[], None]:
+    """Has `call(method, self, ...)` run in place of a method of one of torch's C++ classes, for calls from Python.
+
+    Returns:
+        Puts the method back, unless another one has taken its place since.
+    """
+    method = getattr(kind, name)
+
+    def wrapped(*arguments: object, **named: object) -> object:
+        return call(method, *arguments, **named)
+
+    def undo() -> None:
+        if getattr(kind, name) is wrapped:
+            setattr(kind, name, method)
+
+    setattr(kind, name, wrapped)
+    return undo
 
 
 def make_gloo(

@@ -37,7 +37,12 @@ def line_of(frame: FrameType | None, wanted: Callable[[str], bool] = is_users) -
     frame = frame or innermost
     if frame is None:
         return None
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return line_in_words(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def line_in_words(file: str, number: int, function: str) -> str:
+    """`train.py:88 in load`."""
+    return f"{Path(file).name}:{number} in {function}"
 
 
 def line_of_thread(thread: int) -> str | None:

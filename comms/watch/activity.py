@@ -18,7 +18,14 @@ LOADER, OPTIMIZER, SAVING, COLLECTIVE, BACKWARD, FORWARD, OWN = (
 FOLDERS = (
     (LOADER, ("/torch/utils/data/",)),
     (SAVING, ("/torch/serialization", "/torch/distributed/checkpoint/")),
-    (COLLECTIVE, ("/torch/distributed/distributed_c10d", "/torch/distributed/_functional_collectives")),
+    (
+        COLLECTIVE,
+        (
+            "/torch/distributed/distributed_c10d",
+            "/torch/distributed/_functional_collectives",
+            "/comms/watch/messages",
+        ),
+    ),
     (OPTIMIZER, ("/torch/optim/",)),
     (BACKWARD, ("/torch/autograd/",)),
     (FORWARD, ("/torch/nn/modules/",)),

@@ -8,13 +8,13 @@ from typing import Any
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, clone_of
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.watch.flight import IssuedCollective
+from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
 from gradwire.comms.watch.rank import RankWord
 
 ANSWER_TIMEOUT = timedelta(seconds=2)
 """For every question to the store: a watch never waits for it longer."""
 
-ASKED, CONCLUDED = "asked", "concluded"
+ASKED, CONCLUDED, TIMELINES = "asked", "concluded", "timelines"
 
 
 class WatchBoard:
@@ -76,6 +76,23 @@ class WatchBoard:
             rank: {name: [IssuedCollective(**each) for each in some] for name, some in found.items()}
             for rank, found in self._read(f"answer/{question}").items()
         }
+
+    def ask_for_timelines(self) -> int:
+        """Asks all ranks for the times of their last collectives; the question's number."""
+        return self._store.add(TIMELINES, 1)
+
+    def timelines_asked(self) -> int:
+        """The number of the last such question; 0 before the first."""
+        return self._store.add(TIMELINES, 0)
+
+    def leave_timeline(self, part: TimelinePart) -> None:
+        """Leaves this rank's times in place of its last ones."""
+        self._put("timeline", asdict(part))
+
+    def timelines(self, question: int) -> dict[int, TimelinePart]:
+        """Rank -> its times, of the ranks that have answered this question."""
+        parts = {rank: TimelinePart.of(found) for rank, found in self._read("timeline").items()}
+        return {rank: part for rank, part in parts.items() if part.question == question}
 
     def conclude(self, question: int) -> None:
         """Says that the answers to a question, and to those before it, have been judged."""

@@ -5,15 +5,22 @@ Torch's C++ records every collective of gloo and NCCL as it is issued, those of 
 Source: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html.
 """
 
+import time
+from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gradwire.comms.bootstrap.compat import flight_records, group_members
-from gradwire.comms.observe.stack import is_users
+from gradwire.comms.observe.stack import is_users, line_in_words
+from gradwire.comms.watch.collective import IssuedCollective, title_of
+from gradwire.comms.watch.names import WatchedModels
 
 UNEVEN = ("gather", "scatter", "all_to_all")
 """Operations whose inputs differ from rank to rank without a fault."""
+
+ENDS = 1024
+"""Of the ends of a group's collectives, as they were seen, that are kept for timelines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +39,6 @@ class Progress:
     def waits(self) -> bool:
         """Whether something is under way."""
         return self.issued > self.ended
-
-
-@dataclass(frozen=True, slots=True)
-class IssuedCollective:
-    """One collective, as one rank has issued it.
-
-    Attributes:
-        number: Its number in its group.
-        what: Operation, shapes and dtypes, in words; equal on all ranks unless they disagree.
-        line: The line of the training script that issued it; None where the stack names none.
-    """
-
-    number: int
-    what: str
-    line: str | None = None
 
 
 @dataclass(slots=True)
@@ -81,6 +73,8 @@ class FlightReader:
         self.members: dict[str, tuple[int, ...]] = {}
         self._names: dict[tuple[str, str], str | None] = {}
         self._still: dict[tuple[str, str], _Still] = {}
+        self._ends: dict[str, deque[tuple[int, float]]] = {}
+        self._models = WatchedModels()
 
     def progress(self) -> dict[str, Progress]:
         """How far this rank is in each group."""
@@ -95,7 +89,28 @@ class FlightReader:
                     issued, ended = status["last_enqueued_collective"], status["last_completed_collective"]
                     stated = Progress(max(int(issued), 0), max(int(ended), 0))
                     found[name] = self._checked((backend, number), stated)
+                    self._note_end(name, found[name].ended)
         return found
+
+    def look_for_models(self, seconds: float) -> None:
+        """Looks for the models whose gradients are exchanged, now and then; returns at once.
+
+        Args:
+            seconds: Since this rank is watched.
+        """
+        if self.members:
+            self._models.look(seconds)
+
+    def _note_end(self, name: str, ended: int) -> None:
+        ends = self._ends.setdefault(name, deque(maxlen=ENDS))
+        if not ends or ends[-1][0] < ended:
+            ends.append((ended, time.time()))
+
+    def _end_of(self, name: str, number: int) -> float | None:
+        """When a collective was first seen to have ended; None while it was not."""
+        ends = self._ends.get(name, ())
+        place = bisect_left(ends, number, key=lambda each: each[0])
+        return ends[place][1] if place < len(ends) else None
 
     def _checked(self, key: tuple[str, str], stated: Progress) -> Progress:
         """What a recorder states, corrected: it names the one that has ended last, which need not be the latest one.
@@ -119,16 +134,23 @@ class FlightReader:
         entries = flight_records(collectives=True, stacks=False)[backend].get("entries", ())
         return all(each["retired"] for each in entries if str(each["pg_id"]) == number and not each["is_p2p"])
 
-    def issued(self) -> dict[str, list[IssuedCollective]]:
-        """The last collectives of each group, in the order in which this rank has issued them."""
+    def issued(self, *, lines: bool = True) -> dict[str, list[IssuedCollective]]:
+        """The last collectives of each group, in the order in which this rank has issued them.
+
+        Args:
+            lines: With the lines that issued them; without, it takes a tenth of the time.
+        """
         found: dict[str, list[IssuedCollective]] = {}
-        for backend, record in flight_records(collectives=True, stacks=True).items():
+        for backend, record in flight_records(collectives=True, stacks=lines).items():
             for entry in record.get("entries", ()):
                 name = self._names.get((backend, str(entry["pg_id"])))
                 if name is not None and not entry["is_p2p"]:
-                    number = int(entry["collective_seq_id"])
-                    found.setdefault(name, []).append(IssuedCollective(number, _what(entry), _line(entry)))
-        return found
+                    number, began = int(entry["collective_seq_id"]), entry["time_created_ns"] / 1e9
+                    ended = self._end_of(name, number)
+                    found.setdefault(name, []).append(
+                        IssuedCollective(number, _what(entry), _line(entry), began, ended and max(ended, began))
+                    )
+        return {name: self._models.name(name, each) for name, each in found.items()}
 
     def _learn(self) -> None:
         """Finds out which groups the numbers stand for."""
@@ -137,17 +159,10 @@ class FlightReader:
             for entry in record.get("entries", ()):
                 name, purpose = entry["process_group"]
                 known = groups.get(name)
-                title = None if known is None else _title(name, purpose, backend)
+                title = None if known is None else title_of(name, purpose, backend)
                 self._names[backend, str(entry["pg_id"])] = title
                 if title is not None and known is not None:
                     self.members[title] = known
-
-
-def _title(name: str, purpose: str, backend: str) -> str:
-    title = "default" if purpose == "default_pg" else name
-    if purpose not in ("default_pg", "undefined", ""):
-        title += f" ({purpose})"
-    return title if backend == "gloo" else f"{title} over {backend}"
 
 
 def _what(entry: dict[str, Any]) -> str:
@@ -162,4 +177,4 @@ def _what(entry: dict[str, Any]) -> str:
 def _line(entry: dict[str, Any]) -> str | None:
     frames = entry.get("frames", ())
     frame = next((each for each in frames if is_users(each["filename"])), frames[0] if frames else None)
-    return None if frame is None else f"{Path(frame['filename']).name}:{frame['line']} in {frame['name']}"
+    return None if frame is None else line_in_words(frame["filename"], frame["line"], frame["name"])

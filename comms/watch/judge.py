@@ -1,12 +1,14 @@
 """What rank 0 makes of the words of all ranks: who is late, what hangs, who disagrees."""
 
+import json
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from gradwire.comms.report import duration
 from gradwire.comms.watch.board import WatchBoard
-from gradwire.comms.watch.flight import IssuedCollective
+from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
 from gradwire.comms.watch.late import Lateness, LateRank
 from gradwire.comms.watch.rank import RankWord
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport
@@ -20,6 +22,9 @@ SILENT_SECONDS = 5.0
 ANSWER_SECONDS = 3.0
 """How long all ranks have to answer a question."""
 
+TIMELINE_SECONDS = 10.0
+"""Between two timelines: the file holds the last one. The times of 256 collectives take each rank some 8 ms."""
+
 
 class Judge:
     """Judges, and logs what is new.
@@ -28,12 +33,13 @@ class Judge:
         board: Where words are read.
         size: Of the default group.
         stall_seconds: Without progress, until that is said; then again after twice the time.
+        trace: A file for the timeline; None writes none.
 
     Attributes:
         report: What was found so far.
     """
 
-    def __init__(self, board: WatchBoard, size: int, stall_seconds: float) -> None:
+    def __init__(self, board: WatchBoard, size: int, stall_seconds: float, trace: Path | None = None) -> None:
         self.report = WatchReport(0.0)
         self._board = board
         self._size = size
@@ -47,6 +53,9 @@ class Judge:
         self._last_question = 0
         self._words: dict[int, RankWord] = {}
         self._known: set[str] = set()
+        self._trace = trace
+        self._timeline: tuple[int, float] | None = None
+        self._next_timeline = 0.0
 
     def look(self) -> None:
         """Reads all words, and says what is new."""
@@ -63,6 +72,35 @@ class Judge:
             self._judge_stall(now)
         else:
             self._judge_answers(now)
+        if self._trace is not None:
+            self._draw(self._trace, now)
+
+    def draw_soon(self) -> None:
+        """Has the timeline be drawn anew: something has happened."""
+        self._next_timeline = 0.0
+
+    def _draw(self, file: Path, now: float) -> None:
+        if self._timeline is None:
+            if now >= self._next_timeline and self._members:
+                self._next_timeline = now + TIMELINE_SECONDS
+                self._timeline = self._board.ask_for_timelines(), now + ANSWER_SECONDS
+            return
+        question, until = self._timeline
+        parts = self._board.timelines(question)
+        if len(parts) < self._size and now < until:
+            return
+        self._timeline = None
+        if not parts:
+            return
+        from gradwire.comms.watch.timeline import timeline  # and with it what the hook needs
+
+        part = file.with_name(f"{file.name}.part")  # so that there is a whole file whenever the job ends
+        try:
+            part.write_text(json.dumps(timeline(parts, self._hosts)))
+            part.replace(file)
+        except OSError as error:
+            log.error("the watch's timeline cannot be written to %s: %s", file, error.strerror)
+            self._trace = None
 
     def question(self, number: int) -> None:
         """Takes over a question that a rank has asked which is about to end."""
@@ -111,13 +149,16 @@ class Judge:
         )
 
     def _judge_stall(self, now: float) -> None:
-        stuck = origin(find_stuck(self._words, self._members, self._silent(now), self._stall_seconds))
-        if stuck is None:
+        # Who waits for a rank that waits itself may have begun before it: so half of that time counts as well.
+        found = find_stuck(self._words, self._members, self._silent(now), self._stall_seconds / 2)
+        longest = max((each.seconds for each in found), default=0.0)
+        stuck = origin(found)
+        if stuck is None or longest < self._stall_seconds:
             if self._next_stall > self._stall_seconds:
                 log.warning("watch: it goes on")
             self._next_stall = self._stall_seconds
-        elif stuck.seconds >= self._next_stall:
-            self._next_stall = 2 * stuck.seconds
+        elif longest >= self._next_stall:
+            self._next_stall = 2 * longest
             self._last_question = self._board.ask()
             self._question = self._last_question, now + ANSWER_SECONDS, stuck
 
@@ -131,7 +172,7 @@ class Judge:
         disagree = False
         for name in self._members:
             issued = {rank: answer[name] for rank, answer in answers.items() if name in answer}
-            disagreement = find_disagreement(name, issued, lines=True)
+            disagreement = find_disagreement(name, issued, lines=sender_of(name) is None)
             if disagreement is not None:
                 disagree = True
                 self._add(self.report.disagreements, str(disagreement))
@@ -145,12 +186,14 @@ class Judge:
         issued = {rank: answer.get(stuck.group, []) for rank, answer in answers.items()}
         text = stuck_in_words(stuck, self._words, issued, self._hosts)
         if disagree and not (stuck.missing or stuck.silent):
-            text = f"group {stuck.group} has waited in collective {stuck.number} for {duration(stuck.seconds)}"
+            text = f"{one_in_words(stuck.group, stuck.number)} has been under way for {duration(stuck.seconds)}"
         self.report.stalls.append(text)
+        self.draw_soon()
         log.warning("watch: stall: %s", text)
 
     def _add(self, kept: list[str], text: str) -> None:
         if text not in self._known:
             self._known.add(text)
             kept.append(text)
+            self.draw_soon()
             log.warning("watch: %s", text)

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from gradwire.comms.report import duration
+from gradwire.comms.watch.collective import in_words, sender_of
 from gradwire.comms.watch.late import LateRank
 from gradwire.comms.watch.trouble import ranks_in_words
 
@@ -31,8 +32,9 @@ class Episode:
         if late.busy_with is not None:
             why = f"; it spends the time in {late.busy_with}" + (f" ({late.line})" if late.line else "")
         return (
-            f"rank {late.rank} on {self.host} is late, {when}: {ranks_in_words(late.waiting)} of group {late.group} "
-            f"{'waits' if len(late.waiting) == 1 else 'wait'} for it {late.seconds:.0%} of the time{why}"
+            f"rank {late.rank} on {self.host} is late, {when}: {ranks_in_words(late.waiting)} of "
+            f"{in_words(late.group)} {'waits' if len(late.waiting) == 1 else 'wait'} for it {late.seconds:.0%} of the "
+            f"time{why}"
         )
 
 
@@ -75,9 +77,12 @@ class WatchReport:
         lines = [f"watched for {duration(self.seconds)}"]
         for group in self.groups:
             low, high = min(group.waited.values()), max(group.waited.values())
+            what = "under way" if sender_of(group.name) is None else "a rank stands waiting for those of this group"
+            count = f"{ranks_in_words(group.ranks)}, {group.collectives} collectives"
+            count = count if sender_of(group.name) is None else f"{group.collectives} messages"
             lines.append(
-                f"group {group.name}: {ranks_in_words(group.ranks)}, {group.collectives} collectives; under way for "
-                f"{low / self.seconds:.0%} to {high / self.seconds:.0%} of the time"
+                f"{in_words(group.name)}: {count}; {what} for {low / self.seconds:.0%} to {high / self.seconds:.0%} of "
+                "the time"
             )
         lines += [str(each) for each in self.late]
         lines += [f"stall: {text}" for text in self.stalls]

@@ -4,6 +4,7 @@ import logging
 import socket
 import threading
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -11,8 +12,10 @@ from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.observe.stack import line_of_thread
 from gradwire.comms.watch.activity import Activity
 from gradwire.comms.watch.board import WatchBoard
+from gradwire.comms.watch.collective import IssuedCollective, TimelinePart, one_in_words
 from gradwire.comms.watch.flight import FlightReader
 from gradwire.comms.watch.judge import ANSWER_SECONDS, Judge
+from gradwire.comms.watch.messages import Messages
 from gradwire.comms.watch.rank import RankLog, RankWord
 from gradwire.comms.watch.report import WatchReport
 
@@ -36,24 +39,28 @@ class Session:
 
     Args:
         stall_seconds: Without progress, until it is said.
+        messages: Notes the point-to-point messages of this process.
+        trace: A file for the timeline, written by rank 0; None writes none.
 
     Attributes:
         group: The default group.
     """
 
-    def __init__(self, stall_seconds: float) -> None:
+    def __init__(self, stall_seconds: float, messages: Messages, trace: Path | None) -> None:
         self.group = dist.group.WORLD
         assert self.group is not None
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._board = WatchBoard(store_of(self.group), self._rank, self._size)
-        self._judge = Judge(self._board, self._size, stall_seconds) if self._rank == 0 else None
+        self._judge = Judge(self._board, self._size, stall_seconds, trace) if self._rank == 0 else None
+        self._messages = messages
+        self._traces = trace is not None
         self._thread = threading.main_thread().ident or 0
         self._flight = FlightReader()
         self._log = RankLog()
         self._activity = Activity(self._thread)
-        self._last = time.monotonic()
+        self._began = self._last = time.monotonic()
         self._next_word = 0.0
-        self._beats = self._answered = self._failures = self._groups = 0
+        self._beats = self._answered = self._failures = self._groups = self._timelines = 0
         self._leaves: str | None = None
         self._lock = threading.Lock()  # the training thread speaks, too, where it ends with an error
 
@@ -89,15 +96,17 @@ class Session:
             RuntimeError: The store is gone, or silent.
         """
         with self._lock:
-            if len(self._flight.members) != self._groups:
-                self._groups = len(self._flight.members)
-                self._board.introduce(self._flight.members, socket.gethostname())
+            members = self._flight.members | self._messages.members
+            if len(members) != self._groups:
+                self._groups = len(members)
+                self._board.introduce(members, socket.gethostname())
+            self._flight.look_for_models(time.monotonic() - self._began)
             self._beats += 1
             self._board.say(
                 RankWord(
                     self._beats,
                     time.monotonic(),
-                    dict(self._log.states()),
+                    dict(self._log.states()) | dict(self._messages.states()),
                     {kind: round(seconds, 3) for kind, seconds in self._activity.seconds.items()},
                     self._activity.lines(),
                     line_of_thread(self._thread),
@@ -107,7 +116,11 @@ class Session:
             question = self._board.asked()
             if question > self._answered:
                 self._answered = question
-                self._board.answer(question, self._flight.issued())
+                self._board.answer(question, self._issued())
+            if self._traces and (asked := self._board.timelines_asked()) > self._timelines:
+                self._timelines = asked
+                groups = self._flight.issued(lines=False) | self._messages.issued()
+                self._board.leave_timeline(TimelinePart(asked, time.time(), groups))
             if self._judge is not None:
                 if question:
                     self._judge.question(question)
@@ -120,8 +133,11 @@ class Session:
 
     @property
     def waits(self) -> bool:
-        """Whether a collective was under way at the last look."""
-        return self._log.waits
+        """Whether a collective was under way at the last look, or a thread stands waiting for a message."""
+        return self._log.waits or self._messages.waits
+
+    def _issued(self) -> dict[str, list[IssuedCollective]]:
+        return self._flight.issued() | self._messages.issued()
 
     def leave(self, why: str) -> None:
         """Compares what all ranks have issued last, where this one is about to end while others may wait for it.
@@ -140,8 +156,8 @@ class Session:
                     self.speak()
         except RuntimeError as gone:
             last = [
-                f"{each[-1].what} of group {name} at {each[-1].line}"
-                for name, each in self._flight.issued().items()
+                f"{each[-1]}, {one_in_words(name, each[-1].number)}, at {each[-1].line}"
+                for name, each in self._issued().items()
                 if each
             ]
             log.warning(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradwire.comms.report import duration
-from gradwire.comms.watch.flight import IssuedCollective
+from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
 from gradwire.comms.watch.rank import RankWord
 
 MOST_NAMED = 8
@@ -86,7 +86,7 @@ class Disagreement:
     def __str__(self) -> str:
         kinds: dict[tuple[str, str | None], list[int]] = {}
         for rank, each in sorted(self.issued.items()):
-            kinds.setdefault((each.what, each.line), []).append(rank)
+            kinds.setdefault((str(each), each.line), []).append(rank)
         parts = [
             f"{ranks_in_words(ranks)} issued {what}" + (f" at {line}" if line else "")
             for (what, line), ranks in sorted(kinds.items(), key=lambda item: -len(item[1]))
@@ -94,7 +94,12 @@ class Disagreement:
         how = (
             "by their lines alone, as if one of them had left out or swapped a collective" if self.by_line_alone else ""
         )
-        head = f"the ranks of group {self.group} disagree in collective {self.number}"
+        of = one_in_words(self.group, self.number)
+        head = (
+            f"the ranks of {of.partition(' of ')[2]} disagree in {of.partition(' of ')[0]}"
+            if sender_of(self.group) is None
+            else f"its sender and its receiver disagree in {of}"
+        )
         return f"{head}{' ' if how else ''}{how}: {'; '.join(parts)}"
 
 
@@ -136,12 +141,14 @@ def stuck_in_words(
         hosts: Rank -> its host.
     """
     here = [each for rank in stuck.waiting for each in issued.get(rank, ()) if each.number == stuck.number]
-    what = f"collective {stuck.number} of group {stuck.group}"
+    what = one_in_words(stuck.group, stuck.number)
     if here:
-        common, _ = Counter((each.what, each.line) for each in here).most_common(1)[0]
+        common, _ = Counter((str(each), each.line) for each in here).most_common(1)[0]
         what += f" ({common[0]}" + (f", issued at {common[1]})" if common[1] else ")")
+    sender = sender_of(stuck.group)
+    absent = "not come to" if sender is None else "not sent" if stuck.missing == (sender,) else "not asked for"
     parts = []
-    for ranks, verb in ((stuck.missing, "not come to"), (stuck.silent, "said nothing for a while, and not ended")):
+    for ranks, verb in ((stuck.missing, absent), (stuck.silent, "said nothing for a while, and not ended")):
         if ranks:
             hosted = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks[:MOST_NAMED] if rank in hosts))
             parts.append(
@@ -154,7 +161,8 @@ def stuck_in_words(
             "broken"
         )
     elif stuck.waiting:
-        parts.append(f"{ranks_in_words(stuck.waiting)} wait{'s' * (len(stuck.waiting) == 1)} in it")
+        how = "in" if sender is None else "for"
+        parts.append(f"{ranks_in_words(stuck.waiting)} wait{'s' * (len(stuck.waiting) == 1)} {how} it")
     for rank in stuck.missing[:MOST_NAMED]:
         word = words[rank]
         if word.leaves is not None:

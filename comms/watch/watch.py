@@ -1,7 +1,7 @@
 """`gradwire.watch()` and GRADWIRE_WATCH=1: the life of a watch in one process.
 
-A thread waits for a default group, looks at it for as long as it lasts, and for the next one after it. Nothing of
-torch's is wrapped and nothing that is computed changes: the thread reads torch's own flight recorder.
+A thread waits for a default group, looks at it for as long as it lasts, and for the next one after it. Nothing that is
+computed changes: the thread reads torch's own flight recorder, and point-to-point messages are noted as they are sent.
 """
 
 import atexit
@@ -23,6 +23,7 @@ from gradwire.comms.config import (
     set_flight_recorder_size,
     watch_options,
 )
+from gradwire.comms.watch.messages import Messages
 from gradwire.comms.watch.signals import END, REPORT, Signals
 
 if TYPE_CHECKING:
@@ -49,12 +50,16 @@ class Watch:
         stall_seconds: Without progress of a group, until a warning says so.
         json: A file for the report, written by rank 0 at the end; None writes none.
         metrics: A file for node_exporter's textfile collector or a port of this host, by rank 0; None has none.
+        trace: A file for the timeline, written by rank 0 every ten seconds; None writes none.
     """
 
-    def __init__(self, stall_seconds: float, json: Path | None, metrics: Path | int | None) -> None:
+    def __init__(self, stall_seconds: float, json: Path | None, metrics: Path | int | None, trace: Path | None) -> None:
         self._stall_seconds = stall_seconds
         self._json = json
         self._metrics_to = metrics
+        self._trace = trace
+        self._messages = Messages()
+        self._messages.install()  # at once: ranks number messages alike only if they all begin with the first one
         self._metrics: Metrics | None = None
         self._session: Session | None = None
         self._last: WatchReport | None = None
@@ -82,6 +87,7 @@ class Watch:
             sys.excepthook = self._hook
         if self._metrics is not None:
             self._metrics.close()
+        self._messages.remove()
         report = self.report
         if report is None:
             return
@@ -97,11 +103,13 @@ class Watch:
             if not dist.is_initialized() or dist.get_world_size() == 1:
                 continue
             # Here: torch is being imported when a watch begins.
+            from gradwire.comms.watch.collective import TRACE_LOOK_SECONDS
             from gradwire.comms.watch.session import LOOK_SECONDS, Session
 
-            self._session = session = Session(self._stall_seconds)
+            self._session = session = Session(self._stall_seconds, self._messages, self._trace)
             self._open_metrics(session)
-            while not session.is_over and not self._closed.wait(LOOK_SECONDS):
+            seconds = LOOK_SECONDS if self._trace is None else TRACE_LOOK_SECONDS
+            while not session.is_over and not self._closed.wait(seconds):
                 session.look()
                 self._answer(session)
                 self._export(session)
@@ -144,7 +152,11 @@ class Watch:
 
 
 def watch(
-    stall_seconds: float = 10.0, *, json: str | Path | None = None, metrics: str | Path | int | None = None
+    stall_seconds: float = 10.0,
+    *,
+    json: str | Path | None = None,
+    metrics: str | Path | int | None = None,
+    trace: str | Path | None = None,
 ) -> Watch:
     """Watches the collectives of every process group of this job, whoever issues them.
 
@@ -155,6 +167,8 @@ def watch(
         json: A file that rank 0 writes its report to at the end.
         metrics: A file for node_exporter's textfile collector, or a port for Prometheus, which rank 0's host alone can
             ask.
+        trace: A file for a timeline of the last collectives of all ranks and groups, for https://ui.perfetto.dev; rank
+            0 writes it anew every ten seconds, and when something hangs.
 
     Returns:
         The watch of this process; there is one: a second call returns the first one's.
@@ -175,7 +189,12 @@ def watch(
                 f"`gradwire.watch()` before init_process_group, or set {FLIGHT_RECORDER_SIZE}={KEPT}, or {WATCH}=1"
             )
         set_flight_recorder_size(KEPT)
-    _watch = Watch(stall_seconds, None if json is None else Path(json), _metrics_place(metrics))
+    _watch = Watch(
+        stall_seconds,
+        None if json is None else Path(json),
+        _metrics_place(metrics),
+        None if trace is None else Path(trace),
+    )
     return _watch
 
 
@@ -186,7 +205,7 @@ def install() -> None:
         ValueError: One of them is not what it should be.
     """
     options = watch_options()
-    watch(options.stall_seconds, json=options.json, metrics=options.metrics)
+    watch(options.stall_seconds, json=options.json, metrics=options.metrics, trace=options.trace)
 
 
 def _metrics_place(given: str | Path | int | None) -> Path | int | None:

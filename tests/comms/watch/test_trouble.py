@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.comms.watch.flight import IssuedCollective
+from gradwire.comms.watch.collective import IssuedCollective
 from gradwire.comms.watch.rank import GroupState, RankWord
 from gradwire.comms.watch.trouble import Stuck, find_disagreement, find_stuck, origin, stuck_in_words
 

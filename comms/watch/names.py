@@ -1,0 +1,155 @@
+"""Whose gradients or weights a collective carries, where a model of this process tells.
+
+DDP all-reduces its buckets in the same order in each step, and FSDP2 reduce-scatters its units. So the sizes of a
+group's last collectives are laid along that order: where they fit in one way alone, each collective has its names.
+
+Models are found among the objects that Python's garbage collector knows, in a thread of its own: DDP's reducer, which
+knows the buckets, answers only between two backward passes.
+"""
+
+import gc
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.comms.bootstrap.compat import bucket_parameters, sharded_units
+from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.watch.collective import IssuedCollective, title_of
+
+_SIZED = re.compile(r"(?P<operation>\w+) of \[(?P<sizes>\d+(?:, \d+)*)\]")
+
+FIRST_SECONDS = 3.0
+"""After a group's first collective, until models are looked for; then after twice as long again, until some are found.
+Among a million objects it takes some 0.1 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """Collectives that a model issues in the same order in each step.
+
+    Attributes:
+        group: Its name.
+        operation: Part of theirs: `all_reduce`, `reduce_scatter`.
+        numels: Elements of each.
+        names: Whose gradients each carries.
+    """
+
+    group: str
+    operation: str
+    numels: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+class WatchedModels:
+    """The models of this process, as far as they have been found."""
+
+    def __init__(self) -> None:
+        self._cycles: list[Cycle] = []
+        self._next = FIRST_SECONDS
+        self._looking: threading.Thread | None = None
+
+    def look(self, seconds: float) -> None:
+        """Looks for models, now and then; returns at once.
+
+        Args:
+            seconds: Since the first collective.
+        """
+        if self._cycles or seconds < self._next or (self._looking is not None and self._looking.is_alive()):
+            return
+        self._next = 2 * seconds
+        self._looking = BackgroundThread("gradwire watch names", self._find, awaited=False)
+        self._looking.start()
+
+    def name(self, group: str, issued: Sequence[IssuedCollective]) -> list[IssuedCollective]:
+        """The same collectives with `holds`, where it is known.
+
+        Args:
+            group: Its name.
+            issued: Its last collectives, ascending.
+        """
+        named = list(issued)
+        for cycle in self._cycles:
+            if cycle.group == group:
+                named = lay_along(cycle, named)
+        return named
+
+    def _find(self) -> None:
+        self._cycles = find_cycles()
+
+
+def lay_along(cycle: Cycle, issued: Sequence[IssuedCollective]) -> list[IssuedCollective]:
+    """Names the collectives of a cycle where there is one way alone to lay them along it.
+
+    Args:
+        cycle: Of the group.
+        issued: Its last collectives, ascending.
+    """
+    places = [place for place, each in enumerate(issued) if _numel(each, cycle.operation) in cycle.numels]
+    sizes = [_numel(issued[place], cycle.operation) for place in places]
+    count = len(cycle.numels)
+    fitting = [
+        first
+        for first in range(count)
+        if all(size == cycle.numels[(first + step) % count] for step, size in enumerate(sizes))
+    ]
+    named = list(issued)
+    if len(fitting) == 1:
+        for step, place in enumerate(places):
+            named[place] = replace(issued[place], holds=cycle.names[(fitting[0] + step) % count])
+    return named
+
+
+def find_cycles() -> list[Cycle]:
+    """Looks for the models of this process; a DDP model whose first step has not ended is left out."""
+    found = []
+    for each in gc.get_objects():
+        kind: Any = type(each)
+        if issubclass(kind, DistributedDataParallel):
+            buckets = bucket_parameters(each)
+            found += [] if not buckets else [_cycle(each.process_group, "all_reduce", buckets)]
+        elif kind.__name__.startswith("FSDP") and hasattr(kind, "_get_fsdp_state") and _is_root(each):
+            found += _sharded_cycles(each)
+    return found
+
+
+def _is_root(module: Any) -> bool:
+    return module._get_fsdp_state()._is_root is True
+
+
+def _sharded_cycles(root: Any) -> list[Cycle]:
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    units = [unit for unit in sharded_units(root) if unit.shard_group is not None and unit.parameters]
+    if not units or len({id(unit.shard_group) for unit in units}) > 1 or units[0].shard_group is None:
+        return []
+    ranks = units[0].shard_group.size()
+    buckets = [
+        [(names.get(id(one.sharded), "?"), ranks * one.padded_numel) for one in unit.parameters]
+        for unit in reversed(units)  # the backward pass comes to the last one first
+    ]
+    return [_cycle(units[0].shard_group, "reduce_scatter", buckets)]
+
+
+def _cycle(group: dist.ProcessGroup, operation: str, buckets: Sequence[Sequence[tuple[str, int]]]) -> Cycle:
+    title = title_of(group.group_name, group.group_desc, "gloo")
+    words = [names[0][0] if len(names) == 1 else f"{names[0][0]} to {names[-1][0]}" for names in buckets]
+    return Cycle(
+        title,
+        operation,
+        tuple(sum(numel for _, numel in names) for names in buckets),
+        tuple(f"gradients of {each}" for each in words),
+    )
+
+
+def _numel(issued: IssuedCollective, operation: str) -> int:
+    found = _SIZED.match(issued.what)
+    if found is None or operation not in found["operation"]:
+        return 0
+    numel = 1
+    for size in found["sizes"].split(", "):
+        numel *= int(size)
+    return numel

@@ -1,0 +1,93 @@
+"""The last collectives of all ranks and groups as one timeline, from what torch's flight recorder keeps anyway.
+
+**Times.** A collective begins when it is issued, to the nanosecond, and ends when a look at the group first saw that it
+had: late by up to `TRACE_LOOK_SECONDS`. A message ends when the wait for it does.
+
+**Clocks.** No rank leaves an all-reduce before all have entered it, and none has received a message before it was sent.
+So each of them bounds the difference of two ranks' clocks, as the rounds of `comms/observe/trace.py` do, and nothing is
+sent for it. Ranks that share no group with rank 0 are compared by way of others.
+"""
+
+import math
+from collections.abc import Mapping
+
+from gradwire.comms.observe.recorder import Note
+from gradwire.comms.observe.trace import KIND, Offset, chrome
+from gradwire.comms.watch.collective import TRACE_LOOK_SECONDS, TimelinePart, in_words, sender_of
+
+MEETING = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all")
+"""Operations that no rank leaves before all have entered."""
+
+
+def clock_offsets(parts: Mapping[int, TimelinePart]) -> dict[int, Offset]:
+    """How far each rank's clock is ahead of the lowest rank's; ranks that nothing connects with it are left out.
+
+    Args:
+        parts: Of the ranks.
+    """
+    known = {min(parts): Offset(0.0, 0.0, 0.0)}
+    reached = [min(parts)]
+    for near in reached:
+        for far in sorted(set(parts) - set(known)):
+            low, high = _bounds(parts, near, far)
+            if low > -math.inf and high < math.inf:
+                error = known[near].error_seconds + (high - low) / 2
+                known[far] = Offset(known[near].seconds + (low + high) / 2, error, 0.0)
+                reached.append(far)
+    return known
+
+
+def _bounds(parts: Mapping[int, TimelinePart], near: int, far: int) -> tuple[float, float]:
+    """Between which the difference of two ranks' clocks lies; infinite where nothing says so."""
+    low, high = -math.inf, math.inf
+    for name in set(parts[near].groups) & set(parts[far].groups):
+        theirs = {each.number: each for each in parts[far].groups[name]}
+        sender = sender_of(name)
+        for mine in parts[near].groups[name]:
+            other = theirs.get(mine.number)
+            if other is None or (sender is None and not any(kind in mine.what for kind in MEETING)):
+                continue
+            if other.ended is not None and sender in (None, near):
+                high = min(high, other.ended - mine.began)
+            if mine.ended is not None and sender in (None, far):
+                low = max(low, other.began - mine.ended)
+    return low, high
+
+
+def timeline(parts: Mapping[int, TimelinePart], hosts: Mapping[int, str]) -> dict[str, object]:
+    """The contents of a file in the Trace Event Format: a process for each rank, a track for each group.
+
+    Args:
+        parts: Of the ranks that have answered.
+        hosts: Rank -> its host.
+    """
+    offsets = clock_offsets(parts)
+    begins = [
+        each.began - offsets[rank].seconds
+        for rank, part in parts.items()
+        if rank in offsets
+        for some in part.groups.values()
+        for each in some
+    ]
+    start = min(begins, default=0.0)
+    notes: dict[int, list[Note]] = {}
+    for rank, part in parts.items():
+        ahead = offsets[rank].seconds if rank in offsets else 0.0
+        notes[rank] = [
+            Note(
+                in_words(name),
+                str(each),
+                each.began - ahead - start,
+                (part.seconds if each.ended is None else each.ended) - ahead - start,
+                {"number": each.number, "under_way": each.ended is None},
+            )
+            for name, some in part.groups.items()
+            for each in some
+        ]
+    about = {
+        "kind": f"{KIND} of a watch",
+        "ends_late_by_up_to_seconds": TRACE_LOOK_SECONDS,
+        "clock_error_seconds": {rank: each.error_seconds for rank, each in offsets.items()},
+        "ranks_without_common_clock": sorted(set(parts) - set(offsets)),
+    }
+    return chrome(notes, [hosts.get(rank, "a host not known") for rank in range(max(parts) + 1)], about)

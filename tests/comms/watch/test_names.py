@@ -1,0 +1,53 @@
+"""Whose gradients a collective carries: sizes laid along the order in which a model exchanges them."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.comms.watch.collective import IssuedCollective
+from gradwire.comms.watch.names import Cycle, find_cycles, lay_along
+
+CYCLE = Cycle("default", "all_reduce", (9, 4, 9), ("head", "middle", "first"))
+
+
+def issued(*numels: int) -> list[IssuedCollective]:
+    return [IssuedCollective(place, f"all_reduce of [{numel}] Float") for place, numel in enumerate(numels)]
+
+
+def test_every_collective_of_a_step_has_its_names_from_wherever_the_last_ones_begin() -> None:
+    for first in range(3):
+        sizes, names = (CYCLE.numels * 3)[first:], (CYCLE.names * 3)[first:]
+        assert [each.holds for each in lay_along(CYCLE, issued(*sizes))] == list(names)
+
+
+def test_where_sizes_fit_in_two_ways_or_in_none_nothing_is_named() -> None:
+    assert {each.holds for each in lay_along(CYCLE, issued(9))} == {None}
+    assert {each.holds for each in lay_along(CYCLE, issued(9, 4, 9, 4))} == {None}
+    alike = Cycle("default", "all_reduce", (9, 9), ("head", "first"))
+    assert {each.holds for each in lay_along(alike, issued(9, 9, 9))} == {None}
+
+
+def test_other_collectives_between_them_are_left_alone() -> None:
+    some = [
+        *issued(9, 4),
+        IssuedCollective(2, "barrier"),
+        IssuedCollective(3, "all_reduce of [2, 5] Float"),
+        *issued(9),
+    ]
+    assert [each.holds for each in lay_along(CYCLE, some)] == ["head", "middle", None, None, "first"]
+
+
+def test_the_buckets_of_a_ddp_model_are_found_in_the_order_in_which_they_are_reduced() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        model = DistributedDataParallel(inner, bucket_cap_mb=1e-4)
+        assert not [each for each in find_cycles() if each.names[0].startswith("gradients of 1.")]
+        for _ in range(3):  # DDP says so in the third forward pass
+            model(torch.ones(2, 8)).sum().backward()
+        (cycle,) = [each for each in find_cycles() if each.names[0].startswith("gradients of 1.")]
+        assert (cycle.group, cycle.operation, cycle.numels) == ("default", "all_reduce", (72, 72))
+        assert cycle.names == ("gradients of 1.bias to 1.weight", "gradients of 0.bias to 0.weight")
+        del model
+    finally:
+        dist.destroy_process_group()
