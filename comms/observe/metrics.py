@@ -100,7 +100,10 @@ class Metrics:
         if now < self._next:
             return
         self._next = now + self._every_seconds
-        self._text = report().to_prometheus()
+        self._export(report())
+
+    def _export(self, report: Exported) -> None:
+        self._text = report.to_prometheus()
         if self._file is not None:
             beside = self._file.with_name(self._file.name + ".new")
             try:
@@ -110,8 +113,14 @@ class Metrics:
                 log.warning("metrics cannot be written to %s any more: %s", self._file, error.strerror)
                 self._file = None
 
-    def close(self) -> None:
-        """Ends the server."""
+    def close(self, last: Exported | None = None) -> None:
+        """Ends the server.
+
+        Args:
+            last: What is written once more before, however soon; None leaves it at what was written.
+        """
+        if last is not None:
+            self._export(last)
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -86,7 +86,7 @@ class Watch:
         if sys.excepthook == self._ends_with:
             sys.excepthook = self._hook
         if self._metrics is not None:
-            self._metrics.close()
+            self._metrics.close(self.report)
         self._messages.remove()
         report = self.report
         if report is None:

@@ -4,8 +4,11 @@ torchrun --nproc-per-node 4 -m gradwire.bench.studies.watch.job --kind ddp --fau
 """
 
 import argparse
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,25 +19,39 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
+
 WIDTH, LAYERS, BATCH = 32, 4, 8
+MICRO_BATCHES = 4
+"""Of a step of the pipeline, which has a layer on each rank."""
 FAULT_STEP = 8
 """The first step with the fault."""
+FAULT_AT = "the fault begins at"
+"""What the faulty rank prints, with the time."""
 
 STEP_SECONDS, DELAY_SECONDS = 0.05, 0.2
 TIMEOUT = timedelta(seconds=30)
 """After which ranks that disagree give up; a watch has spoken long before."""
 
-KINDS = ("ddp", "fsdp", "hsdp", "tensor_parallel", "zero1", "own")
-FAULTS = ("none", "late", "skip", "order", "shape")
+KINDS = ("ddp", "fsdp", "hsdp", "tensor_parallel", "zero1", "own", "pipeline")
+FAULTS = ("none", "late", "skip", "order", "shape", "dtype", "hang")
+HANG_SECONDS = 5.0
+"""How long a rank stands still a few steps before the end: long enough for one warning of `planted`, not for two."""
+
+STEPS_TO_NAME = 20
+STEPS_BETWEEN = 40
+"""Without a delay, after one with it: some four of the slices in which a watch judges."""
 
 
-def build(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model in the kind of parallelism that is asked for, and its optimizer.
+def training(kind: str) -> Callable[[], None]:
+    """What a step computes and sends, in the kind of parallelism that is asked for.
 
     Args:
         kind: One of `KINDS`.
     """
     torch.manual_seed(0)
+    if kind == "pipeline":
+        return _pipeline()
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model: torch.nn.Module = torch.nn.Sequential(*layers)
     if kind in ("ddp", "zero1"):
@@ -52,42 +69,40 @@ def build(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         }
         parallelize_module(model, mesh["tp"], plan)
         fully_shard(model, mesh=mesh["dp"])
+    optimizer: torch.optim.Optimizer
     if kind == "zero1":
-        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.01)
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.01)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-
-def disagree(fault: str, faulty: bool) -> None:
-    """A collective of the script's own, in which the faulty rank does something else."""
-    if fault == "skip" and faulty:
-        return
-    if fault == "order" and faulty:
-        dist.broadcast(torch.ones(3), 0)
-    dist.all_reduce(torch.ones(4 if fault == "shape" and faulty else 3))
-    if fault == "order" and not faulty:
-        dist.broadcast(torch.ones(3), 0)
-
-
-def train(kind: str, fault: str, rank: int, steps: int) -> None:
-    """Trains for some steps.
-
-    Args:
-        kind: One of `KINDS`.
-        fault: One of `FAULTS`.
-        rank: Which rank has it.
-        steps: How many.
-    """
-    model, optimizer = build(kind)
-    faulty = dist.get_rank() == rank
-    average: Callable[[], None] = (lambda: average_by_hand(model)) if kind == "own" else lambda: None
-    for step in range(steps):
-        time.sleep(STEP_SECONDS + (DELAY_SECONDS if fault == "late" and faulty and step >= FAULT_STEP else 0.0))
+    def step() -> None:
         model(torch.ones(BATCH, WIDTH)).sum().backward()
-        average()
+        if kind == "own":
+            average_by_hand(model)
         optimizer.step()
         optimizer.zero_grad()
-        if fault not in ("none", "late") and step >= FAULT_STEP:
-            disagree(fault, faulty and step == FAULT_STEP)
+
+    return step
+
+
+def _pipeline() -> Callable[[], None]:
+    """Torch's own 1F1B schedule, over point-to-point messages."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    stage = PipelineStage(torch.nn.Linear(WIDTH, WIDTH), rank, size, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=torch.nn.functional.mse_loss)
+    batch = torch.ones(BATCH, WIDTH)
+
+    def step() -> None:
+        if rank == 0:
+            schedule.step(batch)
+        elif rank == size - 1:
+            schedule.step(target=batch)
+        else:
+            schedule.step()
+
+    return step
 
 
 def average_by_hand(model: torch.nn.Module) -> None:
@@ -98,13 +113,90 @@ def average_by_hand(model: torch.nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
+def disagree(fault: str, faulty: bool) -> None:
+    """A collective of the script's own, in which the faulty rank does something else."""
+    if fault == "skip" and faulty:
+        return
+    if fault == "order" and faulty:
+        dist.broadcast(torch.ones(3), 0)
+    dtype = torch.float64 if fault == "dtype" and faulty else torch.float32
+    dist.all_reduce(torch.ones(4 if fault == "shape" and faulty else 3, dtype=dtype))
+    if fault == "order" and not faulty:
+        dist.broadcast(torch.ones(3), 0)
+
+
+def train(kind: str, fault: str, rank: int, steps: int, step_seconds: float = STEP_SECONDS) -> None:
+    """Trains for some steps.
+
+    Args:
+        kind: One of `KINDS`.
+        fault: One of `FAULTS`.
+        rank: Which rank has it.
+        steps: How many.
+        step_seconds: What each rank computes in a step, besides the model.
+    """
+    train_step = training(kind)
+    faulty = dist.get_rank() == rank
+    for step in range(steps):
+        time.sleep(step_seconds + (DELAY_SECONDS if fault == "late" and faulty and step >= FAULT_STEP else 0.0))
+        if fault == "hang" and step == steps - FAULT_STEP:
+            if faulty:
+                time.sleep(HANG_SECONDS)
+            elif dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGUSR2)  # as somebody would who wonders
+        train_step()
+        if fault in ("skip", "order", "shape", "dtype") and step >= FAULT_STEP:
+            if faulty and step == FAULT_STEP:
+                print(f"{FAULT_AT} {time.time()}", flush=True)
+            disagree(fault, faulty and step == FAULT_STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedDelay:
+    """A rank that was late for `STEPS_TO_NAME` steps, and what the watch said.
+
+    Attributes:
+        rank: Which.
+        named: The ranks that it has named in these steps.
+        after: Those that it has named in the steps without a delay behind them.
+    """
+
+    rank: int
+    named: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
+    """Has one rank after the other come late, with steps between in which nobody does.
+
+    Args:
+        kind: Of the job.
+        ranks: Who is late, in turn.
+
+    Returns:
+        What the watch said of each; on rank 0 alone, empty elsewhere.
+    """
+    train_step, watch, here = training(kind), gradwire.watch(), dist.get_rank()
+
+    def go(steps: int, late: int | None) -> tuple[int, ...]:
+        before = len(watch.report.late) if watch.report else 0
+        for _ in range(steps):
+            time.sleep(STEP_SECONDS + (DELAY_SECONDS if here == late else 0.0))
+            train_step()
+        return tuple(each.late.rank for each in watch.report.late[before:]) if watch.report else ()
+
+    go(STEPS_BETWEEN, None)
+    found = [PlantedDelay(rank, go(STEPS_TO_NAME, rank), go(STEPS_BETWEEN, None)) for rank in ranks]
+    return found if here == 0 else []
+
+
 def main() -> None:
     """Runs this rank."""
     parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.watch.job", description=__doc__)
     parser.add_argument("--kind", choices=KINDS, default="ddp")
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--rank", type=int, default=1, help="the rank that has the fault (default: 1)")
-    parser.add_argument("--steps", type=int, default=FAULT_STEP + 20)
+    parser.add_argument("--steps", type=int, default=FAULT_STEP + STEPS_TO_NAME)
     arguments = parser.parse_args()
     dist.init_process_group("gloo", timeout=TIMEOUT)
     train(arguments.kind, arguments.fault, arguments.rank, arguments.steps)

@@ -1,0 +1,98 @@
+"""Ranks of a small job, forked from a process that has imported torch: forty jobs in minutes, not in hours.
+
+They end as under torchrun: when one has failed the others get SIGTERM. Each watches itself as `GRADWIRE_WATCH=1` does.
+"""
+
+import atexit
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import IO, NoReturn
+
+from gradwire.bench.emulation.signals import die_with_parent
+
+GRACE_SECONDS = 30.0
+"""Between SIGTERM and SIGKILL. Source: torchrun's default."""
+
+LOOK_SECONDS = 0.05
+
+_one_forks = threading.Lock()
+"""Several jobs may run at a time, each from a thread."""
+
+
+def run_ranks(size: int, main: Callable[[int, int], None], seconds: float) -> tuple[list[int], str]:
+    """Runs a function as every rank of a job.
+
+    Args:
+        size: Number of ranks.
+        main: What a rank does, given its number and a free port for rank 0's store.
+        seconds: After which all are killed.
+
+    Returns:
+        The status with which each rank has ended, negative for a signal; and what all of them have printed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
+        parent = os.getpid()
+        with _one_forks:
+            running = {_fork(rank, port, parent, file.fileno(), main): rank for rank, file in enumerate(files)}
+        statuses = [0] * size
+        until, told = time.monotonic() + seconds, False
+        try:
+            while running:
+                for process in list(running):
+                    ended, status = os.waitpid(process, os.WNOHANG)
+                    if ended:
+                        statuses[running.pop(process)] = os.waitstatus_to_exitcode(status)
+                if any(statuses) and not told:
+                    told, until = True, min(until, time.monotonic() + GRACE_SECONDS)
+                    for process in running:
+                        os.kill(process, signal.SIGTERM)
+                if time.monotonic() > until:
+                    break
+                time.sleep(LOOK_SECONDS)
+        finally:
+            for process, rank in running.items():
+                os.kill(process, signal.SIGKILL)
+                statuses[rank] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        return statuses, "".join(_read(file) for file in files)
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _fork(rank: int, port: int, parent: int, output: int, main: Callable[[int, int], None]) -> int:
+    process = os.fork()
+    if not process:
+        _be_rank(rank, port, parent, output, main)
+    return process
+
+
+def _be_rank(rank: int, port: int, parent: int, output: int, main: Callable[[int, int], None]) -> NoReturn:
+    status = 1
+    try:
+        die_with_parent(parent)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # whoever forks may have put others in their place
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        main(rank, port)
+        status = 0
+    finally:
+        if status:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # an exception is on its way
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
