@@ -516,7 +516,8 @@ def _connections(config: Config, routes: Routes) -> Callable[[float], int] | Non
         return lambda _: config.connections
 
     def choose(round_trip_seconds: float) -> int:
-        from gradwire.comms.transport.streams import LEAST_RATE, MOST_UNSEEN_RATE, connections_for  # as above
+        from gradwire.comms.plan.distance import connections_for
+        from gradwire.comms.transport.streams import LEAST_RATE, MOST_UNSEEN_RATE  # as above
 
         link = routes.cluster.levels[-1].link
         rate = link.bytes_per_second

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from gradwire.comms.plan.codec_price import CPU_BYTES_PER_SECOND, GPU_BYTES_PER_SECOND, gpu_bytes_per_second
+from gradwire.comms.plan.distance import over_distance
 from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from gradwire.topology.fabric import CHANNELS_PER_NIC, TCP_ALPHA_SECONDS, fabric_of, sender_nics
@@ -21,6 +22,8 @@ def cluster_of_machines(
     nic_bits_per_second: float | None = None,
     nics_per_node: int | None = None,
     intra_bits_per_second: float | None = None,
+    round_trip_seconds: float = 0.0,
+    loss: float = 0.0,
 ) -> Cluster:
     """`nodes` machines like this one.
 
@@ -31,6 +34,8 @@ def cluster_of_machines(
         nic_bits_per_second: Of one card, in place of what the machine has: Ethernet and TCP are assumed then.
         intra_bits_per_second: What one rank has inside its node, in place of what the topology says.
         nics_per_node: Cards that gradients travel through; by default 1 with a rate given, else what the machine has.
+        round_trip_seconds: Between two nodes; without GPUs.
+        loss: Probability that a packet between nodes is lost; with a round trip.
 
     Raises:
         ValueError: A number is out of range, or a bandwidth is neither known nor given.
@@ -46,12 +51,15 @@ def cluster_of_machines(
             "`intra-node` is not given and the topology does not say how fast the GPUs of a node are connected; "
             "wanted a rate such as 1880gbit, or what `gradwire topo --json` prints on the machine itself"
         )
+    if (round_trip_seconds or loss) and machine.gpus:
+        raise ValueError(
+            "`rtt` is given for machines with GPUs; wanted machines without: what NCCL makes of long round trips "
+            "is not known"
+        )
+    outside = _nic(machine, count, inter.bytes_per_second, inter.alpha_seconds, nic_bits_per_second, nics_per_node)
     levels = (
         Level(LEVEL_NAMES[0], Link(intra.alpha_seconds, inside or HOST_MEMORY_BYTES_PER_SECOND)),
-        Level(
-            LEVEL_NAMES[1],
-            _nic(machine, count, inter.bytes_per_second, inter.alpha_seconds, nic_bits_per_second, nics_per_node),
-        ),
+        Level(LEVEL_NAMES[1], over_distance(outside, nodes, round_trip_seconds, loss)),
     )
     fabric = fabric_of(machine, network=None if nic_bits_per_second is None else "tcp")
     return replace(uniform_cluster((count, nodes), levels), fabric=fabric, equal_sums=fabric is not None)

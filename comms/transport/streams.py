@@ -15,7 +15,6 @@ Polychronopoulos and Kuck, "Guided self-scheduling", IEEE Transactions on Comput
 tcp(7), TCP_INFO and TCP_NOTSENT_LOWAT; what was measured: docs/results/distance.md.
 """
 
-import math
 import os
 import select
 import socket
@@ -42,15 +41,6 @@ those (4 MB, 2026-11-23); larger chunks in larger buffers gave no more.
 
 A connection takes a chunk while less than one waits unsent in its kernel's buffer, or slow ones would hoard them."""
 
-LEAST_ROUND_TRIP_SECONDS = 0.005
-"""Below this one connection in each direction fills a link of 1 Gbit/s, and nothing is opened."""
-
-WINDOW_NBYTES = 64 << 10
-"""What a connection is trusted to carry in a round trip: its window is 54 KB at 0.1 % loss by Mathis' formula, and a
-bucket ends before a fresh one has grown to that."""
-
-MOST_CONNECTIONS = 64
-
 HELLO_SECONDS = 10.0
 """For the first 12 bytes of a connection: a few round trips, and a lost packet or two."""
 
@@ -72,22 +62,6 @@ _TCP_NOTSENT_LOWAT = 25
 
 Alarm = Callable[[], str | None]
 """As in `gradwire.comms.transport.torch_group`."""
-
-
-def connections_for(round_trip_seconds: float, bytes_per_second: float) -> int:
-    """How many connections fill a path in one direction.
-
-    Args:
-        round_trip_seconds: Between the two ranks.
-        bytes_per_second: Of the link.
-
-    Returns:
-        1 where the round trip is short; else as many windows as there are bytes under way on a full path, at most
-        `MOST_CONNECTIONS`.
-    """
-    if round_trip_seconds < LEAST_ROUND_TRIP_SECONDS:
-        return 1
-    return min(MOST_CONNECTIONS, max(1, math.ceil(round_trip_seconds * bytes_per_second / WINDOW_NBYTES)))
 
 
 def chunk_nbytes(left_nbytes: int, connections: int) -> int:

@@ -504,10 +504,11 @@ class GlooTransport(TorchTransport):
 
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
         """Tells all ranks the round trip, the choice and where to connect; and connects, if it is to be several."""
+        from gradwire.comms.plan.distance import MOST_CONNECTIONS
         from gradwire.comms.transport import streams  # here: most networks have short round trips
 
         own, trip = self._farthest(streams.round_trip_seconds)
-        listener = None if own is None else streams.StreamListener(*own, backlog=streams.MOST_CONNECTIONS * self.size)
+        listener = None if own is None else streams.StreamListener(*own, backlog=MOST_CONNECTIONS * self.size)
         try:
             trips = sorted(each for (each, *_) in self._told(struct.pack("d", trip), "d"))
             # Each pair's is seen at both of its ends, one of which may have looked at a busy moment.

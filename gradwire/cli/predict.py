@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gradwire.bench.arguments import CommandParser, check_can_plot, check_number, check_output, read_input
 from gradwire.bench.compare.public_models import PUBLIC_MODELS, PublicModel
+from gradwire.bench.emulation.paths import parse_loss, parse_seconds
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.terminal import CleanConsole, complain, working, writing
 from gradwire.cli import predict_models, predict_sharded
@@ -18,6 +19,7 @@ from gradwire.cli.pipe import reader_may_leave
 from gradwire.cli.predict_show import Gains, as_json, as_table, draw
 from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
+from gradwire.comms.plan.distance import MOST_ROUND_TRIP_SECONDS
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.compressors import registry
@@ -74,6 +76,8 @@ class Question:
             nic_bits_per_second=self._rate("nic"),
             nics_per_node=self.options.nics_per_node,
             intra_bits_per_second=self._rate("intra_node"),
+            round_trip_seconds=_round_trip(self.options),
+            loss=0.0 if self.options.loss is None else parse_loss(self.options.loss, "loss"),
         )
 
     def _rate(self, option: str) -> int | None:
@@ -113,6 +117,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--intra-node", metavar="RATE", help="what one rank has inside its node, 1880gbit, where unknown"
     )
+    parser.add_argument("--rtt", metavar="TIME", help="round trip between two nodes of CPUs, 80ms")
+    parser.add_argument("--loss", metavar="SHARE", help="packets lost on the way, 0.1%%; with --rtt")
     parser.add_argument(
         "--nics-per-node",
         type=int,
@@ -177,6 +183,8 @@ def read_question(options: argparse.Namespace) -> Question:
     check_number("gradient-mb", options.gradient_mb, ELEMENT_NBYTES / 1e6, MOST_MEGABYTES)
     check_number("parameters", options.parameters, 1, MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES)
     predict_sharded.check_options(options)
+    if options.loss is not None and options.rtt is None:
+        raise ValueError("`loss` is given without `rtt`; wanted both: what loss costs depends on the round trip")
     if options.accumulate > 1 and options.sharded is not None:
         raise ValueError(
             "`accumulate` is given with `sharded`; wanted one of them: sharded models gather their weights for each "
@@ -213,6 +221,12 @@ def machine_of(options: argparse.Namespace) -> Machine:
         TopologyError: The topology file cannot be used.
     """
     return read_file(options.topology) if options.topology is not None else PRESETS[options.preset or ASSUMED]()
+
+
+def _round_trip(options: argparse.Namespace) -> float:
+    if options.rtt is None:
+        return 0.0
+    return parse_seconds(options.rtt, "rtt", MOST_ROUND_TRIP_SECONDS)
 
 
 def question_about(model: PublicModel, machine: Machine, options: argparse.Namespace) -> Question:
@@ -289,7 +303,8 @@ def main(argv: list[str]) -> int:
 
 def _answer_models(options: argparse.Namespace) -> None:
     """Prints the table of public models; links and numbers of nodes are its own."""
-    for name, refused in (("nodes", options.nodes != 1), ("nic", options.nic), ("nics-per-node", options.nics_per_node),
+    for name, refused in (("nodes", options.nodes != 1), ("nic", options.nic), ("rtt", options.rtt),
+                          ("loss", options.loss), ("nics-per-node", options.nics_per_node),
                           ("sharded", options.sharded), ("plot", options.plot), ("backward-ms", options.backward_ms),
                           ("forward-ms", options.forward_ms is not None),
                           ("accumulate", options.accumulate != 1)):  # fmt: skip

@@ -1,12 +1,14 @@
-"""What an exact sum between two nodes gets of a link with round trips and loss: gloo, and gradwire by connections.
+"""What an exact sum between nodes gets of a link with round trips and loss: gloo, and gradwire by connections.
 
     python -m gradwire.bench.studies.distance.streams --delays 1ms,40ms --losses 0%,0.1% --megabytes 16
 
-Every pair of delay and loss is one emulated cluster, on which all contenders take turns.
+Every pair of delay and loss is one emulated cluster, on which all contenders take turns. The last column is what
+`gradwire predict --rtt --loss` says of such a link.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from datetime import timedelta
@@ -24,9 +26,13 @@ from gradwire.bench.emulation.paths import MOST_DELAY_SECONDS, PathOptions, pars
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
+from gradwire.comms.autotune.quick_probe import quick_probe
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, make_gloo, store_of
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
+from gradwire.comms.plan.distance import over_distance
+from gradwire.topology.cluster import Link
+from gradwire.topology.fabric import TCP_ALPHA_SECONDS
 
 LAZY = ()
 """See `gradwire.bench.emulation.fork`: nothing is trained."""
@@ -38,7 +44,8 @@ PAYLOAD_SHARE = 1448 / 1514
 
 def gloo(place: ForkedRank, store: Store, numel: int) -> Contender:
     """Gloo's all-reduce, as plain DDP has it."""
-    group, flat = make_gloo(PrefixStore("gloo", store), place.rank, 2, TIMEOUT, (place.interface,)), torch.ones(numel)
+    group = make_gloo(PrefixStore("gloo", store), place.rank, len(place.nodes), TIMEOUT, (place.interface,))
+    flat = torch.ones(numel)
 
     def step(_: int) -> None:
         group.allreduce([flat], dist.AllreduceOptions()).wait()
@@ -47,10 +54,11 @@ def gloo(place: ForkedRank, store: Store, numel: int) -> Contender:
 
 
 def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> Contender:
-    """The hook's sum over so many connections; 0: as many as it takes of itself."""
+    """The hook's sum over so many connections; 0: as many as it takes of itself, after its look at the links."""
     name = f"gradwire, {connections or 'chosen'}"
     config = Config.from_env(timeout=TIMEOUT, connections=connections)
-    communicator = Communicator(store, place.rank, 2, torch.device("cpu"), config, name=name)
+    communicator = Communicator(store, place.rank, len(place.nodes), torch.device("cpu"), config, name=name)
+    quick_probe(communicator)
     flat = torch.ones(numel)
 
     def step(_: int) -> None:
@@ -82,9 +90,9 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def measure(
-    nic: str, path: PathOptions, numel: int, rounds: int, congestion: str, connections: str
+    nic: str, path: PathOptions, numel: int, rounds: int, congestion: str, connections: str, nodes: int = 2
 ) -> dict[str, float]:
-    """Median seconds of every contender between two nodes.
+    """Median seconds of every contender between nodes.
 
     Args:
         nic: Rate of each node's link.
@@ -93,16 +101,27 @@ def measure(
         rounds: Turns of each contender.
         congestion: See `EmulatedCluster`.
         connections: To try, with commas.
+        nodes: How many.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
-    with EmulatedCluster([1, 1], nic, path=path, congestion=congestion) as cluster:
+    with EmulatedCluster([1] * nodes, nic, path=path, congestion=congestion) as cluster:
         module = "gradwire.bench.studies.distance.streams"
-        outcome = run_forked(cluster, module, [str(numel), str(rounds), connections], nodes=[1, 1], timeout_seconds=600)
+        outcome = run_forked(
+            cluster, module, [str(numel), str(rounds), connections], nodes=[1] * nodes, timeout_seconds=600
+        )
     outcome.check()
     found: dict[str, float] = json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith("{")))
     return found
+
+
+def predicted(nic: str, round_trip_seconds: float, loss: float, numel: int, nodes: int) -> float:
+    """Seconds that the model of `gradwire predict --rtt --loss` gives for the exact sum, one rank a node."""
+    bare = Link(TCP_ALPHA_SECONDS, parse_rate(nic, "--nic") * PAYLOAD_SHARE / 8)
+    link = over_distance(bare, nodes, round_trip_seconds, loss)
+    messages = 2 * (nodes - 1)
+    return messages * link.alpha_seconds + messages / nodes * 4 * numel / link.rate(1)
 
 
 def main(argv: list[str]) -> int:
@@ -114,23 +133,28 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--delays", default="0.5ms,10ms,40ms,75ms", help="one way")
     parser.add_argument("--losses", default="0%,0.01%,0.1%,1%")
     parser.add_argument("--megabytes", type=float, default=16.0)
+    parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--congestion", default="cubic")
     parser.add_argument("--connections", default="1,0", help="0: chosen by gradwire")
     options = parser.parse_args(argv)
     numel = int(options.megabytes * 1e6 / 4)
-    best = numel * 4 * 8 / (parse_rate(options.nic, "--nic") * PAYLOAD_SHARE)
+    share = 2 * (options.nodes - 1) / options.nodes
+    best = share * numel * 4 * 8 / (parse_rate(options.nic, "--nic") * PAYLOAD_SHARE)
     table = Table("round trip", "loss", title=f"{options.megabytes:g} MB, share of the goodput; {machine_line()}")
     rows, names = [], list[str]()
     for delay, loss in product(options.delays.split(","), options.losses.split(",")):
         trip = 2e3 * parse_seconds(delay, "--delays", MOST_DELAY_SECONDS)
-        parse_loss(loss, "--losses")
+        lost = parse_loss(loss, "--losses")
         path = PathOptions(delay=delay, loss=loss)
-        found = measure(options.nic, path, numel, options.rounds, options.congestion, options.connections)
+        found = measure(
+            options.nic, path, numel, options.rounds, options.congestion, options.connections, options.nodes
+        )
+        found["predicted"] = predicted(options.nic, trip / 1e3, lost, numel, options.nodes)
         names = list(found)
         row = [f"{trip:g} ms", loss, *(f"{best / seconds:.2f}" for seconds in found.values())]
         rows.append(row)
-        print(*row, flush=True)
+        print(*row, f"load {os.getloadavg()[0]:.0f}", flush=True)
     for name in names:
         table.add_column(name, justify="right")
     for row in rows:

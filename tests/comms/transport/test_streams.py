@@ -21,7 +21,6 @@ from gradwire.comms.transport.streams import (
     StreamListener,
     Streams,
     chunk_nbytes,
-    connections_for,
 )
 from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
 from support.threads import run_ranks
@@ -179,20 +178,6 @@ def test_small_messages_open_nothing() -> None:
         return transport._streams is None
 
     assert on_transports(2, 5, body) == [True, True]
-
-
-def test_how_many_connections_a_path_takes() -> None:
-    megabit = 125_000
-    assert connections_for(0.001, 1250 * megabit) == 1  # a local network, however fast
-    assert connections_for(0.08, 100 * megabit) == 16  # 1 MB under way, 64 KiB in each
-    assert connections_for(0.02, 100 * megabit) == 4
-    assert connections_for(0.08, 1 * megabit) == 1
-    assert connections_for(10.0, 1e12) == streams.MOST_CONNECTIONS
-    assert all(
-        connections_for(trip, rate) <= connections_for(2 * trip, rate) <= connections_for(2 * trip, 2 * rate)
-        for trip in (0.004, 0.03, 0.2)
-        for rate in (1e5, 1e7, 1e9)
-    )
 
 
 def pairs(count: int) -> tuple[list[socket.socket], list[socket.socket]]:
