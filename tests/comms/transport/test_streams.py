@@ -4,7 +4,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import pytest
@@ -23,8 +23,10 @@ from gradwire.comms.transport.streams import (
     chunk_nbytes,
 )
 from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
+from gradwire.compressors.base import Work
 from support.threads import run_ranks
 
+Pieces = Sequence[tuple[int, Tensor, Tensor]]
 TIMEOUT = timedelta(seconds=60)
 NUMEL = LARGE_NBYTES + 3
 """Large in every dtype, and of no round number of chunks."""
@@ -74,10 +76,16 @@ def test_sums_of_three_ranks_travel_over_the_connections() -> None:
         transport.all_reduce(contribution(transport.rank, 10)).wait()
         found = transport._open_streams()
         assert found is not None
-        sent, real = [], found.exchange_twice
-        found.exchange_twice = lambda *given: (sent.append(given), real(*given))[1]  # type: ignore[method-assign]
+        sent: list[Tensor] = []
+        real = found.exchange_twice
+
+        def noted(first: Pieces, between: Callable[[], None], second: Pieces) -> Work:
+            sent.extend(tensor for _, tensor, _ in (*first, *second))
+            return real(first, between, second)
+
+        found.exchange_twice = noted  # type: ignore[method-assign]
         transport.all_reduce(contribution(transport.rank, NUMEL)).wait()
-        return sum(tensor.nbytes for first, _, second in sent for _, tensor, _ in (*first, *second))
+        return sum(tensor.nbytes for tensor in sent)
 
     part = torch_group.ring_numel(NUMEL, 4, 3)
     own = [part, part, NUMEL - 2 * part]
