@@ -288,6 +288,8 @@ def using_a_destroyed_communicator_is_refused() -> None:
     comm = connect()
     nccl.api.ncclCommDestroy(comm)
     assert nccl.api.raw.ncclCommAbort(comm) == INVALID_ARGUMENT
+    for ending in (nccl.api.raw.ncclCommFinalize, nccl.api.raw.ncclCommDestroy, nccl.api.raw.ncclCommAbort):
+        assert ending(None) == SUCCESS
 
 
 def an_injected_error_comes_with_its_kernel() -> None:

@@ -259,6 +259,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* result) {
 
 ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   CALLED();
+  if (!handle) return ncclSuccess;  // as NCCL: torch forgets the handle of one that it has aborted
   auto comm = find_comm(handle);
   if (!comm) return refuse("ncclCommFinalize of a communicator that was destroyed or aborted");
   return enqueue_job(comm, [comm] { return comm->finalize(); });
@@ -266,6 +267,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t handle) {
 
 ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   CALLED();
+  if (!handle) return ncclSuccess;  // as NCCL: torch forgets the handle of one that it has aborted
   auto comm = find_comm(handle);
   if (!comm) return refuse("ncclCommDestroy of a communicator that was destroyed or aborted");
   ncclResult_t result = comm->finalize();
@@ -275,6 +277,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t handle) {
 
 ncclResult_t ncclCommAbort(ncclComm_t handle) {
   CALLED();
+  if (!handle) return ncclSuccess;  // as NCCL: torch forgets the handle of one that it has aborted
   auto comm = find_comm(handle);
   if (!comm) return refuse("ncclCommAbort of a communicator that was destroyed or aborted");
   comm->abort();
