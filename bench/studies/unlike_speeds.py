@@ -76,7 +76,7 @@ class DealtTraining:
         time.sleep(self._rest * len(labels))
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(inputs), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return time.perf_counter() - began, float(loss.detach()) * len(labels), len(labels)
 
@@ -84,8 +84,8 @@ class DealtTraining:
 def rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
     """One rank; writes what it has seen."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
+    place = f"file://{Path(folder, 'store')}"
+    dist.init_process_group("gloo", place, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
     torch.manual_seed(1)
     inputs = torch.randn(options.batch_size * 64, 64)
     dataset = TensorDataset(inputs, (inputs @ torch.randn(64, 10)).argmax(dim=1))

@@ -215,7 +215,8 @@ class OuterChoice:
     @torch.no_grad()
     def _take_up(self, chosen: Mapping[str, int]) -> None:
         exchange = self._exchange
-        settings = replace(exchange.settings, **chosen)
+        every, fragments, delay = (chosen[name] for name in CHOSEN)
+        settings = replace(exchange.settings, every=every, fragments=fragments, delay=delay)
         anchors = {
             name: view
             for fragment in exchange.fragments

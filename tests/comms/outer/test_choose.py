@@ -68,7 +68,7 @@ def test_what_the_user_says_is_taken(
         given = {name: said[name] for place, name in enumerate(CHOSEN) if number >> place & 1}
         provisional(given, lr=1.0)
         found = dict(zip(CHOSEN, choose(link, step, parameters, given), strict=True))
-        OuterSettings(**found)
+        OuterSettings(every=found["every"], fragments=found["fragments"], delay=found["delay"])
         assert found | given == found and found["fragments"] <= parameters
 
 
@@ -153,7 +153,8 @@ def use(rank: int) -> dict[str, Any]:
     outer.close()
 
     model, optimizer, outer = start()
-    for each, state in zip((outer, model, optimizer), saved, strict=True):
+    stateful: list[Any] = [outer, model, optimizer]
+    for each, state in zip(stateful, saved, strict=True):
         each.load_state_dict(state)
     said["restored"] = outer.settings == chosen
     train(model, optimizer, range(LOOK_STEPS + 2, LOOK_STEPS + 12))

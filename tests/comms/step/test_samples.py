@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.comms.bootstrap.compat import GradBucket
 from gradwire.fsdp import FsdpState
 from support.processes import Processes
 
@@ -38,7 +39,7 @@ class Model(nn.Module):
 def samples(step: int) -> list[Tensor]:
     """Of each rank."""
     places = torch.randint(0, 30, (sum(COUNTS[step]),), generator=torch.Generator().manual_seed(step))
-    return list(places.split(list(COUNTS[step])))
+    return list(torch.split(places, list(COUNTS[step])))
 
 
 def train(hooked: Callable[[DistributedDataParallel], Any], sparse: bool = False, **ddp: Any) -> list[Tensor]:
@@ -77,7 +78,7 @@ def scaled_before(compressor: str | None) -> Callable[[DistributedDataParallel],
         state = gradwire.HookState(model, reduction={"average": False}, compressor=compressor)
         now = [0]
 
-        def scale_and_sum(state: gradwire.HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def scale_and_sum(state: gradwire.HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             counts, buffer = COUNTS[now[0]], bucket.buffer()
             own = counts[dist.get_rank()]
             buffer.mul_(own / sum(counts)) if own else buffer.zero_()
