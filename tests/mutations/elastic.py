@@ -12,6 +12,7 @@ _AGAIN = f"{_LAWS}::test_a_failure_that_comes_again_is_raised_and_one_that_does_
 _MEET = f"{_LAWS}::test_a_connection_that_cannot_be_made_is_an_error_at_last_and_one_that_broke_is_made_anew"
 _NETWORK = f"{_LAWS}::test_whatever_the_network_does_those_that_reach_the_store_go_on_together"
 _LOSSES = f"{_LAWS}::test_whoever_is_lost_pauses_or_joins_nobody_else_is_given_up"
+_ENDING = f"{_LAWS}::test_a_rank_that_is_lost_at_the_end_of_a_step_keeps_nobody_behind"
 _BYTES = "tests/comms/run/test_sent_bytes.py"
 _LIVENESS = "tests/comms/bootstrap/test_liveness.py"
 _BOARD = "tests/comms/bootstrap/test_failure.py"
@@ -56,7 +57,7 @@ ELASTIC = (
         "        return True, None if like is None else result.view(like.dtype).view(like.shape)\n",
         "        return False, None\n",
         "A step is averaged twice on the ranks that were ahead, or they wait for ever.",
-        (_LOSSES,),
+        (_ENDING, _LOSSES),
     ),
     Mutation(
         "nobody asks who is ahead",
@@ -64,7 +65,7 @@ ELASTIC = (
         "        if not any(0 <= count < furthest for count in ended):\n            return False, None\n",
         "        return False, None\n",
         "A rank that had not ended the step repeats it alone.",
-        (_LOSSES,),
+        (_ENDING, _LOSSES),
     ),
     Mutation(
         "who is ahead sends nothing",
@@ -72,7 +73,7 @@ ELASTIC = (
         "            result.copy_(as_bytes(self._last))\n",
         "            pass\n",
         "Who is behind takes zeros for the result.",
-        (_LOSSES,),
+        (_ENDING, _LOSSES),
     ),
     Mutation(
         "operations are not counted",
@@ -80,7 +81,7 @@ ELASTIC = (
         "        self.position += 1\n",
         "        pass\n",
         "After a loss nobody knows who is ahead.",
-        (_LOSSES,),
+        (_ENDING, _LOSSES),
     ),
     Mutation(
         "who joins counts from the beginning",
@@ -89,14 +90,6 @@ ELASTIC = (
         "            pass\n",
         "The others take a newcomer for a rank that is behind.",
         (_LOSSES,),
-    ),
-    Mutation(
-        "the old epoch's connections stay open",
-        _SURVIVE,
-        "            self.membership.report(before.epoch, reason)\n            self.communicator.abandon(reason)\n",
-        "            self.membership.report(before.epoch, reason)\n",
-        "Who waits for this rank in the old epoch is not woken.",
-        (_LOSSES, "tests/comms/elastic/test_losses.py"),
     ),
     Mutation(
         "a failure here is told to nobody",

@@ -7,9 +7,6 @@ from types import MappingProxyType
 from gradwire.topology.pci_ids import broadcom_generation
 from gradwire.topology.readers.pci_config import ConfigSpace
 
-PATH_TYPES = ("LOC", "PIX", "PXB", "PHB", "SYS")
-"""Names that PCI alone can tell apart, nearest first. Source: NCCL src/include/graph.h."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PciFunction:
@@ -60,11 +57,6 @@ class PciFunction:
         return None if self.class_code is None else self.class_code >> 16
 
     @property
-    def is_bridge(self) -> bool:
-        """A PCI-to-PCI bridge: a root port or one port of a switch."""
-        return self.class_code is not None and self.class_code >> 8 == 0x0604
-
-    @property
     def is_virtual(self) -> bool:
         """An SR-IOV virtual function."""
         return self.physical_function is not None
@@ -105,11 +97,6 @@ class PciTree:
         if not shared and not (self.complete(one) and self.complete(other)):
             return None
         return tuple(bridge for bridge in (*first, *second) if bridge not in shared)
-
-    def common_ancestor(self, one: str, other: str) -> str | None:
-        """The nearest bridge above both functions, None when only the host bridge is (or nothing is known)."""
-        first, second = self.chain(one), set(self.chain(other) or ())
-        return next((bridge for bridge in first or () if bridge in second), None)
 
 
 def path_type(tree: PciTree, one: str, other: str, *, flatten: bool = True) -> str | None:
