@@ -38,7 +38,7 @@ LARGER = {
     "NcclTransport": (27, 12),
     "ElasticTraining": (27, 11),
     "GradwireGroup": (26, 7),
-    "Communicator": (22, 25),
+    "Communicator": (22, 23),
     "StragglerWatch": (22, 26),
     "LivenessRing": (24, 25),
     "Session": (8, 17),
