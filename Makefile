@@ -20,7 +20,7 @@
 # make test-gpu-standin  its tests: no GPU is needed
 # make test-on-gpu-standin  the tests marked for a GPU, over it; it lists those that are still skipped, and why
 # make run-gpu-standin   the main job on it, as DEVICE=cuda runs it on GPUs
-# make mutations  plants known faults in a copy of the CUDA path, one after the other: do the tests catch each?  ARGS="nccl" some
+# make mutations  plants known faults in a copy of the CUDA path and elastic training, one by one: do the tests catch each?  ARGS="nccl" some
 #
 # PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
 # TORCH_INDEX=address of a package index with CPU builds of torch, where pip's own configuration knows none.
