@@ -22,7 +22,7 @@ from torch.optim import Muon, Optimizer
 
 from gradwire.bench.arguments import add_import_option, import_modules
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, optimizers_of
-from gradwire.bench.studies.convergence.rotation import RotatedWaterfill, register
+from gradwire.bench.studies.convergence.rotation import register
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
 from gradwire.bench.studies.convergence.training import FREEZE_SHARE, ONEBIT_ADAM
 from gradwire.bench.terminal import complain
@@ -31,7 +31,7 @@ from gradwire.compressors.optim.fit import take_momentum
 from gradwire.compressors.optim.onebit_adam import OneBitAdam
 from gradwire.compressors.optim.peers import Peers
 from gradwire.compressors.registry import Option, options_of
-from gradwire.compressors.routed import Routed, make_routed
+from gradwire.compressors.routed import make_routed
 
 NODES = 2
 EVALUATED = (0.25, 0.5, 0.75, 0.875, 1.0)
@@ -146,11 +146,7 @@ def compressors_of(
             inside = {"momentum": MUON_MOMENTUM, **options}
             rules = ({"max_dim": 1}, {"pattern": f"{INSIDE}*", "compressor": compressor, "options": inside})
             return [make_routed("fp16", {}, rules) for _ in range(NODES)]
-    made = [make_routed(compressor, options) for _ in range(NODES)]
-    turned = [each.main for each in made if isinstance(each, Routed) and isinstance(each.main, RotatedWaterfill)]
-    for each in turned[1:]:  # all nodes find the same bases, from the same sums: here they are looked for once
-        each.rotation = turned[0].rotation
-    return made
+    return [make_routed(compressor, options) for _ in range(NODES)]
 
 
 def train_alone(

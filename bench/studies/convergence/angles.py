@@ -11,8 +11,9 @@ them says how much of a step is noise.
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from torch.optim import Muon
 
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.alone import NODES, reduce_together
-from gradwire.bench.studies.convergence.optimizers import MUON, MUON_MOMENTUM, is_muons, optimizers_of
-from gradwire.bench.studies.convergence.rotation import RotatedWaterfill, register
+from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, is_muons, optimizers_of
+from gradwire.bench.studies.convergence.rotation import register
 from gradwire.bench.studies.convergence.tasks import RANKS, TextTask
+from gradwire.bench.terminal import complain
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.registry import make
 
@@ -41,16 +43,22 @@ class Kept:
     """For each step and node (layout.numel) float32, the mean over all ranks being the sum over the nodes."""
 
 
-def keep_gradients(task: TextTask, seed: int) -> Kept:
+def keep_gradients(task: TextTask, seed: int, only: str = "*") -> Kept:
     """Trains with exact sums, and keeps the gradients of the last steps.
 
     Args:
         task: Loaded.
         seed: Of weights and batches.
+        only: Pattern of the names of matrices that are kept.
+
+    Raises:
+        ValueError: No matrix that Muon trains has such a name.
     """
     model = task.model(seed)
     optimizers = optimizers_of(task, model, MUON)
-    named = [(name, each) for name, each in model.named_parameters() if is_muons(name, each)]
+    named = [(name, each) for name, each in model.named_parameters() if is_muons(name, each) and fnmatch(name, only)]
+    if not named:
+        raise ValueError(f"`only` is {only!r}, and no matrix that Muon trains has such a name; wanted one as {INSIDE}*")
     slices, start = [], 0
     for name, each in named:
         slices.append(Slice(name, tuple(each.shape), 0, start, each.numel()))
@@ -93,10 +101,6 @@ def degrees(kept: Kept, compressor: str) -> tuple[float, float, float]:
         compressor: Its name.
     """
     compressors = [make(compressor) for _ in range(NODES)]
-    if isinstance(compressors[0], RotatedWaterfill):
-        for each in compressors[1:]:
-            assert isinstance(each, RotatedWaterfill)
-            each.rotation = compressors[0].rotation
     exact, other = torch.zeros(kept.layout.numel), torch.zeros(kept.layout.numel)
     cosines: dict[str, list[float]] = {item.name: [] for item in kept.layout.slices}
     for number, nodes in enumerate(kept.steps):
@@ -112,17 +116,14 @@ def degrees(kept: Kept, compressor: str) -> tuple[float, float, float]:
     return sum(means) / len(means), min(means), max(means)
 
 
-def table(kept: Kept, names: Sequence[str]) -> str:
-    """Returns a table with a row for each compressor."""
-    lines = [
-        "| compressor | bits an element | degrees, mean over the matrices | least to largest |",
-        "|---|---|---|---|",
-    ]
+def table(kept: Kept, names: Sequence[str]) -> Iterator[str]:
+    """Yields the lines of a table with a row for each compressor."""
+    yield "| compressor | bits an element | degrees, mean over the matrices | least to largest |"
+    yield "|---|---|---|---|"
     for name in names:
         mean, least, largest = degrees(kept, name)
         bits = 8 * make(name).wire_nbytes(kept.layout, NODES) / kept.layout.numel
-        lines.append(f"| `{name}` | {bits:.2f} | {mean:.0f} | {least:.0f} to {largest:.0f} |")
-    return "\n".join(lines)
+        yield f"| `{name}` | {bits:.2f} | {mean:.0f} | {least:.0f} to {largest:.0f} |"
 
 
 def main(argv: list[str]) -> int:
@@ -132,12 +133,19 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("compressor", nargs="+")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="of the names of matrices (default: all)")
     asked = parser.parse_args(argv)
     register()
     torch.set_num_threads(1)
     task = TextTask()
     task.load()
-    print(table(keep_gradients(task, asked.seed), asked.compressor))
+    try:
+        kept = keep_gradients(task, asked.seed, asked.only)
+    except ValueError as error:
+        complain("angles", error)
+        return 2
+    for line in table(kept, asked.compressor):
+        print(line, flush=True)
     print(f"\n{machine_line()}")
     return 0
 
