@@ -2,12 +2,15 @@
 
 import hashlib
 import io
+from collections.abc import Sequence
+from typing import Protocol
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Muon, Optimizer
 
 import gradwire
 from gradwire.comms.resume import Resume, from_rows, to_rows
@@ -69,6 +72,120 @@ def check_resume(rank: int) -> dict[str, bool]:
 def test_resume_equals_no_interruption(processes: Processes) -> None:
     for same in processes(len(NODES), check_resume, nodes=NODES):
         assert same == dict.fromkeys(OPTIONS, True)
+
+
+UNDER_MUON = ("powersgd", "int4")
+"""Of these what Muon and AdamW can be trained with."""
+
+
+def two_optimizers(model: DistributedDataParallel) -> list[Optimizer]:
+    parameters = list(model.parameters())
+    return [
+        Muon([each for each in parameters if each.ndim == 2], lr=0.02),
+        AdamW([each for each in parameters if each.ndim != 2], lr=3e-3),
+    ]
+
+
+class Steps(Protocol):
+    """What is needed of an optimizer here."""
+
+    def step(self) -> object:
+        """Changes the weights."""
+
+
+def train_with(model: DistributedDataParallel, optimizers: Sequence[Steps], rank: int, first: int, last: int) -> Tensor:
+    """Trains as two optimizers do, which both step once after a backward pass; returns all weights."""
+    for step in range(first, last):
+        rows = torch.randn(4, 48, generator=torch.Generator().manual_seed(100 * step + rank))
+        model.zero_grad()
+        model(rows).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def check_resume_of_two_optimizers(rank: int) -> dict[str, tuple[bool, bool]]:
+    """Whether a training from a checkpoint ends with the same bits; whether it does with new optimizers, too."""
+    dist.init_process_group("gloo")
+    found = {}
+    for name in UNDER_MUON:
+        model, state = start(name)
+        optimizers = two_optimizers(model)
+        train_with(model, optimizers, rank, 0, STEPS // 2)
+        file = io.BytesIO()
+        saved_optimizers = [each.state_dict() for each in optimizers]
+        torch.save(
+            {"model": model.module.state_dict(), "hook": state.state_dict(), "optimizers": saved_optimizers}, file
+        )
+        through = train_with(model, optimizers, rank, STEPS // 2, STEPS)
+        ends = []
+        for complete in (True, False):
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            model, state = start(name)
+            model.module.load_state_dict(saved["model"])
+            state.load_state_dict(saved["hook"])
+            optimizers = two_optimizers(model)
+            if complete:
+                for optimizer, value in zip(optimizers, saved["optimizers"], strict=True):
+                    optimizer.load_state_dict(value)
+            ends.append(torch.equal(train_with(model, optimizers, rank, STEPS // 2, STEPS), through))
+        found[name] = ends[0], ends[1]
+    dist.destroy_process_group()
+    return found
+
+
+def test_two_optimizers_on_one_model_resume_as_one_does(processes: Processes) -> None:
+    """Muon for matrices and AdamW for the rest; what is compressed and held back is the hook's alone."""
+    for found in processes(len(NODES), check_resume_of_two_optimizers, nodes=NODES):
+        assert found == dict.fromkeys(UNDER_MUON, (True, False))
+
+
+class SharedOutMuon:
+    """Muon that shares out its work over a process group, as `Muon(process_group)` of the package `dion` does.
+
+    Each matrix is stepped by one rank, which then sends it to the others: by collectives of its own between two
+    backward passes.
+    """
+
+    def __init__(self, matrices: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.matrices, self.group = matrices, group
+        self.optimizer: Optimizer = Muon(matrices[dist.get_rank(group) :: dist.get_world_size(group)], lr=0.02)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        works = [
+            dist.broadcast(each.detach(), number % dist.get_world_size(self.group), self.group, async_op=True)
+            for number, each in enumerate(self.matrices)
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+def check_muon_that_shares_out_its_work(rank: int) -> dict[str, bool]:
+    """Whether it ends with the bits of one that does all of it on every rank; in the hook's own group."""
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    same = {}
+    for name in ("none", "int8"):
+        ends = []
+        for shared_out in (False, True):
+            model = DistributedDataParallel(Shuffled(), bucket_cap_mb=0.02)
+            model.register_comm_hook(gradwire.HookState(model, compressor=name), gradwire.comm_hook)
+            muon, adamw = two_optimizers(model)
+            matrices = [each for each in model.parameters() if each.ndim == 2]
+            chosen: list[Steps] = [SharedOutMuon(matrices, group) if shared_out else muon, adamw]
+            ends.append(train_with(model, chosen, rank, 0, STEPS))
+        same[name] = torch.equal(*ends)
+    dist.destroy_process_group()
+    return same
+
+
+def test_a_muon_that_shares_out_its_work_runs_beside_the_hook(processes: Processes) -> None:
+    for same in processes(len(NODES), check_muon_that_shares_out_its_work, nodes=NODES):
+        assert same == {"none": True, "int8": True}
 
 
 def layout(*runs: tuple[str, int, int], shape: tuple[int, ...] = (10,)) -> Layout:
