@@ -8,11 +8,11 @@ from pathlib import Path
 
 from gradwire.comms.report import duration
 from gradwire.comms.watch.board import WatchBoard
-from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
+from gradwire.comms.watch.collective import IssuedCollective, one_in_words
 from gradwire.comms.watch.late import Lateness, LateRank
 from gradwire.comms.watch.rank import RankWord
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport
-from gradwire.comms.watch.trouble import Stuck, find_disagreement, find_stuck, origin, stuck_in_words
+from gradwire.comms.watch.trouble import Stuck, find_disagreements, find_stuck, origin, stuck_in_words
 
 log = logging.getLogger("gradwire")
 
@@ -169,15 +169,11 @@ class Judge:
         if len(answers) < self._size and now < until:
             return
         self._question = None
-        disagree = False
-        for name in self._members:
-            issued = {rank: answer[name] for rank, answer in answers.items() if name in answer}
-            disagreement = find_disagreement(name, issued, lines=sender_of(name) is None)
-            if disagreement is not None:
-                disagree = True
-                self._add(self.report.disagreements, str(disagreement))
+        disagreements = list(find_disagreements(answers))
+        for each in disagreements:
+            self._add(self.report.disagreements, str(each))
         if stuck is not None:
-            self._add_stall(stuck, answers, disagree=disagree)
+            self._add_stall(stuck, answers, disagree=bool(disagreements))
         self._board.conclude(number)
 
     def _add_stall(

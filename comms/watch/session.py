@@ -18,6 +18,7 @@ from gradwire.comms.watch.judge import ANSWER_SECONDS, Judge
 from gradwire.comms.watch.messages import Messages
 from gradwire.comms.watch.rank import RankLog, RankWord
 from gradwire.comms.watch.report import WatchReport
+from gradwire.comms.watch.trouble import find_disagreements
 
 log = logging.getLogger("gradwire")
 
@@ -154,6 +155,10 @@ class Session:
                 time.sleep(LOOK_SECONDS)
                 if threading.current_thread() is not threading.main_thread() and self._judge is not None:
                     self.speak()
+            if not self._board.concluded(question):  # C++ has ended rank 0, as gloo does for unlike sizes
+                self._board.conclude(question)
+                for each in find_disagreements(self._board.answers(question)):
+                    log.warning("watch: %s", each)
         except RuntimeError as gone:
             last = [
                 f"{each[-1]}, {one_in_words(name, each[-1].number)}, at {each[-1].line}"

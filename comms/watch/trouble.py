@@ -1,7 +1,7 @@
 """What hangs, and which ranks disagree: what the ranks' last collectives mean, side by side."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradwire.comms.report import duration
@@ -124,6 +124,19 @@ def find_disagreement(
             if len({each.line if by_line else each.what for each in here.values()}) > 1:
                 return Disagreement(group, number, here, by_line)
     return None
+
+
+def find_disagreements(answers: Mapping[int, Mapping[str, Sequence[IssuedCollective]]]) -> Iterator[Disagreement]:
+    """Yields where the ranks of each group differ first.
+
+    Args:
+        answers: Rank -> group's name -> its last collectives, ascending.
+    """
+    for name in dict.fromkeys(name for answer in answers.values() for name in answer):
+        issued = {rank: answer[name] for rank, answer in answers.items() if name in answer}
+        found = find_disagreement(name, issued, lines=sender_of(name) is None)
+        if found is not None:
+            yield found
 
 
 def stuck_in_words(

@@ -4,7 +4,14 @@ import pytest
 
 from gradwire.comms.watch.collective import IssuedCollective
 from gradwire.comms.watch.rank import GroupState, RankWord
-from gradwire.comms.watch.trouble import Stuck, find_disagreement, find_stuck, origin, stuck_in_words
+from gradwire.comms.watch.trouble import (
+    Stuck,
+    find_disagreement,
+    find_disagreements,
+    find_stuck,
+    origin,
+    stuck_in_words,
+)
 
 MEMBERS = {"default": (0, 1, 2)}
 
@@ -69,6 +76,16 @@ def test_a_left_out_collective_of_the_same_shape_shows_by_its_line() -> None:
     found = find_disagreement("default", issued, lines=True)
     assert found is not None and found.by_line_alone and found.number == 1
     assert find_disagreement("default", issued, lines=False) is None
+
+
+def test_each_group_is_compared_among_the_ranks_that_have_answered() -> None:
+    """Rank 0 is gone: C++ has ended it."""
+    narrow, wide = (IssuedCollective(4, f"all_reduce of [3] {dtype}", "a.py:1") for dtype in ("Float", "Double"))
+    answers = {1: {"dp": [narrow], "tp": [narrow]}, 2: {"dp": [narrow]}, 3: {"dp": [wide], "tp": [narrow]}}
+    (found,) = find_disagreements(answers)
+    assert str(found).endswith(
+        "ranks 1, 2 issued all_reduce of [3] Float at a.py:1; rank 3 issued all_reduce of [3] Double at a.py:1"
+    )
 
 
 def test_only_what_all_ranks_still_remember_is_compared() -> None:
