@@ -1,6 +1,6 @@
 """Laws of elastic training over drawn histories: losses, joins, freezes, partitions, on the real protocol.
 
-The membership, the ring and the survivor are those of the product, in simulated time; see `support.simulation`.
+The membership, the ring and the survivor are those of the product, in simulated time; see `simulated.simulation`.
 """
 
 import random
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gradwire.comms.bootstrap.liveness import FROZEN_SECONDS
 from gradwire.comms.elastic.membership import SILENCE_SECONDS
 from gradwire.comms.elastic.survive import MOST_REPEATS
-from support.simulated_job import COMPUTING_SECONDS, Job
-from support.simulation import STARTED, Simulation, simulated
+from simulated.job import COMPUTING_SECONDS, Job
+from simulated.simulation import STARTED, Simulation, simulated
 
 STEPS = 8
 END_SECONDS = 300.0

@@ -17,7 +17,7 @@ from gradwire.comms.communicator import Oversight
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.survive import Survivor
-from support.simulation import LATENCY_SECONDS, Process, Simulation
+from simulated.simulation import LATENCY_SECONDS, Process, Simulation
 
 TIMEOUT = timedelta(seconds=60)
 MOST = 8
