@@ -236,6 +236,7 @@ class Config:
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {kind.__name__}")
         object.__setattr__(self, "reduction", Reduction.of(self.reduction))
+        object.__setattr__(self, "rules", self.rules or ())
         for name, what in (("tune", "True, False, or a file for the result"), ("elastic", "True, False or HOST:PORT")):
             if not isinstance(value := getattr(self, name), bool | str) or value == "":
                 raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {what}")

@@ -130,6 +130,7 @@ def settings_of(
         stream_bytes_per_second,
         options.only,
         with_mpi,
+        options.imports,
     )
 
 

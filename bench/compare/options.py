@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from gradwire.bench.arguments import check_can_plot, check_number, check_output
+from gradwire.bench.arguments import add_import_option, check_can_plot, check_number, check_output, import_modules
 from gradwire.bench.compare.contenders import contender_specs, select
 from gradwire.bench.compare.models import MODELS
 from gradwire.bench.compare.replay import load_case
@@ -49,6 +49,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parse_rate(options.nic, "--nic")
     if options.stream is not None:
         parse_rate(options.stream, "--stream")
+    import_modules(options.imports)
     select(contender_specs(with_mpi=True), options.only)
     return options
 
@@ -97,6 +98,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--only", metavar="WORDS", help="contenders whose name contains one of these, with commas between them"
     )
+    add_import_option(parser)
     add_json_option(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png or .svg)")
     parser.add_argument(

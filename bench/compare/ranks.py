@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.bench.arguments import import_modules
 from gradwire.bench.compare.contenders import PLAIN, ContenderSpec, contender_specs, select
 from gradwire.bench.compare.models import BATCHES, BatchLoss, build
 from gradwire.bench.compare.replay import ReplayModel, Scale, load_case
@@ -42,6 +43,7 @@ class CompareSettings:
         stream_bytes_per_second: Of one connection between nodes; None where it has no limit of its own.
         only: Words to select the contenders; None for all.
         with_mpi: The ranks come from mpirun.
+        imports: Modules that register codecs of the user's own.
     """
 
     model: str
@@ -55,6 +57,7 @@ class CompareSettings:
     stream_bytes_per_second: float | None
     only: str | None
     with_mpi: bool = False
+    imports: Sequence[str] = ()
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
@@ -84,6 +87,7 @@ def compare(settings: CompareSettings, interface: str | None, line: Callable[[st
             line(json.dumps(record))
 
     torch.set_num_threads(1)
+    import_modules(settings.imports)
     model, loss = _model(settings)
     references = None if settings.replay else _references(model, loss)
     gradient_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())

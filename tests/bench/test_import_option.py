@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.bench.compare import options
+from gradwire.bench.compare.command import settings_of
+from gradwire.bench.compare.contenders import contender_specs, select
+from gradwire.bench.compare.replay import Scale
 from gradwire.bench.studies.convergence import alone
 from gradwire.compressors import registry
 
@@ -46,6 +50,21 @@ def test_the_bench_takes_a_codec_of_the_current_folder(tmp_path: Path) -> None:
     assert "halves" in done.stdout
     without = bench(tmp_path, "--compressor", "halves")
     assert without.returncode == 2 and "`--compressor` is 'halves'" in without.stderr
+
+
+def test_compare_takes_it_as_a_contender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    (tmp_path / "eighth_codecs.py").write_text(CODEC.replace("halves", "eighths"))
+    words = ["--nodes", "2", "--only", "eighths"]
+    with pytest.raises(ValueError, match="`--only` has 'eighths', which is in no name"):
+        options.parse(words)
+    chosen = options.parse([*words, "--import", "eighth_codecs"])
+    assert settings_of(chosen, Scale()).imports == ["eighth_codecs"]
+    assert [each.name for each in select(contender_specs(with_mpi=False), chosen.only)][1:] == ["gradwire eighths"]
 
 
 def test_a_module_that_cannot_be_imported_is_named(

@@ -62,6 +62,10 @@ def test_every_option_is_of_one_part() -> None:
     assert sorted(parts) == sorted(FIELDS)
 
 
+def test_no_rules_may_be_none() -> None:
+    assert Config(rules=None).rules == ()  # type: ignore[arg-type]
+
+
 def test_defaults_ask_for_nothing() -> None:
     assert Config().asked_for(FIELDS) == Config(probe=False).asked_for(FIELDS) == []
     given = Config(elastic=True, fusion=1.0, rules=({"pattern": "a"},))
