@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.bench.machine import machine_line
-from gradwire.bench.studies.watch.forked import run_ranks
+from gradwire.bench.studies.watch.forked import join, run_ranks
+from gradwire.bench.studies.watch.job import TIMEOUT
 from gradwire.bench.studies.watch.planted import LIMIT_SECONDS, RESULT, WARMED
 
 CALLS = 2000
@@ -57,7 +58,7 @@ def measured(watches: bool, rank: int, port: int) -> None:
     torch.set_num_threads(1)
     if watches:
         gradwire.watch()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    join(rank, 2, port, TIMEOUT)
     tensor = torch.ones(4)
     calls: dict[str, Callable[[], None]] = {
         "all_reduce": lambda: (dist.all_reduce(tensor), None)[1],

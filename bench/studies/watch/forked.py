@@ -6,16 +6,19 @@ They end as under torchrun: when one has failed the others get SIGTERM. Each wat
 import atexit
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import IO, NoReturn
 
+import torch.distributed as dist
+
 from gradwire.bench.emulation.signals import die_with_parent
+from gradwire.comms.bootstrap.compat import TCPStore
 
 GRACE_SECONDS = 30.0
 """Between SIGTERM and SIGKILL. Source: torchrun's default."""
@@ -26,20 +29,32 @@ _one_forks = threading.Lock()
 """Several jobs may run at a time, each from a thread."""
 
 
+def join(rank: int, size: int, port: int, timeout: timedelta) -> None:
+    """Makes gloo the default process group.
+
+    Args:
+        rank: This one.
+        size: Of the job.
+        port: Of its store.
+        timeout: Of collectives.
+    """
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
 def run_ranks(size: int, main: Callable[[int, int], None], seconds: float) -> tuple[list[int], str]:
     """Runs a function as every rank of a job.
 
     Args:
         size: Number of ranks.
-        main: What a rank does, given its number and a free port for rank 0's store.
+        main: What a rank does, given its number and the port of the ranks' store.
         seconds: After which all are killed.
 
     Returns:
         The status with which each rank has ended, negative for a signal; and what all of them have printed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
+    port = server.port
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
         parent = os.getpid()

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import gradwire
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.watch import job
-from gradwire.bench.studies.watch.forked import run_ranks
+from gradwire.bench.studies.watch.forked import join, run_ranks
 from gradwire.bench.studies.watch.job import FAULT_AT, FAULT_STEP, KINDS, STEPS_TO_NAME, PlantedDelay
 
 WARMED = ("gradwire.comms.watch.session", "torch._dynamo", "torch.distributed.pipelining")
@@ -101,13 +101,12 @@ def watched(work: Callable[[], object], rank: int, port: int) -> None:
     Args:
         work: Given a default group.
         rank: This one.
-        port: Of rank 0's store.
+        port: Of the ranks' store.
     """
     logging.basicConfig(format="%(created).3f %(message)s")
     torch.set_num_threads(1)
     gradwire.watch(STALL_SECONDS)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=job.TIMEOUT)
+    join(rank, RANKS, port, job.TIMEOUT)
     found = work()
     if rank == 0:
         print(f"{RESULT} {json.dumps(found)}", flush=True)
