@@ -26,6 +26,7 @@ class Signals:
 
     def __init__(self) -> None:
         self._reading: int | None = None
+        self._mine: list[signal.Signals] = []
         if sys.stderr is not None and not faulthandler.is_enabled():
             try:
                 faulthandler.enable()
@@ -44,8 +45,16 @@ class Signals:
             os.close(writing)
             return
         self._reading = reading
+        self._mine = mine
         for number in mine:
             signal.signal(number, lambda number, frame: None)
+
+    def close(self) -> None:
+        """Leaves the signals to the system again: what ends the process now ends it at once. In the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            for number in self._mine:
+                signal.signal(number, signal.SIG_DFL)
+            self._mine = []
 
     def come(self) -> frozenset[int]:
         """The signals that have come since the last call."""

@@ -64,6 +64,7 @@ class Watch:
         self._session: Session | None = None
         self._last: WatchReport | None = None
         self._closed = threading.Event()
+        self._ends = False
         self._signals = Signals()
         self._hook = sys.excepthook
         sys.excepthook = self._ends_with
@@ -88,9 +89,14 @@ class Watch:
         if self._metrics is not None:
             self._metrics.close(self.report)
         self._messages.remove()
-        report = self.report
-        if report is None:
-            return
+        if self.report is not None:
+            self._leave_report(self.report)
+        ends = self._ends or END in self._signals.come()
+        self._signals.close()  # what torch still waits for behind this, a launcher must be able to end
+        if ends:
+            Signals.end()
+
+    def _leave_report(self, report: "WatchReport") -> None:
         log.warning("watch: %s", report)
         if self._json is not None:
             try:
@@ -122,7 +128,10 @@ class Watch:
         signals = self._signals.come()
         if REPORT in signals and session.report is not None:
             log.warning("watch: %s", session.report)
-        if END in signals and not session.leaves:  # or it ends by itself, in a moment
+        if END in signals:
+            if session.leaves:  # it ends by itself in a moment: as soon as it has compared
+                self._ends = True
+                return
             if session.waits:
                 session.leave("a signal that ends it")
             Signals.end()
