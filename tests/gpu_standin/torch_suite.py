@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ.setdefault("GPU_STANDIN_UNKNOWN", "error")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -64,9 +65,11 @@ def report(outcomes: dict[str, Outcome]) -> list[str]:
 def tests_of(path: Path) -> Iterator[unittest.TestCase]:
     """The tests of one of PyTorch's files, their ranks forked."""
     fork = multiprocessing.get_context("fork")
-    torch.multiprocessing.get_context = lambda method=None: fork  # spawned ones would import torch each
+    patch.object(torch.multiprocessing, "get_context", lambda method=None: fork).start()  # spawned ones import torch
     sys.path.insert(0, str(path.parent))
-    waiting = [unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(path.stem))]
+    waiting: list[unittest.TestCase | unittest.TestSuite] = [
+        unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(path.stem))
+    ]
     while waiting:
         each = waiting.pop()
         if isinstance(each, unittest.TestCase):

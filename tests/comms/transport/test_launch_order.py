@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gradwire.comms.backend import inner_turns
 from gradwire.comms.backend.process_group import GradwireGroup, OwnOptions
+from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.config import LAUNCH_ORDER, Config, launch_order
 from gradwire.comms.transport import launch_order as module
 from gradwire.comms.transport.launch_order import KEPT_FROM, Devices, TorchIssuer
@@ -188,7 +189,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradwireGroup]:
     monkeypatch.setattr(module, "multiprocessors", lambda device: NODE_CTAS)
     monkeypatch.setattr(module, "devices", Devices())
     monkeypatch.setattr(inner_turns, "nccl_backend_of", lambda group, device: "torch's NCCL")
-    made = GradwireGroup(OwnOptions(dist.HashStore(), 0, 1, timedelta(seconds=9), "one", [0]), Config())
+    made = GradwireGroup(OwnOptions(HashStore(), 0, 1, timedelta(seconds=9), "one", [0]), Config())
     yield made
     made.shutdown()
 
@@ -215,20 +216,22 @@ def test_what_a_group_of_the_backend_leaves_to_torchs_nccl_takes_its_turn(group:
 @pytest.mark.parametrize("messages", [False, True])
 def test_what_is_coalesced_takes_one_turn_at_its_end_and_messages_none(group: GradwireGroup, messages: bool) -> None:
     log: list[str] = []
-    inner = SimpleNamespace(
-        _start_coalescing=lambda device: None,
-        _end_coalescing=lambda device: log.append("end") or Waited(),  # type: ignore[func-returns-value]
-        shutdown=group.inner.shutdown,
+
+    def issue(word: str) -> Any:
+        log.append(word)
+        return Waited((), word, log)
+
+    group.inner = SimpleNamespace(  # type: ignore[assignment]
+        _start_coalescing=lambda device: None, _end_coalescing=lambda device: issue("end"), shutdown=lambda: None
     )
-    group.inner = inner  # type: ignore[assignment]
     between = NcclTransport(Logged("between", log), 0, 1, ctas=INTER_NODE_CTAS)
     module.devices.join(between, DEVICE)
-    group.turns.issue(lambda: Waited((), "first", log), DEVICE)  # counts it in
+    group.turns.issue(lambda: issue("first"), DEVICE)  # counts it in
     between.all_reduce(torch.zeros(4))
     log.clear()
     group._start_coalescing(DEVICE)
     if not messages:
-        group.turns.issue(lambda: log.append("collected") or Waited(), DEVICE)  # type: ignore[func-returns-value]
+        group.turns.issue(lambda: issue("collected"), DEVICE)
     group._end_coalescing(DEVICE)
     assert log == (["end"] if messages else ["collected", "wait for between", "end"])
     module.devices.leave(between)
