@@ -172,7 +172,8 @@ def test_a_failure_that_comes_again_is_raised_and_one_that_does_not_is_repeated(
     job, living = play(seed, hosts, {}, [], failing={(name, step): times})
     check(job, living)
     raised = times >= MOST_REPEATS
-    assert all(diary.finished != raised for diary in job.diaries.values()), job.describe()
+    assert job.diaries[name].finished != raised, job.describe()
+    assert raised or all(diary.finished for diary in job.diaries.values()), job.describe()  # else some go on without it
     assert job.failing[name, step] == max(0, times - MOST_REPEATS)
 
 
