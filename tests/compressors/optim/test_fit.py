@@ -66,7 +66,14 @@ def test_what_ends_behind_says_so_once_in_the_log(
 
 @pytest.mark.parametrize(
     ("compressor", "bits"),
-    [("int4", "0.04"), ("waterfill4", "0.03"), ("waterfill2", "0.14"), ("int8", ""), ("fp16", "")],
+    [
+        ("int4", "0.04"),
+        ("waterfill4", "0.03"),
+        ("waterfill3", "0.06"),
+        ("waterfill2", "0.15"),
+        ("int8", ""),
+        ("fp16", ""),
+    ],
 )
 def test_what_muon_makes_worse_is_named_with_its_figure(
     compressor: str, bits: str, caplog: pytest.LogCaptureFixture
