@@ -41,7 +41,7 @@ LARGER = {
     "Communicator": (22, 23),
     "StragglerWatch": (22, 26),
     "LivenessRing": (24, 25),
-    "Session": (8, 17),
+    "Session": (9, 21),
     "StallWatch": (8, 22),
     "Config": (16, 22),
 }

@@ -465,7 +465,11 @@ class LivenessRing:
 
     def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
         """Also to a rank whose connection waits to be accepted, and through the store to one that comes later."""
-        launches = self._launches()
+        try:
+            launches = self._launches()
+        except PeerError as error:  # what this ring is for has failed, and all ranks have been told
+            log.debug("rank %d leaves without a goodbye: %s", self._rank, error)
+            return
         goodbye = GOODBYE + launches.to_bytes(8, "big")
         try:
             self._store.set(f"left/{self._rank}", str(launches))

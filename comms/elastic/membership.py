@@ -287,7 +287,8 @@ class Membership:
             self.on_alarm(reason)
         try:
             self._agree(epoch)
-            self._enter(epoch)
+            if not self._closed:  # else nobody may have written down who is left, and nothing reads it any more
+                self._enter(epoch)
             epoch.ring = None  # its thread ends here; each of the two knows the other
         except Exception as failed:  # noqa: BLE001 - the training thread raises it
             with self._changed:
@@ -349,6 +350,8 @@ class Membership:
                 time.sleep(NAP_SECONDS)
             if self._closed:
                 return
+        if not self._store.check([key]):
+            raise RuntimeError(f"each of {epoch.view.size} ranks that began to write down who is left was lost over it")
 
     def _collect(self, epoch: "_Epoch") -> list[int]:
         """Waits until every rank has said that it is here, or is known to be gone; who is left, ascending."""

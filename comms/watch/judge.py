@@ -1,6 +1,5 @@
 """What rank 0 makes of the words of all ranks: who is late, what hangs, who disagrees."""
 
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -12,18 +11,13 @@ from gradwire.comms.watch.collective import IssuedCollective, one_in_words
 from gradwire.comms.watch.late import Lateness, LateRank
 from gradwire.comms.watch.rank import RankWord
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport
+from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS, TimelineWriter
 from gradwire.comms.watch.trouble import Stuck, find_disagreements, find_stuck, origin, stuck_in_words
 
 log = logging.getLogger("gradwire")
 
 SILENT_SECONDS = 5.0
 """A rank whose word is older is frozen or lost."""
-
-ANSWER_SECONDS = 3.0
-"""How long all ranks have to answer a question."""
-
-TIMELINE_SECONDS = 10.0
-"""Between two timelines: the file holds the last one. The times of 256 collectives take each rank some 8 ms."""
 
 
 class Judge:
@@ -53,9 +47,7 @@ class Judge:
         self._last_question = 0
         self._words: dict[int, RankWord] = {}
         self._known: set[str] = set()
-        self._trace = trace
-        self._timeline: tuple[int, float] | None = None
-        self._next_timeline = 0.0
+        self._drawing = None if trace is None else TimelineWriter(board, size, trace)
 
     def look(self) -> None:
         """Reads all words, and says what is new."""
@@ -72,35 +64,13 @@ class Judge:
             self._judge_stall(now)
         else:
             self._judge_answers(now)
-        if self._trace is not None:
-            self._draw(self._trace, now)
+        if self._drawing is not None and self._members:
+            self._drawing.go_on(self._hosts, now)
 
     def draw_soon(self) -> None:
         """Has the timeline be drawn anew: something has happened."""
-        self._next_timeline = 0.0
-
-    def _draw(self, file: Path, now: float) -> None:
-        if self._timeline is None:
-            if now >= self._next_timeline and self._members:
-                self._next_timeline = now + TIMELINE_SECONDS
-                self._timeline = self._board.ask_for_timelines(), now + ANSWER_SECONDS
-            return
-        question, until = self._timeline
-        parts = self._board.timelines(question)
-        if len(parts) < self._size and now < until:
-            return
-        self._timeline = None
-        if not parts:
-            return
-        from gradwire.comms.watch.timeline import timeline  # and with it what the hook needs
-
-        part = file.with_name(f"{file.name}.part")  # so that there is a whole file whenever the job ends
-        try:
-            part.write_text(json.dumps(timeline(parts, self._hosts)))
-            part.replace(file)
-        except OSError as error:
-            log.error("the watch's timeline cannot be written to %s: %s", file, error.strerror)
-            self._trace = None
+        if self._drawing is not None:
+            self._drawing.begin_soon()
 
     def question(self, number: int) -> None:
         """Takes over a question that a rank has asked which is about to end."""

@@ -121,7 +121,7 @@ class _Channel:
         return GroupState(self.issued, number - 1, now - since, self.waiting.seconds, tuple(self.quiet))
 
 
-class Messages:
+class MessageNotes:
     """Notes the messages of all process groups of this process, from `install` on."""
 
     def __init__(self) -> None:

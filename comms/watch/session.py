@@ -14,10 +14,11 @@ from gradwire.comms.watch.activity import Activity
 from gradwire.comms.watch.board import WatchBoard
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart, one_in_words
 from gradwire.comms.watch.flight import FlightReader
-from gradwire.comms.watch.judge import ANSWER_SECONDS, Judge
-from gradwire.comms.watch.messages import Messages
+from gradwire.comms.watch.judge import Judge
+from gradwire.comms.watch.messages import MessageNotes
 from gradwire.comms.watch.rank import RankLog, RankWord
 from gradwire.comms.watch.report import WatchReport
+from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS
 from gradwire.comms.watch.trouble import find_disagreements
 
 log = logging.getLogger("gradwire")
@@ -47,7 +48,7 @@ class Session:
         group: The default group.
     """
 
-    def __init__(self, stall_seconds: float, messages: Messages, trace: Path | None) -> None:
+    def __init__(self, stall_seconds: float, messages: MessageNotes, trace: Path | None) -> None:
         self.group = dist.group.WORLD
         assert self.group is not None
         self._rank, self._size = dist.get_rank(), dist.get_world_size()

@@ -23,7 +23,7 @@ from gradwire.comms.config import (
     set_flight_recorder_size,
     watch_options,
 )
-from gradwire.comms.watch.messages import Messages
+from gradwire.comms.watch.messages import MessageNotes
 from gradwire.comms.watch.signals import END, REPORT, Signals
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Watch:
         self._json = json
         self._metrics_to = metrics
         self._trace = trace
-        self._messages = Messages()
+        self._messages = MessageNotes()
         self._messages.install()  # at once: ranks number messages alike only if they all begin with the first one
         self._metrics: Metrics | None = None
         self._session: Session | None = None

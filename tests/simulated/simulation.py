@@ -6,6 +6,8 @@ waits, sockets, what a kernel knows of its own processes, and how long a store t
 """
 
 import random
+import selectors
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -440,7 +442,7 @@ class _Pool:
             found[number] = function(item)
 
         tasks = [
-            self._simulation.start(self._simulation.process, lambda number=number, item=item: call(number, item))
+            self._simulation.start(self._simulation.process, partial(call, number, item))
             for number, item in enumerate(items)
         ]
         self._simulation.block(lambda: all(task.ended for task in tasks), None)
@@ -530,10 +532,10 @@ def simulated(simulation: Simulation) -> Iterator[None]:
             stack.enter_context(patch.object(module, "threading", _Names(threading, **threads)))
         thread = partial(_Thread, simulation)
         stack.enter_context(patch.object(liveness, "BackgroundThread", thread))
-        sockets = _Names(liveness.socket, socket=SimSocket, create_connection=connect, socketpair=socketpair)
+        sockets = _Names(socket, socket=SimSocket, create_connection=connect, socketpair=socketpair)
         stack.enter_context(patch.object(liveness, "socket", sockets))
-        selectors = _Names(liveness.selectors, DefaultSelector=lambda: _Selector(simulation))
-        stack.enter_context(patch.object(liveness, "selectors", selectors))
+        waits = _Names(selectors, DefaultSelector=lambda: _Selector(simulation))
+        stack.enter_context(patch.object(liveness, "selectors", waits))
         stack.enter_context(patch.object(liveness, "listener", listener))
         stack.enter_context(patch.object(liveness, "look_at", look_at))
         stack.enter_context(patch.object(liveness, "own_kernel", lambda: simulation.process.host))

@@ -204,7 +204,7 @@ def looked(held: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
             square = MEMORY * product(old, vectors.transpose(1, 2)) + (1.0 - MEMORY) * square
         for _ in range(FIRST_ITERATIONS if first else ITERATIONS):
             vectors, values = _iterated(square, vectors)
-        parts = (vectors * values).float().split([len(held[number]) for number in numbers])
+        parts = torch.split((vectors * values).float(), [len(held[number]) for number in numbers])
         for number, each in zip(numbers, parts, strict=True):
             found[number] = each
     return found
@@ -388,7 +388,7 @@ class RotatedWaterfill(TwoStage):
     def _matrices_of(self, layout: Layout) -> tuple[Matrix, ...]:
         found = self._matrices.get(layout)
         if found is None:
-            found = tuple(found for item in layout.slices if (found := matrix_of(item)) is not None)
+            found = tuple(each for item in layout.slices if (each := matrix_of(item)) is not None)
             self._matrices[layout] = found
         return found
 

@@ -106,7 +106,7 @@ def _be_rank(rank: int, port: int, parent: int, output: int, main: Callable[[int
         status = 0
     finally:
         if status:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # an exception is on its way
+            sys.excepthook(*sys.exc_info())  # an exception is on its way
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

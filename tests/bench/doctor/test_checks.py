@@ -312,10 +312,13 @@ def test_a_variable_that_may_be_the_cure_is_tried_before_it_is_taken_away(name: 
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "said"), [(1e-3, "One node alone trains more: take one"), (1e4, None), (None, None)]
+    ("exchanges", "said"), [(1.02, "One node alone trains more: take one"), (1e3, None), (None, None), (0.5, None)]
 )
-def test_where_no_exchange_of_gradients_pays_the_verdict_says_so(step_seconds: float | None, said: str | None) -> None:
-    facts = replace(healthy(3, nodes=2), step_seconds=step_seconds, gradient_nbytes=10**9)
+def test_where_no_exchange_of_gradients_pays_the_verdict_says_so(exchanges: float | None, said: str | None) -> None:
+    """A step that lasts so many exchanges; one that is shorter than its own exchange says nothing."""
+    facts = replace(healthy(3, nodes=2), gradient_nbytes=10**9)
+    exchange = facts.exchange_seconds(facts.good_rate())
+    facts = replace(facts, step_seconds=None if exchanges is None else exchanges * exchange)
     line = show.verdict(facts, [])[0]
     assert (said in line) if said is not None else ("alone trains more" not in line)
 

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.watch.collective import IssuedCollective
@@ -38,7 +39,7 @@ def test_other_collectives_between_them_are_left_alone() -> None:
 
 
 def test_the_buckets_of_a_ddp_model_are_found_in_the_order_in_which_they_are_reduced() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
         model = DistributedDataParallel(inner, bucket_cap_mb=1e-4)

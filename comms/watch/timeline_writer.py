@@ -1,0 +1,68 @@
+"""The timeline of all groups, asked of all ranks now and then, and written into one file."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from gradwire.comms.watch.board import WatchBoard
+
+log = logging.getLogger("gradwire")
+
+ANSWER_SECONDS = 3.0
+"""How long all ranks have to answer a question."""
+
+TIMELINE_SECONDS = 10.0
+"""Between two timelines: the file holds the last one. The times of 256 collectives take each rank some 8 ms."""
+
+
+class TimelineWriter:
+    """Asks, collects and writes, a little at each call.
+
+    Args:
+        board: Where questions and answers are.
+        size: Of the default group.
+        file: For the timeline.
+    """
+
+    def __init__(self, board: WatchBoard, size: int, file: Path) -> None:
+        self._board = board
+        self._size = size
+        self._file: Path | None = file
+        self._question: tuple[int, float] | None = None
+        self._next = 0.0
+
+    def begin_soon(self) -> None:
+        """Asks at the next call."""
+        self._next = 0.0
+
+    def go_on(self, hosts: Mapping[int, str], now: float) -> None:
+        """Asks where it is time, or writes what has come.
+
+        Args:
+            hosts: Rank -> host.
+            now: Seconds of the monotonic clock.
+        """
+        if self._file is None:
+            return
+        if self._question is None:
+            if now >= self._next:
+                self._next = now + TIMELINE_SECONDS
+                self._question = self._board.ask_for_timelines(), now + ANSWER_SECONDS
+            return
+        question, until = self._question
+        parts = self._board.timelines(question)
+        if len(parts) < self._size and now < until:
+            return
+        self._question = None
+        if not parts:
+            return
+        from gradwire.comms.watch.timeline import timeline  # and with it what the hook needs
+
+        part = self._file.with_name(f"{self._file.name}.part")  # so that there is a whole file whenever the job ends
+        try:
+            part.write_text(json.dumps(timeline(parts, hosts)))
+            part.replace(self._file)
+        except OSError as error:
+            log.error("the watch's timeline cannot be written to %s: %s", self._file, error.strerror)
+            self._file = None
