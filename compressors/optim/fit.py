@@ -24,10 +24,12 @@ RARE = ("chunk_topk",)
 
 ORTHOGONALISING = ("muon", "dion")
 """Parts of the class names of optimizers that make all directions of a matrix' momentum alike."""
-BEHIND_UNDER_MUON = {"int4": 0.041, "waterfill4": 0.031, "waterfill3": 0.063, "waterfill2": 0.147}
+BEHIND_UNDER_MUON = {"int4": 0.041, "waterfill4": 0.031, "waterfill3": 0.063, "waterfill2": 0.147, "powersgd": 0.050}
 """Bits a byte that a compressor ends behind an exact sum under Muon. Measured (docs/results/optimizers.md): a text task
-of 0.5 M parameters, mean of seeds 0, 1 and 2, which lie 0.014 apart at most. Muon makes all directions alike, and in
-most of them such an error outweighs the gradient."""
+of 0.5 M parameters, mean of seeds 0, 1 and 2, which lie 0.014 apart at most; powersgd at `ENOUGH_RANK`. Muon makes all
+directions alike, and in most of them such an error outweighs the gradient."""
+LOW_RANK_UNDER_MUON = 0.207
+"""The same of powersgd at rank 4, seed 0; said of all ranks below `ENOUGH_RANK`."""
 
 BEHIND_UNDER_ADAPTIVE = {"waterfill2": 0.055}
 """The same under AdamW, mean of seeds 0, 1 and 2 (docs/results/convergence.md): +0.053, +0.040 and +0.073, where plain
@@ -142,13 +144,16 @@ def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> 
         options: All of the compressor's, defaults included: `options_of`.
         kind: The optimizer's class, or a name such as `adamw`.
     """
-    if name in BEHIND_UNDER_MUON and any(part in kind.lower() for part in ORTHOGONALISING):
-        return (
-            f"under {kind} is known to end behind: a small transformer by {BEHIND_UNDER_MUON[name]:.2f} bits a byte, "
-            "because a matrix' momentum is made orthogonal, and with it the error in all small directions. Take int8 "
-            "for the matrices, by a rule where other parameters may have fewer bits"
-        )
     rank, density = options.get("rank"), options.get("density")
+    behind = BEHIND_UNDER_MUON.get(name.partition("+")[0])
+    if behind is not None and any(part in kind.lower() for part in ORTHOGONALISING):
+        if isinstance(rank, int) and rank < ENOUGH_RANK:
+            behind = LOW_RANK_UNDER_MUON
+        return (
+            f"under {kind} is known to end behind: a small transformer by {behind:.2f} bits a byte, because a matrix' "
+            "momentum is made orthogonal, and with it the error in all small directions. Take int8 for the matrices, "
+            "by a rule where other parameters may have fewer bits"
+        )
     adaptive = any(part in kind.lower() for part in ADAPTIVE)
     if name in BEHIND_UNDER_ADAPTIVE and adaptive:
         return (

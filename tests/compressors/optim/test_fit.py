@@ -65,25 +65,27 @@ def test_what_ends_behind_says_so_once_in_the_log(
 
 
 @pytest.mark.parametrize(
-    ("compressor", "bits"),
+    ("compressor", "options", "bits"),
     [
-        ("int4", "0.04"),
-        ("waterfill4", "0.03"),
-        ("waterfill3", "0.06"),
-        ("waterfill2", "0.15"),
-        ("int8", ""),
-        ("fp16", ""),
+        ("int4", {}, "0.04"),
+        ("waterfill4", {}, "0.03"),
+        ("waterfill3", {}, "0.06"),
+        ("waterfill2", {}, "0.15"),
+        ("powersgd", {"rank": 16}, "0.05"),
+        ("powersgd", {"rank": 4}, "0.21"),
+        ("int8", {}, ""),
+        ("fp16", {}, ""),
     ],
 )
 def test_what_muon_makes_worse_is_named_with_its_figure(
-    compressor: str, bits: str, caplog: pytest.LogCaptureFixture
+    compressor: str, options: dict[str, Option], bits: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     matrix = [torch.nn.Parameter(torch.ones(4, 4))]
-    check_optimizer(compressor, torch.optim.AdamW(matrix))
-    behind = ["under AdamW is known to end behind: a small transformer by 0.06" in each for each in caplog.messages]
-    assert behind == ([True] if compressor == "waterfill2" else [])
+    check_optimizer(compressor, torch.optim.AdamW(matrix), options)
+    behind = ["under AdamW is known to end behind: a small transformer by 0." in each for each in caplog.messages]
+    assert behind == ([True] if compressor == "waterfill2" or options.get("rank") == 4 else [])
     caplog.clear()
-    check_optimizer(compressor, torch.optim.Muon(matrix))
+    check_optimizer(compressor, torch.optim.Muon(matrix), options)
     assert [
         f"under Muon is known to end behind: a small transformer by {bits} bits" in one for one in caplog.messages
     ] == ([True] if bits else [])
