@@ -18,6 +18,7 @@ OPTIONS = {
     "gradwire.HookState": ":members:\n   :inherited-members: Generic",
     "gradwire.Outer": ":members:\n   :inherited-members: Generic",
     "gradwire.fsdp.FsdpState": ":members:\n   :inherited-members: Generic",
+    "gradwire.data.SpeedBatchSampler": ":members: set_epoch, shares, state_dict, load_state_dict",
     "gradwire.OneBitAdam": ":members: frozen",
     "gradwire.OneBitLamb": ":members: frozen",
 }
