@@ -176,8 +176,9 @@ class LivenessRing:
             are there, and who says nothing is missed: the process may be stopped. None leaves that to time-outs.
         across: A rank on another host, to be connected to besides: of a host that is lost as a whole nobody is left who
             could say which processes have ended with it.
-        comes_within: After so many seconds a next rank that cannot be reached ends the ring, with nobody missing; None
-            leaves that to time-outs.
+        comes_within: After so many seconds a next rank that has not come to this ring, or that cannot be reached, ends
+            the ring, with nobody missing; None leaves that to time-outs.
+        may_be_unreached: A next rank that has come, and cannot be reached, is left to time-outs all the same.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class LivenessRing:
         waited: Callable[[], float] | None = None,
         across: int | None = None,
         comes_within: float | None = None,
+        may_be_unreached: bool = False,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -203,6 +205,7 @@ class LivenessRing:
         self._waited = waited
         self._look_seconds = look_seconds(size)
         self._nap_seconds = FIRST_NAP_SECONDS
+        self._may_be_unreached = may_be_unreached
         if waited is not None:
             self._neighbours[0].expect(comes_within)
         self._next_look = 0.0
@@ -356,7 +359,9 @@ class LivenessRing:
             return
         if look_at_rank(self._store, following.rank) == ENDED:
             raise PeerError(f"the process of rank {following.rank} has ended", (following.rank,))
-        if last:
+        if last and not self._store.check([f"alive/{following.rank}"]):
+            raise PeerError(f"rank {following.rank} has not come")
+        if last and not self._may_be_unreached:
             raise PeerError(f"rank {following.rank} {UNREACHED}")
 
     def _miss_silent(self, waited: float) -> None:

@@ -172,6 +172,22 @@ class Membership:
         if epoch.view.epoch == number:
             self._raise_alarm(epoch, reason, ())
 
+    def was_first(self, view: View) -> bool:
+        """Whether this rank was the first to say that an epoch is over: it has failed, or a connection of its own.
+
+        Args:
+            view: Of that epoch, seen from this rank.
+
+        Returns:
+            Whether it was; true where the store is gone, which was to say so.
+        """
+        try:
+            first, _ = _read_alarm(self._store, view.epoch)
+        except RuntimeError as error:
+            log.debug("the store cannot say who has ended epoch %d: %s", view.epoch, error)
+            return True
+        return first == view.rank
+
     def next(self, seconds: float) -> View:
         """Waits for the agreement that follows an alarm, and enters the latest epoch.
 
@@ -239,7 +255,7 @@ class Membership:
             epoch.dead.update(missing)
             epoch.reason = epoch.reason or reason
         try:
-            self._store.compare_set(f"{epoch.view.epoch}/alarm", "", reason)
+            self._store.compare_set(f"{epoch.view.epoch}/alarm", "", json.dumps([epoch.view.rank, reason]))
         except RuntimeError as error:
             log.debug("the store was gone before an alarm could be raised: %s", error)
 
@@ -255,7 +271,7 @@ class Membership:
                 self._store.set(f"note/{view.members[view.rank]}", note)
                 self._noted = note
             if epoch.reason is None and self._store.check([key]):
-                return self._store.read(key).decode()
+                return _read_alarm(self._store, view.epoch)[1]
             return epoch.reason
 
         def started() -> int:
@@ -276,7 +292,8 @@ class Membership:
             started,
             lambda: self.waited(),
             next_across(view.members, view.rank, self.said),
-            None if epoch.asks_nobody else SILENCE_SECONDS,
+            SILENCE_SECONDS,
+            epoch.knows_unreached,
         )
 
     def _lost(self, epoch: "_Epoch", error: Exception) -> None:
@@ -313,7 +330,7 @@ class Membership:
         members = (*(view.members[rank] for rank in left), *joined)
         lost = tuple(name for name in view.members if name not in members)
         following = _Epoch(View(view.epoch + 1, left.index(view.rank), members, lost, joined))
-        following.asks_nobody = UNREACHED in (epoch.reason or "")
+        following.knows_unreached = UNREACHED in (epoch.reason or "")
         with self._changed:
             if self._latest is not epoch or self._closed:
                 return
@@ -405,6 +422,16 @@ class Membership:
         return self._store.below(f"{view.epoch}/ring")
 
 
+def _read_alarm(store: PollingStore, number: int) -> tuple[int, str]:
+    """Which rank was the first to say that an epoch is over, and why.
+
+    Raises:
+        RuntimeError: The store is gone, or nobody has.
+    """
+    rank, reason = json.loads(store.read(f"{number}/alarm"))
+    return int(rank), str(reason)
+
+
 class _Looks:
     """When a rank looks at those that say nothing, while ranks agree.
 
@@ -441,7 +468,7 @@ class _Epoch:
         self.reason: str | None = None
         self.dead: set[int] = set()
         self.ring: LivenessRing | None = None
-        self.asks_nobody = False
+        self.knows_unreached = False
         """Who cannot be reached has just said that it is here: nobody raises an alarm for that again."""
 
     def look_for_closed(self) -> None:

@@ -225,14 +225,15 @@ class Survivor:
 
         Raises:
             GivenUpError: This rank cannot go on.
-            RuntimeError: The operation has failed `MOST_REPEATS` times though nobody was lost.
+            RuntimeError: The operation has failed `MOST_REPEATS` times though nobody was lost, and this rank was the
+                first to fail. Those that have only heard of it go on without this one.
         """
         self._started = self.position + 1
         alike = 0
         self.by_itself = True
         self._waits_since = time.monotonic()
         while True:
-            members = self.view.members
+            before = self.view
             try:
                 result = attempt()
                 break
@@ -246,8 +247,8 @@ class Survivor:
                     self.by_itself = False
                     break
                 self.repeated += 1
-                alike = alike + 1 if self.view.members == members else 0
-                if alike == MOST_REPEATS:
+                alike = alike + 1 if self.view.members == before.members else 0
+                if alike >= MOST_REPEATS and self.membership.was_first(before):
                     raise
         self.position += 1
         self._waits_since = None

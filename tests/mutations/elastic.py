@@ -158,7 +158,7 @@ ELASTIC = (
     Mutation(
         "an alarm stays here",
         _MEMBERS,
-        '            self._store.compare_set(f"{epoch.view.epoch}/alarm", "", reason)\n',
+        '            self._store.compare_set(f"{epoch.view.epoch}/alarm", "", json.dumps([epoch.view.rank, reason]))\n',
         "            pass\n",
         "Ranks that are no neighbours of the lost one wait on.",
         (_AGAIN, _LOSSES),

@@ -131,7 +131,7 @@ HOSTS = st.sampled_from(("aa", "aab", "aabb", "abcd", "aabbc"))
 SEEDS = st.integers(0, 1 << 30)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(SEEDS, HOSTS, st.dictionaries(st.integers(1, STEPS - 2), st.just(["b"]), max_size=1), events(SHORT, 4))
 def test_whoever_is_lost_pauses_or_joins_nobody_else_is_given_up(
     seed: int, hosts: str, joining: dict[int, list[str]], history: list[Event]
@@ -142,12 +142,7 @@ def test_whoever_is_lost_pauses_or_joins_nobody_else_is_given_up(
     assert all(job.diaries[name].finished for name in living & there), job.describe()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a known fault: in 4 of 60 drawn histories of a rank that is lost while another one joins, one survivor "
-    "waits to admit who joins, and the others, which have begun the next epoch, for that survivor",
-)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(SEEDS, st.sampled_from(("aab", "aabb", "abcd")), st.integers(0, 3), st.integers(0, STEPS - 3))
 def test_a_rank_that_is_lost_at_the_end_of_a_step_keeps_nobody_behind(
     seed: int, hosts: str, whose: int, step: int
@@ -159,7 +154,7 @@ def test_a_rank_that_is_lost_at_the_end_of_a_step_keeps_nobody_behind(
     assert all(job.diaries[name].finished for name in living & there), job.describe()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(SEEDS, HOSTS, events(("loss", "dark host", "partition", "freeze"), 3), st.sampled_from((1.0, 8.0, 30.0)))
 def test_whatever_the_network_does_those_that_reach_the_store_go_on_together(
     seed: int, hosts: str, history: list[Event], seconds: float
@@ -172,7 +167,7 @@ def test_whatever_the_network_does_those_that_reach_the_store_go_on_together(
     assert frozen or all(job.diaries[name].finished for name in reached), job.describe()
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(SEEDS, HOSTS, st.integers(0, 4), st.integers(0, STEPS - 1), st.integers(1, 2 * MOST_REPEATS))
 def test_a_failure_that_comes_again_is_raised_and_one_that_does_not_is_repeated(
     seed: int, hosts: str, whose: int, step: int, times: int
@@ -182,7 +177,8 @@ def test_a_failure_that_comes_again_is_raised_and_one_that_does_not_is_repeated(
     check(job, living)
     raised = times >= MOST_REPEATS
     assert job.diaries[name].finished != raised, job.describe()
-    assert raised or all(diary.finished for diary in job.diaries.values()), job.describe()  # else some go on without it
+    others = [diary for each, diary in job.diaries.items() if each != name]
+    assert all(diary.finished for diary in others), job.describe()
     assert job.failing[name, step] == max(0, times - MOST_REPEATS)
 
 
