@@ -148,9 +148,12 @@ class _Neighbour:
         self.answered = False
         self.looks: deque[tuple[float, bool]] = deque()
         """When to look whether it comes, and whether its silence ends the ring then."""
+        self.may_be_unreached = False
+        """Its silence does not, once it has come."""
 
-    def expect(self, comes_within: float | None) -> None:
+    def expect(self, comes_within: float | None, may_be_unreached: bool) -> None:
         """Looks after it from now on; see `LivenessRing`."""
+        self.may_be_unreached = may_be_unreached
         began = time.monotonic()
         self.looks += [(began + seconds, False) for seconds in COMING_SECONDS]
         if comes_within is not None:
@@ -205,9 +208,8 @@ class LivenessRing:
         self._waited = waited
         self._look_seconds = look_seconds(size)
         self._nap_seconds = FIRST_NAP_SECONDS
-        self._may_be_unreached = may_be_unreached
         if waited is not None:
-            self._neighbours[0].expect(comes_within)
+            self._neighbours[0].expect(comes_within, may_be_unreached)
         self._next_look = 0.0
         self._token = secrets.token_bytes(TOKEN_NBYTES)
         self._peers: dict[socket.socket, _Peer] = {}
@@ -361,7 +363,7 @@ class LivenessRing:
             raise PeerError(f"the process of rank {following.rank} has ended", (following.rank,))
         if last and not self._store.check([f"alive/{following.rank}"]):
             raise PeerError(f"rank {following.rank} has not come")
-        if last and not self._may_be_unreached:
+        if last and not following.may_be_unreached:
             raise PeerError(f"rank {following.rank} {UNREACHED}")
 
     def _miss_silent(self, waited: float) -> None:

@@ -17,7 +17,7 @@ from gradwire.comms.plan.planner import (
     NCCL_NAMES,
     candidates,
 )
-from gradwire.compressors.optim.fit import known_to_end_behind
+from gradwire.compressors.optim.fit import ORTHOGONALISING, known_to_end_behind
 from gradwire.compressors.registry import options_of
 from gradwire.topology.cluster import Cluster
 
@@ -38,6 +38,8 @@ HARMLESS_FIRST = (
     "waterfill4",
     "waterfill3",
     "int4",
+    "rotated4",
+    "rotated2",
     "waterfill2",
     "powersgd",
     "onebit",
@@ -56,6 +58,12 @@ ANY_OPTIMIZER = "any"
 """Nobody has said which: then only what is known to fit all that were tried is recommended."""
 TRIED_OPTIMIZERS = ("sgd", "adamw")
 """Those that docs/results/convergence.md has trainings with."""
+
+FOR_MUON = {
+    "rotated4": "under others waterfill4 ends as near and costs less",
+    "rotated2": "under others waterfill2 ends as near and costs less",
+}
+"""Compressors that are recommended under optimizers that make all directions of a matrix alike only, and why."""
 
 RARE = {"chunk_topk": "it is made for what is exchanged after many local steps"}
 """Compressors that are not recommended for the gradient of each step, and why."""
@@ -276,6 +284,8 @@ def _caution(compressor: str, optimizer: str) -> str:
         return f"{compressor} is untested on the gradient of every step: {RARE[compressor]}"
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":
         return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]})"
+    if compressor in FOR_MUON and not any(part in optimizer.lower() for part in ORTHOGONALISING):
+        return f"{compressor} is made for Muon ({FOR_MUON[compressor]})"
     # One of the user's own has options that nobody knows here, and nothing is known of it.
     options = options_of(compressor) if compressor in HARMLESS_FIRST else {}
     cost = known_to_end_behind(compressor, options, optimizer)

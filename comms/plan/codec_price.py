@@ -53,6 +53,8 @@ TOUCHED_NBYTES = {
     "waterfill4": 18.0,
     "waterfill3": 18.0,
     "waterfill2": 17.0,
+    "rotated4": 2800.0,
+    "rotated2": 2800.0,
     "onebit": 49.0,
     "dgc": 28.0,
     "chunk_topk": 40.0,
@@ -60,7 +62,9 @@ TOUCHED_NBYTES = {
 }
 """Bytes that encoding and decoding read and write for each element of a shard, residual and momentum included: encode
 (gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each; onebit has
-two more, for its units. bf16_packed's loops compute: it has what 2 ns an element beyond bf16's come to."""
+two more, for its units. Some loops compute: bf16_packed has what 2 ns an element beyond bf16's come to; rotated4 and
+rotated2 95 ns of matrix products in float64, and 45 of bringing bases up to date, on one core of that EPYC (load 10,
+matrices of 128 to 512)."""
 
 ROUNDS = {"bf16_packed": 3}
 """Times that every member hears from every other, where that is not twice: lengths go before the payloads."""
@@ -82,6 +86,8 @@ KEPT_NBYTES = {
     "waterfill4": (8.0, 8.0),
     "waterfill3": (8.0, 8.0),
     "waterfill2": (8.0, 8.0),
+    "rotated4": (50.0, 0.0),
+    "rotated2": (50.0, 0.0),
     "onebit": (20.0, 8.0),
     "dgc": (16.0, 0.0),
     "chunk_topk": (8.0, 8.0),
@@ -89,7 +95,8 @@ KEPT_NBYTES = {
 }
 """Bytes that a compressor keeps from step to step for each element of a shard, and for each element of the part of it
 that a rank owns. A residual or a momentum is two float32: the value, and the one that takes its place when the step is
-known to be finite; onebit's units are one. PowerSGD's factors, which are small, are left out."""
+known to be finite; onebit's units are one. PowerSGD's factors, which are small, are left out. rotated4's bases are two
+float32 of each side; the maps made of them are as many float64, of matrices up to four times as long as wide."""
 
 UNKNOWN_KEPT_NBYTES = (8.0, 8.0)
 """For a compressor that a user has registered: as for a codec with both residuals."""

@@ -24,16 +24,23 @@ RARE = ("chunk_topk",)
 
 ORTHOGONALISING = ("muon", "dion")
 """Parts of the class names of optimizers that make all directions of a matrix' momentum alike."""
-BEHIND_UNDER_MUON = {"int4": 0.041, "waterfill4": 0.031, "waterfill3": 0.063, "waterfill2": 0.147, "powersgd": 0.050}
+BEHIND_UNDER_MUON = {
+    "int4": 0.041,
+    "waterfill4": 0.031,
+    "waterfill3": 0.063,
+    "waterfill2": 0.147,
+    "rotated2": 0.075,
+    "powersgd": 0.050,
+}
 """Bits a byte that a compressor ends behind an exact sum under Muon. Measured (docs/results/optimizers.md): a text task
-of 0.5 M parameters, mean of seeds 0, 1 and 2, which lie 0.014 apart at most; powersgd at `ENOUGH_RANK`. Muon makes all
-directions alike, and in most of them such an error outweighs the gradient."""
+of 0.5 M parameters, mean of seeds 0, 1 and 2, which lie 0.014 apart at most; rotated2 on seed 0, powersgd at
+`ENOUGH_RANK`. Muon makes all directions alike, and in most of them such an error outweighs the gradient."""
 LOW_RANK_UNDER_MUON = 0.207
 """The same of powersgd at rank 4, seed 0; said of all ranks below `ENOUGH_RANK`."""
 
-BEHIND_UNDER_ADAPTIVE = {"waterfill2": 0.055}
+BEHIND_UNDER_ADAPTIVE = {"waterfill2": 0.055, "rotated2": 0.048}
 """The same under AdamW, mean of seeds 0, 1 and 2 (docs/results/convergence.md): +0.053, +0.040 and +0.073, where plain
-DDP's own seeds lie 0.015 apart."""
+DDP's own seeds lie 0.015 apart; rotated2 seed 0 (docs/results/optimizers.md)."""
 
 ENOUGH_RANK = 16
 """Of PowerSGD's factors under an adaptive optimizer. Measured (docs/results/convergence.md): on matrices of 128 to
@@ -151,8 +158,8 @@ def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> 
             behind = LOW_RANK_UNDER_MUON
         return (
             f"under {kind} is known to end behind: a small transformer by {behind:.2f} bits a byte, because a matrix' "
-            "momentum is made orthogonal, and with it the error in all small directions. Take int8 for the matrices, "
-            "by a rule where other parameters may have fewer bits"
+            "momentum is made orthogonal, and with it the error in all small directions. Take int8 or rotated4 for "
+            "the matrices, by a rule where other parameters may have fewer bits"
         )
     adaptive = any(part in kind.lower() for part in ADAPTIVE)
     if name in BEHIND_UNDER_ADAPTIVE and adaptive:

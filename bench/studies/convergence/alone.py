@@ -22,7 +22,6 @@ from torch.optim import Muon, Optimizer
 
 from gradwire.bench.arguments import add_import_option, import_modules
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, optimizers_of
-from gradwire.bench.studies.convergence.rotation import register
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
 from gradwire.bench.studies.convergence.training import FREEZE_SHARE, ONEBIT_ADAM
 from gradwire.bench.terminal import complain
@@ -136,7 +135,6 @@ def compressors_of(
         options: Other than its defaults.
         optimizers: Of `optimizers_of`; their momentum is changed in place.
     """
-    register()
     if {**options_of(compressor), **options}.get("momentum") and compressor != "none":
         if not isinstance(optimizers[0], Muon):
             options = {**options, **take_momentum(optimizers[0])}

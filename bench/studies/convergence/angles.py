@@ -22,7 +22,6 @@ from torch.optim import Muon
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.alone import NODES, reduce_together
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, is_muons, optimizers_of
-from gradwire.bench.studies.convergence.rotation import register
 from gradwire.bench.studies.convergence.tasks import RANKS, TextTask
 from gradwire.bench.terminal import complain
 from gradwire.compressors.base import Layout, Slice
@@ -135,7 +134,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="of the names of matrices (default: all)")
     asked = parser.parse_args(argv)
-    register()
     torch.set_num_threads(1)
     task = TextTask()
     task.load()

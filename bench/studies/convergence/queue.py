@@ -46,7 +46,6 @@ from gradwire.bench.studies.convergence.results import (
     results_from,
     tables,
 )
-from gradwire.bench.studies.convergence.rotation import register
 from gradwire.bench.studies.convergence.show import replace_tables
 from gradwire.bench.studies.convergence.tasks import TEXT_SIZES, BatchedTask, FashionTask, TextTask
 from gradwire.bench.studies.convergence.training import ONEBIT_ADAM
@@ -167,7 +166,6 @@ def run_queue(entries: Path, data: Path, until: datetime.datetime | None = None,
         ValueError: The list or the data file has a line that says something else.
         RuntimeError: Another queue works on the data file.
     """
-    register()
     os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
     torch.set_num_threads(1)
     with data.open("a") as lines:

@@ -7,22 +7,12 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from gradwire.bench.studies.convergence.alone import reduce_together, run_together
 from gradwire.bench.studies.convergence.angles import SETTLED, Kept, degrees, keep_gradients, table
-from gradwire.bench.studies.convergence.rotation import (
-    DAMPING,
-    EVERY,
-    TILE,
-    RotatedWaterfill,
-    Side,
-    looked,
-    matrix_of,
-    product,
-    rounded,
-    side_of,
-    turns_of,
-)
 from gradwire.bench.studies.convergence.tasks import TextTask
 from gradwire.compressors.base import Compressor, Layout, Member, Slice
 from gradwire.compressors.registry import make
+from gradwire.compressors.rotated.bases import DAMPING, TILE, Side, looked, side_of, turns_of
+from gradwire.compressors.rotated.rotated import EVERY, matrix_of
+from gradwire.compressors.rotated.whole import product, rounded
 
 ROWS, COLUMNS, STEPS = 64, 96, 40
 LAYOUT = Layout(
@@ -55,7 +45,7 @@ def averages(compressors: list[Compressor], steps: range = range(STEPS)) -> list
 
 
 def rotated(bits: int) -> list[Compressor]:
-    return [RotatedWaterfill(bits) for _ in range(2)]
+    return [make(f"rotated{bits}") for _ in range(2)]
 
 
 def momentum(gradients: list[Tensor]) -> Tensor:
@@ -184,7 +174,7 @@ def test_sides_are_cut_into_equal_parts_and_parts_of_matrices_are_left() -> None
     assert matrix_of(Slice("a", (64,), 0, 0, 64)) is None
     assert matrix_of(Slice("a", (64, 64), 0, 0, 32 * 64)) is None
     assert matrix_of(Slice("a", (4, 4), 0, 0, 16)) is None
-    bounds = RotatedWaterfill(2).partition(LAYOUT, 3)
+    bounds = make("rotated2").partition(LAYOUT, 3)
     assert not any(0 < bound < ROWS * COLUMNS for bound in bounds)
 
 

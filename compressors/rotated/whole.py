@@ -1,0 +1,68 @@
+"""Matrix products whose bits do not depend on where they are computed.
+
+Those of a BLAS depend on the processor, on the number of threads, even on where a tensor lies: no order of summation is
+promised. So factors are rounded to whole numbers so small that every partial sum of their product is a whole number
+that float64 can hold: then no order changes a bit. Element by element IEEE 754 rounds +, -, *, / and square roots alike
+everywhere. The host waits for no device.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+LARGEST_WHOLE = 53
+"""Bits of the whole numbers up to which float64 holds all. Source: IEEE 754."""
+
+_BIAS, _MANTISSA_BITS = 1023, 52
+"""Of float64's exponent, and where that begins. Source: IEEE 754."""
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Returns 2 ** exponent, exactly: float64 of an integer tensor, whose values lie between -1022 and 1023."""
+    return ((exponent.long() + _BIAS) << _MANTISSA_BITS).view(torch.float64)
+
+
+def rounded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Rounds to whole numbers times one power of two.
+
+    Args:
+        x: Float; of any shape, not empty.
+        bits: The largest magnitude gets so many.
+
+    Returns:
+        The whole numbers, float64 of x' shape, and the power of two, 0-dim float64: NaN if x has an inf or NaN.
+    """
+    peak = x.abs().amax().double()
+    exponent = torch.frexp(peak).exponent - bits
+    whole = (x.double() * power_of_two(-exponent)).round_()
+    return whole, torch.where(peak.isfinite(), power_of_two(exponent), torch.nan)
+
+
+def bits_for(inner: int) -> int:
+    """Bits of both factors of a product with sums of `inner` terms."""
+    return (LARGEST_WHOLE - math.ceil(math.log2(max(2, inner)))) // 2
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a @ b in float64, of as many bits of both as leave it the same wherever it is computed.
+
+    Args:
+        a: (..., rows, inner), float.
+        b: (..., inner, columns), float.
+    """
+    bits = bits_for(a.shape[-1])
+    (left, unit), (right, other) = rounded(a, bits), rounded(b, bits)
+    return (left @ right).mul_(unit * other)
+
+
+def total(x: Tensor) -> Tensor:
+    """Returns the sum of all elements, 0-dim float64, the same wherever it is computed."""
+    whole, unit = rounded(x, LARGEST_WHOLE - math.ceil(math.log2(max(2, x.numel()))))
+    return whole.sum() * unit
+
+
+def lengths(columns: Tensor) -> Tensor:
+    """Returns the lengths of columns: (parts, 1, length) float64 of (parts, length, length)."""
+    whole, unit = rounded(columns, bits_for(columns.shape[1]))
+    return whole.square().sum(1, keepdim=True).sqrt_().mul_(unit)
