@@ -45,8 +45,6 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
     for line in headline(facts) if not facts.missing_ranks else ["Nothing was measured: ranks are missing."]:
         say(escape(line), highlight=False)
     say()
-    if not found:
-        say("Nothing wrong was found.", style="bold", highlight=False)
     for number, each in enumerate(found, start=1):
         _print_one(number, each, console)
     if facts.pairs:

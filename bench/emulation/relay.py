@@ -14,10 +14,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, cast
 
-from gradwire import _native
 from gradwire.bench.emulation.namespaces import Holder
 from gradwire.bench.emulation.paths import Paths
 
@@ -94,12 +94,17 @@ class Relay:
         self.name = name
         self._said = ""
         self._nodes = len(interfaces)
-        assert _native.__file__ is not None  # it is a file of its own
+        compiled = find_spec("gradwire._native")  # the process loads it by its path, without gradwire around it
+        if compiled is None or compiled.origin is None:
+            raise RuntimeError(
+                "delays and losses need gradwire's compiled part, which the wheel py3-none-any does not have; install "
+                "the wheel of this machine, or, with a C++ compiler, `pip install --no-binary gradwire gradwire`"
+            )
         script = Path(__file__).with_name("relay_process.py")
         # setpriv last: the kernel forgets the signal where a process gains rights.
         words = [*switch.enter_network(), "setpriv", "--pdeathsig", "KILL"]
         self._process = subprocess.Popen(
-            [*words, sys.executable, "-I", "-S", str(script), _native.__file__],
+            [*words, sys.executable, "-I", "-S", str(script), compiled.origin],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 from types import FrameType
 
 from gradwire.comms.observe.stack import line_of
@@ -32,6 +33,9 @@ FOLDERS = (
 )
 """What the files of torch on a stack mean; the first kind that is found anywhere on the stack counts."""
 
+QUEUE = "the queue for a processor, which others use"
+"""Not a part of the kinds above, but of the same time: the thread could run, and the kernel let others."""
+
 
 def activity_of(frame: FrameType | None) -> str:
     """What a thread is busy with.
@@ -47,6 +51,20 @@ def activity_of(frame: FrameType | None) -> str:
         if any(part in file for file in files for part in parts):
             return kind
     return OWN
+
+
+def queue_seconds(thread: int) -> float:
+    """For how long a thread of this process has waited for a processor; 0 where the kernel does not say.
+
+    Args:
+        thread: As the kernel numbers it.
+
+    Source: https://docs.kernel.org/scheduler/sched-stats.html, the second number of /proc/<pid>/schedstat.
+    """
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):  # a kernel without CONFIG_SCHED_INFO, or the thread has ended
+        return 0.0
 
 
 class Activity:

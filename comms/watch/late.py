@@ -12,7 +12,8 @@ tiny.
 
 **Late or made late.** With several groups (tensor and data parallel ranks, stages) whoever waits for a late rank in one
 group comes late to the next. So a rank that is behind in a group is not named where it has waited in another one, more
-than the rank that waited least there, for at least `MADE_LATE` of what it is behind: that one is looked at instead.
+than the rank that waited least there, for at least `MADE_LATE` of what it is behind, in the same time: that one is
+looked at instead. Nor is it named before all of another group have said how long they waited in that time.
 """
 
 import statistics
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gradwire.comms.watch.activity import QUEUE
 from gradwire.comms.watch.rank import QuietPoint, RankWord
 
 SLICE_SECONDS = 0.5
@@ -32,6 +34,10 @@ LONGEST_SECONDS = 60.0
 
 UNLIKE_SHARE = 0.05
 """What a late rank is said to be late in takes so much more of its time than of the median rank's."""
+
+QUEUE_SHARE = 0.5
+"""Of what a late rank does longer than the others: where it waits for a processor for so much of that, it is this that
+makes it late, whatever it was about to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,11 @@ class _Slice:
     ends: tuple[float, ...]
     waited: tuple[float, ...]
 
+    def overlap(self, place: int, since: float, until: float) -> float:
+        """The share of it that lies between two moments of a rank's clock."""
+        end = self.ends[place]
+        return max(min(end, until) - max(end - self.seconds, since), 0.0) / self.seconds
+
     def behind(self) -> list[float]:
         """For each rank how much less it waited than the median one; of two in the middle the one that waits more."""
         middle = sorted(self.waited)[len(self.waited) // 2]
@@ -85,7 +96,7 @@ class GroupWaits:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self._points: list[dict[int, QuietPoint]] = [{} for _ in ranks]
-        self._slices: deque[_Slice] = deque(maxlen=SLICES)
+        self._slices: deque[_Slice] = deque(maxlen=2 * SLICES)  # those of another group may be twice as long
         self._from = -1
 
     def add(self, rank: int, quiet: Sequence[QuietPoint]) -> None:
@@ -119,15 +130,15 @@ class GroupWaits:
             for number in [number for number in points if number < first]:
                 del points[number]
 
-    def behind(self) -> dict[int, float]:
-        """Ranks that are late here -> seconds in a second."""
+    def behind(self) -> dict[int, tuple[float, float, float]]:
+        """Ranks that are late here -> seconds in a second; from when, and to when, by the rank's own clock."""
         found = {}
         for place, rank in enumerate(self.ranks):
-            if self._is_late(place, STRONG_SLICES, STRONG_SHARE, STRONG_SECONDS, 0) or self._is_late(
-                place, SLICES, SHARE, FLOOR_SECONDS, 1
-            ):
-                last = list(self._slices)[-STRONG_SLICES:]
-                found[rank] = sum(each.behind()[place] for each in last) / sum(each.seconds for each in last)
+            strong = self._is_late(place, STRONG_SLICES, STRONG_SHARE, STRONG_SECONDS, 0)
+            if strong or self._is_late(place, SLICES, SHARE, FLOOR_SECONDS, 1):
+                last = list(self._slices)[-(STRONG_SLICES if strong else SLICES) :]
+                share = sum(each.behind()[place] for each in last) / sum(each.seconds for each in last)
+                found[rank] = share, last[0].ends[place] - last[0].seconds, last[-1].ends[place]
         return found
 
     def _is_late(self, place: int, slices: int, share: float, floor: float, strays: int) -> bool:
@@ -135,22 +146,23 @@ class GroupWaits:
         late = sum(each.behind()[place] > max(floor, share * each.seconds) for each in last)
         return len(last) == slices and late >= slices - strays
 
-    def window(self, rank: int) -> float:
-        """Since when a rank is judged, by its own clock."""
-        last = list(self._slices)[-STRONG_SLICES]
-        return last.ends[self.ranks.index(rank)] - last.seconds
-
-    def waits_for_others(self, rank: int, since: float) -> float:
-        """Seconds in a second that a rank waits longer than the one that waits least.
+    def waits_for_others(self, rank: int, since: float, until: float) -> float | None:
+        """For how many seconds a rank has waited longer than the one that waits least.
 
         Args:
             rank: In the default group.
-            since: By its own clock; 0 is returned where nothing is known of the time after that.
+            since: By its own clock.
+            until: By its own clock.
+
+        Returns:
+            None where this rank has gone on in the group, and others have not said yet how they have.
         """
         place = self.ranks.index(rank)
-        last = [each for each in self._slices if each.ends[place] > since]
-        seconds = sum(each.seconds for each in last)
-        return sum(each.waited[place] - min(each.waited) for each in last) / seconds if last else 0.0
+        known = self._slices[-1].ends[place] if self._slices else since
+        newest = max((point.seconds for point in self._points[place].values()), default=known)
+        if known < until and newest - known >= SLICE_SECONDS:
+            return None
+        return sum((each.waited[place] - min(each.waited)) * each.overlap(place, since, until) for each in self._slices)
 
 
 class Lateness:
@@ -163,6 +175,7 @@ class Lateness:
     def __init__(self, members: Mapping[str, Sequence[int]]) -> None:
         self._groups = {name: GroupWaits(ranks) for name, ranks in members.items() if len(ranks) > 1}
         self._activity: deque[dict[int, tuple[float, Mapping[str, float]]]] = deque(maxlen=SLICES)
+        self._named: set[int] = set()
 
     def hear(self, words: Mapping[int, RankWord]) -> list[LateRank]:
         """Takes in words.
@@ -180,25 +193,29 @@ class Lateness:
             group.cut()
         self._activity.append({rank: (word.seconds, word.activity) for rank, word in words.items()})
         behind = [
-            (seconds, rank, name) for name, group in self._groups.items() for rank, seconds in group.behind().items()
+            (seconds, since, until, rank, name)
+            for name, group in self._groups.items()
+            for rank, (seconds, since, until) in group.behind().items()
         ]
         found: dict[int, LateRank] = {}
-        for seconds, rank, name in sorted(behind, reverse=True):
-            if rank in found or self._made_late(rank, name, seconds):
+        for seconds, since, until, rank, name in sorted(behind, reverse=True):
+            if rank in found or self._made_late(rank, name, seconds * (until - since), since, until):
                 continue
             kind = self._unlike(rank, self._groups[name].ranks)
             line = words[rank].lines.get(kind) if kind is not None else None
             waiting = tuple(each for each in self._groups[name].ranks if each != rank)
             found[rank] = LateRank(rank, name, seconds, waiting, kind, line)
+        self._named = set(found)
         return list(found.values())
 
-    def _made_late(self, rank: int, name: str, seconds: float) -> bool:
-        since = self._groups[name].window(rank)
+    def _made_late(self, rank: int, name: str, seconds: float, since: float, until: float) -> bool:
+        """Whether a rank is late because it waits for another one, or may be as far as is known yet."""
         others = (group for other, group in self._groups.items() if other != name and rank in group.ranks)
-        return any(group.waits_for_others(rank, since) >= seconds * MADE_LATE for group in others)
+        waits = [group.waits_for_others(rank, since, until) for group in others]
+        return any(rank not in self._named if each is None else each >= seconds * MADE_LATE for each in waits)
 
     def _unlike(self, rank: int, ranks: Sequence[int]) -> str | None:
-        """What a rank does for longer than the median rank of its group, of what is not waiting."""
+        """What a rank does for longer than the median rank of its group, of what is not waiting for others."""
         shares = {each: self._shares(each) for each in ranks}
         kinds = {kind for share in shares.values() for kind in share}
         excess = {
@@ -206,7 +223,10 @@ class Lateness:
             - statistics.median(shares[each].get(kind, 0.0) for each in ranks if each != rank)
             for kind in kinds
         }
+        queue = excess.pop(QUEUE, 0.0)
         kind = max(excess, key=excess.__getitem__, default=None)
+        if queue > max(UNLIKE_SHARE, QUEUE_SHARE * (excess[kind] if kind is not None else 0.0)):
+            return QUEUE
         return kind if kind is not None and excess[kind] > UNLIKE_SHARE else None
 
     def _shares(self, rank: int) -> dict[str, float]:

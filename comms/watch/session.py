@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.observe.stack import line_of_thread
-from gradwire.comms.watch.activity import Activity
+from gradwire.comms.watch.activity import QUEUE, Activity, queue_seconds
 from gradwire.comms.watch.board import WatchBoard
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart, one_in_words
 from gradwire.comms.watch.flight import FlightReader
@@ -109,7 +109,7 @@ class Session:
                     self._beats,
                     time.monotonic(),
                     dict(self._log.states()) | dict(self._messages.states()),
-                    {kind: round(seconds, 3) for kind, seconds in self._activity.seconds.items()},
+                    {kind: round(seconds, 3) for kind, seconds in self._doings().items()},
                     self._activity.lines(),
                     line_of_thread(self._thread),
                     self._leaves,
@@ -137,6 +137,9 @@ class Session:
     def waits(self) -> bool:
         """Whether a collective was under way at the last look, or a thread stands waiting for a message."""
         return self._log.waits or self._messages.waits
+
+    def _doings(self) -> dict[str, float]:
+        return self._activity.seconds | {QUEUE: queue_seconds(threading.main_thread().native_id or 0)}
 
     def _issued(self) -> dict[str, list[IssuedCollective]]:
         return self._flight.issued() | self._messages.issued()

@@ -16,9 +16,9 @@ def steps_of(jobs: Jobs, watches: bool) -> list[dict[str, Any]]:
 
 
 KINDS = ("Synchronize", "StreamCreate", "StreamWaitEvent", "EventRecord", "Memcpy", "Launch", "Malloc", "Free")
-"""Calls of CUDA that make a host or a stream wait, or do work; by parts of their names. Left out: EventQuery, with which
-torch's recorder asks without waiting, and EventCreate: torch takes events from a cache, to which its watchdog returns
-them sooner or later."""
+"""Calls of CUDA that make a host or a stream wait, or do work; by parts of their names. Left out: EventQuery, with
+which torch's recorder asks without waiting, and EventCreate: torch takes events from a cache, to which its watchdog
+returns them sooner or later."""
 
 
 def test_a_watch_adds_no_wait_no_stream_and_no_work_to_steps(torch_jobs: Jobs) -> None:

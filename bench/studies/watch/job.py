@@ -152,6 +152,19 @@ def train(kind: str, fault: str, rank: int, steps: int, step_seconds: float = ST
 
 
 @dataclass(frozen=True, slots=True)
+class NamedRank:
+    """A rank that the watch has called late.
+
+    Attributes:
+        rank: Which.
+        busy_with: What it was late in, in the watch's words; None where it gave no reason.
+    """
+
+    rank: int
+    busy_with: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PlantedDelay:
     """A rank that was late for `STEPS_TO_NAME` steps, and what the watch said.
 
@@ -162,8 +175,14 @@ class PlantedDelay:
     """
 
     rank: int
-    named: tuple[int, ...]
-    after: tuple[int, ...]
+    named: tuple[NamedRank, ...]
+    after: tuple[NamedRank, ...]
+
+
+def named_since(count: int) -> tuple[NamedRank, ...]:
+    """Whom this process's watch has named after so many; nobody on ranks that do not judge."""
+    report = gradwire.watch().report
+    return tuple(NamedRank(each.late.rank, each.late.busy_with) for each in report.late[count:]) if report else ()
 
 
 def delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
@@ -176,14 +195,14 @@ def delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
     Returns:
         What the watch said of each; on rank 0 alone, empty elsewhere.
     """
-    train_step, watch, here = training(kind), gradwire.watch(), dist.get_rank()
+    train_step, here = training(kind), dist.get_rank()
 
-    def go(steps: int, late: int | None) -> tuple[int, ...]:
-        before = len(watch.report.late) if watch.report else 0
+    def go(steps: int, late: int | None) -> tuple[NamedRank, ...]:
+        before = len(named_since(0))
         for _ in range(steps):
             time.sleep(STEP_SECONDS + (DELAY_SECONDS if here == late else 0.0))
             train_step()
-        return tuple(each.late.rank for each in watch.report.late[before:]) if watch.report else ()
+        return named_since(before)
 
     go(STEPS_BETWEEN, None)
     found = [PlantedDelay(rank, go(STEPS_TO_NAME, rank), go(STEPS_BETWEEN, None)) for rank in ranks]

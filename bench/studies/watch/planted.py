@@ -1,13 +1,17 @@
 """How many planted delays and disagreements a watch names, in jobs of seven kinds, and whom it names without any.
 
-Feeds docs/results/diagnosis.md; with all of its defaults in one command:
+Feeds docs/results/diagnosis.md, whose table is made of the data file:
 
-    python -m gradwire.bench.studies.watch.planted --write docs/results/diagnosis.md
+    python -m gradwire.bench.studies.watch.planted --data docs/results/watch.jsonl --write docs/results/diagnosis.md
+
+Each job's result is a line of the data file as soon as it is there. What the file has is not run again, so that the
+same command goes on where it was stopped; take a line out to repeat it.
 
 A delay: one rank of four computes 200 ms longer for 20 steps. It counts as named if the watch names this rank, and no
-other, before the 20th step ends. A disagreement: one rank leaves out a collective, swaps two, or gives another shape or
-dtype. It counts as explained if the watch says what that rank has issued, with file and line, before gloo's time-out.
-Ranks are forked from this process (`forked`), and sleep where they would compute.
+other, before the 20th step ends. A rank that is named because it waits for a processor is counted apart: on a machine
+with fewer processors than work it is late. A disagreement: one rank leaves out a collective, swaps two, or gives
+another shape or dtype. It counts as explained if the watch says what that rank has issued, with file and line, before
+gloo's time-out. Ranks are forked from this process (`forked`), and sleep where they would compute.
 """
 
 import argparse
@@ -22,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +38,16 @@ import gradwire
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.watch import job
 from gradwire.bench.studies.watch.forked import join, run_ranks
-from gradwire.bench.studies.watch.job import FAULT_AT, FAULT_STEP, KINDS, STEPS_TO_NAME, PlantedDelay
+from gradwire.bench.studies.watch.job import (
+    FAULT_AT,
+    FAULT_STEP,
+    KINDS,
+    STEPS_TO_NAME,
+    NamedRank,
+    PlantedDelay,
+    named_since,
+)
+from gradwire.comms.watch.activity import QUEUE
 
 WARMED = ("gradwire.comms.watch.session", "torch._dynamo", "torch.distributed.pipelining")
 """What ranks would each import for themselves, later."""
@@ -56,6 +69,8 @@ AT_A_TIME = 3
 
 RESULT = "result:"
 """What rank 0 prints before it."""
+
+PARTS = ("late", "disagree", "healthy")
 
 BEGIN, END = "<!-- planted: begin -->", "<!-- planted: end -->"
 
@@ -138,8 +153,15 @@ def planted_delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
     Raises:
         RuntimeError: The job failed.
     """
-    found = result_of(lambda: [asdict(each) for each in job.delays(kind, ranks)])
-    return [PlantedDelay(each["rank"], tuple(each["named"]), tuple(each["after"])) for each in found]
+    return delays_of(result_of(lambda: [asdict(each) for each in job.delays(kind, ranks)]))
+
+
+def delays_of(found: Sequence[dict[str, Any]]) -> list[PlantedDelay]:
+    """From what `dataclasses.asdict` has made, by way of JSON."""
+    return [
+        PlantedDelay(each["rank"], *(tuple(NamedRank(**named) for named in each[when]) for when in ("named", "after")))
+        for each in found
+    ]
 
 
 def planted_disagreement(fault: str, rank: int) -> float | None:
@@ -161,7 +183,7 @@ def planted_disagreement(fault: str, rank: int) -> float | None:
     return float(said[1]) - float(began[1])
 
 
-def healthy(steps: int) -> tuple[list[int], float]:
+def healthy(steps: int) -> tuple[list[NamedRank], float]:
     """Trains where nobody is late.
 
     Args:
@@ -174,21 +196,34 @@ def healthy(steps: int) -> tuple[list[int], float]:
         RuntimeError: The job failed.
     """
 
-    def work() -> tuple[list[int], float]:
+    def work() -> tuple[list[dict[str, Any]], float]:
         job.train("ddp", "none", 0, steps, SMALL_STEP_SECONDS)
         report = gradwire.watch().report
-        return ([each.late.rank for each in report.late], report.seconds / steps) if report else ([], 0.0)
+        return [asdict(each) for each in named_since(0)], report.seconds / steps if report else 0.0
 
     named, seconds = result_of(work)
-    return named, seconds
+    return [NamedRank(**each) for each in named], seconds
 
 
 def delay_row(kind: str, found: Sequence[PlantedDelay]) -> str:
     """A row of the table: how many were named, and who was named without being late."""
-    right = sum(set(each.named) == {each.rank} for each in found)
-    wrong = sum(bool({*each.named, *each.after} - {each.rank}) for each in found)
-    others = f"; another rank was named {wrong} times" if wrong else ", nobody else"
-    return f"| a rank is 200 ms late, {kind} | {right} of {len(found)} named within {STEPS_TO_NAME} steps{others} |"
+    right = sum(own_names(each) == {each.rank} for each in found)
+    others = [named for each in found for named in (*each.named, *each.after) if named.rank != each.rank]
+    said = f"{right} of {len(found)} named within {STEPS_TO_NAME} steps{besides(others)}"
+    return f"| a rank is 200 ms late, {kind} | {said} |"
+
+
+def own_names(delay: PlantedDelay) -> set[int]:
+    """Whom the watch has named while a rank was late, but for those that waited for a processor."""
+    return {each.rank for each in delay.named if each.rank == delay.rank or each.busy_with != QUEUE}
+
+
+def besides(others: Sequence[NamedRank]) -> str:
+    """Who was named besides: ranks that waited for a processor on a busy machine were late, too."""
+    queued = sum(each.busy_with == QUEUE for each in others)
+    if not others:
+        return ", nobody else"
+    return f"; another rank was named {len(others)} times, {queued} of them as waiting for a processor"
 
 
 def disagreement_row(fault: str, found: Sequence[float | None]) -> str:
@@ -198,18 +233,73 @@ def disagreement_row(fault: str, found: Sequence[float | None]) -> str:
     return f"| {DISAGREEMENTS[fault]} | {len(seconds)} of {len(found)} explained with file and line{after} |"
 
 
-def healthy_row(steps: int, named: Sequence[int], seconds: float) -> str:
+def healthy_row(steps: int, named: Sequence[NamedRank], seconds: float) -> str:
     """A row of the table: who was named though nobody was late."""
-    whom = ", ".join(f"rank {rank}" for rank in named) or "nobody"
+    whom = ", ".join(f"rank {each.rank} (in {each.busy_with})" for each in named) or "nobody"
     return f"| nothing: {steps:,} steps of DDP, {seconds * 1e3:.1f} ms each | {whom} named |"
 
 
-def write(page: Path, rows: Sequence[str], command: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one job, or the jobs of one fault, have come to: a line of the data file.
+
+    Attributes:
+        part: `late`, `disagree` or `healthy`.
+        what: The kind of job, the fault, or the number of steps.
+        found: Of `planted_delays`, `planted_disagreement` or `healthy`, as JSON has it.
+        machine: On which, and when.
+        load: Of the machine, over the last five minutes of it.
+    """
+
+    part: str
+    what: str
+    found: Any
+    machine: str = field(default_factory=machine_line)
+    load: float = field(default_factory=lambda: round(os.getloadavg()[1], 1))
+
+    @property
+    def row(self) -> str:
+        """Of the table."""
+        if self.part == "late":
+            return delay_row(self.what, delays_of(self.found))
+        if self.part == "disagree":
+            return disagreement_row(self.what, self.found)
+        named, seconds = self.found
+        return healthy_row(int(self.what), [NamedRank(**each) for each in named], seconds)
+
+
+class Outcomes:
+    """The outcomes so far, in a data file and of this run.
+
+    Args:
+        data: The file; None keeps them for this run alone.
+    """
+
+    def __init__(self, data: Path | None) -> None:
+        lines = data.read_text().splitlines() if data is not None and data.exists() else []
+        self.all = [Outcome(**json.loads(line)) for line in lines]
+        self._data = data
+
+    def missing(self, part: str, whats: Sequence[str]) -> list[str]:
+        """Of these what is still to be run."""
+        known = {each.what for each in self.all if each.part == part}
+        return [each for each in whats if each not in known]
+
+    def add(self, outcome: Outcome) -> None:
+        """Keeps, shows, and writes down one more."""
+        self.all.append(outcome)
+        print(outcome.row, flush=True)
+        if self._data is not None:
+            with self._data.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def write(page: Path, outcomes: Sequence[Outcome], command: str) -> None:
     """Puts the table into a page, between its two marks.
 
     Args:
         page: With `BEGIN` and `END`.
-        rows: Of the table.
+        outcomes: A row each.
         command: That made them.
 
     Raises:
@@ -218,8 +308,11 @@ def write(page: Path, rows: Sequence[str], command: str) -> None:
     text = page.read_text()
     if BEGIN not in text or END not in text:
         raise ValueError(f"`write` is {page}, which has no {BEGIN} and {END}")
-    load = os.getloadavg()[2]
-    where = f"{RANKS} ranks over gloo, `{command}`, {machine_line()}, at a load of {load:.0f}."
+    order = {part: place for place, part in enumerate(PARTS)}
+    rows = [each.row for each in sorted(outcomes, key=lambda each: order[each.part])]
+    loads = [each.load for each in outcomes]
+    machines = "; ".join(dict.fromkeys(each.machine for each in outcomes))
+    where = f"{RANKS} ranks over gloo, `{command}`, {machines}, at a load of {min(loads):.0f} to {max(loads):.0f}."
     table = "\n".join(["| planted | said |", "|---|---|", *rows])
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
     page.write_text(f"{head}{BEGIN}\n\n{table}\n\n{where}\n\n{END}{tail}")
@@ -232,7 +325,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", choices=("late", "disagree", "healthy"), help="this part alone (default: all)")
+    parser.add_argument("--only", choices=PARTS, help="this part alone (default: all)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="jobs with delays (default: all)")
     parser.add_argument(
         "--faults", nargs="+", choices=DISAGREEMENTS, default=tuple(DISAGREEMENTS), help="disagreements (default: all)"
@@ -240,28 +333,31 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="of each delay and disagreement (default: 10)")
     parser.add_argument("--steps", type=int, default=10_000, help="of the healthy job (default: 10,000)")
     parser.add_argument("--seed", type=int, default=0, help="of which ranks have the faults (default: 0)")
+    parser.add_argument("--data", type=Path, metavar="FILE.jsonl", help="keeps results; what it has is not run again")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="puts the table into this page")
     options = parser.parse_args()
     for module in WARMED:
         importlib.import_module(module)
+    outcomes = Outcomes(options.data)
     drawn = random.Random(options.seed)
-    rows: list[str] = []
+    late = {kind: in_turn(options.repeats, drawn) for kind in KINDS}
+    disagree = {fault: in_turn(options.repeats, drawn) for fault in DISAGREEMENTS}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         if options.only in (None, "late"):
-            late = {kind: in_turn(options.repeats, drawn) for kind in options.kinds}
-            rows += [
-                delay_row(kind, found)
-                for kind, found in zip(late, pool.map(planted_delays, late, late.values()), strict=True)
-            ]
+            kinds = outcomes.missing("late", options.kinds)
+            running = pool.map(planted_delays, kinds, [late[kind] for kind in kinds])
+            for kind, found in zip(kinds, running, strict=True):
+                outcomes.add(Outcome("late", kind, [asdict(each) for each in found]))
         if options.only in (None, "disagree"):
-            for fault in options.faults:
-                ranks = in_turn(options.repeats, drawn)
-                rows.append(disagreement_row(fault, list(pool.map(partial(planted_disagreement, fault), ranks))))
+            for fault in outcomes.missing("disagree", options.faults):
+                seconds = list(pool.map(partial(planted_disagreement, fault), disagree[fault]))
+                outcomes.add(Outcome("disagree", fault, seconds))
     if options.only in (None, "healthy"):
-        rows.append(healthy_row(options.steps, *healthy(options.steps)))
-    print("\n".join(rows))
+        for steps in outcomes.missing("healthy", [str(options.steps)]):
+            named, seconds = healthy(int(steps))
+            outcomes.add(Outcome("healthy", steps, [[asdict(each) for each in named], seconds]))
     if options.write is not None:
-        write(options.write, rows, " ".join(["python -m gradwire.bench.studies.watch.planted", *sys.argv[1:]]))
+        write(options.write, outcomes.all, " ".join(["python -m gradwire.bench.studies.watch.planted", *sys.argv[1:]]))
 
 
 def in_turn(count: int, drawn: random.Random) -> list[int]:

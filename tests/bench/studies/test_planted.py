@@ -1,23 +1,27 @@
 """What the study of planted faults counts as right, and where it writes that."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from gradwire.bench.studies.watch import planted
 from gradwire.bench.studies.watch.forked import run_ranks
-from gradwire.bench.studies.watch.job import PlantedDelay
+from gradwire.bench.studies.watch.job import NamedRank, PlantedDelay
+from gradwire.comms.watch.activity import QUEUE
 
 
 def test_a_delay_counts_where_its_rank_is_named_alone() -> None:
     found = [
-        PlantedDelay(1, (1,), ()),
-        PlantedDelay(2, (), (2,)),
-        PlantedDelay(3, (3, 0), ()),
-        PlantedDelay(0, (0,), ()),
+        PlantedDelay(1, (NamedRank(1),), ()),
+        PlantedDelay(2, (), (NamedRank(2),)),
+        PlantedDelay(3, (NamedRank(3), NamedRank(0)), ()),
+        PlantedDelay(0, (NamedRank(0), NamedRank(1, QUEUE)), ()),
     ]
-    assert "| 2 of 4 named within 20 steps; another rank was named 1 times |" in planted.delay_row("ddp", found)
+    assert planted.delay_row("ddp", found).endswith(
+        "| 2 of 4 named within 20 steps; another rank was named 2 times, 1 of them as waiting for a processor |"
+    )
     assert planted.delay_row("ddp", found[:1]).endswith("| 1 of 1 named within 20 steps, nobody else |")
 
 
@@ -25,16 +29,26 @@ def test_what_was_not_explained_in_time_is_not_counted() -> None:
     row = planted.disagreement_row("skip", [3.0, None, 4.5])
     assert "a rank leaves out a collective" in row and "2 of 3 explained with file and line, after 3.0 to 4.5 s" in row
     assert planted.healthy_row(10_000, [], 0.0123).endswith("12.3 ms each | nobody named |")
-    assert planted.healthy_row(10, [3], 0.1).endswith("| rank 3 named |")
+    assert planted.healthy_row(10, [NamedRank(3, "the optimizer")], 0.1).endswith("| rank 3 (in the optimizer) named |")
 
 
-def test_the_table_takes_the_place_of_the_last_one_and_a_page_without_marks_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
+def test_what_the_data_file_has_is_not_run_again_and_fills_the_table(tmp_path: Path) -> None:
+    data, page = tmp_path / "data.jsonl", tmp_path / "page.md"
     page.write_text(f"before\n{planted.BEGIN}\nold\n{planted.END}\nafter\n")
-    planted.write(page, ["| a | b |"], "python -m study")
+    first = planted.Outcomes(data)
+    assert first.missing("disagree", ["skip", "order"]) == ["skip", "order"]
+    first.add(planted.Outcome("healthy", "10", [[], 0.1], "a machine", 3.0))
+    first.add(planted.Outcome("disagree", "skip", [2.0, None], "a machine", 5.0))
+    late = PlantedDelay(1, (NamedRank(1, "the optimizer"),), ())
+    first.add(planted.Outcome("late", "ddp", [asdict(late)], "a machine", 4.0))
+    read = planted.Outcomes(data)
+    assert read.missing("disagree", ["skip", "order"]) == ["order"] and not read.missing("late", ["ddp"])
+    planted.write(page, read.all, "python -m study")
     text = page.read_text()
     assert text.startswith(f"before\n{planted.BEGIN}") and text.endswith(f"{planted.END}\nafter\n")
-    assert "| planted | said |\n|---|---|\n| a | b |" in text and "`python -m study`" in text and "old" not in text
+    rows = [planted.delay_row("ddp", [late]), planted.disagreement_row("skip", [2.0, None])]
+    assert "\n".join(["| planted | said |", "|---|---|", *rows, planted.healthy_row(10, [], 0.1)]) in text
+    assert "`python -m study`, a machine, at a load of 3 to 5." in text and "old" not in text
     page.write_text("nothing")
     with pytest.raises(ValueError, match="`write`"):
         planted.write(page, [], "")

@@ -3,10 +3,13 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
+from gradwire.comms.watch.activity import QUEUE
 from gradwire.comms.watch.late import Lateness, LateRank
+from gradwire.comms.watch.rank import RankWord
 from support.watched import Collective, SimulatedJob
 
 DATA_PARALLEL = [("default", (0, 1, 2, 3))] * 4
@@ -74,3 +77,38 @@ def test_a_rank_that_recovers_is_no_longer_late() -> None:
     )
     found = [lateness.hear(words) for words in job.steps(times) if words is not None]
     assert any(found) and not found[-1]
+
+
+@pytest.mark.parametrize("stale", [0.0, 0.6])
+def test_who_has_waited_for_a_late_rank_is_not_named_when_that_one_recovers(stale: float) -> None:
+    """Also where the words of some ranks come late, as on a busy machine."""
+    drawn = random.Random(3)
+    late_in = [rank for rank in (1, 3, 0, 2, 1) for _ in range(60)]
+    times = [
+        [0.05 + drawn.expovariate(1 / 0.03) + 0.2 * (rank == late and step % 60 < 20) for rank in range(4)]
+        for step, late in enumerate(late_in)
+    ]
+    job = SimulatedJob(4, TENSOR_AND_DATA)
+    lateness, heard, named = Lateness(job.members), dict[int, RankWord](), set[int]()
+    for late, words in zip(late_in, job.steps(iter(times)), strict=True):
+        if words is None:
+            continue
+        heard = {rank: heard[rank] if rank in heard and drawn.random() < stale else words[rank] for rank in words}
+        now = {each.rank for each in lateness.hear(heard)}
+        assert now <= {late} | named & now, (late, now)
+        named = now
+    assert named <= {1}
+
+
+def test_a_rank_that_waits_for_a_processor_is_said_to() -> None:
+    job = SimulatedJob(4, DATA_PARALLEL)
+    lateness, waited = Lateness(job.members), 0.0
+    found: list[LateRank] = []
+    for words in job.steps(itertools.islice(compute_times(4, 0.05, 0.1, 1, 3, 0.2), 60)):
+        if words is not None:
+            waited += 0.3
+            queues = {rank: {QUEUE: waited if rank == 3 else 0.0} for rank in words}
+            found = lateness.hear(
+                {r: replace(word, activity={**word.activity, **queues[r]}) for r, word in words.items()}
+            )
+    assert [(each.rank, each.busy_with) for each in found] == [(3, QUEUE)]
