@@ -48,7 +48,8 @@ class _Still:
     Attributes:
         stated: Each time.
         looks: How often after the first time.
-        next_check: After so many the collectives are asked, and after twice as many again.
+        next_check: After so many the collectives are asked, and after twice as many again. At the next look, where
+            asking has helped in this group before: it may be quiet for no longer.
         all_ended: All had ended.
     """
 
@@ -73,6 +74,7 @@ class FlightReader:
         self.members: dict[str, tuple[int, ...]] = {}
         self._names: dict[tuple[str, str], str | None] = {}
         self._still: dict[tuple[str, str], _Still] = {}
+        self._misstated: set[tuple[str, str]] = set()
         self._ends: dict[str, deque[tuple[int, float]]] = {}
         self._models = WatchedModels()
 
@@ -120,13 +122,15 @@ class FlightReader:
         """
         still = self._still.get(key)
         if still is None or still.stated != stated:
-            self._still[key] = _Still(stated)
+            self._still[key] = _Still(stated, next_check=1 if key in self._misstated else 2)
             return stated
         if stated.waits and not still.all_ended:
             still.looks += 1
             if still.looks == still.next_check:
                 still.next_check *= 2
                 still.all_ended = self._all_ended(key)
+                if still.all_ended:
+                    self._misstated.add(key)
         return Progress(stated.issued, stated.issued) if still.all_ended else stated
 
     def _all_ended(self, key: tuple[str, str]) -> bool:
