@@ -27,7 +27,7 @@ _CELL = re.compile(
 """A cell; the last alternative is a word of a release that nobody here knows, and unknown."""
 _STATUSES = frozenset({"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"})
 """Cells of `nvidia-smi topo -p2p`, which prints what is supported, not how far it is."""
-_FUSED = re.compile(r"(GPU[0-9]{1,4})(?=GPU[0-9]|[a-z])")
+_FUSED = re.compile(r"((?:GPU|NIC)[0-9]{1,4})(?=(?:GPU|NIC)[0-9]|[a-z])")
 _WITHIN_A_CPU = ("PIX", "PSB", "PXB", "PHB", "NODE")
 """Cells of pairs that hang off the same CPU, nearest first."""
 _LEGEND = re.compile(r"(?:^|\s)(NIC\d+):\s*([\w.-]+)")
@@ -437,7 +437,7 @@ def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect], others: int) -
     if not _shows_nvlink(text):
         notes.append("NVLink is unknown: no NV# in the text, as with `topo -mp`, which hides it.")
     elif unknown := _unknown_pairs(matrix, gpus):
-        notes.append(f"{unknown} pairs of GPUs cannot be read: NVLinks between them are not counted.")
+        notes.append(f"{unknown} pair{'s' * (unknown > 1)} of GPUs cannot be read: NVLinks there are not counted.")
     if any(matrix.coherent(gpu) for gpu in gpus):
         notes.append(
             "The GPUs' memory is NUMA nodes of its own (GPU NUMA ID), coherent with the CPU over a chip-to-chip link. "
@@ -455,6 +455,7 @@ def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect], others: int) -
     if words:
         notes.append(f"Cells with an unknown word are unknown: {', '.join(sorted(words)[:8])}.")
     if others:
-        notes.append(f"The text has {others} further matrices that differ, of other hosts perhaps; the first is shown.")
+        more = "another matrix that differs, of another host" if others == 1 else f"{others} more, of other hosts"
+        notes.append(f"The text has {more} perhaps; the first matrix is shown.")
     notes += [f"{defect.where}: {defect.kind.replace('_', ' ')}; unknown there." for defect in defects]
     return notes

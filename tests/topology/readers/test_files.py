@@ -218,6 +218,16 @@ def test_the_tree_prints_hostile_names_as_they_are(capsys: pytest.CaptureFixture
         ("CA 'mlx5_0'\n\tCA type: MT4129\n", "/sys/class/infiniband"),
         ("link mlx5_0/1 subnet_prefix fe80 lid 1 state ACTIVE physical_state LINK_UP\n", "/sys/class/infiniband"),
         ("hl-smi -Q name\nHL-SMI Version: hl-1.15\n", "Gaudi"),
+        ("+--------------------------+\n| HL-SMI Version:   hl-1.18.0 |\n", "Gaudi"),
+        ("[Tue Nov  4 02:00:00 2026] mlx5_core 0000:c1:00.0: firmware version: 28.39\n", "gdr-check"),
+        ("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)\nGPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-2)\n", "topo -m"),
+        ("====== ROCm System Management Interface ======\nGPU  Temp (DieEdge)  AvgPwr\n", "rocm-smi --showtopo"),
+        ("+-------+\n|               | GPU 0/0  | GPU 1/0 | CPU Affinity |\n", "Intel's GPUs"),
+        ("Architecture:            x86_64\n", "lstopo"),
+        ("available: 2 nodes (0-1)\nnode 0 cpus: 0 1\n", "lstopo"),
+        ("Module                  Size  Used by\nnvidia_peermem  16384  0\n", "gdr-check"),
+        ("2: eth0: <BROADCAST,MULTICAST,UP> mtu 1500 qdisc mq\n", "topo -m"),
+        ("Settings for enp1s0f0:\n\tSpeed: 100000Mb/s\n", "topo -m"),
     ],
 )
 def test_what_another_tool_prints_is_named_with_what_to_give_instead(text: str, instead: str) -> None:
