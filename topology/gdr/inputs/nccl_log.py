@@ -57,8 +57,12 @@ class NcclLog:
     """Hosts that said `NET/IB : No device found.`; "" where lines do not say whose they are."""
     hosts_with_gdr: set[str] = field(default_factory=set)
     """Hosts with a GDRDMA channel, through whatever plug-in."""
+    hosts_on_network: set[str] = field(default_factory=set)
+    """Hosts with a channel over a network."""
     local_channels: int = 0
     """Channels inside a host: peer-to-peer or shared memory."""
+    hosts_with_local: set[str] = field(default_factory=set)
+    """Hosts with such a channel."""
     warnings: dict[str, KnownWarning | None] = field(default_factory=dict)
     """Text of a line that warns -> what it means; None where nobody here knows it. The first of each meaning."""
     hcas: dict[str, bool] = field(default_factory=dict)
@@ -88,10 +92,10 @@ class NcclLog:
         return self.gdr_channels.total() + self.staged_channels.total()
 
     @property
-    def no_device(self) -> bool:
-        """Whether a host that has to leave itself found no card; one node alone needs none."""
-        inside = self.local_channels > 0 and not self.network_channels
-        return bool(self.hosts_without_device - self.hosts_with_gdr) and not inside
+    def hosts_lacking_device(self) -> set[str]:
+        """Hosts that have to leave themselves and found no card; one whose channels are all inside it needs none."""
+        inside = self.hosts_with_local - self.hosts_on_network
+        return self.hosts_without_device - self.hosts_with_gdr - inside
 
     @property
     def fatal(self) -> tuple[str, KnownWarning] | None:
@@ -162,7 +166,9 @@ def merged_logs(logs: Sequence[NcclLog]) -> NcclLog | None:
         whole.networks |= log.networks
         whole.hosts_without_device |= log.hosts_without_device
         whole.hosts_with_gdr |= log.hosts_with_gdr
+        whole.hosts_on_network |= log.hosts_on_network
         whole.local_channels += log.local_channels
+        whole.hosts_with_local |= log.hosts_with_local
         whole.warnings = log.warnings | whole.warnings
         whole.hcas |= {name: able and whole.hcas.get(name, True) for name, able in log.hcas.items()}
         whole.gdr_channels += log.gdr_channels
@@ -205,6 +211,7 @@ def _read_line(log: NcclLog, line: str) -> None:
         rank = int(match[1 if match[3] == "send" else 2])
         counter = log.gdr_channels if "GDRDMA" in match[4] else log.staged_channels
         counter[rank, match[3]] += 1
+        log.hosts_on_network.add(_host(line))
         if counter is log.gdr_channels:
             log.hosts_with_gdr.add(_host(line))
         log.socket_channels += match[4].startswith("NET/Socket")
@@ -227,6 +234,7 @@ def _read_line(log: NcclLog, line: str) -> None:
         log.hosts_without_device.add(_host(line))
     elif _LOCAL_CHANNEL.search(line):
         log.local_channels += 1
+        log.hosts_with_local.add(_host(line))
     elif warning := read_warning(line):
         _keep_warning(log, *warning)
     elif "ACS is enabled" in line:

@@ -29,6 +29,9 @@ def _known(pattern: str, cause: str, remedy: str, *, ends_job: bool = True) -> K
     return KnownWarning(re.compile(pattern), cause, remedy, ends_job)
 
 
+_STATUS = r"Got completion from peer.*(?:status=(?:\w+\()?|with error )"
+"""Before the number of an ibv_wc_status; NCCL before 2.20 called it an error."""
+
 KNOWN_WARNINGS = (
     _known(
         r"Call to ibv_reg_(?:mr\w*|dmabuf_mr) failed.*(?:Cannot allocate memory|\b12\b)",
@@ -71,22 +74,22 @@ KNOWN_WARNINGS = (
         "show_gids on both hosts; ping between the cards' addresses",
     ),
     _known(
-        r"Got completion from peer.*status=(?:\w+\()?12\b",
+        rf"{_STATUS}12\b",
         "packets to a peer were not answered: a link that is down, RoCE without lossless queues, or a wrong GID",
         "counters of port and switch (ethtool -S, pause and discards); show_gids; then a longer NCCL_IB_TIMEOUT",
     ),
     _known(
-        r"Got completion from peer.*status=(?:\w+\()?4\b",
+        rf"{_STATUS}4\b",
         "the card could not reach GPU memory: most often PCIe access control (ACS)",
         "see P5; NCCL_NET_GDR_LEVEL=LOC confirms it where the job then runs",
     ),
     _known(
-        r"Got completion from peer.*status=(?:\w+\()?5\b",
+        rf"{_STATUS}5\b",
         "a card dropped what was queued after another error; the first one counts",
         "the first WARN line of all ranks",
     ),
     _known(
-        r"Got completion from peer.*status=(?:\w+\()?(?:9|10|11)\b",
+        rf"{_STATUS}(?:9|10|11)\b",
         "the peer's card refused a transfer, as where its GPU memory is not registered",
         "see M1 on the peer; all hosts with one driver and one NCCL",
     ),
@@ -96,7 +99,7 @@ KNOWN_WARNINGS = (
         "dmesg | grep -iE 'mlx5|link'; ethtool DEV",
     ),
     _known(
-        r"XML parser is limited to \d+ (?:sub)?nodes",
+        r"XML parser is limited to \d+ (?:sub)?nodes|too many XML nodes",
         "the topology has more devices than this NCCL can hold",
         "a newer NCCL; or NCCL_TOPO_FILE with the devices that this job uses",
     ),
@@ -109,6 +112,11 @@ KNOWN_WARNINGS = (
         r"Could not find (?:any local path from gpu|NET with id|node of type|CPU numa)",
         "the topology that NCCL was given does not fit this machine",
         "unset NCCL_TOPO_FILE; NCCL_TOPO_DUMP_FILE shows what NCCL finds by itself",
+    ),
+    _known(
+        r"Error: network .*not found",
+        "the network that NCCL_NET names is not there, as where its plug-in was not loaded",
+        "one run without NCCL_NET; or the plug-in's folder in LD_LIBRARY_PATH: ldconfig -p | grep libnccl-net",
     ),
     _known(
         r"incompatible devices|device is incompatible with the local",

@@ -102,7 +102,7 @@ def nccl_log(host: Host) -> Finding:
         return failed(f"the job failed: {known.cause} (NCCL WARN {text[:100]})", known.remedy)
     finding = _by_channels(host, log)
     unclear = next((text for text, known in log.warnings.items() if known is None), None)
-    if unclear is not None and finding.outcome is CheckOutcome.PASS:
+    if unclear is not None and finding.outcome in (CheckOutcome.PASS, CheckOutcome.UNKNOWN):
         return warned(f"{finding.text}; but NCCL warned: {unclear[:120]}", "look it up: grep 'NCCL WARN' LOG")
     return finding
 
@@ -117,9 +117,13 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
             "give the log of a job on two hosts, or --prove",
         )
     sockets = log.network_channels and log.socket_channels == log.network_channels
-    if log.networks == {"Socket"} or log.no_device or sockets:
-        found = "No device found; " if log.no_device else ""
-        return failed("; ".join([f"{found}network is Socket: RDMA is not used at all", *log.reasons]), _sockets(log))
+    lacking = log.hosts_lacking_device
+    if log.networks == {"Socket"} or lacking or sockets:
+        where = f" on {', '.join(sorted(lacking)[:8])}" if any(lacking) else ""
+        found = f"No device found{where}; " if lacking else ""
+        there = where if log.gdr_channels else ""
+        said = f"{found}network is Socket{there}: RDMA is not used {'there' if there else 'at all'}"
+        return failed("; ".join([said, *log.reasons]), _sockets(log))
     if not log.network_channels:
         return _without_channels(log, remedy)
     if not log.gdr_channels:
@@ -145,7 +149,9 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
         )
     ranks = {rank for rank, _ in log.gdr_channels}
     part = f" in the first {log.lines} lines (the log goes on)" if log.truncated else ""
-    return passed(f"all {log.network_channels} network channels of {len(ranks)} ranks use GDRDMA{part}")
+    return passed(
+        f"all {log.network_channels} network channels of {len(ranks)} rank{'s' * (len(ranks) > 1)} use GDRDMA{part}"
+    )
 
 
 def _sockets(log: NcclLog) -> str:

@@ -220,7 +220,14 @@ HEALTHY_CHANNELS = [channel(0, 1, "send"), channel(1, 0, "receive")]
             "answered",
             "NCCL_IB_TIMEOUT",
         ),
+        (
+            "NET/IB : Got completion from peer 10.0.0.2<4> with error 12, opcode 0, len 0, vendor err 129",
+            "answered",
+            "RoCE",
+        ),
         ("NET/IB : Got completion from peer 10.0.0.2<4> with status=4 opcode=32578", "ACS", "P5"),
+        ("Error : too many XML nodes (max 1024)", "more devices", "NCCL_TOPO_FILE"),
+        ("Error: network AWS Libfabric not found.", "NCCL_NET", "LD_LIBRARY_PATH"),
         ("Error : XML parser is limited to 1024 nodes", "more devices", "NCCL_TOPO_FILE"),
         ("XML Topology has wrong version 2, 1 needed", "does not fit this NCCL", "unset"),
         ("Could not find any local path from gpu 3 to net.", "does not fit this machine", "NCCL_TOPO_DUMP_FILE"),
@@ -235,6 +242,23 @@ def test_a_warning_that_ends_the_job_outweighs_channels_that_were_made(
     assert finding.outcome is CheckOutcome.FAIL, finding
     assert cause in finding.text, finding
     assert remedy in f"{finding.text} {finding.remedy}", finding
+
+
+def test_a_warning_that_nobody_knows_is_shown_where_no_channel_follows(tmp_path: Path) -> None:
+    finding = judged(["NCCL version 2.27.3", "n1:1:2 [0] src/new.cc:1 NCCL WARN never seen before"], tmp_path)
+    assert finding.outcome is CheckOutcome.WARN and "never seen before" in finding.text
+
+
+def test_a_host_without_a_card_counts_where_it_uses_a_network(tmp_path: Path) -> None:
+    """One whose channels are all inside it, as a login node's, needs none; one that leaves itself over sockets does."""
+    no_card = "c:3:4 [0] NCCL INFO NET/IB : No device found."
+    healthy = [f"{host}:1:2 [0] NCCL INFO {line}" for host, line in zip("ab", HEALTHY_CHANNELS, strict=True)]
+    inside = "c:3:4 [0] NCCL INFO Channel 00/0 : 2[0] -> 3[1] via P2P/CUMEM"
+    assert judged([*healthy, no_card, inside], tmp_path).outcome is CheckOutcome.PASS
+    over_sockets = f"c:3:4 [0] NCCL INFO {channel(2, 0, 'send', 'NET/Socket/0')}"
+    finding = judged([*healthy, no_card, over_sockets], tmp_path)
+    assert finding.outcome is CheckOutcome.FAIL
+    assert "on c" in finding.text and "at all" not in finding.text
 
 
 def test_a_hint_and_a_retry_end_nothing(tmp_path: Path) -> None:
