@@ -275,13 +275,14 @@ class Report:
             f"{row.wire_nbytes / 1e6:>10.3f} {row.seconds:>9.3f}"
             for row in self.rows
         ]
-        return "\n".join([*(_wrapped(line) for text in head for line in text.splitlines()), *table])
+        return "\n".join([*(in_columns(line) for text in head for line in text.splitlines()), *table])
 
     def __str__(self) -> str:
         """Five lines, and one for each finding: what is chosen, who is waited for, what hung. `full()` has the rest."""
-        short = [self._head(), *self.links[:1], *self.summary, self._sent()]
+        links = [each if len(each) <= COLUMNS else each.partition("; ")[0] for each in self.links[:1]]
+        short = [self._head(), *links, *self.summary, self._sent()]
         lines = [_in_one_line(line) for line in short]
-        return "\n".join([*lines, *(_wrapped(line) for text in self._findings() for line in text.splitlines())])
+        return "\n".join([*lines, *(in_columns(line) for text in self._findings() for line in text.splitlines())])
 
     def _head(self) -> str:
         return f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps"
@@ -312,7 +313,12 @@ def _in_one_line(text: str) -> str:
     return textwrap.shorten(text, COLUMNS, placeholder=" ...")
 
 
-def _wrapped(line: str) -> str:
+def in_columns(line: str) -> str:
+    """A line of text as lines of at most `COLUMNS`, those after the first indented.
+
+    Args:
+        line: Indented or not.
+    """
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(line, COLUMNS, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
 

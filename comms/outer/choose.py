@@ -234,4 +234,5 @@ class OuterChoice:
 def in_words(settings: OuterSettings) -> str:
     """When units exchange."""
     pieces = "in one piece" if settings.fragments == 1 else f"in {settings.fragments} fragments"
-    return f"every {settings.every} steps {pieces}, delay {settings.delay}"
+    often = f"every {settings.every} steps" if settings.every > 1 else "at every step"
+    return f"{often} {pieces}, delay {settings.delay}"

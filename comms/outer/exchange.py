@@ -97,6 +97,19 @@ class Pending:
     before: StateDict | None = None
 
 
+@dataclass(slots=True)
+class CardBytes:
+    """Bytes that have left a node's card.
+
+    Attributes:
+        exchanged: In exchanges.
+        synchronized: In `synchronize`, which averages in full precision.
+    """
+
+    exchanged: float = 0.0
+    synchronized: float = 0.0
+
+
 class OuterExchange:
     """The exchanges of one model's fragments on one rank.
 
@@ -114,7 +127,7 @@ class OuterExchange:
         begun: Exchanges begun; the same on all ranks that have taken as many steps.
         done: Exchanges taken up.
         skipped: Exchanges whose average was not finite, so that they changed nothing.
-        card_nbytes: What has left the busiest node in exchanges, as the plans say; on one node, the busiest rank.
+        card: What has left the busiest node for others, as the plans say; on one node, the busiest rank.
         waited_seconds: Time in which this rank has done nothing but wait for a result.
     """
 
@@ -135,7 +148,7 @@ class OuterExchange:
         self.compression = compression
         self.alone = alone or communicator.size == 1
         self.steps = self.begun = self.done = self.skipped = 0
-        self.waited_seconds = self.card_nbytes = 0.0
+        self.waited_seconds, self.card = 0.0, CardBytes()
         self._pending: Pending | None = None
         self._memory: list[tuple[Tensor, Tensor]] = []
         self._leaving: dict[Layout | None, tuple[Plan, float]] = {}
@@ -243,7 +256,7 @@ class OuterExchange:
             self._take_up()
         if not self.alone:
             self._meet()
-        finite = False
+        finite, before = False, self.card.exchanged
         try:
             averages, unfinished = self._averages()
             finite = not unfinished
@@ -251,6 +264,7 @@ class OuterExchange:
             self._decide(finite, self.fragments)
             if self.compression is not None:
                 self.compression.flushing = False
+            self.card = CardBytes(before, self.card.synchronized + self.card.exchanged - before)
         if self._survivor is not None and not self.alone:  # when it ends, all have the averages, and nobody keeps them
             self._mean_of(self.fragments[0].anchor.new_zeros(1))
         if not finite:
@@ -538,7 +552,7 @@ class OuterExchange:
         launch = Launch((flat,), fragment.layout if self.compression is not None else None, (bucket,), alone=True)
         self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
         pending.future = bucket.result()
-        self.card_nbytes += self._leaving_nbytes(flat, None if flush else launch.layout)
+        self.card.exchanged += self._leaving_nbytes(flat, None if flush else launch.layout)
 
     def _take_back(self, fragment: Fragment, flat: Tensor) -> None:
         """Adds to a pseudo-gradient what the compressor has held back of it: with nobody else left it travels no more.

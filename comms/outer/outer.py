@@ -32,7 +32,7 @@ from gradwire.comms.outer.choose import ALONE_EVERY, CHOSEN, OuterChoice, OuterL
 from gradwire.comms.outer.exchange import OuterExchange, agreement_of
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of, wire_nbytes_of
 from gradwire.comms.outer.steps import OptimizerSteps, left_alone, optimizers_from
-from gradwire.comms.report import Report
+from gradwire.comms.report import Report, in_columns
 from gradwire.comms.session import AveragingSession, Face, SessionRanks, refused
 from gradwire.comms.transport.launch_order import devices
 from gradwire.compressors.base import StateDict
@@ -80,7 +80,7 @@ class OuterReport:
         sent_nbytes: Bytes that this rank has sent to other nodes, counted, headers not; on one node to other ranks.
         card_nbytes: Bytes that have left the busiest node for others, as the plans say; as many have arrived. Of a
             sharded model, for the shards that this rank holds: the node's other ranks have sent theirs besides.
-        bits_per_parameter_and_step: The same in bits, a parameter and step.
+        synchronized_nbytes: Of those, what `synchronize()` has sent, which averages in full precision.
         seconds: Since the first step ended.
         waited_seconds: Of those, how long this rank has done nothing but wait for a result.
         exchange: Phases, plans and links of the exchanges.
@@ -97,7 +97,7 @@ class OuterReport:
     numel: int
     sent_nbytes: float
     card_nbytes: float
-    bits_per_parameter_and_step: float
+    synchronized_nbytes: float
     seconds: float
     waited_seconds: float
     exchange: Report
@@ -105,6 +105,11 @@ class OuterReport:
     sharded: bool = False
     settings: OuterSettings | None = None
     chosen: str = ""
+
+    @property
+    def bits_per_parameter_and_step(self) -> float:
+        """What exchanges have sent from the busiest node, without `synchronize()`: in bits, a parameter and step."""
+        return 8 * (self.card_nbytes - self.synchronized_nbytes) / max(self.numel * self.steps, 1)
 
     @property
     def wait_share(self) -> float:
@@ -115,19 +120,20 @@ class OuterReport:
         """All of it as dicts, lists, numbers, strings and None, as JSON holds them; keys are the attributes' names."""
         reports = {"exchange": self.exchange.to_dict(), "inside": self.inside and self.inside.to_dict()}
         units = [list(unit) for unit in self.units]
-        return {**asdict(self), **reports, "units": units, "wait_share": self.wait_share}
+        derived = {"wait_share": self.wait_share, "bits_per_parameter_and_step": self.bits_per_parameter_and_step}
+        return {**asdict(self), **reports, "units": units, **derived}
 
     def __str__(self) -> str:
         skipped = f", {self.skipped} not finite and skipped" if self.skipped else ""
         sizes = ", ".join(str(len(unit)) for unit in self.units)
         head = f"{len(self.units)} units of {sizes} ranks; {self.steps} steps, {self.exchanges} exchanges{skipped}"
         shards = " for the shards of this rank" if self.sharded else ""
-        traffic = (
-            f"{self.bits_per_parameter_and_step:.3g} bits a parameter and step, {self.card_nbytes / 1e6:.3f} MB, have "
-            f"left each node{shards}; this rank has waited for {self.wait_share:.1%} of the time"
-        )
+        exchanged, extra = (self.card_nbytes - self.synchronized_nbytes) / 1e6, self.synchronized_nbytes / 1e6
+        traffic = f"each node sent {self.bits_per_parameter_and_step:.3g} bits a parameter and step in exchanges"
+        traffic += f", {exchanged:.3f} MB{shards}" + (f"; {extra:.3f} MB in synchronize()" if extra else "")
+        waited = f"this rank has waited for {self.wait_share:.1%} of the time"
         chosen = [f"{in_words(self.settings)}: {self.chosen}"] if self.settings and self.chosen else []
-        return "\n".join([head, *chosen, traffic, str(self.exchange)])
+        return "\n".join([*map(in_columns, [head, *chosen, f"{traffic}; {waited}"]), str(self.exchange)])
 
 
 class Outer(Face[AveragingSession]):
@@ -284,8 +290,8 @@ class Outer(Face[AveragingSession]):
         self.hook: HookState | None = None
         connection, first = self._connect(group, trained)
         self._connection, communicator = connection, connection.communicator
-        if len(given) < len(CHOSEN) and config.probe is not False:
-            from gradwire.comms.autotune.quick_probe import quick_probe  # here: nothing else needs to know the link
+        if not config.elastic and config.probe is not False:
+            from gradwire.comms.autotune.quick_probe import quick_probe  # here: with rates that were given nobody asks
 
             quick_probe(communicator)
         self._units = (
@@ -322,7 +328,7 @@ class Outer(Face[AveragingSession]):
                 self.exchange,
                 connection,
                 given,
-                lambda: OuterLink.of(communicator.cluster, shards * sum(nbytes)),
+                lambda: OuterLink.of(communicator.routes.priced, shards * sum(nbytes)),
                 lambda settings: cut_into_fragments(trained, settings, nbytes),
             )
         self.exchange.start_alike([local_of(each) for _, each in trained])
@@ -446,7 +452,6 @@ class Outer(Face[AveragingSession]):
         exchange, communicator = self.exchange, self.exchange.communicator
         found = self._connected("report()").report(exchange.steps)
         inside = LEVEL_NAMES[0] if len(communicator.cluster.nodes) > 1 else ""
-        work = max(exchange.numel * exchange.steps, 1)
         return OuterReport(
             units=tuple(self._units),
             steps=exchange.steps,
@@ -454,8 +459,8 @@ class Outer(Face[AveragingSession]):
             skipped=exchange.skipped,
             numel=exchange.numel,
             sent_nbytes=sum(row.wire_nbytes for row in found.rows if row.level != inside),
-            card_nbytes=exchange.card_nbytes,
-            bits_per_parameter_and_step=8 * exchange.card_nbytes / work,
+            card_nbytes=exchange.card.exchanged + exchange.card.synchronized,
+            synchronized_nbytes=exchange.card.synchronized,
             seconds=time.perf_counter() - self._began if self._began else 0.0,
             waited_seconds=exchange.waited_seconds,
             exchange=found,

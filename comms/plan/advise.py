@@ -58,6 +58,8 @@ ANY_OPTIMIZER = "any"
 """Nobody has said which: then only what is known to fit all that were tried is recommended."""
 TRIED_OPTIMIZERS = ("sgd", "adamw")
 """Those that docs/results/convergence.md has trainings with."""
+UNLIKE_OPTIMIZERS = ("muon",)
+"""Those whose trainings end behind with much that fits `TRIED_OPTIMIZERS`: docs/results/optimizers.md."""
 
 FOR_MUON = {
     "rotated4": "under others waterfill4 ends as near and costs less",
@@ -292,6 +294,19 @@ def _caution(compressor: str, optimizer: str) -> str:
     return f"{compressor} {cost}" if cost else ""
 
 
+def condition_of(compressor: str, optimizer: str) -> str:
+    """Returns the sentence that a recommendation needs beside it; empty where it holds as it stands.
+
+    Args:
+        compressor: That is recommended.
+        optimizer: As for `caution_of`.
+    """
+    if compressor in SGD_ONLY:
+        return "It takes over SGD's momentum: compressor_options=gradwire.take_momentum(optimizer)."
+    others = [each for each in UNLIKE_OPTIMIZERS if _caution(compressor, each)] if optimizer == ANY_OPTIMIZER else []
+    return f"Under {others[0].title()} it ends behind: say which optimizer is yours." if others else ""
+
+
 def _enough_gain(cluster: Cluster, exact: Offer, flat: Offer) -> bool:
     """Whether the planner would leave the flat plan for this one."""
     saved = flat.seconds - exact.seconds
@@ -357,8 +372,9 @@ def _why_lossy(chosen: Offer, exact: Offer, workload: Workload) -> str:
         f"{chosen.compressor} shortens the {what} from {ms(exact.step_seconds)} to "
         f"{ms(chosen.step_seconds)} ms, {exact.step_seconds / chosen.step_seconds:.2f}x, because the exact "
         f"all-reduce is limited by {exact.limit}; of the compressors {among} it changes the gradient least. "
-        "It is lossy: check the accuracy of the trained model against a run without it."
-    )
+        "It is lossy: check the accuracy of the trained model against a run without it. "
+        f"{condition_of(chosen.compressor, workload.optimizer)}"
+    ).rstrip()
 
 
 def ms(seconds: float) -> str:

@@ -121,8 +121,9 @@ class Route:
 def _rates(level: Level) -> str:
     """A level's rate; its slowest and its fastest where its units differ."""
     known = sorted(level.unit_rates or (level.link.bytes_per_second,))
-    spread = " to ".join(f"{rate / 1e9:.3g}" for rate in dict.fromkeys((known[0], known[-1])))
-    return f"{spread} GB/s"
+    unit, name = (1e9, "GB/s") if known[-1] >= 1e8 else (1e6, "MB/s")
+    spread = " to ".join(f"{rate / unit:.3g}" for rate in dict.fromkeys((known[0], known[-1])))
+    return f"{spread} {name}"
 
 
 class Routes(dict[RouteKey, Route]):

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradwire.comms.plan.advise import HARMLESS_FIRST, HIDDEN, MOST_OF_IT, WORTHWHILE, caution_of
+from gradwire.comms.plan.advise import HARMLESS_FIRST, HIDDEN, MOST_OF_IT, WORTHWHILE, caution_of, condition_of
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, KEPT_NBYTES, UNKNOWN_KEPT_NBYTES
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest
 from gradwire.comms.plan.nccl_model import nccl_model
@@ -708,6 +708,7 @@ def _verdict(
         chosen = exact
     sentences = [
         _why_compressed(chosen, exact, workload) if chosen is not exact else _why_exact(exact, workload),
+        condition_of(chosen.compressor, workload.optimizer),
         _why_form(chosen, offers, cluster),
         _why_sharded(chosen, plain, offers, workload),
     ]

@@ -4,6 +4,7 @@ import hashlib
 import io
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwire
+from gradwire.comms.autotune import quick_probe
+from gradwire.comms.bootstrap.placement import INTER_NODE
+from gradwire.comms.communicator import Communicator
 from gradwire.comms.outer.choose import (
     CHOSEN,
     FILL,
@@ -177,6 +181,43 @@ def use(rank: int) -> dict[str, Any]:
     return said
 
 
+def use_a_link_that_was_looked_at(rank: int) -> tuple[int, str]:
+    """Its rate is given by the look at the start; what is assumed before would have it exchange at every step."""
+    dist.init_process_group("gloo")
+    looked: list[float] = []
+
+    def look(communicator: Communicator) -> bool:
+        inside, between = communicator.cluster.levels
+        looked.append(between.link.bytes_per_second)
+        link = replace(between.link, bytes_per_second=200.0, presumed=False)
+        communicator.routes.learned([inside, replace(between, link=link)], at_start=True)
+        return True
+
+    quick_probe.quick_probe = look
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    outer = gradwire.Outer(model, optimizer, probe=None)
+    train(model, optimizer, range(LOOK_STEPS + 1))
+    assert looked == [INTER_NODE.bytes_per_second]
+    found = outer.settings.every, str(outer.report())
+    outer.close()
+    for delay in (1, None):
+        gradwire.Outer(model, optimizer, probe=None, every=4, fragments=1, delay=delay).close()
+    gradwire.Outer(model, optimizer, probe=False).close()
+    gradwire.Outer(model, optimizer, every=4, fragments=1, delay=1, probe=None, elastic=True).close()
+    assert len(looked) == 3  # where nothing may be looked at, nobody looks
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_the_choice_goes_by_the_rate_that_was_measured(processes: Processes) -> None:
+    for every, report in processes(2, use_a_link_that_was_looked_at, nodes=["one", "two"]):
+        assert every > 20
+        assert "0.0002 MB/s inter_node (probed)" in report and "assumed" not in report
+        assert max(map(len, report.splitlines())) <= 80
+
+
 def test_ranks_choose_alike_and_go_on_from_a_saved_state(processes: Processes) -> None:
     one, other = processes(2, use, nodes=["one", "two"], seconds=300)
     for name in ("chosen", "together", "compressor", "given", "exchanges"):
@@ -184,7 +225,7 @@ def test_ranks_choose_alike_and_go_on_from_a_saved_state(processes: Processes) -
     assert one["apart"] != other["apart"] and one["before"] == 0
     assert one["compressor"] == "waterfill2"
     chosen = OuterSettings(**dict(zip(CHOSEN, one["chosen"], strict=True)))
-    assert f"{in_words(chosen)}: a step takes " in one["report"]
+    assert f"{in_words(chosen)}: a step takes " in " ".join(one["report"].split())
     for said in (one, other):
         assert said["restored"] and said["resumed"]
         assert said["given"][:2] == (40, None)

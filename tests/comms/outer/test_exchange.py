@@ -404,7 +404,9 @@ def test_what_a_unit_receives_is_bounded_by_two_payloads(
         move(model, communicator.rank, 1)
         exchange.step_ended()
         rows = communicator.report().rows
-        return sum(row.wire_nbytes for row in rows if row.level != "intra_node"), exchange.card_nbytes
+        return sum(
+            row.wire_nbytes for row in rows if row.level != "intra_node"
+        ), exchange.card.exchanged + exchange.card.synchronized
 
     elements = Model(scale=scale).flat().numel()
     for units in (2, 4, 8):

@@ -103,6 +103,11 @@ def replicated(rank: int) -> None:
     assert "2 units of 2, 2 ranks; 15 steps, 6 exchanges" in str(report)
     assert report.to_dict()["units"] == [[0, 1], [2, 3]]
     outer.synchronize()
+    synchronized = outer.report()
+    assert report.synchronized_nbytes == 0 and "synchronize()" not in str(report)
+    assert synchronized.synchronized_nbytes == synchronized.card_nbytes - report.card_nbytes > 0
+    assert synchronized.bits_per_parameter_and_step == report.bits_per_parameter_and_step  # of exchanges alone
+    assert " MB in synchronize()" in " ".join(str(synchronized).split())
     same_on(lambda _: 0, flat(model))
     same_on(lambda _: 0, model[1].running_mean)  # type: ignore[index]
     outer.close()
