@@ -1,7 +1,8 @@
-"""One column of docs/results/models_by_link.md on the emulator: steps of `predict --models` beside measured ones.
+"""Columns of docs/results/models_by_link.md on the emulator: steps of `predict --models` beside measured ones.
 
     python -m gradwire.bench.studies.models_check --json rows.json               # int8; 1, 10 and 25 GbE
     python -m gradwire.bench.studies.models_check --model gpt2 --link "10 GbE"   # one row
+    python -m gradwire.bench.studies.models_check --column exact --column int8   # two columns, steps taken in turns
 
 Each row replays the model (see gradwire.bench.compare.replay): the real shapes, 1/F of each gradient over links of 1/F
 of the rate, the computation that the table assumes as timed waits, all of it T times as long. So the measured step over
@@ -14,6 +15,7 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,11 +38,12 @@ TIMEOUT_SECONDS = 590
 
 @dataclass(frozen=True, slots=True)
 class CheckedRow:
-    """One row of the column.
+    """One cell of the table.
 
     Attributes:
         model: As the table has it.
         link: As the table has it.
+        column: As the table has it.
         predicted_seconds: A step, as the table has it.
         measured_seconds: A step on the emulator over `slow_motion`; the median of the rounds.
         factor: Gradients and links had 1/factor of their bytes.
@@ -49,6 +52,7 @@ class CheckedRow:
 
     model: str
     link: str
+    column: str
     predicted_seconds: float
     measured_seconds: float
     factor: int
@@ -69,29 +73,27 @@ def case_of(model: PublicModel) -> dict[str, object]:
     }
 
 
-def predictions(column: str) -> dict[tuple[str, str], float]:
-    """(model, link) -> a predicted step of the column in seconds, on `NODES` nodes.
-
-    Args:
-        column: Of the table.
-    """
+def predictions() -> dict[tuple[str, str], dict[str, float]]:
+    """(model, link) -> a predicted step of each column in seconds, on `NODES` nodes."""
     command = [sys.executable, "-m", "gradwire", "predict", "--preset", "pcie_box", "--models", "--json"]
     rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {(row["model"], row["link"]): row["seconds"][column] for row in rows if row["nodes"] == NODES}
+    return {(row["model"], row["link"]): row["seconds"] for row in rows if row["nodes"] == NODES}
 
 
-def measure(model: PublicModel, link: str, column: str, rounds: int, slow_motion: int | None) -> tuple[float, int, int]:
-    """A step on the emulator.
+def measure(
+    model: PublicModel, link: str, columns: Sequence[str], rounds: int, slow_motion: int | None
+) -> tuple[dict[str, float], int, int]:
+    """A step of each column on the emulator, taken in turns with the others'.
 
     Args:
         model: Which.
         link: One of `RATES`.
-        column: One of `CONTENDERS`.
-        rounds: Steps that are timed.
+        columns: Of `CONTENDERS`.
+        rounds: Steps of each that are timed.
         slow_motion: None: as `gradwire compare` chooses it.
 
     Returns:
-        Its seconds over the slow motion, the factor, the slow motion.
+        Each column's seconds over the slow motion, the factor, the slow motion.
 
     Raises:
         RuntimeError: The comparison failed; with what it said.
@@ -100,7 +102,8 @@ def measure(model: PublicModel, link: str, column: str, rounds: int, slow_motion
         case, found = Path(folder, "case.json"), Path(folder, "found.json")
         case.write_text(json.dumps(case_of(model)))
         words = ["--replay", str(case), "--nodes", str(NODES), "--ranks-per-node", str(RANKS_PER_NODE)]
-        words += ["--nic", RATES[link], "--only", CONTENDERS[column], "--rounds", str(rounds), "--json", str(found)]
+        only = ",".join(CONTENDERS[column] for column in columns)
+        words += ["--nic", RATES[link], "--only", only, "--rounds", str(rounds), "--json", str(found)]
         words += ["--slow-motion", str(slow_motion)] if slow_motion else []
         command = [sys.executable, "-m", "gradwire", "compare", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
@@ -109,24 +112,27 @@ def measure(model: PublicModel, link: str, column: str, rounds: int, slow_motion
                 f"`gradwire compare` of {model.title} on {link}: {done.stdout[-500:]}{done.stderr[-500:]}"
             )
         record = json.loads(found.read_text())
-    seconds = next(row["seconds"] for row in record["results"] if row["name"] == CONTENDERS[column])
+    found_seconds = {row["name"]: row["seconds"] for row in record["results"]}
     scale = record["scale"]
-    return seconds / scale["slow_motion"], scale["factor"], scale["slow_motion"]
+    seconds = {column: found_seconds[CONTENDERS[column]] / scale["slow_motion"] for column in columns}
+    return seconds, scale["factor"], scale["slow_motion"]
 
 
-def as_markdown(rows: list[CheckedRow], column: str) -> str:
+def as_markdown(rows: list[CheckedRow]) -> str:
     """The table for the page.
 
     Args:
         rows: What was measured.
-        column: Of what.
     """
-    lines = [f"| model | link | F, T | {column}, predicted ms | emulated ms | ratio |", "|---|---|---|---:|---:|---:|"]
+    lines = [
+        "| model | link | F, T | column | predicted ms | emulated ms | ratio |",
+        "|---|---|---|---|---:|---:|---:|",
+    ]
     for row in rows:
         scale = f"{row.factor}, {row.slow_motion}"
         ratio = row.measured_seconds / row.predicted_seconds
         seconds = f"{1e3 * row.predicted_seconds:.0f} | {1e3 * row.measured_seconds:.0f} | {ratio:.2f}"
-        lines.append(f"| {row.model} | {row.link} | {scale} | {seconds} |")
+        lines.append(f"| {row.model} | {row.link} | {scale} | {row.column} | {seconds} |")
     return "\n".join(lines)
 
 
@@ -141,12 +147,12 @@ def main(argv: list[str]) -> int:
         "--model", action="append", choices=sorted(PUBLIC_MODELS), help="rows (default: all); repeatable"
     )
     parser.add_argument("--link", action="append", choices=RATES, help="rows (default: README's); repeatable")
-    parser.add_argument("--column", choices=CONTENDERS, default="int8")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each row (default 3)")
+    parser.add_argument("--column", action="append", choices=CONTENDERS, help="columns (default: int8); repeatable")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each cell (default 3)")
     parser.add_argument("--slow-motion", type=int, metavar="T", help="more where many ranks share few, busy cores")
     add_json_option(parser)
     options = parser.parse_args(argv)
-    predicted = predictions(options.column)
+    columns, predicted = options.column or ["int8"], predictions()
     rows: list[CheckedRow] = []
     for name in options.model or PUBLIC_MODELS:
         for link in options.link or LINKS:
@@ -155,13 +161,15 @@ def main(argv: list[str]) -> int:
                 print(f"{model.title}, {link}: left out, a step of plain DDP takes {plain:.0f} s", file=sys.stderr)
                 continue
             try:
-                seconds, factor, slow_motion = measure(model, link, options.column, options.rounds, options.slow_motion)
+                measured, factor, slow_motion = measure(model, link, columns, options.rounds, options.slow_motion)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 complain("models_check", error)
                 return 1
-            rows.append(CheckedRow(model.title, link, predicted[name, link], seconds, factor, slow_motion))
-            print(rows[-1], file=sys.stderr, flush=True)
-    print(as_markdown(rows, options.column), machine_line(), sep="\n\n")
+            for column, seconds in measured.items():
+                foretold = predicted[name, link][column]
+                rows.append(CheckedRow(model.title, link, column, foretold, seconds, factor, slow_motion))
+                print(rows[-1], file=sys.stderr, flush=True)
+    print(as_markdown(rows), machine_line(), sep="\n\n")
     write_json(options.json, {"kind": "models_check", "machine": machine_line(), "rows": [asdict(row) for row in rows]})
     return 0
 
