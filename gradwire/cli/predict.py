@@ -55,7 +55,7 @@ BOUNDS = {
 }
 """Option -> the least and the most that makes sense."""
 PICTURES = (".png", ".svg", ".pdf")
-OPTIMIZERS = (ANY_OPTIMIZER, "sgd", "adam", "adamw", "lamb", "adagrad", "other")
+OPTIMIZERS = (ANY_OPTIMIZER, "sgd", "adam", "adamw", "lamb", "adagrad", "muon", "other")
 
 
 @dataclass(frozen=True, slots=True)

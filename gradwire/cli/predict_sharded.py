@@ -9,7 +9,7 @@ from rich.table import Table
 
 from gradwire.bench.arguments import check_number
 from gradwire.cli.predict_show import describe_cluster, describe_effort
-from gradwire.comms.plan.advise import ANY_OPTIMIZER
+from gradwire.comms.plan.advise import ANY_OPTIMIZER, SGD_ONLY
 from gradwire.comms.plan.codec_price import codec_price
 from gradwire.comms.plan.machine_cluster import codec_bytes_per_second, library_of
 from gradwire.comms.plan.overlap import FORWARD_SHARE
@@ -264,6 +264,8 @@ def _line_of(offer: ShardedOffer) -> str:
     words = ['replicas=mesh["replicate"]'] if offer.sharded == HYBRID else []
     if not offer.exact:
         words += [f'compressor="{offer.compressor}"'] if offer.sharded == HYBRID else []
+        takes = offer.sharded == HYBRID and offer.compressor in SGD_ONLY
+        words += ["compressor_options=gradwire.take_momentum(optimizer)"] if takes else []
         words += [f'{name}="{value}"' for name, value in (("shards", offer.shards), ("weights", offer.weights))]
     return f"gradwire.fsdp.apply({', '.join(['model', *words])})"
 

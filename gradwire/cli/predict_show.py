@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.comms.plan.advise import Advice, Offer, Workload, ms
+from gradwire.comms.plan.advise import SGD_ONLY, Advice, Offer, Workload, ms
 from gradwire.comms.plan.overlap import least_compute_seconds
 from gradwire.topology.cluster import Cluster
 
@@ -124,6 +124,9 @@ def write_line(advice: Advice) -> str:
         advice: What was found.
     """
     chosen = advice.recommend
+    if chosen.compressor in SGD_ONLY:
+        momentum = "compressor_options=gradwire.take_momentum(optimizer)"
+        return f'state = gradwire.HookState(model, compressor="{chosen.compressor}", {momentum})'
     if chosen.compressor != "none":
         return f'state = gradwire.HookState(model, compressor="{chosen.compressor}")'
     if chosen.plan == "flat":
