@@ -41,6 +41,8 @@ _factories: dict[str, Factory] = {
     "chunk_topk": ChunkTopk,
     "powersgd": PowerSGD,
 }
+BUILT_IN = tuple(_factories)
+"""Those that come with gradwire; tables and pages have each of them."""
 
 _outer: dict[str, type[PowerSGD] | type[DGC]] = {"powersgd": PowerSGD, "dgc": DGC}
 """Compressors whose payload of floats can go through a codec, by the name before the `+`, with the option that does

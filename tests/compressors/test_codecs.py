@@ -10,6 +10,8 @@ from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
+from gradwire.compressors.registry import BUILT_IN, make
+from gradwire.compressors.two_stage import TwoStage
 
 CODECS: dict[str, Codec] = {
     "onebit": OneBitCodec(),
@@ -21,6 +23,11 @@ CODECS: dict[str, Codec] = {
     "chunk_topk": ChunkTopkCodec(ChunkRule()),
     "float16": CastCodec("float16"),
     "bfloat16": CastCodec("bfloat16"),
+}
+CODECS |= {
+    name: made.codec
+    for name in BUILT_IN
+    if isinstance(made := make(name), TwoStage) and type(made.codec) not in map(type, CODECS.values())
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.compressors.optim.peers import carry_out
-from gradwire.compressors.registry import Option, make
+from gradwire.compressors.registry import BUILT_IN, Option, make, options_of
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.stateful import Stateful
 from support.threads import ThreadGroup, run_ranks
@@ -44,6 +44,12 @@ CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "dgc+onebit": ("dgc+onebit", {"momentum": 0.0, "density": 0.05, "warmup_steps": 0}),
 }
 """Without momentum and with residuals: then outputs and residuals account for every gradient."""
+PLAIN = {"momentum": 0.0, "residual": True, "warmup_steps": 1}
+CASES |= {
+    name: (name, {option: value for option, value in PLAIN.items() if option in options_of(name)})
+    for name in BUILT_IN
+    if name not in [case for case, _ in CASES.values()]
+}
 
 Maker = Callable[[], Compressor]
 

@@ -1,14 +1,23 @@
 """Strict options, and a user's own compressor in one file."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from gradwire.comms.plan.advise import HARMLESS_FIRST
+from gradwire.comms.plan.codec_price import KEPT_NBYTES, TOUCHED_NBYTES
 from gradwire.compressors import registry
 from gradwire.compressors.base import Codec, Compressor, Layout
+from gradwire.compressors.codecs.base import BlockCodec
 from gradwire.compressors.optim.peers import carry_out
-from gradwire.compressors.registry import make, names, options_of, register_codec, register_compressor
+from gradwire.compressors.registry import BUILT_IN, make, names, options_of, register_codec, register_compressor
+from gradwire.compressors.two_stage import TwoStage
+from support.block_codecs import CODECS
 from support.threads import ThreadGroup, run_ranks
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "compressors.md"
 
 
 class TernaryCodec:
@@ -34,11 +43,11 @@ def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("clean_registry")
 def test_a_users_codec_obeys_the_laws(layout: Layout) -> None:
     codec: Codec = TernaryCodec()
-    register_codec("ternary", TernaryCodec)
+    register_codec("a users own", TernaryCodec)
     size, steps, groups = 3, 5, ThreadGroup.create(3)
 
     def body(rank: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        ours, outputs, sent = make("ternary", {"residual": True}), [], torch.zeros(layout.numel)
+        ours, outputs, sent = make("a users own", {"residual": True}), [], torch.zeros(layout.numel)
         for step in range(steps):
             shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(10 * step + rank))
             sent += shard
@@ -64,6 +73,22 @@ def test_every_compressor_obeys_the_protocol() -> None:
         made = make(name)
         assert isinstance(made, Compressor)
         assert made.name == name
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_comes_with_gradwire_is_in_every_table_and_on_the_page(name: str) -> None:
+    """Where CONTRIBUTING.md sends who adds one; what a user has registered is in none of them."""
+    rows = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert any(f"`{name}`" in row for row in rows), f"{PAGE.name} has no row of `{name}`"
+    assert name in TOUCHED_NBYTES, f"TOUCHED_NBYTES of comms/plan/codec_price.py lacks {name!r}"
+    assert name in KEPT_NBYTES, f"KEPT_NBYTES of comms/plan/codec_price.py lacks {name!r}"
+    assert name in HARMLESS_FIRST, f"HARMLESS_FIRST of comms/plan/advise.py lacks {name!r}"
+    codec = made.codec if isinstance(made := make(name), TwoStage) else None
+    if isinstance(codec, BlockCodec):
+        known = {(each.family, each.parameters) for each in CODECS.values()}
+        assert (codec.family, codec.parameters) in known, (
+            f"CODECS of tests/support/block_codecs.py lacks {name!r}, whose kernels nobody tests then"
+        )
 
 
 @pytest.mark.usefixtures("clean_registry")

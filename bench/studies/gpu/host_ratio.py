@@ -5,7 +5,7 @@ CUDA: on GPUs, or on the GPU stand-in of the tests, where CUDA and NCCL cost nex
 them, and what is left is Python and torch. The hooks take turns in one run, step by step, so whatever else the machine
 does falls on all of them alike.
 
-    torchrun --nproc-per-node 4 --no-python python -m gradwire.bench.studies.gpu.host_ratio --nodes aabb
+    torchrun --nproc-per-node 4 -m gradwire.bench.studies.gpu.host_ratio --nodes aabb
 
 Rank 0 prints microseconds of its thread's processor time for a bucket (hook, end of the step, wait for the future):
 the least of all steps and the median of the rounds, and of both the ratio to `allreduce_hook`: of the leasts, and the
