@@ -11,11 +11,13 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
 from gradwire.comms.bootstrap.kernel import look_at, to_call
+from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.bootstrap.threads import BackgroundThread
 
 log = logging.getLogger("gradwire")
@@ -26,8 +28,11 @@ NAME_NBYTES = 16
 CALL_SECONDS = 2.0
 """For each address of a rank to be reached, and for the rank to answer: it may hold the GIL for a while."""
 
-ACCEPTED_SECONDS = 1.0
-"""For whoever has called to say what he wants."""
+ANSWER_SECONDS = 1.0
+"""For one byte into an empty buffer."""
+
+LOOK_SECONDS = 5.0
+"""Between two looks for callers who have said nothing for long."""
 
 CALLS = 64
 """At most, of one rank after one failure: they are made all at once."""
@@ -104,27 +109,37 @@ class Door:
         return self._heard.get(_name(start, rank))
 
     def _serve(self) -> None:
-        with self._listener:
+        with self._listener, closing(Strangers(self._listener, self._lacks)) as strangers:
             while not self._closed:
                 try:
-                    caller, _ = self._listener.accept()
+                    callers = strangers.next(LOOK_SECONDS)
                 except OSError as error:
                     if not self._closed:
                         log.debug("nobody is answered any more: %s", error)
                     return
-                with caller:
-                    try:
-                        self._answer(caller)
-                    except (OSError, ValueError) as error:
-                        log.debug("a caller has gone again, or is a stranger: %s", error)
+                for caller, said in callers:
+                    with caller:
+                        try:
+                            self._answer(caller, said)
+                        except (OSError, ValueError, TypeError, RecursionError) as error:
+                            log.debug("a caller has gone again, or is a stranger: %s", error)
 
-    def _answer(self, caller: socket.socket) -> None:
-        caller.settimeout(ACCEPTED_SECONDS)
-        asked = _receive(caller, NAME_NBYTES + 5)
-        name, kind = asked[: NAME_NBYTES + 4], asked[NAME_NBYTES + 4 :]
+    def _lacks(self, heard: bytes) -> int:
+        """How many bytes are to come behind those: of a stranger nothing is read but his name."""
+        name, kind, nbytes = heard[: NAME_NBYTES + 4], heard[NAME_NBYTES + 4 :][:1], heard[NAME_NBYTES + 5 :][:4]
+        if not kind:
+            return NAME_NBYTES + 5 - len(heard)
+        if kind != TELL or name not in self._names:
+            return 0
+        if len(nbytes) < 4:
+            return 4 - len(nbytes)
+        return NAME_NBYTES + 9 + min(int.from_bytes(nbytes, "big"), LONGEST_WORD_NBYTES) - len(heard)
+
+    def _answer(self, caller: socket.socket, said: bytes) -> None:
+        caller.settimeout(ANSWER_SECONDS)
+        name, kind, word = said[: NAME_NBYTES + 4], said[NAME_NBYTES + 4 :][:1], said[NAME_NBYTES + 9 :]
         if name in self._names and kind == TELL:
-            nbytes = int.from_bytes(_receive(caller, 4), "big")
-            reason, missing = json.loads(_receive(caller, min(nbytes, LONGEST_WORD_NBYTES)))
+            reason, missing = json.loads(word)
             self._heard.setdefault(name, (str(reason), tuple(map(int, missing))))
         caller.sendall(HERE if name in self._names else LEFT)
 

@@ -28,6 +28,7 @@ from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS, UNKNOWN, look_at, own_kernel, to_call
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.bootstrap.strangers import accept, to_turn_away
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.errors import PeerError
 
@@ -49,8 +50,11 @@ CONNECT_SECONDS = 3.0
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """Seconds of silence, seconds between questions, unanswered questions: a host that is gone shows after 11 s."""
 
-CLOSING_SECONDS = 0.2
-"""For who has just called to say who that is, while this rank leaves."""
+CLOSING_SECONDS, LEAST_CLOSING_SECONDS = 0.2, 0.001
+"""For all who have called to say who they are, while this rank leaves; and for each of them, where one takes it all."""
+
+CLOSING_CALLERS = 16
+"""Who wait to be let in then, at most: the two neighbours, and strangers."""
 
 CLOSING_LOOKS = (0.0, 0.02, 0.08)
 """Seconds before each look whether a process whose connection has ended listens still: its kernel closes one after the
@@ -224,6 +228,7 @@ class LivenessRing:
         self._orderly = False
         self._waker, self._woken = socket.socketpair()
         self._listener = listener(8)
+        self._listener.setblocking(False)  # who has called may have gone before he is let in
         leave_to_parent(self)
         self.thread = BackgroundThread(f"gradwire liveness {rank}", self._run)
         self.thread.start()
@@ -314,12 +319,14 @@ class LivenessRing:
 
     def _listen(self, selector: selectors.BaseSelector, seconds: float) -> None:
         """Takes in what has come, and waits for it at most so long. Raises a PeerError where a rank is gone."""
-        for key, _ in selector.select(seconds):
-            found = key.fileobj
-            if found is self._listener:
-                self._accept(selector)
-            elif isinstance(found, socket.socket) and found in self._peers:
+        ready = [key.fileobj for key, _ in selector.select(seconds)]
+        for found in ready:
+            if isinstance(found, socket.socket) and found in self._peers:
                 self._hear(selector, found)
+        if self._listener in ready:  # behind those who have said who they are: they are strangers no more
+            self._accept(selector)
+        for each in to_turn_away({one: peer.since for one, peer in self._peers.items() if peer.rank is None}):
+            self._hang_up(selector, each)
 
     def _look(self, selector: selectors.BaseSelector) -> None:
         """Raises a PeerError where a rank is gone."""
@@ -455,12 +462,8 @@ class LivenessRing:
         return True
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError as error:  # it has gone again, or this process has no file descriptor left
-            log.debug("rank %d could not accept a connection: %s", self._rank, error)
-            return
-        self._watch(selector, accepted, _Peer(None, False, self._token, time.monotonic()))
+        if (accepted := accept(self._listener)) is not None:
+            self._watch(selector, accepted, _Peer(None, False, self._token, time.monotonic()))
 
     def _pass_on(self, error: Exception) -> None:
         """Tells the neighbours before this rank asks who is left: the store may be gone."""
@@ -482,13 +485,16 @@ class LivenessRing:
             self._store.set(f"left/{self._rank}", str(launches))
         except RuntimeError as error:
             log.debug("the store was gone before rank %d said goodbye: %s", self._rank, error)
-        while any(key.fileobj is self._listener for key, _ in selector.select(0)):
+        for _ in range(CLOSING_CALLERS):
+            if not any(key.fileobj is self._listener for key, _ in selector.select(0)):
+                break
             self._accept(selector)
+        patience = time.monotonic() + CLOSING_SECONDS
         for connection, peer in self._peers.items():
             if peer.known:
                 self._tell(connection, goodbye)
             elif not peer.dialled:
-                connection.settimeout(CLOSING_SECONDS)
+                connection.settimeout(max(LEAST_CLOSING_SECONDS, patience - time.monotonic()))
                 try:  # what was not read when a connection is closed takes along what was sent
                     peer.heard += connection.recv(4096)
                 except OSError as error:

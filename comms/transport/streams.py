@@ -23,12 +23,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
+from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import Work
@@ -40,9 +41,6 @@ cores the thread here was waiting for a processor for 0.8 of 1 s. With up to 256
 those (4 MB, 2026-11-23); larger chunks in larger buffers gave no more.
 
 A connection takes a chunk while less than one waits unsent in its kernel's buffer, or slow ones would hoard them."""
-
-HELLO_SECONDS = 10.0
-"""For the first 12 bytes of a connection: a few round trips, and a lost packet or two."""
 
 LEAST_RATE = 12.5e6
 """Bytes per second, where a link's rate was measured: a look of some tens of kilobytes over a long path sees the
@@ -121,18 +119,15 @@ class StreamListener:
             RuntimeError: They did not come in time.
         """
         found: dict[int, list[socket.socket]] = {rank: [] for rank in wanted}
-        self._socket.settimeout(1.0)
-        while any(len(found[rank]) < count for rank, count in wanted.items()):
-            _check_on(deadline, alarm)
-            try:
-                connection, _ = self._socket.accept()
-            except TimeoutError:
-                continue
-            token, rank = _HELLO.unpack(_hello_of(connection, deadline, alarm))
-            if token == self.token and len(found.get(rank, ())) < wanted.get(rank, 0):
-                found[rank].append(connection)
-            else:
-                connection.close()
+        with closing(Strangers(self._socket, lambda heard: _HELLO.size - len(heard))) as strangers:
+            while any(len(found[rank]) < count for rank, count in wanted.items()):
+                _check_on(deadline, alarm)
+                for connection, said in strangers.next(1.0):
+                    token, rank = _HELLO.unpack(said.ljust(_HELLO.size, b"\0"))  # zeros are nobody's token
+                    if token == self.token and len(found.get(rank, ())) < wanted.get(rank, 0):
+                        found[rank].append(connection)
+                    else:
+                        connection.close()
         return found
 
     def close(self) -> None:
@@ -187,26 +182,6 @@ def _check_on(deadline: float, alarm: Alarm | None) -> None:
         raise RuntimeError(
             "a rank did not open its connections within `timeout`: it has ended, or a firewall is between"
         )
-
-
-def _hello_of(connection: socket.socket, deadline: float, alarm: Alarm | None) -> bytes:
-    """What a connection says first; zeros, which are nobody's token, of one that leaves or is silent."""
-    connection.settimeout(1.0)
-    read, patience = b"", time.monotonic() + HELLO_SECONDS
-    while len(read) < _HELLO.size:
-        _check_on(deadline, alarm)
-        if time.monotonic() > patience:
-            return bytes(_HELLO.size)
-        try:
-            piece = connection.recv(_HELLO.size - len(read))
-        except TimeoutError:
-            continue
-        except ConnectionError:
-            piece = b""
-        if not piece:
-            return bytes(_HELLO.size)
-        read += piece
-    return read
 
 
 class _Message:

@@ -1,0 +1,288 @@
+"""Law: whoever calls a port of a job, and whatever he says or does not say, who belongs there is heard."""
+
+import errno
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.comms.bootstrap import strangers
+from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.door import ANSWERS, ENDED, Directory, Door, Place
+from gradwire.comms.bootstrap.liveness import LivenessRing
+from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.bootstrap.strangers import Strangers
+from gradwire.comms.errors import PeerError
+from gradwire.comms.transport import streams
+from support.processes import Processes
+
+SECONDS = 30.0
+"""For what must happen at last; how long it takes decides nothing."""
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many may be silent, for ever: what counts is that nobody waits for them."""
+    monkeypatch.setattr(strangers, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(strangers, "STRANGER_SECONDS", 1e6)
+    return 8
+
+
+@pytest.fixture
+def callers() -> Iterator["Callers"]:
+    """Calls ports, and hangs up at the end."""
+    with ExitStack() as until:
+        yield Callers(until)
+
+
+class Callers:
+    """Connections to a port of this machine."""
+
+    def __init__(self, until: ExitStack) -> None:
+        self._until = until
+
+    def call(self, port: int, said: bytes = b"") -> socket.socket:
+        made = self._until.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS))
+        made.sendall(said)
+        return made
+
+    def crowd(self, port: int, count: int, said: bytes = b"") -> list[socket.socket]:
+        return [self.call(port, said) for _ in range(count)]
+
+
+def is_turned_away(caller: socket.socket) -> bool:
+    """Waits for it."""
+    try:
+        return caller.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as made:
+        yield made
+
+
+def heard(one: Strangers, count: int) -> list[bytes]:
+    """What so many said who have said all."""
+    found: list[bytes] = []
+    deadline = time.monotonic() + SECONDS
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        for connection, said in one.next(0.1):
+            found.append(said)
+            connection.close()
+    return found
+
+
+def test_who_speaks_is_heard_whoever_is_silent_and_nothing_more_is_read(
+    listener: socket.socket, callers: Callers, few: int
+) -> None:
+    port = listener.getsockname()[1]
+    one = Strangers(listener, lambda said: 4 - len(said))
+    silent = callers.crowd(port, few // 2)
+    slow = callers.call(port, b"sl")
+    callers.call(port, b"name and more")
+    assert heard(one, 1) == [b"name"]
+    slow.sendall(b"ow")
+    assert heard(one, 1) == [b"slow"]
+    silent[0].close()
+    assert heard(one, 1) == [b""]
+    one.close()
+    assert all(is_turned_away(each) for each in silent[1:])
+
+
+def test_of_too_many_the_oldest_are_turned_away(listener: socket.socket, callers: Callers, few: int) -> None:
+    port = listener.getsockname()[1]
+    one = Strangers(listener, lambda said: 4 - len(said))
+    silent = callers.crowd(port, 3 * few)
+    callers.call(port, b"name")
+    assert heard(one, 1) == [b"name"]
+    assert all(is_turned_away(each) for each in silent[: 2 * few])
+    silent[-1].sendall(b"late")
+    assert heard(one, 1) == [b"late"]
+    one.close()
+
+
+def test_who_is_silent_for_long_is_turned_away(
+    listener: socket.socket, callers: Callers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strangers, "STRANGER_SECONDS", 0.0)
+    one = Strangers(listener, lambda said: 4 - len(said))
+    silent = callers.call(listener.getsockname()[1])
+    assert one.next(SECONDS) == []
+    assert is_turned_away(silent)
+    one.close()
+
+
+def without_descriptors(_: int) -> list[str]:
+    """What a door of a process says that had no descriptor left for a while."""
+    door = Door.open()
+    door.answer_for("start", 0)
+    directory = Directory("start", 1, {0: Place(door.port, ("127.0.0.1",))})
+    found = [directory.call([0])[0]]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    called = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # what is open stays open
+    with pytest.raises(OSError) as full:
+        socket.socket()
+    assert full.value.errno == errno.EMFILE
+    called.connect(("127.0.0.1", door.port))
+    called.sendall(bytes(21))  # a whole name, that of nobody: the next one is waited for at once
+    time.sleep(4 * strangers.FULL_NAP_SECONDS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    found.append(directory.call([0])[0])
+    called.close()
+    door.forget("start", 0)
+    found.append(directory.call([0])[0])
+    door.close()
+    return found
+
+
+def test_a_process_without_a_descriptor_left_answers_again_once_there_are_some(processes: Processes) -> None:
+    assert processes(1, without_descriptors) == [[ANSWERS, ANSWERS, ENDED]]
+
+
+DRIPS = b"GET / HTTP/1.1\r\n"
+
+
+def test_strangers_keep_nobody_from_a_door(callers: Callers, few: int) -> None:
+    door = Door.open()
+    door.answer_for("start", 2)
+    callers.crowd(door.port, 3 * few)
+    callers.crowd(door.port, 3 * few, DRIPS)
+    callers.call(door.port, b"start".ljust(16, b"\0") + (2).to_bytes(4, "big") + b"!" + b"\xff" * 4)  # 4 GB of words
+    for word in (b"[" * 1000, b"3", b"[1, 2]", b"\xff"):
+        word = b"!" + len(word).to_bytes(4, "big") + word
+        callers.call(door.port, b"start".ljust(16, b"\0") + (2).to_bytes(4, "big") + word)
+    directory = Directory("start", 1, {2: Place(door.port, ("127.0.0.1",))}, door=door)
+    assert directory.call([2]) == {2: ANSWERS}
+    directory.tell([2], "the reason", [3])
+    deadline = time.monotonic() + SECONDS
+    while door.heard("start", 2) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert door.heard("start", 2) == ("the reason", (3,))
+    door.forget("start", 2)
+    door.close()
+
+
+def test_strangers_neither_fill_a_ring_nor_keep_it_from_leaving(callers: Callers, few: int) -> None:
+    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+    lost: list[list[Exception]] = [[], []]
+    told = [threading.Event(), threading.Event()]
+
+    def hear(rank: int) -> Callable[[Exception], None]:
+        def note(error: Exception) -> None:
+            lost[rank].append(error)
+            told[rank].set()
+
+        return note
+
+    rings = [LivenessRing(store, rank, 2, lambda: None, hear(rank)) for rank in range(2)]
+    port = rings[0]._listener.getsockname()[1]
+    silent = callers.crowd(port, 3 * few)
+    assert all(is_turned_away(each) for each in silent[: 2 * few])
+    assert len(rings[0]._peers) <= few + 4
+    assert not any(lost)
+    rings[1].close(orderly=False)
+    assert told[0].wait(SECONDS)
+    assert isinstance(lost[0][0], PeerError)
+    rings[0].close()
+
+
+def test_a_silent_stranger_keeps_no_connection_of_a_long_path_waiting(callers: Callers, few: int) -> None:
+    listener = streams.StreamListener(socket.AF_INET, "127.0.0.1", 64)
+    callers.crowd(listener.port, few // 2)
+    callers.call(listener.port, b"half")
+    deadline = time.monotonic() + SECONDS
+    asking = (socket.AF_INET, "127.0.0.1", listener.port, listener.token, 1, 2, deadline, None)
+    knocking = threading.Thread(target=streams.connect, args=asking)
+    knocking.start()
+    found = listener.accept({1: 2}, deadline, None)
+    knocking.join()
+    assert len(found[1]) == 2
+    for each in found[1]:
+        each.close()
+    listener.close()
+
+
+def own_ports() -> list[int]:
+    """At which this process listens, gloo and the store's server included."""
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(entry.stat().st_ino)
+        except OSError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and int(words[9]) in inodes:  # TCP_LISTEN
+                found.append(int(words[1].rpartition(":")[2], 16))
+    return found
+
+
+SAID = (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" * 4096)
+
+
+def besieged(rank: int) -> tuple[int, int, bytes]:
+    """Trains while strangers call every port of every rank; then a rank is killed, and the others go on."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(64, 8))
+    state = gradwire.HookState(model, elastic=True)
+    model.register_comm_hook(state, gradwire.comm_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank)
+    held: list[socket.socket] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    ports: list[list[int]] = [[], [], []]
+    dist.all_gather_object(ports, own_ports())
+    assert all(ports)
+    for number in range(12):
+        if rank == 0:
+            for port in (each for several in ports for each in several):
+                made = socket.create_connection(("127.0.0.1", port), SECONDS)
+                made.sendall(SAID[number % len(SAID)])
+                held.append(made)
+        step()
+    assert state.view.size == 3
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while state.view.size == 3:
+        step()
+    step()
+    for each in held:
+        each.close()
+    digest = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
+    result = state.view.size, state.steps, digest
+    state.close()
+    return result
+
+
+def test_a_job_trains_and_recovers_whoever_calls_its_ports(processes: Processes) -> None:
+    first, second, _ = processes(3, besieged, nodes=["a", "b", "b"], agent=True, lost=[2])
+    assert first == second
+    assert first[0] == 2
