@@ -12,7 +12,7 @@
 # make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
 # make fresh-debian  make run in minimal roots of Debian 12 and 13, as a user and as root (root, debootstrap; large downloads)
 #                    ARGS="--target test-fast --user ann" runs the fast part of the suite there instead
-# make torch-versions   what meets torch's own classes, on every other torch that gradwire supports (0.5 GB each to download)
+# make torch-versions   what meets torch's own classes, on the other releases of torch in constraints.txt (0.5 GB each to download)
 #                       TORCH_WHEELS=FOLDER has their wheels already
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
 # make gpu-standin       an environment with torch's CUDA build over a CUDA runtime and an NCCL in host memory, beside this one
@@ -39,11 +39,9 @@ SHELL := /bin/bash
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
 prefix := $(CURDIR)/.venv
-constraints := -c constraints.txt
 else
 python := $(PYTHON)
 prefix := $(shell $(PYTHON) -c 'import sys; print(sys.prefix)')
-constraints :=
 ifeq ($(prefix),)
 $(error `PYTHON`: $(PYTHON) does not run; give the path of a Python >= 3.11)
 endif
@@ -53,6 +51,9 @@ endif
 sources := $(shell find -L gradwire/csrc -type f) CMakeLists.txt pyproject.toml constraints.txt
 # A stamp belongs to an environment and names the checkout that was installed there last.
 stamp := $(prefix)/.gradwire-
+# torch is brought once, and that stamp says which one it is: what is installed later leaves it alone.
+constraints := -c $(stamp)torch
+note_torch := $(python) -c 'import torch; print(f"torch=={torch.__version__}")'
 fresh = $(if $(filter $(CURDIR),$(shell cat $(1) 2>/dev/null)),,always)
 # The requirements of one extra, without building gradwire again.
 extra = $$($(python) -c 'import sys, tomllib; \
@@ -212,23 +213,27 @@ $(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)
 	@echo $(CURDIR) > $@
 
 ifeq ($(PYTHON),)
-version := $(shell sed -n 's/^torch==//p' constraints.txt)
+releases := $(shell sed -n 's/^# torch: //p' constraints.txt)
 # The progress is shown: torch is by far the largest download.
 $(stamp)torch: constraints.txt | $(python)
 	@$(prerequisites)
-	@if $(python) -m pip index versions torch $(TORCH_INDEX:%=--extra-index-url %) 2>/dev/null \
-	    | grep -qwF '$(version)+cpu'; then \
-	  echo "installing torch $(version)+cpu into .venv, once: about 0.2 GB to download, 1 GB on disk ..."; \
-	  torch=torch==$(version)+cpu; \
+	@found=$$($(python) -m pip index versions torch $(TORCH_INDEX:%=--extra-index-url %) 2>/dev/null || true); \
+	torch=; \
+	for release in $(releases); do \
+	  if [ -z "$$torch" ] && grep -qwF "$$release+cpu" <<<"$$found"; then torch=torch==$$release+cpu; fi; \
+	done; \
+	if [ -n "$$torch" ]; then \
+	  echo "installing $$torch into .venv, once: about 0.2 GB to download, 1 GB on disk ..."; \
 	else \
-	  echo "pip finds no CPU build of torch $(version) for this Python, so it takes the build that the index has. For"; \
+	  torch=torch==$(firstword $(releases)); \
+	  echo "pip finds no CPU build of torch for this Python, so it takes the build that the index has. For"; \
 	  echo "Linux that is PyPI's for CUDA with its nvidia-* packages: about 3 GB to download, 5 GB on disk. For the CPU"; \
 	  echo "build, 0.2 GB, stop here and say where it is: \`make TORCH_INDEX=ADDRESS\`, the index that pytorch.org"; \
 	  echo "names for pip and CPU (or PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder of wheels)."; \
-	  torch=torch==$(version); \
 	fi; \
-	$(python) -m pip install --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %) $(constraints) $$torch numpy
-	@touch $@
+	$(python) -m pip install --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %) -c constraints.txt \
+	    $$torch numpy
+	@$(note_torch) > $@
 
 $(python):
 	@$(prerequisites)
@@ -239,5 +244,5 @@ $(stamp)torch:
 	@$(python) -c 'import torch' 2>/dev/null || \
 	  { echo '`PYTHON`: $(python) has no torch; install torch >= 2.13 there, or leave PYTHON out'; exit 1; }
 	@$(prerequisites)
-	@touch $@
+	@$(note_torch) > $@
 endif

@@ -1,6 +1,6 @@
 """Runs the tests that meet torch's own classes against several releases of torch, one after the other.
 
-    python tests/torch_versions.py                      # all but the pinned one: `make torch-versions`
+    python tests/torch_versions.py                      # all but the one of this environment: `make torch-versions`
     python tests/torch_versions.py 2.14.1 -- -k hook    # one release; what follows `--` goes to pytest
     python tests/torch_versions.py --wheels FOLDER      # its wheels are there already
 
@@ -15,14 +15,12 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
-from support.cuda_wheel import BuildError, make_cpu_environment
+from support.cuda_wheel import BuildError, listed_releases, make_cpu_environment
 
 ROOT = Path(__file__).resolve().parents[1]
-
-RELEASES = ("2.14.1", "2.15.0")
-"""The newest patch of each minor release that gradwire supports, beside the one in constraints.txt."""
 
 TESTS = ("tests/comms", "tests/compressors/optim", "tests/bench/train", "tests/test_public_names.py")
 """What touches process groups, works, stores, DDP's buckets and optimizers, and the main job on a small model; the rest
@@ -58,9 +56,8 @@ def main() -> int:
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "releases", nargs="*", default=RELEASES, metavar="RELEASE", help=f"default: {' '.join(RELEASES)}"
-    )
+    others = [each for each in listed_releases() if each != metadata.version("torch").partition("+")[0]]
+    parser.add_argument("releases", nargs="*", default=others, metavar="RELEASE", help=f"default: {' '.join(others)}")
     parser.add_argument("--keep", action="store_true", help="keep the environments, to run something in them by hand")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "torch", help="for the environments")
     parser.add_argument("--wheels", type=Path, help="a folder with torch's wheels, in it or in folders inside it")

@@ -21,13 +21,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu_standin.compiling import HERE, LAYERS, ROOT, compile_layer, compile_operators, digest_of
+from gpu_standin.compiling import HERE, LAYERS, compile_layer, compile_operators, digest_of
 from support.cuda_wheel import (
     BuildError,
     bring_torch,
     download,
     has_cuda,
     link_or_copy,
+    listed_releases,
     make_environment,
     run,
     version_code,
@@ -44,12 +45,9 @@ int gpu_standin_unknown(const char* what);
 """What the functions call that are not modelled: the runtime ends the process with their name."""
 
 
-def pinned_torch() -> str:
-    """The release of torch that constraints.txt pins."""
-    pin = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    if pin is None:
-        raise BuildError("constraints.txt has no line torch==...")
-    return pin[1]
+def modelled_torch() -> str:
+    """The release of torch whose calls of CUDA and NCCL are modelled: the oldest that is tested."""
+    return listed_releases()[-1]
 
 
 def cuda_version(packages: Path) -> str:
@@ -125,19 +123,19 @@ def sources_digest() -> str:
 def build(environment: Path, given: Path | None) -> None:
     """Makes the environment, or compiles the stand-in anew in one that is there, where its sources have changed."""
     ready = environment / "ready"
-    state = {"torch": pinned_torch(), "sources": sources_digest()}
+    state = {"torch": modelled_torch(), "sources": sources_digest()}
     found = json.loads(ready.read_text()) if ready.exists() else {}
     if found == state:
         return
     print(f"building the GPU stand-in in {environment} ...", flush=True)
-    if found.get("torch") == pinned_torch():
+    if found.get("torch") == modelled_torch():
         packages = next((environment / "lib").glob("python*/site-packages"))
     else:
         packages = make_environment(environment)
-        bring_torch(packages, pinned_torch(), given, cuda=True)
+        bring_torch(packages, modelled_torch(), given, cuda=True)
         if not has_cuda(packages):
             raise BuildError(f"`--torch`: {given} is a build without CUDA")
-    ready.write_text(json.dumps({"torch": pinned_torch()}))  # a compilation that fails costs no second download
+    ready.write_text(json.dumps({"torch": modelled_torch()}))  # a compilation that fails costs no second download
     libraries = packages / "nvidia" / "cu13" / "lib"
     shutil.rmtree(libraries, ignore_errors=True)
     libraries.mkdir(parents=True)
@@ -168,7 +166,7 @@ def build(environment: Path, given: Path | None) -> None:
         environment / "bin" / "python", "-c", "import torch; assert torch.arange(3).cuda().add(1).tolist() == [1, 2, 3]"
     )
     ready.write_text(json.dumps(state))
-    print(f"{environment}: torch {pinned_torch()} over the stand-in; {stubs} functions of NVIDIA's are not modelled")
+    print(f"{environment}: torch {modelled_torch()} over the stand-in; {stubs} functions of NVIDIA's are not modelled")
 
 
 def main() -> int:

@@ -26,6 +26,9 @@ EVERYONES_LIBRARY = re.compile(r"(libc|libm|libdl|librt|libpthread|libstdc\+\+|l
 STUBS = "libtorch_wheel_stubs.so"
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 class BuildError(Exception):
     """What is missing, and how to get it."""
 
@@ -37,6 +40,14 @@ def run(*command: str | Path, environment: dict[str, str] | None = None) -> str:
     if done.returncode:
         raise BuildError(f"`{' '.join(map(str, command))[:300]}` failed:\n{done.stderr[-3000:]}")
     return done.stdout
+
+
+def listed_releases() -> list[str]:
+    """The releases of torch that constraints.txt lists: what gradwire is tested on, the newest first."""
+    listed = re.search(r"^# torch: (.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    if listed is None:
+        raise BuildError("constraints.txt has no line `# torch: ...`")
+    return listed[1].split()
 
 
 def make_environment(folder: Path) -> Path:

@@ -1,0 +1,91 @@
+"""Which torch `make` brings: the newest tested release of which pip finds a CPU build; and what is said of it where."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gradwire.comms.bootstrap.compat import GLOO_SUMS_KNOWN_UP_TO
+from gradwire.comms.bootstrap.requirement import OLDEST
+from support.cuda_wheel import listed_releases
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PYTHON = """#!/bin/sh
+echo "$@" >> "$0.log"
+case "$*" in
+  *"index versions torch"*) echo "torch (2.15.0)"; echo "Available versions: $FOUND" ;;
+  *"pip install"*) ;;
+  *) echo "torch==brought" ;;
+esac
+"""
+"""In the place of the environment's: says which releases there are, and notes what is asked for."""
+
+
+def brought(folder: Path, found: str, *words: str) -> tuple[str, str]:
+    """What `make` asks pip to install where it finds these releases, and what it says."""
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    (folder / ".ci").mkdir()
+    (folder / ".ci" / "prerequisites").write_text("#!/bin/sh\n")
+    python = folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON)
+    for program in (folder / ".ci" / "prerequisites", python):
+        program.chmod(0o755)
+    done = subprocess.run(
+        ["make", *words, str(folder / ".venv" / ".gradwire-torch")],
+        cwd=folder,
+        env={**os.environ, "FOUND": found, "PYTHON": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / ".venv" / ".gradwire-torch").read_text() == "torch==brought\n"
+    [asked] = [line for line in (folder / ".venv/bin/python.log").read_text().splitlines() if "pip install" in line]
+    return asked, done.stdout
+
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is missing: apt-get install make")
+
+
+@needs_make
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        ("2.16.0+cpu, 2.16.0, 2.15.0+cpu, 2.15.0, 2.14.1+cpu, 2.13.0+cpu", "torch==2.15.0+cpu"),
+        ("2.15.0, 2.14.1+cpu, 2.14.1, 2.13.0+cpu", "torch==2.14.1+cpu"),
+        ("2.15.0, 2.14.1, 2.13.0+cpu, 2.13.0", "torch==2.13.0+cpu"),
+        ("2.15.0+cpux, 2.15.0, 2.14.1, 2.13.0", "torch==2.15.0"),
+        ("", "torch==2.15.0"),
+    ],
+)
+def test_the_newest_tested_release_with_a_build_for_cpus_is_brought(tmp_path: Path, found: str, wanted: str) -> None:
+    asked, said = brought(tmp_path, found)
+    assert asked.split()[-2:] == [wanted, "numpy"]
+    assert "constraints.txt" in asked
+    assert ("3 GB" in said) == ("+cpu" not in wanted)
+
+
+@needs_make
+def test_an_index_that_is_named_is_asked(tmp_path: Path) -> None:
+    asked, _ = brought(tmp_path, "", "TORCH_INDEX=ftp://wheels")
+    assert "--extra-index-url ftp://wheels" in asked
+
+
+def test_what_is_tested_is_said_alike_everywhere() -> None:
+    releases = listed_releases()
+    numbers = [tuple(map(int, release.split("."))) for release in releases]
+    assert numbers == sorted(numbers, reverse=True)
+    newest, oldest = numbers[0], numbers[-1]
+    assert oldest[:2] == OLDEST
+    assert newest[:2] == GLOO_SUMS_KNOWN_UP_TO
+    assert f"torch>={releases[-1]},<={releases[0]}" in (ROOT / "constraints.txt").read_text().splitlines()
+    spoken = f"2.{oldest[1]} to 2.{newest[1]}"
+    for name in ("README.md", "docs/start/install.md", "comms/bootstrap/compat.py"):
+        assert spoken in re.sub(r"\s+", " ", (ROOT / name).read_text()), name
+    assert all(f"| {release} |" in (ROOT / "docs/develop/torch_releases.md").read_text() for release in releases)
