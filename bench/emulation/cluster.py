@@ -13,11 +13,12 @@ from typing import Literal, Self, cast, get_args
 from gradwire.bench.emulation.launch import JobOutcome, RankLine, Ranks
 from gradwire.bench.emulation.namespaces import Holder, available, is_unprivileged, run_shell
 from gradwire.bench.emulation.paths import PathOptions
-from gradwire.bench.emulation.rate import parse_rates
+from gradwire.bench.emulation.rate import parse_cards
 from gradwire.bench.emulation.relay import PathCounts, Relay, send_real_packets
 from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
 
 INTERFACE = "eth0"
+"""The first card of each node; a second one is eth1."""
 FIRST_PORT = 29500
 """torchrun's default for MASTER_PORT."""
 
@@ -93,13 +94,23 @@ def _port(network: int, node: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CardBytes:
+    """What one network card carried while a command ran, in bytes with Ethernet headers."""
+
+    interface: str
+    tx: int
+    rx: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NicBytes:
-    """What the network card of one node carried while a command ran, in bytes with Ethernet headers."""
+    """What the network cards of one node carried together while a command ran, and each of them."""
 
     node: int
     hostname: str
     tx: int
     rx: int
+    cards: tuple[CardBytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +151,8 @@ class EmulatedCluster:
         Args:
             nodes: Ranks of each node, for example [2, 2] or [3, 1].
             nic: Rate of each node's link, each direction: `200mbit` for all, or one for each node, with commas:
-                `200mbit,200mbit,50mbit`. None leaves the links unlimited.
+                `200mbit,200mbit,50mbit`. `100mbit+100mbit` gives each node two cards, eth0 and eth1, each in a network
+                of its own. None leaves the links unlimited.
             mtu: Largest packet on the links, in bytes; 576 to 65535.
             names: What the nodes' names resolve to on each node: `all` to their addresses, `own` as Debian has it, a
                 node's own to 127.0.1.1 and no others, `none` to nothing.
@@ -157,11 +169,12 @@ class EmulatedCluster:
         """
         seat_ranks(nodes)
         self.nodes = tuple(nodes)
-        self.nic_rates = () if nic is None else parse_rates(nic, len(nodes), "nic")
+        self.card_rates = () if nic is None else parse_cards(nic, len(nodes), "nic")
+        """Of each node, bits per second of each card's link, each direction; empty without a limit."""
         self.mtu = mtu
         self.names: Names = check_names(names)
         self._network = parse_network(network)
-        self.paths = None if path is None else path.read(len(nodes), has_rates=bool(self.nic_rates))
+        self.paths = None if path is None else path.read(len(nodes), has_rates=bool(self.card_rates))
         self.congestion = check_congestion(congestion)
         if len(nodes) > MOST_NODES:
             raise ValueError(f"`nodes`: found {len(nodes)} nodes, wanted at most {MOST_NODES} on one machine")
@@ -178,8 +191,18 @@ class EmulatedCluster:
             raise
 
     @property
+    def nic_rates(self) -> tuple[int, ...]:
+        """Rate of each node, over all its cards, each direction; empty without a limit."""
+        return tuple(map(sum, self.card_rates))
+
+    @property
+    def interfaces(self) -> tuple[str, ...]:
+        """The cards of each node."""
+        return tuple(f"eth{card}" for card in range(len(self.card_rates[0]))) if self.card_rates else (INTERFACE,)
+
+    @property
     def nic_bits_per_second(self) -> int | None:
-        """Rate of the slowest node's link, each direction; None without a limit."""
+        """Rate of the slowest node, over all its cards, each direction; None without a limit."""
         return min(self.nic_rates, default=None)
 
     @property
@@ -214,7 +237,8 @@ class EmulatedCluster:
             ]
             self._networks = 0
             self._relays: list[Relay] = []
-            self.add_network(INTERFACE)
+            for interface in self.interfaces:
+                self.add_network(interface)
 
     def _hosts(self, own: str) -> list[str]:
         """The lines of a node's /etc/hosts."""
@@ -237,11 +261,14 @@ class EmulatedCluster:
     def add_network(self, interface: str) -> None:
         """Joins all nodes by one more bridge, with addresses of its own: 10.78.0.1 on the first node of the second one.
 
+        Its links have the rates of the cards of that number; one beyond those has the rates of the first.
+
         Args:
             interface: Its name on the nodes; for the first network `INTERFACE`.
         """
         network, self._networks = self._networks, self._networks + 1
-        rates = self.nic_rates or (None,) * len(self._holders)
+        card = network if network < len(self.interfaces) else 0
+        rates = [node[card] for node in self.card_rates] or [None] * len(self._holders)
         if self.paths is None:
             self._bridge.run(f"ip link add bridge{network} mtu {self.mtu} type bridge\nip link set bridge{network} up")
             for node, holder in enumerate(self._holders):
@@ -398,11 +425,11 @@ class EmulatedCluster:
         seats = seat_ranks(self.nodes, order)
         argvs = [self._command_line(seat, seats, command, environment or {}) for seat in seats]
         self._runs += 1
-        before = [holder.nic_bytes(INTERFACE) for holder in self._holders]
+        before = self._carried()
         with Ranks(argvs, raw=raw, on_line=on_line) as ranks:
             outcome = ranks.wait(timeout_seconds, grace_seconds, [relay.pid for relay in self._relays])
         self._check_relays("; the job was ended")
-        after = [holder.nic_bytes(INTERFACE) for holder in self._holders]
+        after = self._carried()
         return RunResult(
             returncodes=outcome.returncodes,
             output=outcome.output,
@@ -410,10 +437,21 @@ class EmulatedCluster:
             first_failure=outcome.first_failure,
             timed_out=outcome.timed_out,
             nic_bytes=tuple(
-                NicBytes(node=node, hostname=name, tx=now[0] - then[0], rx=now[1] - then[1])
-                for node, (name, then, now) in enumerate(zip(self.hostnames, before, after, strict=True))
+                self._nic_bytes(node, then, now) for node, (then, now) in enumerate(zip(before, after, strict=True))
             ),
         )
+
+    def _carried(self) -> list[list[tuple[int, int]]]:
+        """(sent, received) of each card of each node until now."""
+        return [[holder.nic_bytes(card) for card in self.interfaces] for holder in self._holders]
+
+    def _nic_bytes(self, node: int, then: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> NicBytes:
+        cards = tuple(
+            CardBytes(interface=name, tx=last[0] - first[0], rx=last[1] - first[1])
+            for name, first, last in zip(self.interfaces, then, now, strict=True)
+        )
+        tx, rx = sum(card.tx for card in cards), sum(card.rx for card in cards)
+        return NicBytes(node=node, hostname=self.hostnames[node], tx=tx, rx=rx, cards=cards)
 
     def _check_relays(self, consequence: str) -> None:
         for relay in self._relays:
@@ -431,8 +469,11 @@ class EmulatedCluster:
             master_port=FIRST_PORT + self._runs % 1000,
             run_id=f"emulate-{self._runs}",
         )
-        # Each library picks its interface on its own; lo would be their second guess.
-        variables |= dict.fromkeys(["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"], INTERFACE)
+        # Each library picks its interface on its own; lo would be their second guess. Of several cards gloo takes the
+        # one of the node's name, as on machines; a name in its variable would say that the user wants that one alone.
+        variables |= {"NCCL_SOCKET_IFNAME": ",".join(self.interfaces), "TP_SOCKET_IFNAME": INTERFACE}
+        if len(self.interfaces) == 1 or self.names != "all":
+            variables["GLOO_SOCKET_IFNAME"] = INTERFACE
         variables |= environment
         words = [*self._holders[seat.node].enter(), "env", "--default-signal=TERM", f"--chdir={Path.cwd()}"]
         words += [f"{name}={value}" for name, value in variables.items()]

@@ -23,7 +23,7 @@ from gradwire.bench.emulation.cluster import (
 from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.paths import PathOptions
-from gradwire.bench.emulation.rate import format_rate, parse_rates
+from gradwire.bench.emulation.rate import format_cards, parse_cards
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.terminal import STDOUT, CleanConsole, complain, working, write_json
@@ -48,9 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--uneven", metavar="3,1", help="ranks of each node, one by one, instead of --ranks-per-node")
     parser.add_argument(
         "--nic",
-        metavar="RATE[,RATE...]",
-        help="rate of each node's link, each direction: 200mbit, or one for each node: 200mbit,200mbit,50mbit "
-        "(default: no limit)",
+        metavar="RATE[+RATE...][,...]",
+        help="rate of each node's link, each direction: 200mbit, or one for each node: 200mbit,200mbit,50mbit; with "
+        "100mbit+100mbit each has two cards, eth0 and eth1 (default: no limit)",
     )
     parser.add_argument("--order", choices=get_args(Order), default="contiguous", help="how ranks are dealt over nodes")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="largest packet (default 1500)")
@@ -129,13 +129,16 @@ def path_table(cluster: EmulatedCluster) -> Table:
     for heading in ("from", "to", "round trip", "packets", "lost", "dropped at a queue"):
         table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
     assert cluster.paths is not None
-    for node, row in enumerate(cluster.path_counts()):
-        for other, counts in enumerate(row):
+    pairs = [(node, other) for node in range(len(cluster.nodes)) for other in range(len(cluster.nodes))]
+    for network, interface in enumerate(cluster.interfaces):
+        card = f" {interface}" if len(cluster.interfaces) > 1 else ""
+        found = cluster.path_counts(network)
+        for node, other in pairs:
             if node != other:
-                trip = cluster.paths.round_trip_seconds(node, other)
-                lost, dropped = f"{counts.lost:,}", f"{counts.dropped:,}"
+                trip, counts = cluster.paths.round_trip_seconds(node, other), found[node][other]
+                numbers = (f"{each:,}" for each in (counts.offered, counts.lost, counts.dropped))
                 names = cluster.hostnames
-                table.add_row(names[node], names[other], f"{trip * 1e3:g} ms", f"{counts.offered:,}", lost, dropped)
+                table.add_row(names[node] + card, names[other] + card, f"{trip * 1e3:g} ms", *numbers)
     return table
 
 
@@ -179,12 +182,14 @@ def nic_table(cluster: EmulatedCluster, result: RunResult) -> Table:
         cluster: The cluster that ran.
         result: What its `run` returned.
     """
-    rate = ", ".join(dict.fromkeys(map(format_rate, cluster.nic_rates))) or "no limit"
+    rate = ", ".join(dict.fromkeys(map(format_cards, cluster.card_rates))) or "no limit"
     table = Table(title=f"bytes on the links ({rate}, {result.seconds:.1f} s)", min_width=48)
     for heading in ("node", "ranks", "sent", "received"):
         table.add_column(heading, justify="left" if heading == "node" else "right")
     for nic in result.nic_bytes:
         table.add_row(nic.hostname, str(cluster.nodes[nic.node]), f"{nic.tx:,}", f"{nic.rx:,}")
+        for card in nic.cards if len(nic.cards) > 1 else ():
+            table.add_row(f"  {card.interface}", "", f"{card.tx:,}", f"{card.rx:,}")
     return table
 
 
@@ -197,18 +202,20 @@ def as_record(cluster: EmulatedCluster, result: RunResult, command: list[str], o
         command: What was run.
         order: How the ranks were dealt.
     """
-    paths = (
-        None
-        if cluster.paths is None
-        else dataclasses.asdict(cluster.paths)
-        | {"packets": [[dataclasses.asdict(counts) for counts in row] for row in cluster.path_counts()]}
-    )
+    paths = None
+    if cluster.paths is not None:
+        packets = [
+            [[dataclasses.asdict(counts) for counts in row] for row in cluster.path_counts(network)]
+            for network in range(len(cluster.interfaces))
+        ]
+        paths = dataclasses.asdict(cluster.paths) | {"packets": packets[0], "packets_by_card": packets}
     return {
         "command": command,
         "nodes": list(cluster.nodes),
         "order": order,
         "nic_bits_per_second": cluster.nic_bits_per_second,
         "nic_rates": list(cluster.nic_rates),
+        "card_rates": [list(cards) for cards in cluster.card_rates],
         "mtu": cluster.mtu,
         "paths": paths,
         "congestion": cluster.congestion,
@@ -259,7 +266,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         raise ValueError(f"`COMMAND`: found nothing after `--`; {_EXAMPLE}")
     nodes = ranks_of_nodes(options)
     if options.nic is not None:
-        parse_rates(options.nic, len(nodes), "--nic")
+        parse_cards(options.nic, len(nodes), "--nic")
     check_number("--mtu", options.mtu, 576, 65535)
     parse_network(options.network, "--network")
     path = path_options(options)

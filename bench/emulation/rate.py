@@ -1,6 +1,7 @@
-"""Link rates as tc(8) writes them: `200mbit` -> bits per second."""
+"""Link rates as tc(8) writes them: `200mbit` -> bits per second; `100mbit+100mbit` of two cards."""
 
 import re
+from collections.abc import Sequence
 
 BITS_PER_UNIT = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 """Decimal units in bits, the ones of network cards. Source: tc(8), section PARAMETERS, RATES."""
@@ -9,6 +10,9 @@ LEAST_BITS_PER_SECOND = 100_000
 """Below this one bucket of a small model takes minutes and every time-out strikes first."""
 MOST_BITS_PER_SECOND = 10**15
 """A petabit: a rack of GPUs behind NVLink has a fifth of it."""
+
+MOST_CARDS = 8
+"""In a node: as many as a DGX has for its GPUs."""
 
 
 def parse_rate(text: str, parameter: str) -> int:
@@ -53,23 +57,52 @@ def format_rate(bits_per_second: int) -> str:
     return f"{bits_per_second // BITS_PER_UNIT[unit]}{unit}"
 
 
-def parse_rates(text: str, count: int, parameter: str) -> tuple[int, ...]:
-    """Reads one link rate for all of some nodes, or one for each, with commas.
+def parse_cards(text: str, count: int, parameter: str) -> tuple[tuple[int, ...], ...]:
+    """Reads the link rates of all of some nodes, or of each, with commas; of several cards in a node with `+`.
 
     Args:
-        text: `200mbit`, or `200mbit,200mbit,50mbit`.
+        text: `200mbit`, or `200mbit,200mbit,50mbit`; `100mbit+100mbit` has two cards in each node.
         count: Number of nodes.
         parameter: As for `parse_rate`.
 
     Returns:
-        The rate of each node's link in bits per second.
+        Of each node, the rate of each card's link in bits per second.
 
     Raises:
-        ValueError: if one of them is no rate, or if there are neither one nor `count` of them.
+        ValueError: if one of them is no rate, if there are neither one nor `count` nodes, or if nodes have unlike
+            numbers of cards, or more than `MOST_CARDS`.
     """
-    rates = [parse_rate(each, parameter) for each in text.split(",")]
-    if len(rates) not in (1, count):
+    nodes = [tuple(parse_rate(each, parameter) for each in node.split("+")) for node in text.split(",")]
+    if len(nodes) not in (1, count):
         raise ValueError(
-            f"`{parameter}`: found {len(rates)} rates in {text!r}, wanted one for all nodes or {count}, one for each"
+            f"`{parameter}`: found {len(nodes)} rates in {text!r}, wanted one for all nodes or {count}, one for each"
         )
-    return tuple(rates * count if len(rates) == 1 else rates)
+    numbers = sorted({len(node) for node in nodes})
+    if len(numbers) > 1 or numbers[0] > MOST_CARDS:
+        raise ValueError(
+            f"`{parameter}`: found {' and '.join(map(str, numbers))} cards a node in {text!r}, wanted the same number "
+            f"in each, at most {MOST_CARDS}"
+        )
+    return tuple(nodes * count if len(nodes) == 1 else nodes)
+
+
+def parse_rates(text: str, count: int, parameter: str) -> tuple[int, ...]:
+    """Reads what all cards of a node carry together; see `parse_cards`.
+
+    Args:
+        text: As for `parse_cards`.
+        count: Number of nodes.
+        parameter: As for `parse_rate`.
+
+    Returns:
+        The rate of each node in bits per second.
+
+    Raises:
+        ValueError: as for `parse_cards`.
+    """
+    return tuple(map(sum, parse_cards(text, count, parameter)))
+
+
+def format_cards(cards: Sequence[int]) -> str:
+    """Writes the rates of a node's cards as `parse_cards` reads them."""
+    return "+".join(map(format_rate, cards))

@@ -75,6 +75,48 @@ def test_bytes_counted_are_bytes_sent_and_the_rate_holds(pair: EmulatedCluster) 
     assert float(result.output[0]) > 0.9 * (NBYTES - 2 * 65536) * 8 / 20e6
 
 
+BY_CARD = f"""
+import os, socket, threading, time
+def send(network):
+    for _ in range(600):
+        try:
+            link = socket.create_connection((f"10.{{network}}.0.2", 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    link.sendall(bytes({NBYTES} if network == 78 else {NBYTES} // 4))
+    link.shutdown(socket.SHUT_WR)
+    assert link.recv(1) == b"k"
+def take(server):
+    link, _ = server.accept()
+    while link.recv(1 << 16):
+        pass
+    link.sendall(b"k")
+if os.environ["RANK"] == "0":
+    threads = [threading.Thread(target=send, args=(network,)) for network in (77, 78)]
+else:
+    servers = [socket.create_server((f"10.{{network}}.0.2", 5000)) for network in (77, 78)]
+    threads = [threading.Thread(target=take, args=(server,)) for server in servers]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+print(*sorted(name for _, name in socket.if_nameindex() if name != "lo"), os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+
+
+def test_a_node_has_two_cards_each_with_its_bytes_and_its_rate() -> None:
+    with EmulatedCluster([1, 1], nic="5mbit+20mbit") as cluster:
+        assert cluster.nic_rates == (25_000_000,) * 2 and cluster.nic_bits_per_second == 25_000_000
+        result = cluster.run([sys.executable, "-c", BY_CARD], timeout_seconds=60)
+    result.check()
+    assert set(result.output) == {"eth0 eth1 None\n"}
+    slow, fast = result.nic_bytes[0].cards
+    assert (slow.interface, fast.interface) == ("eth0", "eth1")
+    assert NBYTES // 4 < slow.tx < 1.06 * NBYTES // 4 + 10_000 and NBYTES < fast.tx < 1.06 * NBYTES + 10_000
+    assert result.nic_bytes[0].tx == slow.tx + fast.tx
+
+
 def test_a_script_written_for_torchrun_runs_unchanged() -> None:
     with EmulatedCluster([1, 1]) as cluster:
         result = cluster.run([sys.executable, "-c", ALL_REDUCE], timeout_seconds=120)

@@ -2,7 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.bench.emulation.rate import LEAST_BITS_PER_SECOND, format_rate, parse_rate
+from gradwire.bench.emulation.rate import (
+    LEAST_BITS_PER_SECOND,
+    format_cards,
+    format_rate,
+    parse_cards,
+    parse_rate,
+    parse_rates,
+)
 
 
 @given(st.integers(LEAST_BITS_PER_SECOND, 10**13))
@@ -18,3 +25,18 @@ def test_units_are_decimal_bits_in_any_case() -> None:
 def test_what_is_no_rate_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=r"`--nic`: found .*, wanted"):
         parse_rate(text, "--nic")
+
+
+def test_cards_are_read_by_node_and_written_back() -> None:
+    assert parse_cards("300mbit+100mbit", 2, "nic") == ((300_000_000, 100_000_000),) * 2
+    assert parse_cards("1gbit+100mbit,50mbit+50mbit", 2, "nic") == ((10**9, 10**8), (5 * 10**7, 5 * 10**7))
+    assert parse_rates("300mbit+100mbit,50mbit+50mbit", 2, "nic") == (400_000_000, 100_000_000)
+    assert format_cards((300_000_000, 100_000_000)) == "300mbit+100mbit"
+
+
+@pytest.mark.parametrize(
+    "text", ["100mbit+", "+100mbit", "100mbit+100mbit,100mbit", "1mbit,1mbit,1mbit", "+".join(["1mbit"] * 9)]
+)
+def test_what_is_no_card_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError, match=r"`--nic`: found .*, wanted"):
+        parse_cards(text, 2, "--nic")
