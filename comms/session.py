@@ -381,10 +381,14 @@ class Face(Generic[S]):
         observed = connection.watch.observed()
         if observed is None:
             raise RuntimeError("this state has seen fewer than three steps: call advise() later")
-        from gradwire.comms.autotune.job_advice import advise_job  # here: it knows every compressor
+        from gradwire.comms.autotune.job_advice import Running, advise_job  # here: it knows every compressor
 
         routes = connection.communicator.routes
-        return advise_job(routes.priced, connection.last_sizes, observed, optimizer, routes.library, accumulate)
+        largest = max(routes.plans(), key=lambda plan: plan.nbytes)
+        running = Running(largest.name, self.config.compressor or "none")
+        return advise_job(
+            routes.priced, connection.last_sizes, observed, optimizer, routes.library, running, accumulate
+        )
 
     def trace(self, file: str | Path, steps: int = 20) -> None:
         """Writes a timeline of all ranks' next steps into one file; every rank calls it between the same two steps.

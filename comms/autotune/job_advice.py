@@ -1,11 +1,11 @@
 """What to advise a running job: every plan and compressor, priced for the steps that were observed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gradwire.comms.autotune.stepwatch import Observed
-from gradwire.comms.plan.advise import Advice, Workload, advise, ms
+from gradwire.comms.plan.advise import WORTHWHILE, Advice, Offer, Recommendation, Workload, advise, caution_of, ms
 from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, measured_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import presumed
@@ -15,6 +15,19 @@ from gradwire.topology.cluster import Cluster
 
 SAMPLE_NBYTES = 16 << 20
 """Gradient that the codecs are timed on: more than the caches of a rank hold, as a model's gradients are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What a job runs now.
+
+    Attributes:
+        plan: Its name.
+        compressor: Its name; `none`.
+    """
+
+    plan: str
+    compressor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,13 @@ class JobAdvice:
 
 
 def advise_job(
-    cluster: Cluster, sizes: Sequence[int], observed: Observed, optimizer: str, library: str, accumulate: int = 1
+    cluster: Cluster,
+    sizes: Sequence[int],
+    observed: Observed,
+    optimizer: str,
+    library: str,
+    running: Running,
+    accumulate: int = 1,
 ) -> JobAdvice:
     """Prices every plan and compressor for a job as it was observed.
 
@@ -71,6 +90,7 @@ def advise_job(
         observed: The last steps.
         optimizer: As for `Workload`.
         library: As for `advise`.
+        running: What the observed steps ran.
         accumulate: How many of the observed steps shall be one, as its micro-batches.
 
     Raises:
@@ -85,13 +105,47 @@ def advise_job(
         micro_seconds=observed.headroom_seconds,
         rest_seconds=max(0.0, observed.headroom_seconds - observed.backward_seconds),
     )
+    advice = advise(cluster, workload, prices(len(cluster.nodes), library), library=library)
     return JobAdvice(
-        advise(cluster, workload, prices(len(cluster.nodes), library), library=library),
+        advice if accumulate > 1 else _never_slower(advice, running, observed, optimizer),
         observed,
         observed.headroom_seconds,
         accumulate,
         "" if _slowest_is_known(cluster) else presumed(cluster),
     )
+
+
+def _never_slower(advice: Advice, running: Running, observed: Observed, optimizer: str) -> Advice:
+    """The advice, or one to keep what runs where what is recommended is predicted to be slower than that.
+
+    The recommended one may be slower than the best by `WORTHWHILE`, so then the best saves less than that as well.
+
+    Args:
+        advice: As for a job of which nothing runs yet.
+        running: What runs.
+        observed: Its steps.
+        optimizer: Of the job.
+    """
+    verdict = advice.recommend
+    if (verdict.plan, verdict.compressor) == (running.plan, running.compressor):
+        return advice
+    of_verdict, of_running = (
+        [each.step_seconds for each in advice.offers if each.available and _is_offer(each, plan, compressor)]
+        for plan, compressor in ((verdict.plan, verdict.compressor), (running.plan, running.compressor))
+    )
+    now = min([observed.step_seconds, *of_running])
+    if not of_verdict or min(of_verdict) <= now:
+        return advice
+    caution = caution_of(running.compressor, optimizer)
+    why = (
+        f"Keep what runs: nothing is predicted to shorten its step ({ms(now)} ms) by more than {WORTHWHILE:.0%}."
+        f"{f' But {caution}.' if caution else ''}"
+    )
+    return replace(advice, recommend=Recommendation(running.plan, running.compressor, why))
+
+
+def _is_offer(offer: Offer, plan: str, compressor: str) -> bool:
+    return offer.plan.name == plan and offer.compressor == compressor
 
 
 def _slowest_is_known(cluster: Cluster) -> bool:

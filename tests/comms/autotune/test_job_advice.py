@@ -17,6 +17,8 @@ from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform
 NBYTES = 100_000_000
 SLOW = uniform_cluster((2, 2), (Level(LEVEL_NAMES[0], Link(4e-6, 5e9)), Level(LEVEL_NAMES[1], Link(50e-6, 125e6))))
 
+EXACT = job_advice.Running("hierarchical", "none")
+
 
 def prices(cluster: Cluster) -> list[CodecPrice]:
     return [codec_price(name, square_layout(NBYTES), len(cluster.nodes), 1e11) for name in ("int8", "waterfill4")]
@@ -35,7 +37,7 @@ def test_the_rest_of_a_step_is_in_every_offer_and_weighs_a_gain() -> None:
 def test_advice_speaks_of_whole_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
     observed = Observed(step_seconds=2.0, backward_seconds=0.3, exposed_seconds=1.4, steps=50)
-    found = job_advice.advise_job(SLOW, [NBYTES], observed, "sgd", "gloo")
+    found = job_advice.advise_job(SLOW, [NBYTES], observed, "sgd", "gloo", EXACT)
     text = str(found)
     exact = min(
         (e for e in found.advice.offers if e.compressor == "none" and e.available), key=lambda e: e.step_seconds
@@ -43,6 +45,41 @@ def test_advice_speaks_of_whole_steps_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert exact.step_seconds == pytest.approx(observed.headroom_seconds + exact.exposed_seconds)
     assert "a whole step takes 2000 ms" in text and f"the whole step from {ms(exact.step_seconds)} to" in text
     assert " the step from" not in text
+
+
+@pytest.mark.parametrize("running", ["none", "int8", "waterfill4"])
+@pytest.mark.parametrize("share", [0.3, 0.9, 1.0, 1.5])
+@pytest.mark.parametrize("backward", [0.05, 0.3, 0.6, 5.0])
+def test_what_is_recommended_is_never_slower_than_what_runs(
+    monkeypatch: pytest.MonkeyPatch, running: str, share: float, backward: float
+) -> None:
+    """Neither than its steps as observed, nor than they are predicted."""
+    monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
+    exposed = next(
+        each.exposed_seconds
+        for each in advise(SLOW, Workload(NBYTES, backward), prices(SLOW)).offers
+        if each.available and each.compressor == running
+    )
+    observed = Observed(backward * 1.5 + share * exposed, backward, share * exposed, 50)
+    now = job_advice.Running("hierarchical", running)
+    found = job_advice.advise_job(SLOW, [NBYTES], observed, "sgd", "gloo", now)
+    verdict = found.advice.recommend
+    offers = {(each.plan.name, each.compressor): each.step_seconds for each in found.advice.offers if each.available}
+    if (verdict.plan, verdict.compressor) == ("hierarchical", running):
+        others = [seconds for key, seconds in offers.items() if key[1] != running]
+        assert min(offers["hierarchical", running], observed.step_seconds) <= 1.06 * min(others)
+    else:
+        chosen = offers[verdict.plan, verdict.compressor]
+        assert chosen <= observed.step_seconds and chosen <= offers["hierarchical", running]
+
+
+def test_what_runs_faster_than_anything_is_predicted_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
+    observed = Observed(step_seconds=0.35, backward_seconds=0.3, exposed_seconds=0.0001, steps=50)
+    text = str(
+        job_advice.advise_job(SLOW, [NBYTES], observed, "sgd", "gloo", job_advice.Running("hierarchical", "int8"))
+    )
+    assert "recommended: plan hierarchical, compressor int8. Keep what runs" in text and "350 ms" in text
 
 
 @pytest.mark.parametrize("columns", [60, 100])
