@@ -192,6 +192,18 @@ def test_pages_for_users_stay_short() -> None:
     assert {name: count for name, count in long.items() if count > MOST_WORDS_OF_A_HOW_TO} == {}
 
 
+def test_pages_for_users_begin_with_a_sentence_and_how_tos_with_what_for() -> None:
+    """Not with a heading, code or a table; a how-to says `To ...`, or asks its one question."""
+    for page in (page for page in PAGES[1:] if page.parent.name in FOR_USERS):
+        title, _, rest = page.read_text().partition("\n")
+        first = rest.strip().partition("\n\n")[0]
+        assert title.startswith("# ") and re.match(r"[`*\[]*\w", first), f"{page.name} begins with {first[:40]!r}"
+        assert not first.startswith("```"), f"{page.name} begins with code"
+        if page.parent.name == "how-to":
+            sentence = re.split(r"(?<=[.:?])\s", first)[0]
+            assert sentence.startswith("To ") or sentence.endswith("?"), f"{page.name} begins with {sentence!r}"
+
+
 def _texts_of_the_code() -> str:
     """All strings of the code, f-strings with `...` for what differs, one a line."""
     found = []
