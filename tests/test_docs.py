@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,12 @@ def test_troubleshooting_quotes_messages_that_there_are() -> None:
     texts = _texts_of_the_code()
     assert len(quoted) > 40
     assert [words for words in quoted if words not in texts] == []
+
+
+def test_the_changelog_begins_with_the_version_that_would_be_built() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first is not None and first[1] == version
 
 
 def _yaml_files() -> list[Path]:
