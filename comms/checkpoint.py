@@ -13,6 +13,7 @@ would go on without them, and nothing would show it.
 
 import json
 import logging
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -177,7 +178,11 @@ def gather(own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool) -> Che
     from gradwire.comms.elastic.group import ElasticGroup  # here: only who gathers needs to know of it
 
     parts: list[Checkpoint | None] = [None] * group.size()
-    if on_all_ranks or isinstance(group, ElasticGroup):  # torch knows no global ranks of that one
+    if isinstance(
+        group, ElasticGroup
+    ):  # torch's own would take a rank that is lost meanwhile for one that gave nothing
+        parts = [pickle.loads(each) for each in group.gather_bytes(pickle.dumps(own))]
+    elif on_all_ranks:
         dist.all_gather_object(parts, own, group=group)
     else:
         receiver = dist.get_global_rank(group, 0)

@@ -19,6 +19,9 @@ from gradwire.comms.elastic.survive import Survivor, as_bytes
 
 SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 
+_LENGTH_NBYTES = 8
+"""In front of each rank's bytes, which are padded to the longest."""
+
 
 class ElasticGroup(dist.ProcessGroup):
     """Broadcasts, sums, gathers and barriers over the ranks that are left.
@@ -126,19 +129,40 @@ class ElasticGroup(dist.ProcessGroup):
         with torch.no_grad():
             return tensor.detach().copy_(result)
 
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """What every rank that is left gives, in the order of the ranks; who is lost meanwhile has given nothing.
+
+        Args:
+            own: Of any length.
+        """
+        device = self._survivor.communicator.device
+        said = len(own).to_bytes(_LENGTH_NBYTES, "big") + own
+        longest = int(self._rows(torch.tensor([len(said)], dtype=torch.int64, device=device)).max())
+        padded = torch.frombuffer(bytearray(said.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+        rows = [bytes(row.cpu().numpy()) for row in self._rows(padded)]
+        ends = [_LENGTH_NBYTES + int.from_bytes(row[:_LENGTH_NBYTES], "big") for row in rows]
+        return [row[_LENGTH_NBYTES:end] for row, end in zip(rows, ends, strict=True)]
+
     def _gather(self, source: Tensor, size: int) -> Tensor:
-        """The ranks' tensors as rows; a rank that was lost meanwhile has a row of zeros, the last one."""
+        """The ranks' tensors as so many rows; where a rank was lost meanwhile, the last ones are zeros."""
+        found = self._rows(source)
+        rows = torch.zeros((size, found.shape[1]), dtype=found.dtype, device=found.device)
+        rows[: len(found)] = found[:size]
+        return rows
+
+    def _rows(self, source: Tensor) -> Tensor:
+        """The tensors of the ranks that are left, a row each."""
         given = source.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        rows = torch.zeros((size, given.numel()), dtype=given.dtype, device=given.device)
 
         def attempt() -> Tensor:
-            mine = torch.zeros_like(rows)
+            # As many as there are now: who has been interrupted in the operation before knows of a loss already.
+            mine = torch.zeros((self.size(), given.numel()), dtype=given.dtype, device=given.device)
             mine[self.rank()] = given
             flat = as_bytes(mine)
             self._survivor.wait(self._survivor.communicator.all_reduce(flat))
             return mine
 
-        result = self._survivor.complete(attempt, rows)
+        result = self._survivor.complete(attempt, given.new_zeros((self.size(), given.numel())))
         assert result is not None
         return result
 

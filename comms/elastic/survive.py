@@ -218,7 +218,8 @@ class Survivor:
         Args:
             attempt: Carries it out once, with `communicator`, and returns its result; None where all ranks have it by
                 then, whoever is lost later. May be called again, and then begins anew.
-            like: Of the size and dtype of the result, on the communicator's device; None where that is None.
+            like: Of the shape and dtype of the result, on the communicator's device; None where that is None. The
+                result may have fewer rows, where it has one of each rank.
 
         Returns:
             The result, of this rank or of one that is ahead.
@@ -420,7 +421,10 @@ class Survivor:
             self.wait(self.communicator.all_reduce(result))
         if not behind or joins:
             return False, None
-        return True, None if like is None else result.view(like.dtype).view(like.shape)
+        if like is None:
+            return True, None
+        result = result.view(like.dtype)
+        return True, result.view(like.shape if result.numel() == like.numel() else (-1, *like.shape[1:]))
 
 
 def _forget(error: BaseException) -> None:

@@ -5,19 +5,24 @@ Torch's C++ records every collective of gloo and NCCL as it is issued, those of 
 Source: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html.
 """
 
+import itertools
 import time
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gradwire.comms.bootstrap.compat import flight_records, group_members
-from gradwire.comms.observe.stack import is_users, line_in_words
+from gradwire.comms.observe.stack import TORCH, is_users, line_in_words
 from gradwire.comms.watch.collective import IssuedCollective, title_of
 from gradwire.comms.watch.names import WatchedModels
 
 UNEVEN = ("gather", "scatter", "all_to_all")
 """Operations whose inputs differ from rank to rank without a fault."""
+
+PIPELINES = TORCH / "distributed" / "pipelining"
+"""Torch's package in which ranks have different parts."""
 
 ENDS = 1024
 """Of the ends of a group's collectives, as they were seen, that are kept for timelines."""
@@ -179,6 +184,13 @@ def _what(entry: dict[str, Any]) -> str:
 
 
 def _line(entry: dict[str, Any]) -> str | None:
+    """The line that asked for a collective, to be shown and compared.
+
+    That of the training script; of what torch's pipelines issue themselves (since 2.15) their own line, because each
+    stage is called from a line of its own.
+    """
     frames = entry.get("frames", ())
-    frame = next((each for each in frames if is_users(each["filename"])), frames[0] if frames else None)
+    inner = list(itertools.takewhile(lambda each: not is_users(each["filename"]), frames))
+    frame = next((each for each in inner if Path(each["filename"]).is_relative_to(PIPELINES)), None)
+    frame = frame or (frames[len(inner)] if len(inner) < len(frames) else frames[0] if frames else None)
     return None if frame is None else line_in_words(frame["filename"], frame["line"], frame["name"])
