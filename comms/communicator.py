@@ -38,6 +38,7 @@ from gradwire.compressors.base import Compressor, Layout, Work, planned
 from gradwire.topology.cluster import Cluster
 
 if TYPE_CHECKING:  # each is loaded where it is asked for
+    from gradwire.comms.bootstrap.cards import Cards
     from gradwire.comms.bootstrap.liveness import LivenessRing
     from gradwire.comms.transport.nccl import NcclGroups
 
@@ -139,7 +140,6 @@ class Communicator:
         self.hostnames = tuple(presence.host[0] for presence in presences)
         """Of each rank's host, as it calls itself."""
         self.routes = Routes(cluster, rank, device.type, config, compressor)
-        self._nics = describe_nics(presences, config)
         if oversight is not None:
             board = oversight.board
         elif board is None:
@@ -150,6 +150,10 @@ class Communicator:
             board = FailureBoard(store, rank, size, directory=directory)
         self._board = board
         interface = interface_of(presences, rank, config)
+        self.cards = _cards(presences, rank)
+        """This host's network cards, where large messages go over several; None where they do not."""
+        if self.cards is not None and interface is None:
+            interface = self.cards.gloo_interface
         self._groups = Groups(
             store,
             rank,
@@ -157,10 +161,11 @@ class Communicator:
             cluster.share_a_node,
             config.transport,
             config.timeout,
-            board.alarm,
+            _alarm(board, self.cards),
             interface,
             nccl_groups=_nccl_groups(name, cluster, device, group, global_ranks) if device.type == "cuda" else None,
-            connections=_connections(config, self.routes),
+            connections=_connections(config, self.routes, self.cards),
+            cards=self.cards,
         )
         self._connected = False
         self.executor = _executor(
@@ -376,7 +381,8 @@ class Communicator:
         plans = dict.fromkeys(describe_plans(in_use, self.cluster.level_names))
         if self.compressor is not None:
             plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
-        links = (self.routes.describe_links(), *self._nics)
+        cards = () if self.cards is None else (self.cards.describe(),)
+        links = (self.routes.describe_links(), *cards, *describe_nics(self.presences, self.config))
         totals = self.executor.ledger.totals()
         return Report(
             self.cluster.describe(),
@@ -508,10 +514,26 @@ def takes_nothing(dtype: torch.dtype) -> bool:
     return False
 
 
-def _connections(config: Config, routes: Routes) -> Callable[[float], int] | None:
+def _cards(presences: Presences, rank: int) -> "Cards | None":
+    """This host's network cards, where several reach all ranks."""
+    if not all(presence.cards for presence in presences):
+        return None
+    from gradwire.comms.bootstrap.cards import Cards  # here: most hosts have one
+
+    return Cards.of([(presence.cards, presence.host) for presence in presences], rank)
+
+
+def _alarm(board: Board, cards: "Cards | None") -> Callable[[], str | None]:
+    """Why what is waited for cannot come: another rank has given up, or this host's link has gone."""
+    if cards is None:
+        return board.alarm
+    return lambda: board.alarm() or cards.trouble()
+
+
+def _connections(config: Config, routes: Routes, cards: "Cards | None") -> Callable[[float], int] | None:
     """How many connections large messages between two nodes take, from the round trip; None leaves it to gloo."""
     if config.connections == 1:
-        return None
+        return None if cards is None else lambda _: 1
     if config.connections:
         return lambda _: config.connections
 

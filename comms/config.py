@@ -27,6 +27,7 @@ PLANNING = (
     "location",
     "nic_bytes_per_second",
     "nic_per_rank",
+    "nics",
 )
 """Options of `Config` that say how ranks are connected and what collectives run; every face takes them."""
 
@@ -54,6 +55,7 @@ SAMPLES = "samples"
 REDUCTIONS = ("sum", "adasum", SAMPLES)
 SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
+ALL_NICS, ONE_NIC = "auto", "one"
 ENVIRONMENT_PREFIX = "GRADWIRE_"
 BUDGET = "GRADWIRE_ERROR_BUDGET"
 """The variable of `error_budget`."""
@@ -209,6 +211,11 @@ class Config:
     """Gloo listens on the network card that the topology gives each local rank, instead of on one interface for all;
     for CPU hosts with several cards whose networks reach each other. Wins over GLOO_SOCKET_IFNAME."""
 
+    nics: str = ALL_NICS
+    """Network cards of this host that large messages between nodes of CPUs are dealt over, by what each gives (own on
+    every rank). `auto` takes all whose networks reach every rank, if they carry more than gloo's one; not where
+    GLOO_SOCKET_IFNAME has one name. `eth0,eth1` takes these, `one` leaves all to gloo's. No bit depends on it."""
+
     straggler_every: int = 50
     """Steps between two exchanges of arrival times, which name a rank that is late; 0 leaves them out. See
     docs/how-to/find_the_slow_rank.md."""
@@ -269,6 +276,7 @@ class Config:
             raise ValueError(f"`elastic` is {self.join!r}; wanted True, or HOST:PORT of a running job's store")
         if self.chunks < 0:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
+        _check_nics(self.nics)
         if not 0 <= self.connections <= 256:
             raise ValueError(
                 f"`connections` is {self.connections}; wanted 0 (the round trip decides), or 1 to 256 between two nodes"
@@ -467,7 +475,7 @@ class Config:
 
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
-        own, switches = {"hostname", "location", "nic_bytes_per_second"}, {"tune", "elastic"}
+        own, switches = {"hostname", "location", "nic_bytes_per_second", "nics"}, {"tune", "elastic"}
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name not in own}
         return {name: _plain(bool(value) if name in switches else value) for name, value in values.items()}
 
@@ -776,6 +784,12 @@ def _check_auto(options: "Mapping[str, Option]", budget: str | float | None) -> 
     check_auto(options, budget)
 
 
+def _check_nics(nics: object) -> None:
+    names = nics.split(",") if isinstance(nics, str) else []
+    if nics not in (ALL_NICS, ONE_NIC) and (len(set(names)) < max(2, len(names)) or not all(names)):
+        raise ValueError(f"`nics` is {nics!r}; wanted auto, one, or the names of two cards or more such as eth0,eth1")
+
+
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"`{name}` is {value!r}; wanted one of {', '.join(choices)}")
@@ -913,6 +927,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "LOCATION": ("location", _units),
     "NIC_BYTES_PER_SECOND": ("nic_bytes_per_second", _number),
     "NIC_PER_RANK": ("nic_per_rank", _switch),
+    "NICS": ("nics", str),
     "STRAGGLER_EVERY": ("straggler_every", _whole_number),
     "STALL_SECONDS": ("stall_seconds", _number),
     "TRACE": ("trace", _trace),

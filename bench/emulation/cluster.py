@@ -268,7 +268,7 @@ class EmulatedCluster:
         """
         network, self._networks = self._networks, self._networks + 1
         card = network if network < len(self.interfaces) else 0
-        rates = [node[card] for node in self.card_rates] or [None] * len(self._holders)
+        rates = tuple(node[card] for node in self.card_rates) or (None,) * len(self._holders)
         if self.paths is None:
             self._bridge.run(f"ip link add bridge{network} mtu {self.mtu} type bridge\nip link set bridge{network} up")
             for node, holder in enumerate(self._holders):

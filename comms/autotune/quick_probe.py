@@ -79,14 +79,14 @@ def quick_probe(communicator: Communicator) -> bool:
     ):
         return False
     began = time.perf_counter()
-    meeting = _Meeting(communicator)
+    meeting = Meeting(communicator)
     if not meeting.is_possible:
         log.warning("links are not looked at: the ranks between nodes are not connected by gloo")
         return False
     rounds = pairings(len(nodes), MEETINGS)
     trials = meeting.meet(rounds[0], TRIAL_NBYTES)
     seconds, latency = (max(column) for column in zip(*(each[2:] for each in trials), strict=True))
-    nbytes = round(min(max(TRIAL_NBYTES / seconds * SWAP_SECONDS, LEAST_SWAPPED_NBYTES), MOST_SWAPPED_NBYTES))
+    nbytes = swapped_nbytes(seconds)
     affordable = int(BUDGET_SECONDS * TRIAL_NBYTES / (seconds * (DRAIN_NBYTES + nbytes)))
     odd = len(nodes) % 2  # one node pauses in each round
     met = [each[:3] for each in trials] if affordable == 0 else []
@@ -108,6 +108,11 @@ def quick_probe(communicator: Communicator) -> bool:
     return True
 
 
+def swapped_nbytes(trial_seconds: float) -> int:
+    """How much a timed swap carries from each node, by the seconds of one of `TRIAL_NBYTES`."""
+    return round(min(max(TRIAL_NBYTES / trial_seconds * SWAP_SECONDS, LEAST_SWAPPED_NBYTES), MOST_SWAPPED_NBYTES))
+
+
 def node_rates(count: int, nbytes: int, took: Sequence[tuple[int, int, float]], *, every_partner: bool) -> list[float]:
     """Bytes per second of each node's link.
 
@@ -127,7 +132,7 @@ def node_rates(count: int, nbytes: int, took: Sequence[tuple[int, int, float]], 
     return [usual * share for share in relative]
 
 
-class _Meeting:
+class Meeting:
     """Swaps between nodes.
 
     They go over the first lane of training's plans, which nothing else uses yet.
@@ -164,11 +169,11 @@ class _Meeting:
             Of each pair (one, other, seconds, seconds of a swap of one element), by its slowest rank; alike on all.
         """
         communicator = self._communicator
-        own = next((pair for pair in pairs if self._own in pair), None)
+        partner = self.partner(pairs)
         line_up(communicator)
         table = torch.zeros(communicator.size, 2, dtype=torch.float32)
-        if own is not None and self._rail is not None:
-            rail, other = self._rail, own[own[0] == self._own]
+        if partner is not None and self._rail is not None:
+            rail, other = self._rail, partner
             seen = self._carry_out(
                 f"swapping with node {other}",
                 lambda: rail.listening(lambda: swaps(rail, other, nbytes, DRAIN_NBYTES)),
@@ -188,6 +193,22 @@ class _Meeting:
         if (rail := self._rail) is not None:
             wrong = not self._carry_out("a trial sum", lambda: sums_as_rings(rail))
         return not _told(self._communicator, _numbers(wrong)).any()
+
+    def carry_out_by_nodes(self, what: str, call: Callable[[GlooTransport], object]) -> None:
+        """Has the first rank of each node call something with their transport, at the same time.
+
+        Args:
+            what: In words, for an error.
+            call: A collective of these ranks.
+        """
+        line_up(self._communicator)
+        if (rail := self._rail) is not None:
+            self._carry_out(what, lambda: rail.listening(lambda: call(rail)))
+
+    def partner(self, pairs: Sequence[tuple[int, int]]) -> int | None:
+        """The node that this one meets in some pairs; None where it pauses."""
+        own = next((pair for pair in pairs if self._own in pair), None)
+        return None if own is None else own[own[0] == self._own]
 
     def _connect(self) -> None:
         rail = self._communicator.transport((0, 0), self._members)
@@ -214,7 +235,7 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
         rail: The ranks.
         other: Index of the other one.
         nbytes: From each to the other.
-        saved_nbytes: That the link may let pass at once: they are swapped before.
+        saved_nbytes: That the link of one network card may let pass at once: they are swapped before.
     """
 
     def swap(numel: int) -> float:
@@ -222,7 +243,8 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
         rail.swap(other, received[:numel], sent[:numel]).wait()
         return time.perf_counter() - began
 
-    saved, numel = -(-saved_nbytes // 4), max(nbytes // 4, 1)
+    cards = 1 if rail.over_cards is None else len(rail.over_cards.cards_in_use)
+    saved, numel = -(-saved_nbytes * cards // 4), max(nbytes // 4, 1)
     sent = torch.zeros(max(saved, numel), dtype=torch.float32)
     received = torch.empty_like(sent)
     swap(1)

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 
@@ -45,12 +46,32 @@ def own_addresses(toward: str | None = None, seconds: float = LOOK_UP_SECONDS) -
     """
     first = _sources((socket.AF_INET6 if ":" in each else socket.AF_INET, each) for each in _found(toward, seconds))
     others = sorted([*_sources(ROUTES), *interface_addresses()], key=lambda each: (_is_a_makeshift(each), ":" in each))
-    outside = [each for each in dict.fromkeys([*first, *others]) if _is_outside(each)]
+    outside = [each for each in dict.fromkeys([*first, *others]) if is_outside(each)]
     return [*outside[:MOST_ADDRESSES], LOOPBACK]
+
+
+@dataclass(frozen=True, slots=True)
+class HostAddress:
+    """What the kernel has given to an interface.
+
+    Attributes:
+        index: Of the interface.
+        address: IPv4 or IPv6.
+        prefix: Bits that all of its network share.
+    """
+
+    index: int
+    address: str
+    prefix: int
 
 
 def interface_addresses() -> list[str]:
     """What the kernel has given to this host's interfaces, IPv4 and IPv6; none where it cannot be asked."""
+    return [each.address for each in host_addresses()]
+
+
+def host_addresses() -> list[HostAddress]:
+    """As `interface_addresses`, with interfaces and networks."""
     if not hasattr(socket, "AF_NETLINK"):
         return []
     try:
@@ -66,7 +87,7 @@ def interface_addresses() -> list[str]:
         return []
 
 
-def _listed(kernel: socket.socket) -> Iterator[str]:
+def _listed(kernel: socket.socket) -> Iterator[HostAddress]:
     while True:
         answer = kernel.recv(1 << 16)
         while answer:
@@ -78,9 +99,9 @@ def _listed(kernel: socket.socket) -> Iterator[str]:
             answer = answer[_aligned(nbytes) :]
 
 
-def _address(message: bytes) -> Iterator[str]:
+def _address(message: bytes) -> Iterator[HostAddress]:
     """The one address that a message of the kernel is about; none where it cannot be used."""
-    family, _, flags, _, _ = _ADDRESS_HEADER.unpack_from(message)
+    family, prefix, flags, _, index = _ADDRESS_HEADER.unpack_from(message)
     if family not in (socket.AF_INET, socket.AF_INET6) or flags & _UNUSABLE:
         return
     found: dict[int, bytes] = {}
@@ -91,7 +112,12 @@ def _address(message: bytes) -> Iterator[str]:
         rest = rest[_aligned(max(nbytes, _ATTRIBUTE.size)) :]
     own = found.get(_LOCAL) or found.get(_ADDRESS)  # of a point-to-point link the other one is the far end's
     if own is not None:
-        yield socket.inet_ntop(family, own)
+        yield HostAddress(index, socket.inet_ntop(family, own), prefix)
+
+
+def has_several_networks(found: Iterable[HostAddress]) -> bool:
+    """Whether interfaces have addresses for other hosts on more than one of them."""
+    return len({each.index for each in found if is_outside(each.address)}) > 1
 
 
 def _aligned(nbytes: int) -> int:
@@ -111,7 +137,7 @@ def _sources(destinations: Iterable[tuple[int, str]]) -> list[str]:
     return found
 
 
-def _is_outside(address: str) -> bool:
+def is_outside(address: str) -> bool:
     """Whether it may be reached from another host: link-local addresses of IPv6 are none without an interface."""
     found = ip_address(address)
     return not (

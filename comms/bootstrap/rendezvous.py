@@ -366,6 +366,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "host": tuple,
     "location": tuple,
     "addresses": tuple,
+    "cards": tuple,
     "hardware": _hardware,
 }
 """From JSON, by field."""

@@ -21,6 +21,7 @@ from gradwire.comms.transport.torch_group import CLOSE_SECONDS, Alarm, GlooTrans
 from gradwire.compressors.base import Collective, Work
 
 if TYPE_CHECKING:  # each is loaded where ranks are connected by it
+    from gradwire.comms.bootstrap.cards import Cards
     from gradwire.comms.transport.nccl import NcclGroups, NcclTransport
 
 
@@ -132,6 +133,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         interface: Network interface that gloo is to use; None leaves it to gloo.
         nccl_groups: Names, global ranks and the user's own group, for CUDA.
         connections: As for `GlooTransport`.
+        cards: This host's network cards, where there are several to send over.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         *,
         nccl_groups: "NcclGroups | None" = None,
         connections: Callable[[float], int] | None = None,
+        cards: "Cards | None" = None,
     ) -> None:
         super().__init__()
         if transport == "nccl" and device.type != "cuda":
@@ -164,6 +167,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._alarm = alarm
         self._interface = interface
         self._connections = connections
+        self._cards = cards
         self._nccl = nccl_groups
         self._connecting: NcclTransport | None = None
         self._users: NcclTransport | None = None
@@ -273,7 +277,9 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
         store = PrefixStore(f"gloo/{name}", self._store)
         threads = RETURN_THREADS if lane[1] < 0 else None
-        return connect_gloo(store, index, size, self._timeout, self._alarm, self._interface, threads, self._connections)
+        rail = None if self._cards is None else self._cards.rail(members, index)
+        connections = self._connections
+        return connect_gloo(store, index, size, self._timeout, self._alarm, self._interface, threads, connections, rail)
 
     @staticmethod
     def _name_of(lane: Lane, members: tuple[int, ...]) -> str:

@@ -49,7 +49,7 @@ windows of TCP and not the link."""
 MOST_UNSEEN_RATE = 125e6
 """Bytes per second, where nobody has said or measured a link's rate."""
 
-_HEADER = struct.Struct("!QQQ")
+HEADER = struct.Struct("!QQQ")
 """Number of the message, offset and bytes of the chunk."""
 _HELLO = struct.Struct("!QI")
 """Token of who listens, rank of who connects."""
@@ -136,7 +136,15 @@ class StreamListener:
 
 
 def connect(
-    family: int, address: str, port: int, token: int, rank: int, count: int, deadline: float, alarm: Alarm | None
+    family: int,
+    address: str,
+    port: int,
+    token: int,
+    rank: int,
+    count: int,
+    deadline: float,
+    alarm: Alarm | None,
+    source: str = "",
 ) -> list[socket.socket]:
     """Opens connections to a rank that listens; all of them are under way together.
 
@@ -149,6 +157,7 @@ def connect(
         count: Connections.
         deadline: Monotonic seconds.
         alarm: As for `StreamListener.accept`.
+        source: Address of this rank that they leave from; empty leaves it to the kernel.
 
     Raises:
         PeerError: Another rank has given up.
@@ -159,6 +168,8 @@ def connect(
     try:
         for each in made:
             each.setblocking(False)
+            if source:
+                each.bind((source, 0))
             each.connect_ex((address, port))
         for each in made:
             waiting = select.poll()
@@ -184,10 +195,12 @@ def _check_on(deadline: float, alarm: Alarm | None) -> None:
         )
 
 
-class _Message:
+class StreamedMessage:
     """What goes to one rank and comes from it in one exchange; the order of exchanges is the same on both."""
 
-    def __init__(self, peer: int, number: int, sent: memoryview, received: memoryview, exchange: "_Exchange") -> None:
+    def __init__(
+        self, peer: int, number: int, sent: memoryview, received: memoryview, exchange: "StreamedExchange"
+    ) -> None:
         self.peer = peer
         self.number = number
         self.to_come = len(received)
@@ -198,8 +211,18 @@ class _Message:
         self.handed_out = 0
         """Bytes of `sent` that are with some connection."""
 
+    @property
+    def left(self) -> int:
+        """Bytes that no connection has been given."""
+        return len(self.sent) - self.handed_out
 
-class _Exchange:
+    def next_chunk(self, nbytes: int) -> tuple[int, int]:
+        """Hands out (start, stop) of at most so many bytes."""
+        start, self.handed_out = self.handed_out, min(self.handed_out + nbytes, len(self.sent))
+        return start, self.handed_out
+
+
+class StreamedExchange:
     """Is done when all its bytes have been taken by the kernel, and all others have arrived.
 
     Args:
@@ -215,6 +238,7 @@ class _Exchange:
             self.done.set()
 
     def book(self, nbytes: int) -> None:
+        """Counts bytes that have been sent or have come; the last of them end it."""
         self.left -= nbytes
         if self.left == 0:
             if self._then is not None:
@@ -223,33 +247,50 @@ class _Exchange:
             self.done.set()
 
 
-class _Line:
+class Line:
     """One connection: what is left of the chunk that it sends, and of the one that it receives."""
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self.connection = connection
         self.peer = peer
         self.outgoing: list[memoryview] = []
-        self.sending: _Exchange | None = None
+        self.sending: StreamedExchange | None = None
         self.payload_left = 0
-        self.header = bytearray(_HEADER.size)
+        self.header = bytearray(HEADER.size)
         self.have = 0
         self.target: memoryview | None = None
-        self.receiving: _Exchange | None = None
+        self.receiving: StreamedExchange | None = None
         self.is_open = True
         self.unsent_nbytes = 0
         """Below this the kernel asks for more: its TCP_NOTSENT_LOWAT, as it was last told."""
         self.parked = False
         """Its next chunk is of a message that this rank has not asked for yet."""
 
+    def has_to_send(self, peer: "StreamedPeer") -> bool:
+        """Whether it has something to send to the rank at its end, or may be given it."""
+        return bool(self.outgoing or peer.outgoing)
 
-class _Peer:
+    def has_sent(self) -> None:
+        """Counts what it was given, all of which the kernel has."""
+        if self.sending is not None:
+            self.sending.book(self.payload_left)
+            self.sending = None
+
+
+class StreamedPeer:
     """The messages to and from one rank."""
 
     def __init__(self) -> None:
         self.numbered = 0
-        self.outgoing: deque[_Message] = deque()
-        self.incoming: dict[int, _Message] = {}
+        self.taken_up = 0
+        """The number of the next message that the thread has not heard of."""
+        self.outgoing: deque[StreamedMessage] = deque()
+        self.incoming: dict[int, StreamedMessage] = {}
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether something is left to be sent to it, or to come from it."""
+        return bool(self.outgoing or self.incoming)
 
 
 class Streams:
@@ -261,27 +302,36 @@ class Streams:
         alarm: Asked about once a second while an exchange is waited for.
     """
 
+    PEER: type[StreamedPeer] = StreamedPeer
+    MESSAGE: type[StreamedMessage] = StreamedMessage
+
     def __init__(
         self, connections: Mapping[int, Sequence[socket.socket]], timeout: timedelta, alarm: Alarm | None
     ) -> None:
         self._timeout = timeout
-        self._alarm = alarm
-        self._peers = {rank: _Peer() for rank in connections}
-        self._lines = [_Line(each, rank) for rank, sockets in connections.items() for each in sockets]
+        self.alarm = alarm
+        self._peers = {rank: self.PEER() for rank in connections}
+        self._lines = [self._line(each, rank) for rank, sockets in connections.items() for each in sockets]
+        self.sockets = [line.connection for line in self._lines]
+        """All connections, for who ends them from outside."""
         for line in self._lines:
             line.connection.setblocking(False)
             line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _allow(line, LEAST_CHUNK_NBYTES)
-        self._submitted: deque[_Message] = deque()
-        self._under_way: list[_Exchange] = []
+            allow_unsent(line, LEAST_CHUNK_NBYTES)
+        self._submitted: deque[StreamedMessage] = deque()
+        self._under_way: list[StreamedExchange] = []
         self._lock = threading.Lock()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._closed = False
-        self._error: str | None = None
+        self.error: str | None = None
+        """Why no exchange gets through any more; None while they do."""
         self._poll = select.poll()
         self._by_descriptor = {line.connection.fileno(): line for line in self._lines}
         BackgroundThread("gradwire streams", self._run, end=self.close).start()
+
+    def _line(self, connection: socket.socket, rank: int) -> Line:
+        return Line(connection, rank)
 
     @property
     def count(self) -> int:
@@ -301,8 +351,8 @@ class Streams:
         Raises:
             RuntimeError: A connection has been lost before.
         """
-        views = _views(pieces)
-        exchange = _Exchange(_nbytes(views))
+        views = views_of(pieces)
+        exchange = StreamedExchange(nbytes_of(views))
         with self._lock:
             self._submit(self._numbered(views, exchange), exchange)
         self._nudge()
@@ -330,14 +380,14 @@ class Streams:
         Raises:
             RuntimeError: A connection has been lost before.
         """
-        early, late = _views(first), _views(second)
-        after = _Exchange(_nbytes(late))
+        early, late = views_of(first), views_of(second)
+        after = StreamedExchange(nbytes_of(late))
 
         def go_on() -> None:
             try:
                 between()
             except Exception as error:
-                raise _Ended(f"what has come cannot be worked on: {error}") from error
+                raise Ended(f"what has come cannot be worked on: {error}") from error
             for each in answers:
                 self._peers[each.peer].outgoing.append(each)
                 self._check_reaches(each.peer)
@@ -345,47 +395,40 @@ class Streams:
                 if line.is_open:
                     self._watch(line)
 
-        before = _Exchange(_nbytes(early), go_on)
+        before = StreamedExchange(nbytes_of(early), go_on)
         with self._lock:
             messages = self._numbered(early, before)
             numbered = self._numbered(late, after)
             empty = memoryview(b"")
-            answers = [_Message(each.peer, each.number, each.sent, empty, after) for each in numbered if each.sent]
-            awaited = [_Message(each.peer, each.number, empty, each.received, after) for each in numbered]
+            answers = [self.MESSAGE(each.peer, each.number, each.sent, empty, after) for each in numbered if each.sent]
+            awaited = [self.MESSAGE(each.peer, each.number, empty, each.received, after) for each in numbered]
             self._submit([*messages, *awaited], before, after)
         self._nudge()
         return self._pending(before, after)
 
-    def _numbered(self, views: Sequence[tuple[int, memoryview, memoryview]], exchange: _Exchange) -> list[_Message]:
+    def _numbered(
+        self, views: Sequence[tuple[int, memoryview, memoryview]], exchange: StreamedExchange
+    ) -> list[StreamedMessage]:
         messages = []
         for rank, sent, received in views:
             peer = self._peers[rank]
-            messages.append(_Message(rank, peer.numbered, sent, received, exchange))
+            messages.append(self.MESSAGE(rank, peer.numbered, sent, received, exchange))
             peer.numbered += 1
         return messages
 
-    def _submit(self, messages: Sequence[_Message], *exchanges: _Exchange) -> None:
-        if self._error is not None:
-            raise RuntimeError(self._error)
+    def _submit(self, messages: Sequence[StreamedMessage], *exchanges: StreamedExchange) -> None:
+        if self.error is not None:
+            raise RuntimeError(self.error)
         self._submitted.extend(messages)
         self._under_way = [each for each in self._under_way if not each.done.is_set()] + list(exchanges)
 
-    def _pending(self, *exchanges: _Exchange) -> "_Pending":
+    def _pending(self, *exchanges: StreamedExchange) -> "_Pending":
         return _Pending(self, exchanges, time.monotonic() + self._timeout.total_seconds())
 
     def close(self) -> None:
         """Ends the thread and the connections; any thread, more than once."""
         self._closed = True
         self._nudge()
-
-    def error(self) -> str | None:
-        """Why no exchange gets through any more; None while they do."""
-        return self._error
-
-    @property
-    def alarm(self) -> Alarm | None:
-        """See the class."""
-        return self._alarm
 
     def _nudge(self) -> None:
         with suppress(OSError):  # the thread has ended and closed it
@@ -397,7 +440,7 @@ class Streams:
             self._fail("the connections to other ranks were closed")
         except OSError as error:
             self._fail(f"a connection to another rank was lost: {error.strerror or error}")
-        except _Ended as error:
+        except Ended as error:
             self._fail(f"{error}")
         finally:
             for line in self._lines:
@@ -407,7 +450,7 @@ class Streams:
 
     def _fail(self, why: str) -> None:
         with self._lock:
-            self._error = why
+            self.error = why
             for each in self._under_way:
                 each.done.set()
 
@@ -417,17 +460,24 @@ class Streams:
         for line in self._lines:
             self._poll.register(line.connection, select.POLLIN)
         while not self._closed:
-            for descriptor, events in self._poll.poll():
+            for descriptor, events in self._events():
                 if descriptor not in self._by_descriptor:
                     self._take_up()
-                    continue
-                line = self._by_descriptor[descriptor]
-                if line.parked and events & (select.POLLHUP | select.POLLERR):
-                    raise _Ended(_closed_by(line.peer))
-                if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and not line.parked:
-                    self._receive(line)
-                if events & select.POLLOUT and line.is_open:
-                    self._send(line)
+                else:
+                    self._serve(self._by_descriptor[descriptor], events)
+
+    def _events(self) -> list[tuple[int, int]]:
+        """(descriptor, what it is ready for), once there is something."""
+        return self._poll.poll()
+
+    def _serve(self, line: Line, events: int) -> None:
+        """Receives and sends what a connection is ready for."""
+        if line.parked and events & (select.POLLHUP | select.POLLERR):
+            raise Ended(closed_by(line.peer))
+        if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and not line.parked:
+            self._receive(line)
+        if events & select.POLLOUT and line.is_open:
+            self._send(line)
 
     def _take_up(self) -> None:
         """Takes what was submitted, and wakes the connections that it concerns."""
@@ -440,6 +490,7 @@ class Streams:
                 message = self._submitted.popleft()
                 peer = self._peers[message.peer]
                 ranks.add(message.peer)
+                peer.taken_up = message.number + 1
                 if message.sent:
                     peer.outgoing.append(message)
                 if message.received:
@@ -452,27 +503,14 @@ class Streams:
                     self._begin(line)
                 self._watch(line)
 
-    def _watch(self, line: _Line) -> None:
-        wants = bool(line.outgoing or self._peers[line.peer].outgoing)
+    def _watch(self, line: Line) -> None:
         reads = 0 if line.parked else select.POLLIN
-        self._poll.modify(line.connection, reads | (select.POLLOUT if wants else 0))
+        self._poll.modify(line.connection, reads | (select.POLLOUT if line.has_to_send(self._peers[line.peer]) else 0))
 
-    def _send(self, line: _Line) -> None:
-        peer = self._peers[line.peer]
-        if not line.outgoing:
-            if not peer.outgoing:
-                self._watch(line)
-                return
-            message = peer.outgoing[0]
-            nbytes = chunk_nbytes(sum(len(each.sent) - each.handed_out for each in peer.outgoing), self.count)
-            _allow(line, nbytes)
-            start, stop = message.handed_out, min(message.handed_out + nbytes, len(message.sent))
-            message.handed_out = stop
-            if stop == len(message.sent):
-                peer.outgoing.popleft()
-            header = _HEADER.pack(message.number, start, stop - start)
-            line.outgoing = [memoryview(header), message.sent[start:stop]]
-            line.sending, line.payload_left = message.exchange, stop - start
+    def _send(self, line: Line) -> None:
+        if not line.outgoing and not self._load(line):
+            self._watch(line)
+            return
         try:
             taken = line.connection.sendmsg(line.outgoing)
         except BlockingIOError:
@@ -481,30 +519,49 @@ class Streams:
             taken -= len(line.outgoing.pop(0))
         if line.outgoing:
             line.outgoing[0] = line.outgoing[0][taken:]
-        elif line.sending is not None:
-            line.sending.book(line.payload_left)
-            line.sending = None
+        else:
+            line.has_sent()
 
-    def _receive(self, line: _Line) -> None:
+    def _load(self, line: Line) -> bool:
+        """Gives a connection its next chunk; whether there was one."""
+        peer = self._peers[line.peer]
+        if not peer.outgoing:
+            return False
+        message = peer.outgoing[0]
+        nbytes = chunk_nbytes(sum(each.left for each in peer.outgoing), self.count)
+        allow_unsent(line, nbytes)
+        start, stop = message.next_chunk(nbytes)
+        if message.left == 0:
+            peer.outgoing.popleft()
+        header = HEADER.pack(message.number, start, stop - start)
+        line.outgoing = [memoryview(header), message.sent[start:stop]]
+        line.sending, line.payload_left = message.exchange, stop - start
+        return True
+
+    def _receive(self, line: Line) -> None:
         if line.target is None:
             nbytes = self._read(line, memoryview(line.header)[line.have :])
             line.have += nbytes
-            if line.have < _HEADER.size:
+            if line.have < HEADER.size:
                 return
             self._begin(line)
             if line.target is None:
                 return
         nbytes = self._read(line, line.target)
         line.target = line.target[nbytes:]
+        self._has_received(line, nbytes)
+
+    def _has_received(self, line: Line, nbytes: int) -> None:
+        """Bytes of a connection's chunk lie where they belong."""
         assert line.receiving is not None
         receiving, line_is_done = line.receiving, not line.target
         if line_is_done:
             line.target, line.have, line.receiving = None, 0, None
         receiving.book(nbytes)
 
-    def _begin(self, line: _Line) -> None:
+    def _begin(self, line: Line) -> None:
         """Finds where a chunk belongs whose header has come; else has the connection wait for that."""
-        number, start, nbytes = _HEADER.unpack(line.header)
+        number, start, nbytes = HEADER.unpack(line.header)
         peer = self._peers[line.peer]
         message = peer.incoming.get(number)
         line.parked = message is None
@@ -512,14 +569,14 @@ class Streams:
             self._watch(line)
             return
         if start + nbytes > len(message.received):
-            raise _Ended(f"rank {line.peer} of the group sends more than the {len(message.received)} bytes asked for")
+            raise Ended(f"rank {line.peer} of the group sends more than the {len(message.received)} bytes asked for")
         line.target = message.received[start : start + nbytes]
         line.receiving = message.exchange
         message.to_come -= nbytes
         if message.to_come == 0:
             del peer.incoming[number]
 
-    def _read(self, line: _Line, into: memoryview) -> int:
+    def _read(self, line: Line, into: memoryview) -> int:
         try:
             nbytes = line.connection.recv_into(into)
         except BlockingIOError:
@@ -528,53 +585,55 @@ class Streams:
             self._close(line)
         return nbytes
 
-    def _close(self, line: _Line) -> None:
+    def _close(self, line: Line) -> None:
         """The other end is through with a connection: it has all that it asked for, and has sent all it had.
 
         That may be known before what it sent over the other connections is here.
 
         Raises:
-            _Ended: Something that this rank waits for cannot come any more.
+            Ended: Something that this rank waits for cannot come any more.
         """
         self._poll.unregister(line.connection)
         line.is_open = False
         if line.have or line.outgoing:
-            raise _Ended(_closed_by(line.peer))
+            raise Ended(closed_by(line.peer))
         self._check_reaches(line.peer)
 
     def _check_reaches(self, rank: int) -> None:
-        peer = self._peers[rank]
-        if (peer.outgoing or peer.incoming) and not any(each.is_open for each in self._lines if each.peer == rank):
-            raise _Ended(_closed_by(rank))
+        if self._peers[rank].is_waited_for and not any(each.is_open for each in self._lines if each.peer == rank):
+            raise Ended(closed_by(rank))
 
 
-def _allow(line: _Line, unsent_nbytes: int) -> None:
+def allow_unsent(line: Line, unsent_nbytes: int) -> None:
     """Says how much a connection's kernel may hold unsent and still ask for more."""
     if line.unsent_nbytes != unsent_nbytes:
         line.connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_nbytes)
         line.unsent_nbytes = unsent_nbytes
 
 
-def _views(pieces: Sequence[tuple[int, Tensor, Tensor]]) -> list[tuple[int, memoryview, memoryview]]:
+def views_of(pieces: Sequence[tuple[int, Tensor, Tensor]]) -> list[tuple[int, memoryview, memoryview]]:
+    """The bytes of what `Streams.exchange` is given."""
     return [(rank, raw(sent), raw(received)) for rank, sent, received in pieces]
 
 
-def _nbytes(views: Sequence[tuple[int, memoryview, memoryview]]) -> int:
+def nbytes_of(views: Sequence[tuple[int, memoryview, memoryview]]) -> int:
+    """Bytes of an exchange, both ways."""
     return sum(len(sent) + len(received) for _, sent, received in views)
 
 
-def _closed_by(rank: int) -> str:
+def closed_by(rank: int) -> str:
+    """What an exchange ends with whose peer has ended."""
     return f"Connection closed by peer: rank {rank} of the group has ended or given up"
 
 
-class _Ended(Exception):
+class Ended(Exception):
     """A connection is of no use any more; the text says why."""
 
 
 class _Pending:
     """Exchanges under way."""
 
-    def __init__(self, streams: Streams, exchanges: Sequence[_Exchange], deadline: float) -> None:
+    def __init__(self, streams: Streams, exchanges: Sequence[StreamedExchange], deadline: float) -> None:
         self._streams = streams
         self._exchanges = exchanges
         self._deadline = deadline
@@ -589,4 +648,4 @@ class _Pending:
                 if time.monotonic() > self._deadline:
                     raise RuntimeError("Timed out waiting for another rank's part of an exchange")
             if exchange.left:
-                raise RuntimeError(self._streams.error() or "the connections were closed")
+                raise RuntimeError(self._streams.error or "the connections were closed")

@@ -48,6 +48,8 @@ from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
 if TYPE_CHECKING:
+    from gradwire.comms.bootstrap.cards import Rail
+    from gradwire.comms.transport.cards import CardStreams
     from gradwire.comms.transport.streams import Streams
 
 Result = TypeVar("Result")
@@ -255,6 +257,7 @@ class GlooTransport(TorchTransport):
         connections: From the round trip in seconds between the farthest two ranks, how many connections large messages
             between two of them travel over; the largest answer of all ranks counts. Below 2 they are gloo's. None: 1.
         timeout: For what those connections carry.
+        rail: The ranks' network cards, where there are several to send over.
     """
 
     sums_as_rings = True
@@ -268,6 +271,7 @@ class GlooTransport(TorchTransport):
         *,
         connections: Callable[[float], int] | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        rail: "Rail | None" = None,
     ) -> None:
         self._connections: list[Connection] = []
         self._listening: list[Connection] = []
@@ -275,9 +279,12 @@ class GlooTransport(TorchTransport):
         self._connect = connect
         super().__init__(self._connected("first"), rank, size, alarm)
         self._downwards: TorchGroup | None = None
-        self._choose = connections
+        self._choose = self._given = connections
         self._timeout = timeout
+        self._rail = rail
         self._streams: Streams | None = None
+        self.over_cards: CardStreams | None = None
+        """What large messages travel over, where that is several network cards."""
         self._adds_as_ring = False
         """Whether gloo's ring was seen to add in the order of `ring_runs`; alike on all ranks."""
 
@@ -406,8 +413,10 @@ class GlooTransport(TorchTransport):
         Args:
             other: Index of the other rank, which calls it too.
             received: Takes what the other one has sent; as large as that.
-            sent: What is sent.
+            sent: What is sent; what is no single element goes over several network cards where they are in use.
         """
+        if self.over_cards is not None and sent.numel() > 1:
+            return self.over_cards.exchange([(other, sent, received)])
         upwards, downwards = (cast(PairwiseGroup, group) for group in (self._group, self.connect_both_ways()))
         sending, receiving = (upwards, downwards) if other > self.rank else (downwards, upwards)
         coming = receiving.recv([received], other, 0)
@@ -498,9 +507,16 @@ class GlooTransport(TorchTransport):
         Every rank calls it at the same point of the sequence of collectives.
         """
         choose, self._choose = self._choose, None
-        if choose is not None:
-            self._streams = self._opened(choose)
-        return self._streams
+        if choose is None:
+            return self._streams
+        self._streams = made = self._opened(choose)
+        if made is not None:
+            for each in made.sockets:
+                self._connections.append(Connection(each.fileno(), os.fstat(each.fileno()).st_ino))
+            weakref.finalize(self, made.close)
+            if self.size > 2 and knows_gloo_sums():
+                self._adds_as_ring = all(each for (each,) in self._told(struct.pack("?", sums_as_rings(self)), "?"))
+        return made
 
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
         """Tells all ranks the round trip, the choice and where to connect; and connects, if it is to be several."""
@@ -508,6 +524,13 @@ class GlooTransport(TorchTransport):
         from gradwire.comms.transport import streams  # here: most networks have short round trips
 
         own, trip = self._farthest(streams.round_trip_seconds)
+        if self._rail is not None and self._rail.cards.are_used:
+            from gradwire.comms.transport.cards import open_streams  # here: most hosts have one card
+
+            gloos = "" if own is None else own[1]
+            self.over_cards = open_streams(self._rail, gloos, self._told, choose(trip), self._timeout, self._alarm)
+            if self.over_cards is not None:
+                return self.over_cards
         listener = None if own is None else streams.StreamListener(*own, backlog=MOST_CONNECTIONS * self.size)
         try:
             trips = sorted(each for (each, *_) in self._told(struct.pack("d", trip), "d"))
@@ -530,13 +553,25 @@ class GlooTransport(TorchTransport):
         finally:
             if listener is not None:
                 listener.close()
-        for each in (each for sockets in found.values() for each in sockets):
-            self._connections.append(Connection(each.fileno(), os.fstat(each.fileno()).st_ino))
-        if self.size > 2 and knows_gloo_sums():
-            self._adds_as_ring = all(each for (each,) in self._told(struct.pack("?", sums_as_rings(self)), "?"))
-        made = streams.Streams(found, self._timeout, self._alarm)
-        weakref.finalize(self, made.close)
-        return made
+        return streams.Streams(found, self._timeout, self._alarm)
+
+    def open_cards(self) -> "CardStreams | None":
+        """The connections over several network cards, opened if they are not yet; None where there are none.
+
+        Every rank calls it at the same point of the sequence of collectives.
+        """
+        if self._rail is not None and self._rail.cards.are_used:
+            self._open_streams()
+        return self.over_cards
+
+    def leave_cards(self) -> None:
+        """Closes the connections over several network cards; with nothing under way, every rank.
+
+        Large messages travel from now on as they would with one card: the cards are not used any more.
+        """
+        if self._streams is not None:
+            self._streams.close()
+        self._streams, self.over_cards, self._choose = None, None, self._given
 
     def _farthest(self, round_trip_seconds: Callable[[socket.socket], float]) -> tuple[tuple[int, str] | None, float]:
         """This rank's family and address on gloo's interface, and the longest of the round trips to the others."""
@@ -576,6 +611,7 @@ def connect_gloo(
     interface: str | None = None,
     threads: int | None = None,
     connections: Callable[[float], int] | None = None,
+    rail: "Rail | None" = None,
 ) -> GlooTransport:
     """Connects `size` ranks over TCP; returns when all of them have joined.
 
@@ -591,6 +627,7 @@ def connect_gloo(
         interface: Name of a network interface of this host, `eth0`.
         threads: Collectives that may be under way at a time; None leaves it to torch, which has two.
         connections: See `GlooTransport`.
+        rail: See `GlooTransport`.
 
     Raises:
         RuntimeError: A rank did not join.
@@ -601,7 +638,7 @@ def connect_gloo(
         own = PrefixStore(name, store)
         return _within(timeout, alarm, lambda: make_gloo(own, rank, size, timeout, interfaces, threads))
 
-    return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout)
+    return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout, rail=rail)
 
 
 def _within(timeout: timedelta, alarm: Alarm | None, connect: Callable[[], TorchGroup]) -> TorchGroup:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
-from gradwire.bench.doctor.checks import machine, network, placement, settings, software, steps, transfers
+from gradwire.bench.doctor.checks import cards, machine, network, placement, settings, software, steps, transfers
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 
 CHECKS: tuple[Callable[[JobFacts], list[Diagnosis]], ...] = (
     *steps.CHECKS,
     *transfers.CHECKS,
     *network.CHECKS,
+    *cards.CHECKS,
     *placement.CHECKS,
     *machine.CHECKS,
     *settings.CHECKS,
@@ -31,7 +32,7 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
     "half_duplex": ("far_apart", "single_connection", "slow_path", "slow_exchange"),
     "far_apart": ("half_duplex", "single_connection", "slow_path", "slow_exchange"),
     "slow_link": ("half_duplex", "single_connection", "far_apart", "slow_exchange"),
-    "wrong_interface": ("slow_link", "slow_exchange"),
+    "wrong_interface": ("slow_link", "slow_exchange", "idle_card"),
     "rank_order": ("slow_exchange",),
     "crowded_cores": ("slow_exchange",),
     "slow_node": ("slow_exchange",),

@@ -1,0 +1,118 @@
+"""A second network card that carries nothing, and what NCCL is told about several."""
+
+from gradwire.bench.doctor.checks.words import listed, rate
+from gradwire.bench.doctor.facts import Diagnosis, JobFacts, RankFacts
+from gradwire.bench.doctor.local import matches
+
+WORTH = 0.1
+"""Of what the card in use gives, what another one has to give to be worth naming."""
+
+ANOTHER = 1.4
+"""Times that: a card which is so much faster is the one to use, and named as the wrong interface."""
+
+HOOK = "GRADWIRE_HOOK"
+
+
+def idle_card(facts: JobFacts) -> list[Diagnosis]:
+    """A card that leads to the other nodes, beside the one in use: what both together would give."""
+    names = facts.names
+    used = {node: min(facts.reached(node) or (0.0, 0.0)) for node in range(len(names))}
+    idle = []
+    for each in facts.others:
+        now = min(used[each.a], used[each.b])
+        first = facts.nodes[each.a][0]
+        takes_it = _nccl_takes(first, each.interface) if facts.has_gpus else _gloo_takes(first, each.interface)
+        if now and WORTH * now <= each.bytes_per_second <= ANOTHER * now and not takes_it:
+            idle.append((each, now))
+    if not idle:
+        return []
+    best, now = max(idle, key=lambda found: found[0].bytes_per_second)
+    first = facts.nodes[best.a][0]
+    card = first.gloo_interface or "eth0"
+    together = now + best.bytes_per_second
+    return [
+        Diagnosis(
+            key="idle_card",
+            title=f"{best.interface} stands idle: with it the nodes would have {together / now:.1f} times the rate",
+            sure=0.8,
+            cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(together),
+            evidence=(
+                (
+                    f"{names[best.a]} to {names[best.b]}: {rate(now)} over {card}, {rate(best.bytes_per_second)} over "
+                    f"{best.interface}"
+                ),
+                _why(first, facts.has_gpus),
+            ),
+            remedy=_remedy(first, card, best.interface, facts.has_gpus),
+            nodes=tuple(names),
+        )
+    ]
+
+
+def _gloo_takes(first: RankFacts, interface: str) -> bool:
+    """Whether a job on gloo sends over an interface besides: as gloo is told, or by gradwire's hook."""
+    given = [name for name in first.variables.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    one = first.variables.get("GRADWIRE_NICS") == "one" or len(given) == 1
+    return interface in given or (bool(first.variables.get(HOOK)) and not given and not one)
+
+
+def _nccl_takes(first: RankFacts, interface: str) -> bool:
+    """Whether NCCL may: without a name it takes all that lead out."""
+    given = first.variables.get("NCCL_SOCKET_IFNAME")
+    return not given or matches(given, interface)
+
+
+def _why(first: RankFacts, on_gpus: bool) -> str:
+    if on_gpus:
+        return f"NCCL_SOCKET_IFNAME={first.variables.get('NCCL_SOCKET_IFNAME')} leaves it out"
+    if given := first.variables.get("GLOO_SOCKET_IFNAME"):
+        return f"GLOO_SOCKET_IFNAME={given} leaves it out"
+    return "gloo takes one interface; gradwire's hook deals what it sends over all of them"
+
+
+def _remedy(first: RankFacts, card: str, other: str, on_gpus: bool) -> tuple[str, ...]:
+    if on_gpus:
+        return (
+            f"export NCCL_SOCKET_IFNAME={card},{other}   # or unset it: NCCL then takes all that lead out",
+            "RDMA: export NCCL_IB_HCA=... with the devices of both cards, or unset it",
+        )
+    variable = "GLOO_SOCKET_IFNAME"
+    unset = "unset GLOO_SOCKET_IFNAME" if first.variables.get(variable) else "gradwire.HookState(model)"
+    return (
+        f"with gradwire's hook: {unset}   # it sends over both, by what each gives",
+        f"with gloo alone: export {variable}={card},{other}   # in turns, as if they were alike",
+    )
+
+
+def cross_nic(facts: JobFacts) -> list[Diagnosis]:
+    """NCCL is told to let rings change cards between nodes, where a card may reach its like alone."""
+    if not facts.has_gpus or len(facts.nodes) < 2:
+        return []
+    told = [ranks[0] for ranks in facts.nodes if ranks[0].variables.get("NCCL_CROSS_NIC", "").strip() == "1"]
+    apart = [each for each in told if len(_networks(each)) > 1]
+    if not apart:
+        return []
+    names = [each.hostname for each in apart]
+    return [
+        Diagnosis(
+            key="variable",
+            title="NCCL_CROSS_NIC=1 joins cards of different networks, which may not reach each other",
+            sure=0.5,
+            evidence=(
+                f"{names[0]} has cards in {listed(_networks(apart[0]))}",
+                "NCCL user guide, NCCL_CROSS_NIC: 0 where each card has a network of its own, 1 where all share one",
+            ),
+            remedy=("unset NCCL_CROSS_NIC   # NCCL's own 2 keeps to like cards where that is possible",),
+            nodes=tuple(names),
+        )
+    ]
+
+
+def _networks(first: RankFacts) -> list[str]:
+    """The first three numbers of each card's address: how wide its network is was not asked."""
+    cards = [each for each in first.interfaces if each.kind == "card" and each.up]
+    four = [address for each in cards for address in each.addresses[:1] if "." in address]
+    return sorted({address.rpartition(".")[0] for address in four})
+
+
+CHECKS = (idle_card, cross_nic)
