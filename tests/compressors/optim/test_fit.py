@@ -71,7 +71,7 @@ def test_what_ends_behind_says_so_once_in_the_log(
         ("waterfill4", {}, "0.03"),
         ("waterfill3", {}, "0.06"),
         ("waterfill2", {}, "0.15"),
-        ("rotated2", {}, "0.07"),
+        ("rotated2", {}, "0.08"),
         ("rotated4", {}, ""),
         ("powersgd", {"rank": 16}, "0.05"),
         ("powersgd", {"rank": 4}, "0.21"),
