@@ -22,6 +22,7 @@ from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_
 from gradwire.comms.plan.distance import MOST_ROUND_TRIP_SECONDS
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
 from gradwire.comms.plan.plan import BUCKET_NBYTES
+from gradwire.comms.plan.sharded import FULL
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
 from gradwire.topology.cluster import Cluster
@@ -354,14 +355,20 @@ def _answer_sharded(question: Question) -> None:
     began = time.perf_counter()
     with working("pricing every way of sharding"):
         cluster = question.cluster(options.nodes)
-        workload = predict_sharded.workload_of(options, machine, layout)
+        workload = predict_sharded.workload_of(options, machine, layout, question.workload.backward_seconds)
         advice = predict_sharded.sharded_advice(cluster, options.sharded, workload, machine, layout)
+        gains = None
+        if options.nodes > 1 and workload.compute_seconds:
+            one = predict_sharded.sharded_advice(question.cluster(1), FULL, workload, machine, layout)
+            gains = predict_sharded.gains_of(options.nodes, advice, one)
     seconds = time.perf_counter() - began
     with reader_may_leave():
         if options.json:
-            print(json.dumps(predict_sharded.as_json(cluster, workload, advice, seconds), indent=1))
+            print(json.dumps(predict_sharded.as_json(cluster, workload, advice, seconds, gains), indent=1))
         else:
-            predict_sharded.as_table(CleanConsole(), cluster, workload, advice, seconds, everything=options.all)
+            predict_sharded.as_table(
+                CleanConsole(), cluster, workload, advice, seconds, everything=options.all, gains=gains
+            )
 
 
 def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, int]:

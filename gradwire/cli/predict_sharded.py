@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.arguments import check_number
-from gradwire.cli.predict_show import describe_cluster, describe_effort
-from gradwire.comms.plan.advise import ANY_OPTIMIZER, SGD_ONLY
+from gradwire.cli.predict_show import Gains, describe_cluster, describe_effort
+from gradwire.comms.plan.advise import ANY_OPTIMIZER, SGD_ONLY, ms
 from gradwire.comms.plan.codec_price import codec_price
 from gradwire.comms.plan.machine_cluster import codec_bytes_per_second, library_of
 from gradwire.comms.plan.overlap import FORWARD_SHARE
@@ -91,19 +91,21 @@ def forward_seconds(options: argparse.Namespace, backward_seconds: float) -> flo
     return backward_seconds * FORWARD_SHARE if options.forward_ms is None else options.forward_ms / 1e3
 
 
-def workload_of(options: argparse.Namespace, machine: Machine, layout: Layout) -> ShardedWorkload:
+def workload_of(
+    options: argparse.Namespace, machine: Machine, layout: Layout, backward_seconds: float
+) -> ShardedWorkload:
     """What one step moves, from checked options.
 
     Args:
         options: As `check_options` leaves them.
         machine: One of the nodes.
         layout: The model's parameters.
+        backward_seconds: Of a backward pass, as given or as assumed of a public model; 0 is not known.
     """
-    backward = options.backward_ms / 1e3
     return ShardedWorkload(
         numel=layout.numel,
-        forward_seconds=forward_seconds(options, backward),
-        backward_seconds=backward,
+        forward_seconds=forward_seconds(options, backward_seconds),
+        backward_seconds=backward_seconds,
         units=options.units or UNITS,
         param_nbytes=DTYPE_NBYTES[options.param_dtype or "float32"],
         reduce_nbytes=DTYPE_NBYTES[options.reduce_dtype or "float32"],
@@ -125,8 +127,35 @@ def sharded_advice(
     return advise_sharded(cluster, sharded, workload, prices, rate, library=library_of(machine))
 
 
+def gains_of(nodes: int, advice: ShardedAdvice, alone: ShardedAdvice) -> Gains:
+    """How many times as much several nodes train as one, which shards over its ranks and is exact.
+
+    Args:
+        nodes: How many there are.
+        advice: For all of them.
+        alone: For one of them.
+    """
+
+    def best(found: ShardedAdvice) -> float:
+        return min(each.step_seconds for each in found.offers if each.exact and each.fits is not False)
+
+    one = best(alone)
+    return Gains(
+        nodes=nodes,
+        flat=nodes * one / advice.plain.step_seconds,
+        exact=nodes * one / best(advice),
+        recommended=nodes * one / advice.recommend.step_seconds,
+        plain=f"plain FSDP2 ({advice.plain.sharded})",
+        one="one that shards over its ranks",
+    )
+
+
 def as_json(
-    cluster: Cluster, workload: ShardedWorkload, advice: ShardedAdvice, planning_seconds: float
+    cluster: Cluster,
+    workload: ShardedWorkload,
+    advice: ShardedAdvice,
+    planning_seconds: float,
+    gains: Gains | None = None,
 ) -> dict[str, object]:
     """The advice as plain dictionaries.
 
@@ -135,6 +164,7 @@ def as_json(
         workload: What a step moves.
         advice: What was found.
         planning_seconds: How long finding it took.
+        gains: Of the nodes over one of them, where they are known.
     """
     return {
         "cluster": cluster.describe(),
@@ -156,6 +186,9 @@ def as_json(
             "compressor": advice.recommend.compressor,
             "why": advice.why,
         },
+        "against_one_node": None
+        if gains is None
+        else {"flat": gains.flat, "exact": gains.exact, "recommended": gains.recommended},
         "planning_seconds": planning_seconds,
     }
 
@@ -183,6 +216,7 @@ def as_table(
     planning_seconds: float,
     *,
     everything: bool = False,
+    gains: Gains | None = None,
 ) -> None:
     """Prints the advice: the recommendation, then the rows that bear on it.
 
@@ -193,13 +227,20 @@ def as_table(
         advice: What was found.
         planning_seconds: How long finding it took.
         everything: Every row.
+        gains: Of the nodes over one of them, where they are known.
     """
     chosen = advice.recommend
+    if gains is not None:
+        console.print(f"{gains} Predicted, not measured.\n", style="bold", highlight=False)
+    elif len(cluster.nodes) > 1:
+        console.print(
+            "Whether the nodes beat one depends on the passes: say --backward-ms.\n", style="bold", highlight=False
+        )
     console.print(f"recommended: {_headline(chosen)}", style="bold", highlight=False)
     console.print(advice.why, highlight=False)
     console.print(f"write: {_line_of(chosen)}\n", highlight=False)
     passes = (
-        f", forward {workload.forward_seconds * 1e3:g} ms, backward {workload.backward_seconds * 1e3:g} ms"
+        f", forward {ms(workload.forward_seconds)} ms, backward {ms(workload.backward_seconds)} ms"
         if workload.compute_seconds
         else ""
     )

@@ -65,12 +65,16 @@ class Gains:
         flat: With one all-reduce over all ranks, as plain DDP has it.
         exact: With the best exact plan.
         recommended: With what is recommended.
+        plain: What `flat` is, in words.
+        one: What the one node has, in words.
     """
 
     nodes: int
     flat: float
     exact: float
     recommended: float
+    plain: str = "plain DDP"
+    one: str = "one"
 
     @classmethod
     def over_one_node(cls, nodes: int, advice: Advice, alone: Advice) -> "Gains":
@@ -92,7 +96,7 @@ class Gains:
 
     def __str__(self) -> str:
         """One sentence."""
-        said = f"{self.nodes} nodes train {self.flat:.2f} times as much as one with plain DDP"
+        said = f"{self.nodes} nodes train {self.flat:.2f} times as much as {self.one} with {self.plain}"
         said += f", {self.exact:.2f} times with the best exact plan" if self.exact > 1.01 * self.flat else ""
         lossy = self.recommended > 1.01 * max(self.exact, self.flat)
         said += f", {self.recommended:.2f} times with what is recommended" if lossy else ""

@@ -28,13 +28,26 @@ def test_programs_get_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
 def test_people_get_the_recommendation_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*A100, "--sharded", "full", "--optimizer", "adamw", "--gpu-memory-gb", "80"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("recommended: hybrid hierarchical, ")
     said = " ".join(text.split())
+    assert said.startswith("4 nodes train ") and "plain FSDP2 (full)" in said.partition("recommended: ")[0]
+    assert "\nrecommended: hybrid hierarchical, " in text
     assert "Use hybrid instead of full: it fits" in said and "--all shows" in said
     rows = [line.split()[:5] for line in text.splitlines() if " exact " in line and "flat" in line.split()]
     assert ["full", "flat", "exact", "exact", "-"] in rows
     assert main([*A100, "--sharded", "hybrid", "--optimizer", "adamw", "--all"]) == 0
     assert "onebit requires SGD" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_public_model_has_its_passes_here_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the answer for DDP has them; so both say whether two nodes beat one."""
+    ask = ["--model", "gpt2", "--nodes", "2", "--nic", "1gbit", "--json"]
+    assert main(ask) == main([*ask, "--sharded", "hybrid"]) == 0
+    plain, end = json.JSONDecoder().raw_decode(text := capsys.readouterr().out)
+    sharded = json.loads(text[end:])
+    assert sharded["forward_seconds"] == pytest.approx(sharded["backward_seconds"] / 2)
+    assert 0 < sharded["against_one_node"]["flat"] < 1 and 0 < plain["against_one_node"]["flat"] < 1
+    assert main([*SLOW, "--sharded", "full"]) == 0
+    assert capsys.readouterr().out.startswith("Whether the nodes beat one depends on the passes")
 
 
 def test_both_passes_and_dtypes_are_asked(capsys: pytest.CaptureFixture[str]) -> None:
