@@ -198,7 +198,9 @@ def summarise_plans(plans: Iterable[Plan], level_names: tuple[str, ...]) -> tupl
             f", {phase.compressor} {phase.place(level_names)}" for phase in alike[0].phases if phase.compressor
         )
         sizes = _span([plan.nbytes / 1e6 for plan in alike], ".3g")
-        done.append(f"{alike[0].name}{''.join(codecs)} for {sizes} MB in {_span([p.chunks for p in alike])} chunks")
+        chunks = _span([plan.chunks for plan in alike])
+        pieces = "in one piece" if chunks == "1" else f"in {chunks} chunks"
+        done.append(f"{alike[0].name}{''.join(codecs)} for {sizes} MB {pieces}")
     whys = dict.fromkeys(reason for alike in groups for reason in _merged([plan.reasons[:1] for plan in alike]))
     return (f"plan: {'; '.join(done)}", f"why: {' '.join(whys)}")
 
