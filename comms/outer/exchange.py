@@ -98,7 +98,7 @@ class Pending:
 
 
 @dataclass(slots=True)
-class CardBytes:
+class LeavingBytes:
     """Bytes that have left a node's card.
 
     Attributes:
@@ -148,7 +148,7 @@ class OuterExchange:
         self.compression = compression
         self.alone = alone or communicator.size == 1
         self.steps = self.begun = self.done = self.skipped = 0
-        self.waited_seconds, self.card = 0.0, CardBytes()
+        self.waited_seconds, self.card = 0.0, LeavingBytes()
         self._pending: Pending | None = None
         self._memory: list[tuple[Tensor, Tensor]] = []
         self._leaving: dict[Layout | None, tuple[Plan, float]] = {}
@@ -264,7 +264,7 @@ class OuterExchange:
             self._decide(finite, self.fragments)
             if self.compression is not None:
                 self.compression.flushing = False
-            self.card = CardBytes(before, self.card.synchronized + self.card.exchanged - before)
+            self.card = LeavingBytes(before, self.card.synchronized + self.card.exchanged - before)
         if self._survivor is not None and not self.alone:  # when it ends, all have the averages, and nobody keeps them
             self._mean_of(self.fragments[0].anchor.new_zeros(1))
         if not finite:
