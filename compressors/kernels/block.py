@@ -18,7 +18,7 @@ class BlockFormat(ABC):
     """
 
     family: ClassVar[str]
-    """Name of the kernels in csrc/cpu/kernels/block_format.cpp and in kernels/cuda/families.py."""
+    """Name of the kernels in csrc/cpu/kernels/codecs/block_format.cpp and in kernels/cuda/families.py."""
     alone_from: ClassVar[float] = 0.0
     """What the sum of a single payload without an addend starts from; -0.0 leaves its zeros their signs."""
 

@@ -1,7 +1,7 @@
 // Scale, add the residual, cast to float16 or bfloat16 and keep what the cast leaves out, in one pass; and back.
 //
 // Bytes an element, read + written, with W workers: encode 4 + 2 (8 + 6 with residual), decode_reduce 2 W + 4,
-// reduce_encode 2 W + 2 (2 W + 4 + 6 with residual). The twin of csrc/cpu/kernels/cast.cpp, bit for bit. One launch
+// reduce_encode 2 W + 2 (2 W + 4 + 6 with residual). The twin of csrc/cpu/kernels/codecs/cast.cpp, bit for bit. One launch
 // each; no synchronisation. Payloads of several pieces lie one behind the other as the payload of the whole tensor
 // would, so no kernel distinguishes pieces.
 #include "formats.cuh"

@@ -1,6 +1,6 @@
 // One bit an element: sign and mean magnitude per block of 1024; a warp handles a block, all of it in registers.
 //
-// Payload as in csrc/cpu/kernels/onebit.cpp, bit for bit: ceil(n / 1024) float32 scales, then the signs, lowest bit
+// Payload as in csrc/cpu/kernels/codecs/onebit.cpp, bit for bit: ceil(n / 1024) float32 scales, then the signs, lowest bit
 // first. Bytes an element, read + written, in one pass and one launch each, no synchronisation:
 //   encode         8 + 4 + 1/8      gradient and residual in, new residual and payload out; a payload for each piece
 //   decode_pieces  1/8 + 4          a payload for each piece in, all of them out

@@ -1,6 +1,6 @@
 // 8 or 4 bits an element between the smallest and the largest of each block of 512; a warp handles a block.
 //
-// Payload as in csrc/cpu/kernels/quantize.cpp, bit for bit: ceil(n / 512) pairs of float32 (unit, low), then the codes;
+// Payload as in csrc/cpu/kernels/codecs/quantize.cpp, bit for bit: ceil(n / 512) pairs of float32 (unit, low), then the codes;
 // of two 4-bit codes in a byte the even element's is the lower. Bytes an element, read + written, at 4 bits with W
 // workers, in one pass and one launch each, no synchronisation: encode 4 + 1/2 (8 + 4 + 1/2 with residual),
 // decode_pieces 1/2 + 4, decode_reduce W/2 + 4, reduce_encode W/2 + 1/2 (W/2 + 8 + 1/2 with residual). A lane holds 4

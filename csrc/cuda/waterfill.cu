@@ -1,6 +1,6 @@
 // 2 to 5 bits an element, scales included, shared out between blocks of 32; a CTA handles a group of 16384.
 //
-// Records are as in csrc/cpu/kernels/waterfill.cpp, bit for bit. A warp has 32 neighbouring blocks: lane l holds element
+// Records are as in csrc/cpu/kernels/codecs/waterfill.cpp, bit for bit. A warp has 32 neighbouring blocks: lane l holds element
 // l of each, so that a load is 128 bytes in a row, and works out the bits of block l. Codes of four blocks are a byte
 // each of a word; turned over as a matrix of bits, the lanes hold the words of these blocks' codes. The level is found
 // from a histogram: from one level to the next only blocks at a distance of whole octaves take a bit more. Two CTAs to a

@@ -13,13 +13,13 @@
 
 #include "common/cast_formula.h"
 #include "cpu/isa.h"
-#include "cpu/kernels/block_format.h"
+#include "cpu/kernels/codecs/block_format.h"
 
 namespace {
 
 using namespace gradwire;
 
-#define GRADWIRE_LOOPS "cpu/kernels/cast_loops.h"
+#define GRADWIRE_LOOPS "cpu/kernels/codecs/cast_loops.h"
 #include "cpu/foreach_isa.h"
 
 constexpr size_t kChunk = 4096;  // elements of a sum on its way from decoding to encoding: a first-level cache has room

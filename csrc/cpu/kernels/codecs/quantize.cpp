@@ -21,7 +21,7 @@
 #include "common/cast_formula.h"
 #include "common/hash_formula.h"
 #include "cpu/isa.h"
-#include "cpu/kernels/block_format.h"
+#include "cpu/kernels/codecs/block_format.h"
 #include "cpu/stream.h"
 
 namespace {
@@ -32,7 +32,7 @@ constexpr float kSmallestNormal = 0x1p-126f;  // below it 1 / unit is inf: such 
 
 constexpr size_t meta_nbytes(size_t numel) { return (numel + kBlock - 1) / kBlock * 2 * sizeof(float); }
 
-#define GRADWIRE_LOOPS "cpu/kernels/quantize_loops.h"
+#define GRADWIRE_LOOPS "cpu/kernels/codecs/quantize_loops.h"
 #include "cpu/foreach_isa.h"
 
 template <int kBits>

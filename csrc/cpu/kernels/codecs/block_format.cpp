@@ -1,5 +1,5 @@
 // The block codecs by name, and their four operations for Python: addresses in, the interpreter's lock released.
-#include "cpu/kernels/block_format.h"
+#include "cpu/kernels/codecs/block_format.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>

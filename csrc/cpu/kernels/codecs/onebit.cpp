@@ -18,7 +18,7 @@
 
 #include "common/cast_formula.h"
 #include "cpu/isa.h"
-#include "cpu/kernels/block_format.h"
+#include "cpu/kernels/codecs/block_format.h"
 #include "cpu/stream.h"
 
 namespace {
@@ -29,7 +29,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "sixteen signs are stor
 
 constexpr size_t scales_nbytes(size_t numel) { return (numel + kBlock - 1) / kBlock * sizeof(float); }
 
-#define GRADWIRE_LOOPS "cpu/kernels/onebit_loops.h"
+#define GRADWIRE_LOOPS "cpu/kernels/codecs/onebit_loops.h"
 #include "cpu/foreach_isa.h"
 
 class OneBit final : public BlockFormat {

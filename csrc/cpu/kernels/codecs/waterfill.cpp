@@ -24,7 +24,7 @@
 #include "common/cast_formula.h"
 #include "common/waterfill_formula.h"
 #include "cpu/isa.h"
-#include "cpu/kernels/block_format.h"
+#include "cpu/kernels/codecs/block_format.h"
 #include "cpu/stream.h"
 
 namespace {
@@ -73,7 +73,7 @@ struct Decoding {
   uint8_t record[kMostRecord + kSlack];  // a copy of one near the end of a payload: nothing is read past it
 };
 
-#define GRADWIRE_LOOPS "cpu/kernels/waterfill_loops.h"
+#define GRADWIRE_LOOPS "cpu/kernels/codecs/waterfill_loops.h"
 #include "cpu/foreach_isa.h"
 
 class Waterfill final : public BlockFormat {

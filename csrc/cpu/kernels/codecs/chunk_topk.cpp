@@ -20,7 +20,7 @@
 #include "common/cast_formula.h"
 #include "common/chunk_topk_formula.h"
 #include "cpu/isa.h"
-#include "cpu/kernels/block_format.h"
+#include "cpu/kernels/codecs/block_format.h"
 #include "cpu/stream.h"
 
 namespace {
@@ -44,7 +44,7 @@ struct Rule {
 
 inline uint32_t key_of(float x) { return std::min(bits_of_float(x) & 0x7fffffffu, kNan); }
 
-#define GRADWIRE_LOOPS "cpu/kernels/chunk_topk_loops.h"
+#define GRADWIRE_LOOPS "cpu/kernels/codecs/chunk_topk_loops.h"
 #include "cpu/foreach_isa.h"
 
 class ChunkTopk final : public BlockFormat {
