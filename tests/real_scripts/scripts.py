@@ -262,6 +262,27 @@ RUN_CLM = Script(
     ),
 )  # fmt: skip
 
+IMAGENET = Script(
+    name="pytorch/examples: imagenet --dummy",
+    repository="pytorch/examples",
+    commit=PYTORCH_EXAMPLES,
+    paths=("imagenet",),
+    needs=("torchvision",),
+    command=(
+        "main.py", "--arch=resnet18", "--dummy", "--dist-url=env://", "--dist-backend=gloo", "--batch-size=2",
+        "--workers=0", "--print-freq=1",
+    ),
+    killed_after=3,
+    on_cpu=(
+        Change(
+            "main.py",
+            "        if device.type == 'cuda':\n            if args.gpu is not None:\n                torch.cuda.set",
+            "        if device.type == 'cpu':\n            model = torch.nn.parallel.DistributedDataParallel(model)\n"
+            "        elif device.type == 'cuda':\n            if args.gpu is not None:\n                torch.cuda.set",
+        ),
+    ),
+)  # fmt: skip
+
 RAY = Script(
     name="Ray Train: torch_linear_example",
     needs=("ray", "pandas"),
@@ -297,4 +318,4 @@ DION = Script(
     ),
 )  # fmt: skip
 
-SCRIPTS = (NANOGPT, DDP_EXAMPLE, MINGPT, FSDP2_EXAMPLE, FABRIC, TRAINER, GAN, TIMM, RUN_CLM, RAY, DION)
+SCRIPTS = (NANOGPT, DDP_EXAMPLE, MINGPT, IMAGENET, FSDP2_EXAMPLE, FABRIC, TRAINER, GAN, TIMM, RUN_CLM, RAY, DION)
