@@ -354,8 +354,8 @@ def main() -> None:
                 outcomes.add(Outcome("disagree", fault, seconds))
     if options.only in (None, "healthy"):
         for steps in outcomes.missing("healthy", [str(options.steps)]):
-            named, seconds = healthy(int(steps))
-            outcomes.add(Outcome("healthy", steps, [[asdict(each) for each in named], seconds]))
+            named, took = healthy(int(steps))
+            outcomes.add(Outcome("healthy", steps, [[asdict(each) for each in named], took]))
     if options.write is not None:
         write(options.write, outcomes.all, " ".join(["python -m gradwire.bench.studies.watch.planted", *sys.argv[1:]]))
 

@@ -34,7 +34,7 @@ def weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(8, 8))]
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, list[torch.optim.Optimizer]] = {
     "SGD without momentum": [torch.optim.SGD(weights())],
     "SGD with momentum": [torch.optim.SGD(weights(), momentum=0.9)],
     "Adam, AdamW, LAMB, RMSprop, Adagrad, ...": [

@@ -133,11 +133,11 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
         remedy = _HCA_REMEDY if False in log.hcas.values() else _level_remedy(log) if log.far_pairs else remedy
         return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", remedy)
     if log.staged_channels:
-        lacking = [
+        staged = [
             f"rank {rank} {direction} {log.gdr_channels[rank, direction]}/{log.gdr_channels[rank, direction] + count}"
             for (rank, direction), count in sorted(log.staged_channels.items())
         ]
-        found = f"{log.gdr_channels.total()} of {log.network_channels} channels use GDRDMA: {', '.join(lacking[:6])}"
+        found = f"{log.gdr_channels.total()} of {log.network_channels} channels use GDRDMA: {', '.join(staged[:6])}"
         over = [f"{log.socket_channels} are NET/Socket"] if log.socket_channels else []
         return warned("; ".join([found, *over, *log.reasons]), remedy)
     unseen = [way for way in ("send", "receive") if all(other != way for _, other in log.gdr_channels)]
