@@ -94,7 +94,7 @@ ELASTIC = (
     Mutation(
         "who is behind repeats what the others have",
         _SURVIVE,
-        "        return True, None if like is None else result.view(like.dtype).view(like.shape)\n",
+        "        return True, result.view(like.shape if result.numel() == like.numel() else (-1, *like.shape[1:]))\n",
         "        return False, None\n",
         "A step is averaged twice on the ranks that were ahead, or they wait for ever.",
         (_ENDING, _LOSSES),
