@@ -55,13 +55,13 @@ class _Still:
         looks: How often after the first time.
         next_check: After so many the collectives are asked, and after twice as many again. At the next look, where
             asking has helped in this group before: it may be quiet for no longer.
-        all_ended: All had ended.
+        ended: Up to this number all have ended, as they said themselves.
     """
 
     stated: Progress
     looks: int = 0
     next_check: int = 2
-    all_ended: bool = False
+    ended: int = 0
 
 
 class FlightReader:
@@ -122,26 +122,32 @@ class FlightReader:
     def _checked(self, key: tuple[str, str], stated: Progress) -> Progress:
         """What a recorder states, corrected: it names the one that has ended last, which need not be the latest one.
 
-        gloo has two collectives of a group under way at a time. So where nothing has changed for a while though
-        something is said to be under way, each collective is asked.
+        gloo has two collectives of a group under way at a time, and the first may end last. So where nothing has
+        changed for a while though something is said to be under way, each collective is asked.
         """
         still = self._still.get(key)
         if still is None or still.stated != stated:
             self._still[key] = _Still(stated, next_check=1 if key in self._misstated else 2)
             return stated
-        if stated.waits and not still.all_ended:
+        if stated.waits and still.ended < stated.issued:
             still.looks += 1
             if still.looks == still.next_check:
                 still.next_check *= 2
-                still.all_ended = self._all_ended(key)
-                if still.all_ended:
+                still.ended = self._ended(key, stated)
+                if still.ended > stated.ended:
                     self._misstated.add(key)
-        return Progress(stated.issued, stated.issued) if still.all_ended else stated
+        return Progress(stated.issued, min(max(stated.ended, still.ended), stated.issued))
 
-    def _all_ended(self, key: tuple[str, str]) -> bool:
+    def _ended(self, key: tuple[str, str], stated: Progress) -> int:
+        """The number up to which all collectives of a group have ended, by what each says of itself."""
         backend, number = key
         entries = flight_records(collectives=True, stacks=False)[backend].get("entries", ())
-        return all(each["retired"] for each in entries if str(each["pg_id"]) == number and not each["is_p2p"])
+        under_way = (
+            int(each["collective_seq_id"])
+            for each in entries
+            if str(each["pg_id"]) == number and not each["is_p2p"] and not each["retired"]
+        )
+        return min(under_way, default=stated.issued + 1) - 1
 
     def issued(self, *, lines: bool = True) -> dict[str, list[IssuedCollective]]:
         """The last collectives of each group, in the order in which this rank has issued them.

@@ -1,8 +1,12 @@
-"""Law: the line that is compared is the script's, but where ranks have parts of their own by torch's design."""
+"""What is read of torch's recorder: the line of the script that asked for a collective, and how far a group is."""
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from gradwire.comms.observe.stack import TORCH
+from gradwire.comms.watch import flight
 from gradwire.comms.watch.flight import _line
 
 HERE = str(Path(__file__).resolve())
@@ -35,3 +39,33 @@ def test_a_script_that_a_pipeline_calls_is_a_script() -> None:
 def test_without_a_script_the_innermost_line_is_all_there_is() -> None:
     assert _line(entry(API, SHARDS)) == "distributed_c10d.py:3141 in all_reduce"
     assert _line({}) is None
+
+
+@pytest.mark.parametrize(
+    ("retired", "ended"), [((True, True, True), 9), ((True, True, False), 8), ((True, False, True), 7)]
+)
+def test_where_the_recorder_lags_each_collective_is_asked(
+    monkeypatch: pytest.MonkeyPatch, retired: tuple[bool, ...], ended: int
+) -> None:
+    """Of 7, 8 and 9 the 7th has ended last: the recorder goes on saying 7, whatever else is under way."""
+    entries = [
+        {
+            "pg_id": 0,
+            "process_group": ("0", "default_pg"),
+            "collective_seq_id": number,
+            "retired": each,
+            "is_p2p": False,
+        }
+        for number, each in zip((7, 8, 9), retired, strict=True)
+    ]
+    status = {"last_enqueued_collective": 9, "last_completed_collective": 7}
+
+    def records(*, collectives: bool, stacks: bool) -> dict[str, dict[str, Any]]:
+        return {"gloo": {"pg_status": {"0": status}} | ({"entries": entries} if collectives else {})}
+
+    monkeypatch.setattr(flight, "flight_records", records)
+    monkeypatch.setattr(flight, "group_members", lambda: {"0": (0, 1)})
+    reader = flight.FlightReader()
+    said = [reader.progress()["default"] for _ in range(4)]
+    assert said[0] == flight.Progress(9, 7)
+    assert said[-1] == flight.Progress(9, ended)
