@@ -350,8 +350,8 @@ def main() -> None:
                 outcomes.add(Outcome("late", kind, [asdict(each) for each in found]))
         if options.only in (None, "disagree"):
             for fault in outcomes.missing("disagree", options.faults):
-                seconds = list(pool.map(partial(planted_disagreement, fault), disagree[fault]))
-                outcomes.add(Outcome("disagree", fault, seconds))
+                explained = list(pool.map(partial(planted_disagreement, fault), disagree[fault]))
+                outcomes.add(Outcome("disagree", fault, explained))
     if options.only in (None, "healthy"):
         for steps in outcomes.missing("healthy", [str(options.steps)]):
             named, took = healthy(int(steps))
