@@ -24,7 +24,7 @@ from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore, epoch_store
-from gradwire.comms.config import Config
+from gradwire.comms.config import ALL_NICS, Config
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
@@ -150,7 +150,7 @@ class Communicator:
             board = FailureBoard(store, rank, size, directory=directory)
         self._board = board
         interface = interface_of(presences, rank, config)
-        self.cards = _cards(presences, rank)
+        self.cards = _cards(presences, rank, config)
         """This host's network cards, where large messages go over several; None where they do not."""
         if self.cards is not None and interface is None:
             interface = self.cards.gloo_interface
@@ -514,13 +514,16 @@ def takes_nothing(dtype: torch.dtype) -> bool:
     return False
 
 
-def _cards(presences: Presences, rank: int) -> "Cards | None":
-    """This host's network cards, where several reach all ranks."""
+def _cards(presences: Presences, rank: int, config: Config) -> "Cards | None":
+    """This host's network cards, where several reach all ranks; used where they are named, or once they were tried."""
     if not all(presence.cards for presence in presences):
         return None
     from gradwire.comms.bootstrap.cards import Cards  # here: most hosts have one
 
-    return Cards.of([(presence.cards, presence.host) for presence in presences], rank)
+    found = Cards.of([(presence.cards, presence.host) for presence in presences], rank)
+    if found is not None:
+        found.are_used = config.nics != ALL_NICS
+    return found
 
 
 def _alarm(board: Board, cards: "Cards | None") -> Callable[[], str | None]:

@@ -213,8 +213,9 @@ class Config:
 
     nics: str = ALL_NICS
     """Network cards of this host that large messages between nodes of CPUs are dealt over, by what each gives (own on
-    every rank). `auto` takes all whose networks reach every rank, if they carry more than gloo's one; not where
-    GLOO_SOCKET_IFNAME has one name. `eth0,eth1` takes these, `one` leaves all to gloo's. No bit depends on it."""
+    every rank). `auto` takes all whose networks reach every rank, if a trial before the hook's first step
+    shows that they carry more than gloo's one; not where GLOO_SOCKET_IFNAME has one name, with `elastic`, or with
+    `probe=False`. `eth0,eth1` takes these, `one` leaves all to gloo's. No bit depends on it."""
 
     straggler_every: int = 50
     """Steps between two exchanges of arrival times, which name a rank that is late; 0 leaves them out. See

@@ -44,11 +44,12 @@ def try_cards(communicator: Communicator) -> None:
     pairs = pairings(nodes, 1)[0]
     nbytes = swapped_nbytes(max(seconds for _, _, seconds, _ in meeting.meet(pairs, TRIAL_NBYTES)))
     alone = _shortest(meeting, pairs, nbytes)
+    cards.are_used = cards.were_tried = True
     meeting.carry_out_by_nodes("connecting the network cards", lambda rail: rail.open_cards())
     other = meeting.partner(pairs)
     meeting.carry_out_by_nodes("trying each network card", lambda rail: _each_alone(rail, cards, other, nbytes))
     together = _shortest(meeting, pairs, nbytes)
-    if communicator.config.nics == ALL_NICS and together >= alone:
+    if communicator.config.nics == ALL_NICS and together >= alone:  # all ranks were told the same times
         cards.are_used = False
         meeting.carry_out_by_nodes("leaving the network cards", lambda rail: rail.leave_cards())
     log.info(

@@ -132,6 +132,7 @@ class Cards:
         self.own = self.addresses[rank]
         self.are_used = True
         """Whether large messages go over them; the same on all ranks."""
+        self.were_tried = False
         self._lock = threading.Lock()
         self._sent, self._received = [0] * len(names), [0] * len(names)
         self._rates: list[float | None] = [None] * len(names)
@@ -224,7 +225,8 @@ class Cards:
     def describe(self) -> str:
         """What each has carried, in one line."""
         if not self.are_used:
-            return f"network cards: {', '.join(self.names)}; gloo's one was as fast alone, and carries all"
+            why = "was as fast alone" if self.were_tried else "was not tried against all"
+            return f"network cards: {', '.join(self.names)}; gloo's one {why}, and carries everything"
         return f"network cards: {'; '.join(map(str, self.totals()))}"
 
 

@@ -69,7 +69,7 @@ PATIENCE_SECONDS = 5.0
 """How long a card may have something under way and nothing acknowledged, at most a quarter of the time-out: by then TCP
 has sent it again four times."""
 
-_TICK_SECONDS, _REST_SECONDS = 1.0, 0.005
+_TICK_SECONDS, _REST_SECONDS = 1.0, 0.01
 """Between two looks at the cards while something is under way, and until a card that was passed over is asked again."""
 
 _NOT_A_MESSAGE = 2**64 - 1
@@ -87,6 +87,10 @@ _NO_WAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOW
 
 MOST_LINES = MOST_CONNECTIONS + 1
 """To each rank, over each card."""
+
+_MOST_UNSENT_NBYTES = 1 << 20
+"""That wait in a connection's kernel at most: a quarter of its even share of what is left. `_takes` keeps slow cards
+from hoarding, so this need not, and a thread that comes 50 ms late finds a link of 100 Mbit/s busy."""
 
 _LEAST_SECONDS = 0.01
 """Of sending, before a connection's rate is believed."""
@@ -294,7 +298,7 @@ class CardStreams(Streams):
         if not self._takes(line, message, left, nbytes):
             line.rests = True
             return False
-        allow_unsent(line, nbytes)
+        allow_unsent(line, max(nbytes, min(left // (4 * self.count), _MOST_UNSENT_NBYTES)))
         start, stop = message.next_chunk(nbytes)
         if message.left == 0:
             peer.outgoing.popleft()

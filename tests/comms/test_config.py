@@ -46,6 +46,7 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
     "location": ("GRADWIRE_LOCATION", "eu/rack7", ("eu", "rack7")),
     "nic_bytes_per_second": ("GRADWIRE_NIC_BYTES_PER_SECOND", "3.125e9", 3.125e9),
     "nic_per_rank": ("GRADWIRE_NIC_PER_RANK", "yes", True),
+    "nics": ("GRADWIRE_NICS", "eth0,eth1", "eth0,eth1"),
     "straggler_every": ("GRADWIRE_STRAGGLER_EVERY", "20", 20),
     "stall_seconds": ("GRADWIRE_STALL_SECONDS", "2.5", 2.5),
     "trace": ("GRADWIRE_TRACE", "steps.json:5", ("steps.json", 5)),

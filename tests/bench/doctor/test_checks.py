@@ -1,6 +1,7 @@
 """Laws of the doctor's checks on drawn jobs: nothing is found on a healthy one, and one fault is named first."""
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -49,6 +50,13 @@ def two_each(facts: JobFacts, round_robin: bool = False) -> JobFacts:
 def second_interface(facts: JobFacts) -> JobFacts:
     rate = 4 * facts.good_rate()
     return replace(facts, others=(InterfaceRate(a=0, b=1, interface="ib0", bytes_per_second=rate),))
+
+
+def idle_card(facts: JobFacts, **variables: str) -> JobFacts:
+    """A second card with half of the rate of the one in use; on GPUs NCCL is told to leave it out."""
+    rate = 0.5 * facts.good_rate()
+    others = (InterfaceRate(a=0, b=1, interface="eth1", bytes_per_second=rate),)
+    return replace(everywhere(facts, variables=variables or {"NCCL_SOCKET_IFNAME": "=eth0"}), others=others)
 
 
 def busy(facts: JobFacts, threads: int, ratio: float) -> JobFacts:
@@ -115,6 +123,7 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
         ),
     ),
     "wrong interface": ("wrong_interface", second_interface),
+    "a second card idle": ("idle_card", idle_card),
     "no such interface": (
         "wrong_interface", lambda facts: everywhere(facts, variables={"GLOO_SOCKET_IFNAME": "ens5"}),
     ),
@@ -217,6 +226,38 @@ def test_one_fault_is_named_first_and_alone(name: str) -> None:
         assert {each.key for each in found} == {key}, (seed, found)
         for each in found:
             assert 0 < each.sure <= 1 and each.cost_seconds >= 0 and each.evidence and each.remedy, each
+
+
+@pytest.mark.parametrize(("variables", "idle_on_cpus", "idle_on_gpus"), [
+    ({"GRADWIRE_HOOK": "int8"}, False, False),
+    ({"GRADWIRE_HOOK": "int8", "GLOO_SOCKET_IFNAME": "eth0"}, True, False),
+    ({"GRADWIRE_HOOK": "int8", "GRADWIRE_NICS": "one"}, True, False),
+    ({"GLOO_SOCKET_IFNAME": "eth0,eth1"}, False, False),
+    ({"NCCL_SOCKET_IFNAME": "eth"}, True, False),
+    ({"NCCL_SOCKET_IFNAME": "^eth1"}, True, True),
+])  # fmt: skip
+def test_a_card_that_something_sends_over_is_not_idle(
+    variables: dict[str, str], idle_on_cpus: bool, idle_on_gpus: bool
+) -> None:
+    seen = set()
+    for seed in SEEDS:
+        facts = idle_card(healthy(seed, nodes=2), **variables)
+        found = [each for each in diagnose(facts) if each.key == "idle_card"]
+        assert bool(found) == (idle_on_gpus if facts.has_gpus else idle_on_cpus), seed
+        assert all(
+            re.match(r"eth1 stands idle: with it the nodes would have 1\.[456] times", each.title) for each in found
+        )
+        seen.add(facts.has_gpus)
+    assert seen == {True, False}
+
+
+def test_rings_across_cards_of_unlike_networks_are_doubted() -> None:
+    for seed in SEEDS:
+        facts = everywhere(healthy(seed, nodes=2), variables={"NCCL_CROSS_NIC": "1"})
+        assert diagnose(facts) == [], seed
+        second = NetworkInterface(name="eth1", kind="card", addresses=("10.1.0.1",))
+        two = everywhere(facts, interfaces=(*facts.ranks[0].interfaces, second))
+        assert [each.key for each in diagnose(two)] == ["variable"] * two.has_gpus, seed
 
 
 @pytest.mark.parametrize("name", [
