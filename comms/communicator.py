@@ -382,7 +382,9 @@ class Communicator:
         if self.compressor is not None:
             plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
         cards = () if self.cards is None else (self.cards.describe(),)
-        links = (self.routes.describe_links(), *cards, *describe_nics(self.presences, self.config))
+        all_used = self.cards is not None and self.cards.are_used
+        nics = describe_nics(self.presences, self.config, all_used=all_used)
+        links = (self.routes.describe_links(), *cards, *nics)
         totals = self.executor.ledger.totals()
         return Report(
             self.cluster.describe(),

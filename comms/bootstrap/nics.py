@@ -15,12 +15,13 @@ UNKNOWN = "?"
 Nodes = Sequence[Sequence[Presence]]
 
 
-def describe_nics(presences: Sequence[Presence], config: Config) -> tuple[str, ...]:
+def describe_nics(presences: Sequence[Presence], config: Config, *, all_used: bool = False) -> tuple[str, ...]:
     """A line with the NICs by local rank, and one for each thing to mend; none where no NIC is known.
 
     Args:
         presences: Of all ranks, in rank order.
         config: Says whether gloo uses them.
+        all_used: Large messages go over several of them anyway.
     """
     found: dict[object, list[Presence]] = defaultdict(list)
     for presence in presences:
@@ -28,7 +29,7 @@ def describe_nics(presences: Sequence[Presence], config: Config) -> tuple[str, .
     nodes = list(found.values())
     if all(presence.hardware.nic is None for presence in presences):
         return ()
-    return (_by_local_rank(nodes), *_shared(nodes), *_unused_by_gloo(nodes, config))
+    return (_by_local_rank(nodes), *_shared(nodes), *(() if all_used else _unused_by_gloo(nodes, config)))
 
 
 def interface_of(presences: Sequence[Presence], rank: int, config: Config) -> str | None:

@@ -53,6 +53,7 @@ def test_gloo_with_several_nics_is_lines_how_to_use_them() -> None:
     assert "node 0: gloo takes the same interface" in describe_nics(ranks, Config())[-1]
     for content in (Config(nic_per_rank=True), Config(transport="mpi")):
         assert len(describe_nics(ranks, content)) == 1
+    assert len(describe_nics(ranks, Config(), all_used=True)) == 1
 
 
 def test_an_interface_is_taken_only_where_it_is_asked_for_and_all_have_one() -> None:
