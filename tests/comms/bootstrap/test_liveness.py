@@ -119,6 +119,17 @@ def test_a_rank_that_leaves_in_order_is_not_missed() -> None:
     assert not any(each.thread.is_alive() for each in rings)
 
 
+def test_a_goodbye_that_only_the_store_has_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said last to a neighbour is lost where its kernel resets the connection."""
+    rings, heard = ring(3)
+    monkeypatch.setattr(rings[1], "_tell", lambda connection, said: None)
+    rings[1].close()
+    until(lambda: all(sum(peer.known for peer in list(rings[rank]._peers.values())) == 1 for rank in (0, 2)))
+    assert not any(each.told.wait(0.5) for each in heard)
+    for each in rings:
+        each.close()
+
+
 def test_an_alarm_in_the_store_reaches_ranks_that_are_no_neighbours() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
