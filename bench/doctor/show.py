@@ -138,7 +138,7 @@ def predict_command(facts: JobFacts) -> str:
     """
     ranks = max(len(node) for node in facts.nodes)
     computed = computed_seconds(facts)
-    backward = f" --backward-ms {1e3 * computed / (1 + overlap.FORWARD_SHARE):.3g}" if computed is not None else ""
+    backward = f" --backward-ms {1e3 * computed / (1 + overlap.FORWARD_SHARE):.1f}" if computed is not None else ""
     return (
         f"gradwire predict --preset {'pcie_box' if facts.has_gpus else 'cpu_only'} --nodes {len(facts.nodes)} "
         f"--ranks-per-node {ranks} --nic {max(1, round(8 * facts.good_rate() / 1e6))}mbit "

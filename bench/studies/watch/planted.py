@@ -1,8 +1,9 @@
-"""How many planted delays and disagreements a watch names, in jobs of seven kinds, and whom it names without any.
+r"""How many planted delays and disagreements a watch names, in jobs of seven kinds, and whom it names without any.
 
 Feeds docs/results/diagnosis.md, whose table is made of the data file:
 
-    python -m gradwire.bench.studies.watch.planted --data docs/results/watch.jsonl --write docs/results/diagnosis.md
+    python -m gradwire.bench.studies.watch.planted --data docs/results/data/watch.jsonl \
+        --write docs/results/diagnosis.md
 
 Each job's result is a line of the data file as soon as it is there. What the file has is not run again, so that the
 same command goes on where it was stopped; take a line out to repeat it.
