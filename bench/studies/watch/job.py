@@ -4,12 +4,16 @@ torchrun --nproc-per-node 4 -m gradwire.bench.studies.watch.job --kind ddp --fau
 """
 
 import argparse
+import json
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.config import watch_options
 
 WIDTH, LAYERS, BATCH = 32, 4, 8
 MICRO_BATCHES = 4
@@ -35,8 +41,10 @@ TIMEOUT = timedelta(seconds=30)
 
 KINDS = ("ddp", "fsdp", "hsdp", "tensor_parallel", "zero1", "own", "pipeline")
 FAULTS = ("none", "late", "skip", "order", "shape", "dtype", "hang")
-HANG_SECONDS = 5.0
-"""How long a rank stands still a few steps before the end: long enough for one warning of `planted`, not for two."""
+HANG_SECONDS = 100.0
+"""How long a rank stands still at most, a few steps before the end: until the watch has said so, and drawn it."""
+SAID = "planted/said"
+"""Key of the default store: the watch has said where a rank stands still."""
 
 STEPS_TO_NAME = 20
 STEPS_BETWEEN = 40
@@ -125,6 +133,40 @@ def disagree(fault: str, faulty: bool) -> None:
         dist.broadcast(torch.ones(3), 0)
 
 
+class TellsStall(logging.StreamHandler[TextIO]):
+    """Prints what the watch logs, and tells the rank that stands still that the watch has named the line where it does.
+
+    Args:
+        store: Of the default group.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes in what the watch logs."""
+        super().emit(record)
+        if f" in {stand_still.__name__}" in record.getMessage():
+            self._store.set(SAID, "1")
+
+
+def stand_still() -> None:
+    """Waits until the watch has said that this rank is here, and its timeline, where it draws one, shows all ranks."""
+    store, trace, size = dist.distributed_c10d._get_default_store(), watch_options().trace, dist.get_world_size()
+    until = time.monotonic() + HANG_SECONDS
+    while time.monotonic() < until:
+        time.sleep(STEP_SECONDS)
+        if store.check([SAID]) and (trace is None or len(ranks_drawn(Path(trace))) == size):
+            return
+
+
+def ranks_drawn(trace: Path) -> set[int]:
+    """The ranks with a collective in a timeline; none where there is no file yet."""
+    events = json.loads(trace.read_text())["traceEvents"] if trace.exists() else []
+    return {each["pid"] for each in events if each["ph"] == "X"}
+
+
 def train(kind: str, fault: str, rank: int, steps: int, step_seconds: float = STEP_SECONDS) -> None:
     """Trains for some steps.
 
@@ -141,8 +183,9 @@ def train(kind: str, fault: str, rank: int, steps: int, step_seconds: float = ST
         time.sleep(step_seconds + (DELAY_SECONDS if fault == "late" and faulty and step >= FAULT_STEP else 0.0))
         if fault == "hang" and step == steps - FAULT_STEP:
             if faulty:
-                time.sleep(HANG_SECONDS)
+                stand_still()
             elif dist.get_rank() == 0:
+                logging.getLogger("gradwire").addHandler(TellsStall(dist.distributed_c10d._get_default_store()))
                 os.kill(os.getpid(), signal.SIGUSR2)  # as somebody would who wonders
         train_step()
         if fault in ("skip", "order", "shape", "dtype") and step >= FAULT_STEP:
