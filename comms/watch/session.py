@@ -103,13 +103,14 @@ class Session:
                 self._groups = len(members)
                 self._board.introduce(members, socket.gethostname())
             self._flight.look_for_models(time.monotonic() - self._began)
+            doings = self._activity.seconds | {QUEUE: queue_seconds(threading.main_thread().native_id or 0)}
             self._beats += 1
             self._board.say(
                 RankWord(
                     self._beats,
                     time.monotonic(),
                     dict(self._log.states()) | dict(self._messages.states()),
-                    {kind: round(seconds, 3) for kind, seconds in self._doings().items()},
+                    {kind: round(seconds, 3) for kind, seconds in doings.items()},
                     self._activity.lines(),
                     line_of_thread(self._thread),
                     self._leaves,
@@ -137,9 +138,6 @@ class Session:
     def waits(self) -> bool:
         """Whether a collective was under way at the last look, or a thread stands waiting for a message."""
         return self._log.waits or self._messages.waits
-
-    def _doings(self) -> dict[str, float]:
-        return self._activity.seconds | {QUEUE: queue_seconds(threading.main_thread().native_id or 0)}
 
     def _issued(self) -> dict[str, list[IssuedCollective]]:
         return self._flight.issued() | self._messages.issued()
