@@ -66,6 +66,11 @@ two more, for its units. Some loops compute: bf16_packed has what 2 ns an elemen
 rotated2 95 ns of matrix products in float64, and 45 of bringing bases up to date, on one core of that EPYC (load 10,
 matrices of 128 to 512)."""
 
+COMPUTED = ("rotated4", "rotated2")
+"""Compressors whose price is computed on a CPU, too: in their first steps they look for bases, which takes a hundred
+times what a later step takes (23 s of a processor for a million elements, 2-core AMD EPYC, 2026-11-24), and would be
+timed."""
+
 ROUNDS = {"bf16_packed": 3}
 """Times that every member hears from every other, where that is not twice: lengths go before the payloads."""
 
@@ -207,7 +212,8 @@ def measured_price(
 ) -> CodecPrice:
     """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
 
-    Two sizes, the whole gradient and its first parameter, separate the cost of a call from that of a byte.
+    Two sizes, the whole gradient and its first parameter, separate the cost of a call from that of a byte. The price of
+    those in `COMPUTED` is `codec_price`'s.
 
     Args:
         name: As in `compressor=`.
@@ -222,6 +228,8 @@ def measured_price(
     """
     if name == EXACT.name:
         return EXACT
+    if name in COMPUTED and make is None:
+        return codec_price(name, layout, group_size, CPU_BYTES_PER_SECOND)
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
     (whole, hops, whole_share), (part, _, part_share) = (
         _timed(settling(name) if make is None else make(), each, group, seconds, together) for each in (layout, first)
