@@ -275,10 +275,8 @@ IMAGENET = Script(
     killed_after=3,
     on_cpu=(
         Change(
-            "main.py",
-            "        if device.type == 'cuda':\n            if args.gpu is not None:\n                torch.cuda.set",
-            "        if device.type == 'cpu':\n            model = torch.nn.parallel.DistributedDataParallel(model)\n"
-            "        elif device.type == 'cuda':\n            if args.gpu is not None:\n                torch.cuda.set",
+            "main.py", "        print('using CPU, this will be slow')",
+            "        model = torch.nn.parallel.DistributedDataParallel(model)",
         ),
     ),
 )  # fmt: skip
