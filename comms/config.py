@@ -26,7 +26,6 @@ PLANNING = (
     "hostname",
     "location",
     "nic_bytes_per_second",
-    "nic_per_rank",
     "nics",
 )
 """Options of `Config` that say how ranks are connected and what collectives run; every face takes them."""
@@ -55,7 +54,7 @@ SAMPLES = "samples"
 REDUCTIONS = ("sum", "adasum", SAMPLES)
 SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
-ALL_NICS, ONE_NIC = "auto", "one"
+ALL_NICS, ONE_NIC, NIC_PER_RANK = "auto", "one", "per_rank"
 ENVIRONMENT_PREFIX = "GRADWIRE_"
 BUDGET = "GRADWIRE_ERROR_BUDGET"
 """The variable of `error_budget`."""
@@ -207,15 +206,13 @@ class Config:
     Nodes with slower links then own less of what is exchanged; None takes the card's where every rank knows its own,
     else the cost model's default."""
 
-    nic_per_rank: bool = False
-    """Gloo listens on the network card that the topology gives each local rank, instead of on one interface for all;
-    for CPU hosts with several cards whose networks reach each other. Wins over GLOO_SOCKET_IFNAME."""
-
     nics: str = ALL_NICS
     """Network cards of this host that large messages between nodes of CPUs are dealt over, by what each gives (own on
     every rank). `auto` takes all whose networks reach every rank, if a trial before the hook's first step
     shows that they carry more than gloo's one; not where GLOO_SOCKET_IFNAME has one name, with `elastic`, or with
-    `probe=False`. `eth0,eth1` takes these, `one` leaves all to gloo's. No bit depends on it."""
+    `probe=False`. `eth0,eth1` takes these, `one` leaves all to gloo's. With `per_rank` (on all
+    ranks) gloo listens on the card that the topology gives each local rank, whatever GLOO_SOCKET_IFNAME says. No bit
+    depends on it."""
 
     straggler_every: int = 50
     """Steps between two exchanges of arrival times, which name a rank that is late; 0 leaves them out. See
@@ -238,7 +235,6 @@ class Config:
             ("straggler_every", int),
             ("nvtx", bool),
             ("timeout", timedelta),
-            ("nic_per_rank", bool),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -476,8 +472,9 @@ class Config:
 
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
-        own, switches = {"hostname", "location", "nic_bytes_per_second", "nics"}, {"tune", "elastic"}
+        own, switches = {"hostname", "location", "nic_bytes_per_second"}, {"tune", "elastic"}
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name not in own}
+        values["nics"] = NIC_PER_RANK if self.nics == NIC_PER_RANK else f"not {NIC_PER_RANK}"  # names are a host's own
         return {name: _plain(bool(value) if name in switches else value) for name, value in values.items()}
 
 
@@ -492,6 +489,7 @@ OLD_NAMES = {
     "sparse_as_dense": 'reduction={"sparse_as_dense": True}',
     "trace_steps": 'trace=("steps.json", 40)',
     "tune_profile": 'tune="tuned.json"',
+    "nic_per_rank": 'nics="per_rank"',
     "join": 'elastic="HOST:PORT"',
 }
 """Options of 0.1 that are parts of others now -> how to write them; accepted until 0.2, with a warning."""
@@ -527,6 +525,10 @@ def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
         found["fusion"] = _joined(found.get("fusion", BUCKET), old["fusion_mb"])
     if old.get("tune_profile") is not None and found.get("tune"):
         found["tune"] = str(old["tune_profile"])
+    if old.get("nic_per_rank"):
+        if found.get("nics", NIC_PER_RANK) != NIC_PER_RANK:
+            raise ValueError(f"`nic_per_rank` is set and `nics` is {found['nics']!r}; wanted one of them alone")
+        found["nics"] = NIC_PER_RANK
     if "trace_steps" in old and found.get("trace") is not None:
         found["trace"] = found["trace"], old["trace_steps"]
     if old.get("join") is not None:
@@ -787,8 +789,8 @@ def _check_auto(options: "Mapping[str, Option]", budget: str | float | None) -> 
 
 def _check_nics(nics: object) -> None:
     names = nics.split(",") if isinstance(nics, str) else []
-    if nics not in (ALL_NICS, ONE_NIC) and (len(set(names)) < max(2, len(names)) or not all(names)):
-        raise ValueError(f"`nics` is {nics!r}; wanted auto, one, or the names of two cards or more such as eth0,eth1")
+    if nics not in (ALL_NICS, ONE_NIC, NIC_PER_RANK) and (len(set(names)) < max(2, len(names)) or not all(names)):
+        raise ValueError(f"`nics` is {nics!r}; wanted auto, one, per_rank, or names of two cards or more: eth0,eth1")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -1,14 +1,14 @@
 """Which NIC each local rank should drive, in a few lines, and what speaks against it.
 
 NCCL finds the nearest NIC of each GPU itself, by the rules that the topology follows, so for GPUs this is a report.
-Gloo takes one interface for all ranks of a host; with `nic_per_rank` each rank listens on its own.
+Gloo takes one interface for all ranks of a host; with `nics="per_rank"` each rank listens on its own.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from gradwire.comms.bootstrap.placement import Presence
-from gradwire.comms.config import Config
+from gradwire.comms.config import NIC_PER_RANK, Config
 
 UNKNOWN = "?"
 
@@ -38,17 +38,17 @@ def interface_of(presences: Sequence[Presence], rank: int, config: Config) -> st
     Args:
         presences: Of all ranks, in rank order.
         rank: This rank.
-        config: Its `nic_per_rank` asks for one.
+        config: Its `nics` may ask for one.
 
     Raises:
         ValueError: It asks, and there are ranks without an interface. Raised on every rank.
     """
-    if not config.nic_per_rank:
+    if config.nics != NIC_PER_RANK:
         return None
     without = [presence.rank for presence in presences if presence.hardware.interface is None]
     if without:
         raise ValueError(
-            f"`nic_per_rank` is set, but no network interface is known for rank {without[0]} "
+            f"`nics` is {NIC_PER_RANK}, but no network interface is known for rank {without[0]} "
             f"({len(without)} of {len(presences)} ranks): leave it out, and name one in GLOO_SOCKET_IFNAME"
         )
     return presences[rank].hardware.interface
@@ -81,7 +81,7 @@ def _shared(nodes: Nodes) -> list[str]:
 
 def _unused_by_gloo(nodes: Nodes, config: Config) -> list[str]:
     """Nodes with several NICs of which gloo would use one."""
-    if config.nic_per_rank or config.transport == "mpi":
+    if config.nics == NIC_PER_RANK or config.transport == "mpi":
         return []
     several = [
         str(number)
@@ -89,7 +89,7 @@ def _unused_by_gloo(nodes: Nodes, config: Config) -> list[str]:
         if node[0].device == "cpu" and len({presence.hardware.interface for presence in node} - {None}) > 1
     ]
     line = (
-        f"node {', '.join(several)}: gloo takes the same interface for all ranks: `nic_per_rank` gives each its own, "
+        f'node {", ".join(several)}: gloo takes the same interface for all ranks: nics="per_rank" gives each its own, '
         "where the networks reach each other"
     )
     return [line] if several else []

@@ -45,7 +45,6 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
     "hostname": ("GRADWIRE_HOSTNAME", "node7", "node7"),
     "location": ("GRADWIRE_LOCATION", "eu/rack7", ("eu", "rack7")),
     "nic_bytes_per_second": ("GRADWIRE_NIC_BYTES_PER_SECOND", "3.125e9", 3.125e9),
-    "nic_per_rank": ("GRADWIRE_NIC_PER_RANK", "yes", True),
     "nics": ("GRADWIRE_NICS", "eth0,eth1", "eth0,eth1"),
     "straggler_every": ("GRADWIRE_STRAGGLER_EVERY", "20", 20),
     "stall_seconds": ("GRADWIRE_STALL_SECONDS", "2.5", 2.5),
@@ -137,7 +136,7 @@ def test_every_field_has_a_variable(field: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("text", ["0", "false", "No", "OFF"])
-@pytest.mark.parametrize("field", ["probe", "tune", "nic_per_rank"])
+@pytest.mark.parametrize("field", ["probe", "tune", "nvtx"])
 def test_a_switch_can_be_off(field: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLES[field][0], text)
     assert getattr(Config.from_env(), field) is False

@@ -65,7 +65,7 @@ def test_one_name_for_gloo_wins_and_the_option_wins_over_it(host: Path, monkeypa
     assert len(own_cards(FOUND, Config(nics="eth0,eth1"), host)) == 2
 
 
-@pytest.mark.parametrize("options", [{"nics": "one"}, {"nic_per_rank": True}, {"transport": "mpi"}])
+@pytest.mark.parametrize("options", [{"nics": "one"}, {"nics": "per_rank"}, {"transport": "mpi"}])
 def test_options_that_leave_one_card(host: Path, options: dict[str, object]) -> None:
     assert own_cards(FOUND, Config(**options), host) == ()  # type: ignore[arg-type]
 
@@ -75,9 +75,21 @@ def test_a_name_that_is_not_there_is_an_error(host: Path) -> None:
         own_cards(FOUND, Config(nics="eth0,ens5"), host)
 
 
+@pytest.mark.filterwarnings("ignore:gradwire 0.2:FutureWarning")
+def test_the_name_of_the_option_before_is_taken() -> None:
+    assert Config(nic_per_rank=True) == Config(nics="per_rank")  # type: ignore[call-arg]
+    assert Config(nic_per_rank=False) == Config()  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="`nic_per_rank` is set and `nics` is 'one'; wanted one of them alone"):
+        Config(nic_per_rank=True, nics="one")  # type: ignore[call-arg]
+
+
+def test_only_whether_ranks_listen_on_their_own_has_to_agree() -> None:
+    assert Config(nics="eth0,eth1").shared() == Config(nics="one").shared() != Config(nics="per_rank").shared()
+
+
 @pytest.mark.parametrize("nics", ["", "eth0", "eth0,eth0", "eth0,", "none", 2, None])
 def test_what_names_no_two_cards_is_refused(nics: object) -> None:
-    with pytest.raises(ValueError, match=r"`nics` is .*; wanted auto, one, or the names of two cards or more"):
+    with pytest.raises(ValueError, match=r"`nics` is .*; wanted auto, one, per_rank, or names of two cards or more"):
         Config(nics=nics)  # type: ignore[arg-type]
 
 

@@ -51,7 +51,7 @@ def test_a_shared_nic_beside_an_idle_one_is_named() -> None:
 def test_gloo_with_several_nics_is_lines_how_to_use_them() -> None:
     ranks = presences("aab", ["nic0", "nic1", "nic0"], device="cpu")
     assert "node 0: gloo takes the same interface" in describe_nics(ranks, Config())[-1]
-    for content in (Config(nic_per_rank=True), Config(transport="mpi")):
+    for content in (Config(nics="per_rank"), Config(transport="mpi")):
         assert len(describe_nics(ranks, content)) == 1
     assert len(describe_nics(ranks, Config(), all_used=True)) == 1
 
@@ -59,9 +59,9 @@ def test_gloo_with_several_nics_is_lines_how_to_use_them() -> None:
 def test_an_interface_is_taken_only_where_it_is_asked_for_and_all_have_one() -> None:
     ranks = presences("aa", ["nic0", "nic1"])
     assert interface_of(ranks, 1, Config()) is None
-    assert interface_of(ranks, 1, Config(nic_per_rank=True)) == "nic1"
-    with pytest.raises(ValueError, match=r"`nic_per_rank` is set, but no network interface is known for rank 1"):
-        interface_of(presences("aa", ["nic0", None]), 0, Config(nic_per_rank=True))
+    assert interface_of(ranks, 1, Config(nics="per_rank")) == "nic1"
+    with pytest.raises(ValueError, match=r"`nics` is per_rank, but no network interface is known for rank 1"):
+        interface_of(presences("aa", ["nic0", None]), 0, Config(nics="per_rank"))
 
 
 def test_gloo_listens_where_it_is_lines() -> None:
@@ -83,7 +83,7 @@ def test_a_job_reports_its_nics_and_uses_them(monkeypatch: pytest.MonkeyPatch) -
     store = HashStore()
 
     def run(rank: int) -> str:
-        config = Config(hostname=f"n{rank}", nic_per_rank=True, timeout=timedelta(seconds=30))
+        config = Config(hostname=f"n{rank}", nics="per_rank", timeout=timedelta(seconds=30))
         communicator = Communicator(store, rank, 2, torch.device("cpu"), config, name="nics")
         try:
             flat = torch.full((1000,), float(rank + 1))
