@@ -447,6 +447,43 @@ def test_a_collector_that_is_lost_itself_is_not_waited_for(monkeypatch: pytest.M
     assert error.missing == (1,)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Nobody waits until its patience ends for a process that has; one that answers is waited for."""
+    monkeypatch.setattr(failure, "PATIENCE", timedelta(hours=1))
+    monkeypatch.setattr(failure, "CALLING_AFTER", timedelta(0))
+    monkeypatch.setattr(failure, "look_seconds", lambda size: 0.0)
+    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+    call = Directory.call
+
+    def call_and_say(self: Directory, ranks: Any) -> dict[int, str]:
+        found = call(self, ranks)
+        word = {"dead": [], "phase": "", "launches": 0, "waiting": True, "overdue": False}
+        store.set("word/2", json.dumps(word))  # after it was called
+        return found
+
+    monkeypatch.setattr(Directory, "call", call_and_say)
+    living = Door.open()
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        gone = ended.getsockname()[1]
+    store.set("door/1", json.dumps([living.port, ["127.0.0.1"], kernel.own_kernel()]))
+    store.set("door/2", json.dumps([gone if ends else living.port, ["127.0.0.1"], kernel.own_kernel()]))
+    living.answer_for("start", 1)
+    living.answer_for("start", 2)
+    store.set("word/1", json.dumps({"dead": [], "phase": "", "launches": 0, "waiting": True, "overdue": False}))
+    board = FailureBoard(store, 0, 3, directory=Directory("start", 0, {}))
+    errors: list[CollectiveError] = []
+    thread = threading.Thread(
+        target=lambda: errors.append(board.diagnose(PeerError("gone"), (0, 0), "an all-reduce", range(3))), daemon=True
+    )
+    thread.start()
+    thread.join(SECONDS)
+    assert [error.missing for error in errors] == [(2,) if ends else ()]
+    for rank in (1, 2):
+        living.forget("start", rank)
+    living.close()
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Waits for a thread's deed; how long it takes decides nothing."""
     deadline = time.monotonic() + SECONDS
