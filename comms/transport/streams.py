@@ -312,8 +312,6 @@ class Streams:
         self.alarm = alarm
         self._peers = {rank: self.PEER() for rank in connections}
         self._lines = [self._line(each, rank) for rank, sockets in connections.items() for each in sockets]
-        self.sockets = [line.connection for line in self._lines]
-        """All connections, for who ends them from outside."""
         for line in self._lines:
             line.connection.setblocking(False)
             line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -327,7 +325,8 @@ class Streams:
         self.error: str | None = None
         """Why no exchange gets through any more; None while they do."""
         self._poll = select.poll()
-        self._by_descriptor = {line.connection.fileno(): line for line in self._lines}
+        self.by_descriptor = {line.connection.fileno(): line for line in self._lines}
+        """All connections, for who ends them from outside."""
         BackgroundThread("gradwire streams", self._run, end=self.close).start()
 
     def _line(self, connection: socket.socket, rank: int) -> Line:
@@ -461,10 +460,10 @@ class Streams:
             self._poll.register(line.connection, select.POLLIN)
         while not self._closed:
             for descriptor, events in self._events():
-                if descriptor not in self._by_descriptor:
+                if descriptor not in self.by_descriptor:
                     self._take_up()
                 else:
-                    self._serve(self._by_descriptor[descriptor], events)
+                    self._serve(self.by_descriptor[descriptor], events)
 
     def _events(self) -> list[tuple[int, int]]:
         """(descriptor, what it is ready for), once there is something."""

@@ -511,8 +511,7 @@ class GlooTransport(TorchTransport):
             return self._streams
         self._streams = made = self._opened(choose)
         if made is not None:
-            for each in made.sockets:
-                self._connections.append(Connection(each.fileno(), os.fstat(each.fileno()).st_ino))
+            self._connections += [Connection(each, os.fstat(each).st_ino) for each in made.by_descriptor]
             weakref.finalize(self, made.close)
             if self.size > 2 and knows_gloo_sums():
                 self._adds_as_ring = all(each for (each,) in self._told(struct.pack("?", sums_as_rings(self)), "?"))
