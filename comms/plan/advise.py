@@ -62,7 +62,7 @@ UNLIKE_OPTIMIZERS = ("muon",)
 """Those whose trainings end behind with much that fits `TRIED_OPTIMIZERS`: docs/results/optimizers.md."""
 
 FOR_MUON = {
-    "rotated4": "under others waterfill4 ends as near and costs less",
+    "rotated4": "under others waterfill4 ends nearer and costs less",
     "rotated2": "under others waterfill2 ends as near and costs less",
 }
 """Compressors that are recommended under optimizers that make all directions of a matrix alike only, and why."""

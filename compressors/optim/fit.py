@@ -40,7 +40,7 @@ LOW_RANK_UNDER_MUON = 0.207
 
 BEHIND_UNDER_ADAPTIVE = {"waterfill2": 0.055, "rotated2": 0.048}
 """The same under AdamW, mean of seeds 0, 1 and 2 (docs/results/convergence.md): +0.053, +0.040 and +0.073, where plain
-DDP's own seeds lie 0.015 apart; rotated2 seed 0 (docs/results/optimizers.md)."""
+DDP's own seeds lie 0.015 apart; rotated2 as docs/results/optimizers.md has it."""
 
 ENOUGH_RANK = 16
 """Of PowerSGD's factors under an adaptive optimizer. Measured (docs/results/convergence.md): on matrices of 128 to
