@@ -19,7 +19,6 @@ import torch.distributed as dist
 from gradwire.comms.bootstrap.compat import Store, store_of
 from gradwire.comms.bootstrap.failure import Board
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.config import DELAYED, SAMPLES, Config
 from gradwire.comms.fusion import Fusion, FusionPlan
@@ -39,6 +38,7 @@ GRADIENT_NBYTES = 4
 if TYPE_CHECKING:
     from gradwire.comms.autotune.job_advice import JobAdvice
     from gradwire.comms.bootstrap.agree import Agreement
+    from gradwire.comms.checkpoint import Checkpoint
     from gradwire.comms.compression import Compression, LossScaler
 
 _numbers: "dict[tuple[str, str], count[int]]" = {}
@@ -256,7 +256,11 @@ class GradientSession(AveragingSession):
     def state_dict(self) -> StateDict:
         """What this rank holds back, and whether under its parameters' names; empty without a compressor."""
         own = super().state_dict()
-        return own | {NAMED: int(self._names.bound)} if own else own
+        if not own:
+            return own
+        from gradwire.comms.checkpoint import NAMED  # here: an exact hook has nothing to save
+
+        return own | {NAMED: int(self._names.bound)}
 
     def load_state_dict(self, own: StateDict) -> None:
         """Restores what `state_dict` returned on this rank of as many.
@@ -264,6 +268,8 @@ class GradientSession(AveragingSession):
         Raises:
             ValueError: The state is of another model or compressor, or under other names; nothing was changed.
         """
+        from gradwire.comms.checkpoint import NAMED  # here: an exact hook has nothing to restore
+
         named = own.pop(NAMED, None)
         if named is not None and bool(named) != self._names.bound:
             has, other = ("its parameters' names", "numbers") if self._names.bound else ("numbers", "parameters' names")
@@ -384,8 +390,11 @@ class Face(Generic[S]):
         from gradwire.comms.autotune.job_advice import Running, advise_job  # here: it knows every compressor
 
         routes = connection.communicator.routes
-        largest = max(routes.plans(), key=lambda plan: plan.nbytes)
-        running = Running(largest.name, self.config.compressor or "none")
+        largest = max(routes.plans(), key=lambda plan: plan.nbytes, default=None)
+        name = largest.name if largest is not None else routes.compressed_name()  # behind a checkpoint none is in use
+        if name is None:
+            name = routes.unlisted(max(connection.last_sizes) // GRADIENT_NBYTES, torch.float32).plan.name
+        running = Running(name, self.config.compressor or "none")
         return advise_job(
             routes.priced, connection.last_sizes, observed, optimizer, routes.library, running, accumulate
         )
@@ -468,7 +477,7 @@ class Face(Generic[S]):
         compression = None if self._connection is None else self._connection.compression
         return compression is not None and compression.dirty
 
-    def state_dict(self) -> Checkpoint:
+    def state_dict(self) -> "Checkpoint":
         """This rank's residuals, momenta and factors; every rank saves its own.
 
         An entry under a key that carries the rank, and one that is the same on all ranks, both plain tuples of CPU
@@ -480,10 +489,12 @@ class Face(Generic[S]):
             return {}
         if self._connection is None and self._pending is not None:
             return dict(self._pending)
+        from gradwire.comms.checkpoint import pack  # here: an exact hook has nothing to save
+
         place = self._place()
         return {} if place is None else pack(self._own_state(), *place, self.dirty)
 
-    def gathered_state_dict(self, *, on_all_ranks: bool = False) -> Checkpoint:
+    def gathered_state_dict(self, *, on_all_ranks: bool = False) -> "Checkpoint":
         """The states of all ranks in one, for frameworks in which rank 0 writes the checkpoint; all ranks call it.
 
         `load_state_dict` takes each rank's own part of it.
@@ -500,6 +511,8 @@ class Face(Generic[S]):
         group = self._group or dist.group.WORLD if dist.is_initialized() else None
         if group is None:
             raise RuntimeError("torch.distributed is not initialised: there are no ranks to gather a state from")
+        from gradwire.comms.checkpoint import gather  # here: an exact hook has nothing to save
+
         return gather(self.state_dict(), group, on_all_ranks)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -514,6 +527,8 @@ class Face(Generic[S]):
         """
         if not state and not self._keeps:
             return
+        from gradwire.comms.checkpoint import JOB, normalize  # here: many jobs have nothing to restore
+
         found = normalize(state)
         self._loaded = True
         if not _compresses(self.config) and dict(found[JOB])["dirty"]:
@@ -540,11 +555,13 @@ class Face(Generic[S]):
         """What this rank saves."""
         return {} if self._connection is None else self._connection.state_dict()
 
-    def _restore(self, found: Checkpoint) -> None:
+    def _restore(self, found: "Checkpoint") -> None:
         """Takes over this rank's part of a checkpoint, now or once the ranks have connected."""
         if self._connection is None:
             self._pending = found
             return
+        from gradwire.comms.checkpoint import unpack  # here: an exact hook has nothing to restore
+
         self._pending = None
         own = unpack(found, self._connection.communicator.rank, self._connection.communicator.size)
         if own is not None:

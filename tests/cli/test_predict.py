@@ -48,7 +48,8 @@ def test_people_get_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     assert text.startswith("4 nodes beat one where a step on one node takes more than")
     assert "recommended: plan hierarchical, compressor int8\n" in text
-    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(("card", "links", "latency"))]
+    limits = ("card", "links", "latency", "processor")
+    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(limits)]
     assert rows[0][:3] == ["*", "hierarchical", "int8"]
     assert ["flat", "(as", "DDP)", "none"] in [row[:4] for row in rows]
     assert len(rows) == 1 + len(registry.names()) - len(ON_CPUS)  # plain DDP, and the best plan of each compressor

@@ -805,14 +805,14 @@ def ddp_cases() -> Iterator[tuple[str, Case]]:
     yield "ddp/join/fused", replace(_exact("hierarchical", fusion=0.1), join=True)
     if register_codec is not None:
         _register_ternary()
-        own = Training(options={"compressor": "digests", **NIC})
+        own = Training(options={"compressor": "ternary", **NIC})
         yield "user-codec/default", own
         yield "user-codec/momentum", _with(own, compressor_options={"momentum": 0.5, "warmup_steps": 2})
 
 
 @cache
 def _register_ternary() -> None:
-    register_codec("digests", Ternary)
+    register_codec("ternary", Ternary)
 
 
 def optimizer_cases() -> Iterator[tuple[str, Case]]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Self
 from unittest.mock import patch
 
-from gradwire.comms.bootstrap import kernel, liveness, store
+from gradwire.comms.bootstrap import kernel, liveness, store, strangers
 from gradwire.comms.bootstrap.store import StoreUnreachableError
 from gradwire.comms.elastic import membership, survive
 
@@ -338,6 +338,8 @@ class SimSocket:
 
     def settimeout(self, seconds: float) -> None: ...
 
+    def setblocking(self, flag: bool) -> None: ...
+
     def setsockopt(self, *option: int) -> None: ...
 
 
@@ -526,7 +528,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         "current_thread": lambda: simulation.thread,
     }
     with ExitStack() as stack:
-        for module in (liveness, membership, survive, store):
+        for module in (liveness, membership, strangers, survive, store):
             stack.enter_context(patch.object(module, "time", _Names(module.time, **clock)))
         for module in (liveness, membership):
             stack.enter_context(patch.object(module, "threading", _Names(threading, **threads)))
