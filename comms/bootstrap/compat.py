@@ -184,6 +184,11 @@ def bucket_parameters(model: DistributedDataParallel) -> list[list[tuple[str, in
     return [[named[index] for index in bucket] for bucket in buckets]
 
 
+def running_ddp_model() -> DistributedDataParallel | None:
+    """The DDP model of this process that is in a forward pass; None where none is. Any thread."""
+    return DistributedDataParallel._active_ddp_module
+
+
 def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[], None]:
     """Has `call(method, self, ...)` run in place of a method of one of torch's C++ classes, for calls from Python.
 
@@ -627,6 +632,16 @@ def sharded_units(model: torch.nn.Module) -> list[ShardedUnit]:
             for group in state._fsdp_param_groups:
                 units.setdefault(id(group), ShardedUnit(module, group, state))
     return list(units.values())
+
+
+def root_sharded_modules() -> list[torch.nn.Module]:
+    """FSDP2's modules of this process, inside no other one, that have begun a forward pass. Any thread."""
+    fsdp, states = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed._composable_state")
+    if fsdp is None or states is None:
+        return []
+    modules = [each() for each in states._module_state_mapping.keyrefs()]
+    found = [each for each in modules if isinstance(each, fsdp.FSDPModule)]
+    return [each for each in found if each._get_fsdp_state()._is_root is True]
 
 
 def sharded_roots(model: torch.nn.Module) -> int:

@@ -136,7 +136,7 @@ def test_a_cut_off_store_is_named_with_the_ranks_that_answer(nodes: str, monkeyp
 
 
 def test_rank_0_is_named_where_the_store_is_gone_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = threading.Barrier(3)
+    met, done = threading.Barrier(3), threading.Barrier(2)
     with store_behind_a_link() as link:
 
         def body(communicator: Communicator) -> str:
@@ -145,7 +145,10 @@ def test_rank_0_is_named_where_the_store_is_gone_with_it(monkeypatch: pytest.Mon
                 link.close()
                 communicator.close()
                 return ""
-            return error_of(communicator)
+            try:
+                return error_of(communicator)
+            finally:
+                done.wait(20)  # who has ended is missing, too
 
         for text in ranks_on(link, "aab", body)[1:]:
             assert "rank 0 of 3 is missing" in text and "the store at" in text

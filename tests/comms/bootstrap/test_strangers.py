@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -220,8 +221,8 @@ def test_a_silent_stranger_keeps_no_connection_of_a_long_path_waiting(callers: C
     listener.close()
 
 
-def own_ports() -> list[int]:
-    """At which this process listens, gloo and the store's server included."""
+def own_ports() -> list[tuple[str, int]]:
+    """(address, port) at which this process listens, gloo and the store's server included."""
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -229,11 +230,15 @@ def own_ports() -> list[int]:
         except OSError:
             continue
     found = []
-    for table in ("tcp", "tcp6"):
+    for table, family, loopback in (("tcp", socket.AF_INET, "127.0.0.1"), ("tcp6", socket.AF_INET6, "::1")):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and int(words[9]) in inodes:  # TCP_LISTEN
-                found.append(int(words[1].rpartition(":")[2], 16))
+                address, _, port = words[1].partition(":")
+                packed = b"".join(
+                    int(address[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(address), 8)
+                )
+                found.append((socket.inet_ntop(family, packed) if any(packed) else loopback, int(port, 16)))
     return found
 
 
@@ -241,7 +246,7 @@ SAID = (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" * 4096)
 
 
 def besieged(rank: int) -> tuple[int, int, bytes]:
-    """Trains while strangers call every port of every rank; then a rank is killed, and the others go on."""
+    """Trains while strangers call every port of every rank, from its own host; then a rank is killed, and the others go on."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(64, 8))
@@ -257,15 +262,13 @@ def besieged(rank: int) -> tuple[int, int, bytes]:
         optimizer.step()
 
     step()
-    ports: list[list[int]] = [[], [], []]
-    dist.all_gather_object(ports, own_ports())
-    assert all(ports)
+    ports = own_ports()
+    assert ports
     for number in range(12):
-        if rank == 0:
-            for port in (each for several in ports for each in several):
-                made = socket.create_connection(("127.0.0.1", port), SECONDS)
-                made.sendall(SAID[number % len(SAID)])
-                held.append(made)
+        for port in ports:
+            made = socket.create_connection(port, SECONDS)
+            made.sendall(SAID[number % len(SAID)])
+            held.append(made)
         step()
     assert state.view.size == 3
     dist.barrier()

@@ -79,6 +79,7 @@ def train(rank: int, victim: int, moment: str, seed: int, elastic: bool) -> dict
         live_through("flush", step)
         step()  # in which a rank is missed that was killed behind the last one
         live_through("save", lambda: state.gathered_state_dict(on_all_ranks=True))
+        step()  # the same
         found["digest"] = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
         live_through("close", state.close)
         found["view"] = state.view.size if elastic else len(NODES)

@@ -231,10 +231,28 @@ def test_the_end_of_gloos_own_card_is_said_by_name_on_both_ranks(down: set[str])
     assert "the network card first0 (127.1.0.1) has failed: rank 1 of the group is not reached over it" in str(mine)
 
 
+def test_who_closes_as_soon_as_all_has_come_keeps_nobody_waiting() -> None:
+    """The other rank is done when it hears that all of its own has come, which is said behind the last byte."""
+
+    def body(transport: GlooTransport) -> bool:
+        streams = transport.open_cards()
+        assert streams is not None
+        sent, received = contribution(transport.rank, LARGE), torch.empty(LARGE)
+        streams.exchange([(1 - transport.rank, sent, received)]).wait()
+        streams.close()
+        return torch.equal(received, contribution(1 - transport.rank, LARGE))
+
+    for _ in range(5):
+        assert on_cards(2, 2, body) == [True, True]
+
+
 def test_a_peer_that_ends_is_no_card_that_fails() -> None:
+    met = threading.Barrier(2)
+
     def body(transport: GlooTransport) -> str:
         tensor = contribution(transport.rank, LARGE)
         transport.all_reduce(tensor).wait()
+        met.wait(20)
         if transport.rank == 1:
             transport.disconnect()
             return ""

@@ -1,14 +1,33 @@
 """Whose gradients a collective carries: sizes laid along the order in which a model exchanges them."""
 
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.comms.bootstrap.compat import root_sharded_modules
+from gradwire.comms.watch import names
 from gradwire.comms.watch.collective import IssuedCollective
 from gradwire.comms.watch.names import Cycle, find_cycles, lay_along
 
 CYCLE = Cycle("default", "all_reduce", (9, 4, 9), ("head", "middle", "first"))
+
+
+class AtOnce:
+    """In place of a thread: what it does, when it is started."""
+
+    def __init__(self, name: str, target: Callable[[], None], **options: object) -> None:
+        self.start = target
+
+    def is_alive(self) -> bool:
+        return False
 
 
 def issued(*numels: int) -> list[IssuedCollective]:
@@ -43,12 +62,42 @@ def test_the_buckets_of_a_ddp_model_are_found_in_the_order_in_which_they_are_red
     try:
         inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
         model = DistributedDataParallel(inner, bucket_cap_mb=1e-4)
-        assert not [each for each in find_cycles() if each.names[0].startswith("gradients of 1.")]
+        assert not find_cycles([model])
         for _ in range(3):  # DDP says so in the third forward pass
             model(torch.ones(2, 8)).sum().backward()
-        (cycle,) = [each for each in find_cycles() if each.names[0].startswith("gradients of 1.")]
+        (cycle,) = find_cycles([model])
         assert (cycle.group, cycle.operation, cycle.numels) == ("default", "all_reduce", (72, 72))
         assert cycle.names == ("gradients of 1.bias to 1.weight", "gradients of 0.bias to 0.weight")
-        del model
+    finally:
+        dist.destroy_process_group()
+
+
+def test_models_are_seen_in_their_forward_pass_and_asked_once_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the watch began; a second model that is seen later is asked, too. No object is held."""
+    monkeypatch.setattr(names, "BackgroundThread", AtOnce)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        found, ended = names.WatchedModels(), []
+        for width in (4, 6):
+            layer = torch.nn.Linear(width, width)
+            layer.register_forward_pre_hook(lambda *_: found.look(0.0))
+            model = DistributedDataParallel(layer)
+            ended.append(weakref.ref(model))
+            for _ in range(3):
+                model(torch.ones(2, width)).sum().backward()
+            found.look(10.0**width)
+            numel = width * (width + 1)
+            (named,) = found.name("default", issued(numel))
+            assert named.holds == "gradients of bias to weight"
+        del model, layer
+        gc.collect()
+        assert [each() for each in ended] == [None, None]
+        sharded = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        mesh = init_device_mesh("cpu", (1,))
+        for each in (*sharded, sharded):
+            fully_shard(each, mesh=mesh)
+        assert sharded not in root_sharded_modules()
+        sharded(torch.ones(2, 3)).sum().backward()
+        assert sharded in root_sharded_modules() and sharded[0] not in root_sharded_modules()
     finally:
         dist.destroy_process_group()
