@@ -10,6 +10,7 @@ What 2.15 brings for process groups, and why nothing here uses it:
   below one, or none of torch's.
 """
 
+import gc
 import logging
 import pickle
 import sys
@@ -184,9 +185,17 @@ def bucket_parameters(model: DistributedDataParallel) -> list[list[tuple[str, in
     return [[named[index] for index in bucket] for bucket in buckets]
 
 
-def running_ddp_model() -> DistributedDataParallel | None:
-    """The DDP model of this process that is in a forward pass; None where none is. Any thread."""
-    return DistributedDataParallel._active_ddp_module
+def ddp_models() -> list[DistributedDataParallel]:
+    """The DDP models of this process, whoever holds them. Any thread.
+
+    Among all objects of the garbage collector, those that refer to DDP's class: its instances do. All objects
+    themselves (`gc.get_objects`) must not be held: a tuple that another thread is just making fails where somebody else
+    holds it, too.
+    """
+    kinds = [DistributedDataParallel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return [each for each in gc.get_referrers(*kinds) if issubclass(type(each), DistributedDataParallel)]
 
 
 def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[], None]:

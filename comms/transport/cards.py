@@ -494,15 +494,6 @@ class CardStreams(Streams):
         if tell:
             self._say(rank, _FAILED, card)
 
-    def _move(self) -> None:
-        """See `Streams._move`; in the end peers hear of what has come: with that theirs are done, too."""
-        super()._move()
-        for line in cast(list[_CardLine], self._lines):
-            if line.is_open and line.is_for_words:
-                words = [HEADER.pack(_NOT_A_MESSAGE, *word) for word in line.words]
-                with suppress(OSError):  # it has ended before, or hears nothing
-                    line.connection.sendmsg([*line.outgoing, *words])
-
     def _take_up(self) -> None:
         super()._take_up()
         self._check_links()

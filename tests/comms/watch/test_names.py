@@ -72,24 +72,33 @@ def test_the_buckets_of_a_ddp_model_are_found_in_the_order_in_which_they_are_red
         dist.destroy_process_group()
 
 
-def test_models_are_seen_in_their_forward_pass_and_asked_once_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late the watch began; a second model that is seen later is asked, too. No object is held."""
+class Averaged(DistributedDataParallel):
+    """A class of the user's own."""
+
+
+def test_models_are_found_wherever_they_are_held_and_asked_again_once_they_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However late the watch begins; a second model that is made later is asked, too. No object is held."""
     monkeypatch.setattr(names, "BackgroundThread", AtOnce)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         found, ended = names.WatchedModels(), []
-        for width in (4, 6):
-            layer = torch.nn.Linear(width, width)
-            layer.register_forward_pre_hook(lambda *_: found.look(0.0))
-            model = DistributedDataParallel(layer)
+        for width, kind in ((4, DistributedDataParallel), (6, Averaged)):
+            model = kind(torch.nn.Linear(width, width))
             ended.append(weakref.ref(model))
+            found.look(3.0 * 4**width)
+            numel = width * (width + 1)
+            (unnamed,) = found.name("default", issued(numel))
+            assert unnamed.holds is None
             for _ in range(3):
                 model(torch.ones(2, width)).sum().backward()
-            found.look(10.0**width)
-            numel = width * (width + 1)
+            found.look(6.0 * 4**width - 1.0)
+            assert found.name("default", issued(numel)) == [unnamed]
+            found.look(6.0 * 4**width)
             (named,) = found.name("default", issued(numel))
             assert named.holds == "gradients of bias to weight"
-        del model, layer
+        del model
         gc.collect()
         assert [each() for each in ended] == [None, None]
         sharded = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
