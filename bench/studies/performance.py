@@ -1,197 +1,217 @@
-"""Every figure of docs/results/performance.md, measured again and written down with its machine, date and command.
+"""Every figure of docs/results/performance.md, measured again, with its machine, date and command.
 
     python -m gradwire.bench.studies.performance              # all sections; an hour on 2 quiet cores, needs root
-    python -m gradwire.bench.studies.performance hook sweep   # these alone; the others keep what the page says
+    python -m gradwire.bench.studies.performance hook sweep   # these alone; the others keep their files
+    python -m gradwire.bench.studies.tables                   # the page
 
-A section is a command whose standard output goes into the page as it is. A section whose command fails keeps its old
-text, and the failure is printed.
+A section is a command that writes JSON. What it found becomes CSV files in docs/results/data/performance, and a row of
+`runs.csv` there. A section whose command fails keeps its files, and the failure is printed.
 """
 
 import argparse
-import re
+import json
+import shlex
+import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.tables.page import read, write
 
-PAGE = Path("docs/results/performance.md")
-NOT_YET = "Not measured yet."
+DATA = Path("docs/results/data/performance")
+RUNS_HEAD = ["section", "command", "what ran", "machine and date"]
 
-_HEAD = """# Performance
+Record = Mapping[str, Any]
+"""What a command wrote as JSON."""
+Rows = list[list[str]]
+Found = tuple[dict[str, Rows], str]
+"""(name of a file -> its rows, what ran in words)."""
 
-Every table says on which machine, on which day and by which command it was made; `python -m
-gradwire.bench.studies.performance` measures all of them again and rewrites the tables. Seconds depend on the machine
-and on whatever else it does; ratios inside a table do not, as its rows took turns in one run. Emulated clusters are
-network namespaces on one machine, each behind a link of the stated rate; all their ranks share the machine's cores.
-"""
+
+def compared(name: str) -> Callable[[Record], Found]:
+    """How the JSON of `gradwire compare` becomes one file."""
+
+    def made(record: Record) -> Found:
+        rows = [["compared", "s per step", "MB on NIC", "gradient error", "speed-up"]]
+        ran = [one for one in record["results"] if one["seconds"] is not None]
+        for one in sorted(ran, key=lambda each: float(each["seconds"])):
+            nbytes = "-" if one["nic_nbytes"] is None else f"{one['nic_nbytes'] / 1e6:.2f}"
+            error = "-" if one["error"] is None else f"{one['error']:.1e}"
+            rows.append([one["name"], f"{one['seconds']:.3f}", nbytes, error, f"{one['speed_up']:.2f}x"])
+        words = record["title"]
+        if record["source"]:
+            words += f". Step time: {record['source']}"
+        if record["expected_plain_seconds"] is not None:
+            words += f". Plain DDP by its waits and its link alone: {record['expected_plain_seconds']:.3f} s a step"
+        refused = [one["name"] for one in record["results"] if one["seconds"] is None]
+        return {name: rows}, words + (f". Does not run: {', '.join(refused)}" if refused else "")
+
+    return made
+
+
+def hook_speeds(record: Record) -> Found:
+    """Of `hook_speed`."""
+    rows = [["cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit", "of link", "speed-up"]]
+    for one in record["results"]:
+        figures = (
+            f"{one['seconds']:.3f}",
+            f"{one['nic_nbytes'] / 1e6:.2f}",
+            f"{one['nic_share']:.3f}",
+            *(f"{one[key]:.2f}" for key in ("limit_share", "link_share", "speed_up")),
+        )
+        rows.append([one["case"], one["name"], *figures])
+    return {"hook": rows}, f"{record['megabytes']:g} MB, links of {record['nic']}"
+
+
+def sweep(record: Record) -> Found:
+    """Of `gradwire bench all_reduce` with several backends: microseconds of each size."""
+    backends = [block["facts"]["backend"] for block in record["blocks"]]
+    times: dict[int, list[str]] = {}
+    for row in record["results"]:
+        times.setdefault(row["size"], []).extend(f"{row[half]['time']:.2f}" for half in ("out_of_place", "in_place"))
+    head = ["bytes", *(f"{name}, {word}" for name in backends for word in ("us", "in place"))]
+    config = record["config"]
+    words = f"{config['warmup_iters']} warm-up, {config['iterations']} iterations"
+    wrong = record["out_of_bounds"]["count"]
+    return {
+        "sweep": [head, *([str(size), *found] for size, found in times.items())]
+    }, f"{words}; {wrong or 'nothing'} wrong"
+
+
+def peers(record: Record) -> Found:
+    """Of `shm_peers`: a file for each number of ranks; microseconds, median of the rounds (best round)."""
+    files = {}
+    for ranks, rounds in record["seconds"].items():
+        sizes = sorted({int(size) for results in rounds.values() for result in results for size in result})
+        rows = [["size", *rounds]]
+        for size in sizes:
+            name = f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
+            cells = []
+            for results in rounds.values():
+                microseconds = [float(result[str(size)]) * 1e6 for result in results]
+                cells.append(f"{statistics.median(microseconds):.1f} ({min(microseconds):.1f})")
+            rows.append([name, *cells])
+        files[f"peers_{ranks}"] = rows
+    count = max(len(results) for rounds in record["seconds"].values() for results in rounds.values())
+    return files, f"{count} rounds in turns"
+
+
+def kernels(record: Record) -> Found:
+    """Of `gradwire bench kernels`."""
+    rows = [["kernel", "bytes", "ms", "GB/s", "of a copy", "torch ms", "vs torch"]]
+    for one in record["results"]:
+        seconds, composed = one["seconds"], one["composed_seconds"]
+        rate, share = f"{one['bytes_per_second'] / 1e9:.1f}", f"{one['of_floor']:.2f}"
+        nbytes = f"{one['nbytes']:,}"
+        rows.append(
+            [
+                one["kernel"],
+                nbytes,
+                f"{seconds * 1e3:.2f}",
+                rate,
+                share,
+                f"{composed * 1e3:.2f}",
+                f"{one['speedup']:.1f}x",
+            ]
+        )
+    return {"kernels": rows}, "25 MiB of float32, one thread"
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One table of the page.
+    """One part of the page.
 
     Attributes:
         name: On the command line.
-        title: Its heading.
-        text: What it shows and how to read it.
-        command: Words after `python -m`.
+        command: Words after `python -m`; a file for its JSON is added.
+        made: What becomes of its JSON.
     """
 
     name: str
-    title: str
-    text: str
     command: tuple[str, ...]
+    made: Callable[[Record], Found]
 
 
-def _compare(*words: str) -> tuple[str, ...]:
-    return ("gradwire", "compare", *words)
+def _compare(name: str, *words: str) -> Section:
+    return Section(name, ("gradwire", "compare", *words), compared(name))
 
+
+_SIZES = ("-b", "8", "-e", "64M", "-f", "8")
+_ALONE = ("--megabytes", "16", "--rounds", "60", "--only", "gradwire flat")
 
 SECTIONS = (
     Section(
         "hook",
-        "One bucket through the DDP hook",
-        "16 MB at 200 Mbit. The lower bound is 2(N-1)/N of the bucket on every node's card. "
-        '"Share of limit" is the ideal time over the measured one. "Of link" also counts packet headers and leaves out '
-        'the time of a step without communication. Speed-up is over plain DDP. "Rate unknown" is gradwire where nobody '
-        "has said how fast the links are.",
-        ("gradwire.bench.studies.hook_speed",),
+        ("gradwire.bench.studies.hook_speed", "2x2", "2x4", "4x2", "4x4", "3+1", "2x2 round-robin"),
+        hook_speeds,
     ),
-    Section(
-        "overhead",
-        "The hook where it has nothing to gain",
-        "One rank: the same transformer with plain DDP and with the hook, in turns.",
-        _compare(
-            "--nodes", "1", "--ranks-per-node", "1", "--megabytes", "16", "--rounds", "60", "--only", "gradwire flat"
-        ),
-    ),
-    Section(
-        "one-node",
-        "The hook on one node of two ranks",
-        "Shared memory in place of gloo.",
-        _compare(
-            "--nodes", "1", "--ranks-per-node", "2", "--megabytes", "16", "--rounds", "60", "--only", "gradwire flat"
-        ),
-    ),
+    _compare("overhead", "--nodes", "1", "--ranks-per-node", "1", *_ALONE),
+    _compare("one_node", "--nodes", "1", "--ranks-per-node", "2", *_ALONE),
     Section(
         "sweep",
-        "All-reduce inside a node, 2 ranks",
-        "gradwire as the hook calls it, its shared memory alone, and gloo.",
-        (
-            "gradwire",
-            "bench",
-            "all_reduce",
-            "-b",
-            "8",
-            "-e",
-            "64M",
-            "-f",
-            "8",
-            "-g",
-            "2",
-            "--backend",
-            "gradwire,shm,gloo",
-        ),
+        ("gradwire", "bench", "all_reduce", *_SIZES, "-g", "2", "--backend", "gradwire,shm,gloo"),
+        sweep,
     ),
-    Section(
-        "compare",
-        "Plain DDP, torch's hooks and gradwire side by side",
-        "A transformer on 2 nodes of 2 ranks behind 200 Mbit. The error is that of one averaged gradient against the "
-        "exact mean; compressors with feedback make up for it in later steps, and those with a momentum of their own "
-        "(onebit, dgc) deliver another quantity than the mean.",
-        _compare("--megabytes", "16", "--plot", "docs/pictures/speedup.png"),
-    ),
-    Section(
-        "swin-2x8",
-        "Replay: Swin-T on 2x8 GPUs behind 25 Gbit",
-        "Real shapes and order, computation as timed waits. A connection reaches 5 Gbit, see docs/results/replays.md.",
-        _compare("--replay", "swin_t", "--nodes", "2", "--stream", "5gbit"),
-    ),
-    Section(
-        "swin-4x8",
-        "Replay: Swin-T on 4x8 GPUs behind 25 Gbit",
-        "The same on twice the nodes.",
-        _compare("--replay", "swin_t", "--stream", "5gbit"),
-    ),
-    Section(
-        "resnet50",
-        "Replay: ResNet-50 on 4x8 GPUs behind 25 Gbit",
-        "64 images a GPU and step.",
-        _compare("--replay", "resnet50"),
-    ),
-    Section(
-        "bert",
-        "Replay: BERT-base on 4x8 GPUs behind 25 Gbit",
-        "32 sentences a GPU and step.",
-        _compare("--replay", "bert_base", "--only", "hier,onebit"),
-    ),
-    Section(
-        "vgg16",
-        "Replay: VGG16 on 2x8 GPUs behind 25 Gbit",
-        "32 images a GPU and step.",
-        _compare("--replay", "vgg16", "--nodes", "2"),
-    ),
-    Section(
-        "peers",
-        "Shared memory against MPI's",
-        "All-reduce on one node against gloo and the MPI libraries that are given with --mpi-venv.",
-        ("gradwire.bench.studies.shm_peers",),
-    ),
-    Section("kernels", "The compressors' kernels", "Encode and decode of one shard.", ("gradwire", "bench", "kernels")),
+    _compare("compare", "--megabytes", "16", "--plot", "docs/pictures/speedup.png"),
+    _compare("swin_2x8", "--replay", "swin_t", "--nodes", "2", "--stream", "5gbit"),
+    _compare("swin_4x8", "--replay", "swin_t", "--stream", "5gbit"),
+    _compare("resnet50", "--replay", "resnet50"),
+    _compare("bert", "--replay", "bert_base", "--only", "hier,onebit"),
+    _compare("vgg16", "--replay", "vgg16", "--nodes", "2"),
+    Section("peers", ("gradwire.bench.studies.shm_peers",), peers),
+    Section("kernels", ("gradwire", "bench", "kernels"), kernels),
 )
 
 
-def split_page(text: str) -> dict[str, str]:
-    """The body of each section of a page, by title."""
-    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
-    return {title.strip(): body.strip() for title, body in zip(parts[1::2], parts[2::2], strict=True)}
-
-
-def head_of(page: str) -> str:
-    """What a page says before its first section, which is written by hand."""
-    return re.split(r"^## ", page, maxsplit=1, flags=re.MULTILINE)[0].strip()
-
-
-def write_page(bodies: dict[str, str], head: str = _HEAD) -> str:
-    """The page, with one body for each section.
-
-    Args:
-        bodies: By title; sections without one say that they were not measured.
-        head: What stands before the first section.
-    """
-    blocks = [f"## {one.title}\n\n{bodies.get(one.title) or body(one, None)}" for one in SECTIONS]
-    return "\n\n".join([head.strip(), *blocks]) + "\n"
-
-
-def body(section: Section, output: str | None) -> str:
-    """A section's text under its heading.
+def measure(section: Section, timeout_seconds: float, extra: list[str]) -> Record | None:
+    """Runs a section's command; None, with a word on stderr, where it fails.
 
     Args:
         section: Which.
-        output: What its command printed; None where it has not run.
+        timeout_seconds: For the command.
+        extra: Further words of the command line.
     """
-    command = "`python -m " + " ".join(f'"{word}"' if " " in word else word for word in section.command) + "`"
-    if output is None:
-        return f"{section.text}\n\n{command}\n\n{NOT_YET}"
-    lines = "\n".join(line.rstrip() for line in output.strip("\n").splitlines())
-    return f"{section.text}\n\n{command}; {machine_line()}\n\n```\n{lines}\n```"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        # Only nccl-tests' table has a flag of its own for a file of JSON, which may not be there yet.
+        target = ["-J", str(file)] if section.name == "sweep" else ["--json", str(file)]
+        words = [sys.executable, "-m", *section.command, *extra, *target]
+        print(f"{section.name}: {shlex.join(words[1:])}", file=sys.stderr, flush=True)
+        try:
+            status = subprocess.run(words, stdout=sys.stderr, timeout=timeout_seconds, check=False).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{section.name}: took longer than {timeout_seconds:g} s; its old files stay", file=sys.stderr)
+            return None
+        if status or not file.exists():
+            print(f"{section.name}: status {status}; its old files stay", file=sys.stderr)
+            return None
+        found: Record = json.loads(file.read_text())
+        return found
 
 
-def measure(section: Section, timeout_seconds: float, extra: list[str]) -> str | None:
-    """Runs a section's command; None, with a word on stderr, where it fails."""
-    words = [sys.executable, "-m", *section.command, *extra]
-    print(f"{section.name}: {' '.join(words[1:])}", file=sys.stderr, flush=True)
-    try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=timeout_seconds, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{section.name}: took longer than {timeout_seconds:g} s; its old text stays", file=sys.stderr)
-        return None
-    if done.returncode:
-        print(f"{section.name}: status {done.returncode}; its old text stays", file=sys.stderr)
-        return None
-    return done.stdout
+def keep(section: Section, record: Record, extra: list[str], folder: Path) -> None:
+    """Writes what a section has found: its files, and its row of `runs.csv`.
+
+    Args:
+        section: Which.
+        record: What its command wrote.
+        extra: Further words of the command line.
+        folder: For the files.
+    """
+    files, words = section.made(record)
+    for name, rows in files.items():
+        write(folder / f"{name}.csv", rows)
+    runs = folder / "runs.csv"
+    rows = read(runs)[1:] if runs.exists() else []
+    row = [section.name, f"`python -m {shlex.join([*section.command, *extra])}`", words, machine_line()]
+    order = [each.name for each in SECTIONS]
+    rows = [*(each for each in rows if each[0] != section.name), row]
+    write(runs, [RUNS_HEAD, *sorted(rows, key=lambda each: order.index(each[0]) if each[0] in order else len(order))])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -201,14 +221,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Measures the figures of docs/results/performance.md again.",
     )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(one.name for one in SECTIONS))
-    parser.add_argument("--output", type=Path, default=PAGE, help=f"the page (default {PAGE})")
+    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help=f"for the files (default {DATA})")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one section (default 1200)")
     parser.add_argument("--mpi-venv", action="append", default=[], metavar="NAME=DIR", help="for the section `peers`")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Measures and writes the page; returns 1 if a section failed, 2 for a bad word.
+    """Measures and writes the files; returns 1 if a section failed, 2 for a bad word.
 
     Args:
         argv: Sections and options.
@@ -221,20 +241,15 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    page = options.output.read_text() if options.output.exists() else ""
-    bodies, head = split_page(page), head_of(page) or _HEAD
     failed = False
     for section in SECTIONS:
         if options.sections and section.name not in options.sections:
             continue
         extra = [word for venv in options.mpi_venv for word in ("--mpi-venv", venv)] if section.name == "peers" else []
-        output = measure(section, options.timeout, extra)
-        failed = failed or output is None
-        if output is not None:
-            bodies[section.title] = body(section, output)
-        # After each section: an hour's work is not lost to the last one.
-        options.output.parent.mkdir(exist_ok=True)
-        options.output.write_text(write_page(bodies, head))
+        record = measure(section, options.timeout, extra)
+        failed = failed or record is None
+        if record is not None:  # at once: an hour's work is not lost to the last one
+            keep(section, record, extra, options.data)
     return int(failed)
 
 

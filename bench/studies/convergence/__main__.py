@@ -3,7 +3,7 @@ r"""Does training under a compressor reach plain DDP's quality, and how soon?
     python -m gradwire.bench.studies.convergence quality --json runs.json   # every task, method and seed; an hour
     python -m gradwire.bench.studies.convergence speed --json runs.json     # seconds per step on emulated links; root
     python -m gradwire.bench.studies.convergence show --json runs.json \
-        --page docs/results/convergence.md --draw docs/pictures/convergence
+        --data docs/results/data/convergence --draw docs/pictures/convergence
 
 All of it goes into one file. Runs that are in it already are not repeated, so that a stopped measurement goes on.
 """
@@ -15,17 +15,11 @@ from pathlib import Path
 from gradwire.bench.arguments import add_import_option, import_modules
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.studies.convergence.record import Record
-from gradwire.bench.studies.convergence.show import (
-    SHARDED_BEGIN,
-    SHARDED_END,
-    draw,
-    replace_tables,
-    sharded_tables,
-    tables,
-)
+from gradwire.bench.studies.convergence.show import draw, sharded_tables, tables, untrained
 from gradwire.bench.studies.convergence.speed import LINKS, measure
 from gradwire.bench.studies.convergence.tasks import TASKS
 from gradwire.bench.studies.convergence.training import METHODS, method_of, train
+from gradwire.bench.studies.tables.page import markdown, write
 
 SEEDS = (0, 1, 2)
 
@@ -100,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="stop after N training runs (default: none missing)")
     parser.add_argument("--draw", type=Path, metavar="NAME", help="with show: pictures NAME-TASK.png")
-    parser.add_argument("--page", type=Path, metavar="FILE.md", help="with show: the tables replace those of this page")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="with show: TASK.csv and others are written there")
     return parser
 
 
@@ -116,11 +110,13 @@ def main(argv: list[str]) -> int:
             elif options.what == "speed":
                 measure_speed(record, options)
             else:
-                print(tables(record), sharded_tables(record), sep="\n\n")
-                if options.page:
-                    replace_tables(options.page, tables(record))
-                    if sharded_tables(record):
-                        replace_tables(options.page, sharded_tables(record), SHARDED_BEGIN, SHARDED_END)
+                for name, rows in (tables(record) | sharded_tables(record)).items():
+                    print(name, markdown(rows), sep="\n\n", end="\n\n")
+                    if options.data:
+                        write(options.data / f"{name}.csv", rows)
+                for task, missing in untrained(record).items():
+                    print(f"{task}, not trained yet: {'; '.join(missing)}")
+                print(f"Machine: {record.machine}")
                 for picture in draw(record, options.draw) if options.draw else []:
                     print(picture)
     except (ValueError, RuntimeError) as error:

@@ -1,8 +1,9 @@
 r"""A list of trainings, done one after the other in the background: for docs/results/optimizers.md.
 
     nohup python -m gradwire.bench.studies.convergence.queue run --data FILE.jsonl --entries entries.txt &
-    python -m gradwire.bench.studies.convergence.queue show --data FILE.jsonl --page docs/results/optimizers.md \
-        --draw docs/pictures/optimizers.png
+    python -m gradwire.bench.studies.convergence.queue show --data FILE.jsonl --draw docs/pictures/optimizers.png
+
+`python -m gradwire.bench.studies.tables` puts what docs/results/data/optimizers.jsonl holds into the page.
 
 A line of the list is a task, a size, an optimizer, a compressor with its options, and seeds:
 
@@ -37,6 +38,8 @@ from gradwire.bench.studies.convergence.results import (
     ACCUMULATE,
     ACCUMULATED_BEGIN,
     ACCUMULATED_END,
+    BEGIN,
+    END,
     EXACT,
     Entry,
     Result,
@@ -46,9 +49,9 @@ from gradwire.bench.studies.convergence.results import (
     results_from,
     tables,
 )
-from gradwire.bench.studies.convergence.show import replace_tables
 from gradwire.bench.studies.convergence.tasks import TEXT_SIZES, BatchedTask, FashionTask, TextTask
 from gradwire.bench.studies.convergence.training import ONEBIT_ADAM
+from gradwire.bench.studies.tables.page import put_between
 from gradwire.compressors.registry import options_of
 
 FASHION_SIZE = "0.1M"
@@ -183,6 +186,22 @@ def run_queue(entries: Path, data: Path, until: datetime.datetime | None = None,
             print(f"{result.date} {result.entry}: {result.quality:.4f}, {len(todo) - 1} left", flush=True)
 
 
+def with_tables(page: str, data: Path) -> str:
+    """The page with the tables of all results.
+
+    Args:
+        page: Markdown.
+        data: A line for each result.
+
+    Raises:
+        ValueError: The page has no place for them, or a line of the data is none.
+    """
+    results = results_from(data)
+    page = put_between(page, tables(results), BEGIN, END)
+    found = accumulations(results)
+    return put_between(page, found, ACCUMULATED_BEGIN, ACCUMULATED_END) if found else page
+
+
 def _time_of_day(word: str) -> datetime.datetime:
     try:
         wanted = datetime.time.fromisoformat(word)
@@ -208,7 +227,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="0..19",
         help=f"with run: the priority, 19 being the least (default {LEAST_PRIORITY})",
     )
-    parser.add_argument("--page", type=Path, metavar="FILE.md", help="with show: the tables replace those of this page")
     parser.add_argument("--draw", type=Path, metavar="FILE.png", help="with show: the picture")
     return parser
 
@@ -225,10 +243,6 @@ def main(argv: list[str]) -> int:
         else:
             results = results_from(options.data)
             print(tables(results))
-            if options.page:
-                replace_tables(options.page, tables(results))
-                if found := accumulations(results):
-                    replace_tables(options.page, found, ACCUMULATED_BEGIN, ACCUMULATED_END)
             if options.draw:
                 draw(results, options.draw)
     except (ValueError, RuntimeError, OSError) as error:

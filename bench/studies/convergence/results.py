@@ -11,6 +11,8 @@ from gradwire.compressors.registry import Option
 
 EXACT, ACCUMULATE = "none", "accumulate"
 SOURCE = "queue"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+"""Between them a page holds the tables."""
 ACCUMULATED_BEGIN, ACCUMULATED_END = "<!-- accumulated: begin -->", "<!-- accumulated: end -->"
 """Between them a page holds the table of accumulation."""
 

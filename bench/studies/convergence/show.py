@@ -1,6 +1,5 @@
-"""The results as Markdown tables, and a picture for each task: quality over training time, one line a method."""
+"""The results as tables, and a picture for each task: quality over training time, one line a method."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,144 +18,113 @@ from gradwire.bench.studies.convergence.speed import LINKS
 from gradwire.bench.studies.convergence.tasks import TASKS, TaskFacts
 from gradwire.bench.studies.convergence.training import METHODS, PLAIN, SHARDED_METHODS, TORCH_FP16
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-"""Between them a page holds the tables."""
-SHARDED_BEGIN, SHARDED_END = "<!-- sharded: begin -->", "<!-- sharded: end -->"
-"""Between them it holds those of sharded models."""
 
-
-def replace_tables(page: Path, text: str, first: str = BEGIN, last: str = END) -> None:
-    """Puts `text` where a page holds its tables.
-
-    Args:
-        page: A file of Markdown.
-        text: The tables.
-        first: The line before them.
-        last: The line behind them.
-
-    Raises:
-        ValueError: The page has no such place.
-    """
-    before, begin, rest = page.read_text().partition(first)
-    _, end, after = rest.partition(last)
-    if not begin or not end:
-        raise ValueError(f"`--page` {page} has no lines `{first}` and `{last}`; put them where the tables belong")
-    page.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}")
-
-
-def sharded_tables(record: Record) -> str:
-    """Returns a table for each task that was trained with a sharded model, against plain DDP; empty if none was."""
-    parts = []
+def sharded_tables(record: Record) -> dict[str, list[list[str]]]:
+    """`sharded_TASK` -> the rows of each task that was trained with a sharded model, against plain DDP."""
+    found = {}
     for make in TASKS.values():
         facts = make().facts
         names = [method.name for method in SHARDED_METHODS if record.runs_of(facts.name, method.name)]
         if not names or not record.runs_of(facts.name, PLAIN):
             continue
-        lines = [f"{facts.title[0].upper()}{facts.title[1:]}, {facts.steps} steps; {facts.quality}:", ""]
-        lines.append(_line(["setting", "final", "against plain DDP", "lowest to highest", "of each seed", "seeds"]))
-        lines.append("|---" * (lines[-1].count("|") - 1) + "|")
+        rows = [["setting", "final", "against plain DDP", "lowest to highest", "of each seed", "seeds"]]
         for name in [PLAIN, *names]:
             runs = sorted(record.runs_of(facts.name, name), key=lambda run: run.seed)
             plain = {run.seed: run.final for run in record.runs_of(facts.name, PLAIN)}
             apart = [run.final - plain[run.seed] for run in runs if run.seed in plain]
             end = ending(runs)
-            lines.append(
-                _line(
-                    [
-                        name,
-                        f"{end.mean:.3f}",
-                        f"{sum(apart) / len(apart):+.3f}" if apart else "",
-                        f"{end.low:.3f} to {end.high:.3f}",
-                        ", ".join(f"{each:+.3f}" for each in apart),
-                        f"{len(runs)}",
-                    ]
-                )
+            rows.append(
+                [
+                    name,
+                    f"{end.mean:.3f}",
+                    f"{sum(apart) / len(apart):+.3f}" if apart else "",
+                    f"{end.low:.3f} to {end.high:.3f}",
+                    ", ".join(f"{each:+.3f}" for each in apart),
+                    f"{len(runs)}",
+                ]
             )
-        parts.append("\n".join(lines))
-    return "\n\n".join([*parts, f"Machine: {record.machine}."]) if parts else ""
+        found[f"sharded_{facts.name}"] = rows
+    return found
 
 
-def tables(record: Record) -> str:
-    """Returns a heading, a line of facts and a table for each task that was trained."""
-    parts = []
+def tables(record: Record) -> dict[str, list[list[str]]]:
+    """Name of a table -> its rows, the names of the columns first: one a task, and `links`."""
+    found = {}
+    links = [
+        [
+            "task",
+            "steps",
+            "to reach",
+            "link",
+            "plain DDP's share of a step on communication",
+            "s a step without a limit",
+        ]
+    ]
     for make in TASKS.values():
         facts = make().facts
-        if record.runs_of(facts.name, PLAIN):
-            parts.append(
-                "\n".join([f"### {facts.title}", "", _introduction(record, facts), "", *_table(record, facts)])
-            )
-    return "\n\n".join([*parts, f"Machine: {record.machine}."])
+        if not record.runs_of(facts.name, PLAIN):
+            continue
+        found[facts.name] = _table(record, facts)
+        for speed in _speeds(record, facts):
+            share = 1.0 - speed.free_seconds / speed.seconds(PLAIN)
+            wanted = f"{target(record, facts):.2f}"
+            links.append([facts.name, f"{facts.steps}", wanted, speed.nic, f"{share:.0%}", f"{speed.free_seconds:.3f}"])
+    return found | ({"links": links} if len(links) > 1 else {})
 
 
-def _introduction(record: Record, facts: TaskFacts) -> str:
-    wanted = target(record, facts)
-    text = (
-        f"{facts.steps} steps; quality: {facts.quality}. To reach: "
-        f"{wanted:.2f}, which is plain DDP's mean within {facts.tolerance:g}."
-    )
-    for speed in _speeds(record, facts):
-        share = 1.0 - speed.free_seconds / speed.seconds(PLAIN)
-        text += (
-            f" On {speed.nic} links plain DDP spends {share:.0%} of its step on communication "
-            f"({speed.free_seconds:.3f} s without a limit)."
-        )
-    return text
+def untrained(record: Record) -> dict[str, list[str]]:
+    """Task -> its methods that have no training yet."""
+    return {
+        facts.name: missing
+        for facts in (make().facts for make in TASKS.values())
+        if (missing := [each.name for each in METHODS[facts.optimizer] if not record.runs_of(facts.name, each.name)])
+    }
 
 
 def _speeds(record: Record, facts: TaskFacts) -> list[Speed]:
     return [speed for share in LINKS if (speed := record.speed_of(facts.name, share)) is not None]
 
 
-def _table(record: Record, facts: TaskFacts) -> list[str]:
+def _table(record: Record, facts: TaskFacts) -> list[list[str]]:
     speeds = _speeds(record, facts)
-    lines = [
-        _line(
-            [
-                "method",
-                "final",
-                "against plain DDP",
-                "lowest to highest",
-                "seeds",
-                "steps to reach",
-                *(word for speed in speeds for word in (f"s per step, {speed.nic}", "time to quality", "speed-up")),
-            ]
-        )
+    rows = [
+        [
+            "method",
+            "final",
+            "against plain DDP",
+            "lowest to highest",
+            "seeds",
+            "steps to reach",
+            *(f"{word}, {speed.nic}" for speed in speeds for word in ("s a step", "time to quality", "speed-up")),
+        ]
     ]
-    lines.append("|---" * (lines[0].count("|") - 1) + "|")
-    missing = [method.name for method in METHODS[facts.optimizer] if not record.runs_of(facts.name, method.name)]
     for method in METHODS[facts.optimizer]:
-        if method.name in missing:
-            continue
         runs = record.runs_of(facts.name, method.name)
+        if not runs:
+            continue
         end = ending(runs)
         steps = steps_of(record, facts, method.name)
         apart = end.mean - ending(plain_runs(record, facts.name, method.name)).mean
-        lines.append(
-            _line(
-                [
-                    method.name,
-                    f"{end.mean:.2f}",
-                    f"{apart:+.2f}",
-                    f"{end.low:.2f} to {end.high:.2f}",
-                    f"{len(runs)}",
-                    "never" if steps is None else f"{steps:.0f}",
-                    *(word for speed in speeds for word in _times(record, facts, method.name, speed)),
-                ]
-            )
+        rows.append(
+            [
+                method.name,
+                f"{end.mean:.2f}",
+                f"{apart:+.2f}",
+                f"{end.low:.2f} to {end.high:.2f}",
+                f"{len(runs)}",
+                "never" if steps is None else f"{steps:.0f}",
+                *(word for speed in speeds for word in _times(record, facts, method.name, speed)),
+            ]
         )
-    return lines + (["", f"Not trained yet: {'; '.join(missing)}."] if missing else [])
+    return rows
 
 
 def _times(record: Record, facts: TaskFacts, method: str, speed: Speed) -> tuple[str, str, str]:
     per_step = f"{speed.seconds(method):.3f}"
     seconds, plain = seconds_to(record, facts, method, speed), seconds_to(record, facts, PLAIN, speed)
     if seconds is None or plain is None:
-        return per_step, "never", ""
+        return per_step, "never", "-"
     return per_step, f"{seconds:.0f} s", f"{plain / seconds:.2f}x"
-
-
-def _line(words: Sequence[str]) -> str:
-    return f"| {' | '.join(words)} |"
 
 
 if TYPE_CHECKING:

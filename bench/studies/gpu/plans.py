@@ -1,7 +1,7 @@
 """Feeds docs/results/gpu_plans.md: what each plan is predicted to take on clusters of GPUs, beside NCCL's own best.
 
-    python -m gradwire.bench.studies.gpu.plans            # prints the tables
-    python -m gradwire.bench.studies.gpu.plans --write docs/results/gpu_plans.md
+    python -m gradwire.bench.studies.gpu.plans      # prints the tables
+    python -m gradwire.bench.studies.tables         # writes them into the page
 
 Nothing is measured, no GPU is needed.
 """
@@ -9,8 +9,8 @@ Nothing is measured, no GPU is needed.
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+from gradwire.bench.studies.tables.page import put_between
 from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second
 from gradwire.comms.plan.nccl_model import nccl_model
@@ -141,22 +141,13 @@ def with_tables(page: str) -> str:
     Raises:
         ValueError: It does not say where they begin and end.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no {BEGIN} ... {END}; wanted both, once")
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+    return put_between(page, tables().strip(), BEGIN, END)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the tables, or writes them into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page")
-    options = parser.parse_args(argv)
-    if options.write is None:
-        print(tables(), end="")
-    else:
-        options.write.write_text(with_tables(options.write.read_text(encoding="utf-8")), encoding="utf-8")
+    """Prints the tables."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    print(tables(), end="")
     return 0
 
 

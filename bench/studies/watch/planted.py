@@ -1,9 +1,8 @@
-r"""How many planted delays and disagreements a watch names, in jobs of seven kinds, and whom it names without any.
+"""How many planted delays and disagreements a watch names, in jobs of seven kinds, and whom it names without any.
 
-Feeds docs/results/diagnosis.md, whose table is made of the data file:
+Feeds docs/results/diagnosis.md, whose table is made of the data file by `python -m gradwire.bench.studies.tables`:
 
-    python -m gradwire.bench.studies.watch.planted --data docs/results/data/watch.jsonl \
-        --write docs/results/diagnosis.md
+    python -m gradwire.bench.studies.watch.planted --data docs/results/data/watch.jsonl
 
 Each job's result is a line of the data file as soon as it is there. What the file has is not run again, so that the
 same command goes on where it was stopped; take a line out to repeat it.
@@ -37,6 +36,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.tables.page import put_between
 from gradwire.bench.studies.watch import job
 from gradwire.bench.studies.watch.forked import join, run_ranks
 from gradwire.bench.studies.watch.job import (
@@ -73,6 +73,8 @@ RESULT = "result:"
 
 PARTS = ("late", "disagree", "healthy")
 
+COMMAND = "python -m gradwire.bench.studies.watch.planted --data docs/results/data/watch.jsonl"
+"""Makes the data file of the page."""
 BEGIN, END = "<!-- planted: begin -->", "<!-- planted: end -->"
 
 
@@ -295,28 +297,23 @@ class Outcomes:
                 file.write(json.dumps(asdict(outcome)) + "\n")
 
 
-def write(page: Path, outcomes: Sequence[Outcome], command: str) -> None:
-    """Puts the table into a page, between its two marks.
+def with_table(page: str, outcomes: Sequence[Outcome]) -> str:
+    """A page with the table between its two marks.
 
     Args:
-        page: With `BEGIN` and `END`.
+        page: Markdown, with `BEGIN` and `END`.
         outcomes: A row each.
-        command: That made them.
 
     Raises:
         ValueError: The page has no such marks.
     """
-    text = page.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"`write` is {page}, which has no {BEGIN} and {END}")
     order = {part: place for place, part in enumerate(PARTS)}
     rows = [each.row for each in sorted(outcomes, key=lambda each: order[each.part])]
     loads = [each.load for each in outcomes]
     machines = "; ".join(dict.fromkeys(each.machine for each in outcomes))
-    where = f"{RANKS} ranks over gloo, `{command}`, {machines}, at a load of {min(loads):.0f} to {max(loads):.0f}."
+    where = f"{RANKS} ranks over gloo, `{COMMAND}`, {machines}, at a load of {min(loads):.0f} to {max(loads):.0f}."
     table = "\n".join(["| planted | said |", "|---|---|", *rows])
-    head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
-    page.write_text(f"{head}{BEGIN}\n\n{table}\n\n{where}\n\n{END}{tail}")
+    return put_between(page, f"{table}\n\n{where}", BEGIN, END)
 
 
 def main() -> None:
@@ -335,7 +332,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000, help="of the healthy job (default: 10,000)")
     parser.add_argument("--seed", type=int, default=0, help="of which ranks have the faults (default: 0)")
     parser.add_argument("--data", type=Path, metavar="FILE.jsonl", help="keeps results; what it has is not run again")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="puts the table into this page")
     options = parser.parse_args()
     for module in WARMED:
         importlib.import_module(module)
@@ -357,8 +353,6 @@ def main() -> None:
         for steps in outcomes.missing("healthy", [str(options.steps)]):
             named, took = healthy(int(steps))
             outcomes.add(Outcome("healthy", steps, [[asdict(each) for each in named], took]))
-    if options.write is not None:
-        write(options.write, outcomes.all, " ".join(["python -m gradwire.bench.studies.watch.planted", *sys.argv[1:]]))
 
 
 def in_turn(count: int, drawn: random.Random) -> list[int]:

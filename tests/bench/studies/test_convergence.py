@@ -17,14 +17,7 @@ from gradwire.bench.studies.convergence import __main__ as convergence
 from gradwire.bench.studies.convergence import alone, tasks
 from gradwire.bench.studies.convergence.alone import train_alone, train_onebit_adam
 from gradwire.bench.studies.convergence.record import DENSE, Record, Speed, Timed, seconds_to, steps_to, target
-from gradwire.bench.studies.convergence.show import (
-    SHARDED_BEGIN,
-    SHARDED_END,
-    draw,
-    replace_tables,
-    sharded_tables,
-    tables,
-)
+from gradwire.bench.studies.convergence.show import draw, sharded_tables, tables, untrained
 from gradwire.bench.studies.convergence.tasks import (
     FashionTask,
     SmallCnn,
@@ -35,6 +28,7 @@ from gradwire.bench.studies.convergence.tasks import (
     share_of_peak,
 )
 from gradwire.bench.studies.convergence.training import EVALUATED, METHODS, PLAIN, TORCH_FP16, TrainingRun, method_of
+from gradwire.bench.studies.tables.page import markdown, read
 from gradwire.compressors import registry
 
 JOB = Path(__file__).parent / "convergence_job.py"
@@ -168,17 +162,18 @@ def test_a_record_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert again.rate_of_half("fashion") == ("1mbit", 1.0) and again.rate_of_half("text") is None
 
 
-def test_tables_and_pictures_name_everything(tmp_path: Path) -> None:
+def test_tables_and_pictures_name_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = a_record(tmp_path / "runs.json")
-    text = tables(record)
-    rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
-    assert "never" in rows[TORCH_FP16] and "1.00x" in rows[PLAIN] and record.machine in text
-    assert "90.00 to 91.00" in rows[PLAIN]
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- measured: begin -->old<!-- measured: end -->\nafter\n")
-    assert convergence.main(["show", "--json", str(tmp_path / "runs.json"), "--page", str(page)]) == 0
-    assert page.read_text().startswith("before\n") and page.read_text().endswith("\nafter\n")
-    assert text in page.read_text() and "old" not in page.read_text()
+    found = tables(record)
+    rows = {row[0]: row for row in found["fashion"]}
+    assert "never" in rows[TORCH_FP16] and "1.00x" in rows[PLAIN] and "90.00 to 91.00" in rows[PLAIN]
+    assert found["links"][1][0] == "fashion" and set(untrained(record)) == {"fashion", "text"}
+    data = tmp_path / "data"
+    assert convergence.main(["show", "--json", str(tmp_path / "runs.json"), "--data", str(data)]) == 0
+    printed = capsys.readouterr().out
+    assert record.machine in printed and "fashion, not trained yet: " in printed
+    for name, rows_of_it in found.items():
+        assert read(data / f"{name}.csv") == rows_of_it and markdown(rows_of_it) in printed
     pictures = draw(record, tmp_path / "convergence")
     assert [picture.name for picture in pictures] == ["convergence-fashion.png"]
     assert pictures[0].read_bytes().startswith(b"\x89PNG")
@@ -188,14 +183,9 @@ def test_sharded_trainings_stand_beside_plain_ones_of_the_same_seed(tmp_path: Pa
     record = a_record(tmp_path / "runs.json")
     assert not sharded_tables(record)
     record.add_run(a_run("HSDP int4", 1, 70.0, 90.5))
-    text = sharded_tables(record)
-    assert "| HSDP int4 | 90.500 | -0.500 | 90.500 to 90.500 | -0.500 | 1 |" in text
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{SHARDED_BEGIN}\nold\n{SHARDED_END}\nbehind\n")
-    replace_tables(page, text, SHARDED_BEGIN, SHARDED_END)
-    assert text in page.read_text() and "old" not in page.read_text()
-    with pytest.raises(ValueError, match="has no lines"):
-        replace_tables(page, text)
+    assert sharded_tables(record)["sharded_fashion"][-1] == [
+        *("HSDP int4", "90.500", "-0.500", "90.500 to 90.500", "-0.500", "1")
+    ]
 
 
 def test_a_foreign_file_and_an_unknown_method_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "results" / "gpu_plans.md"
 
 def test_the_page_shows_what_the_model_says() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert with_tables(text) == text, (
-        "run `python -m gradwire.bench.studies.gpu.plans --write docs/results/gpu_plans.md`"
-    )
+    assert with_tables(text) == text, "run `python -m gradwire.bench.studies.tables`"
     assert "Nothing on this page has been measured" in text
 
 

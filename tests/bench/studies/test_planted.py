@@ -33,8 +33,7 @@ def test_what_was_not_explained_in_time_is_not_counted() -> None:
 
 
 def test_what_the_data_file_has_is_not_run_again_and_fills_the_table(tmp_path: Path) -> None:
-    data, page = tmp_path / "data.jsonl", tmp_path / "page.md"
-    page.write_text(f"before\n{planted.BEGIN}\nold\n{planted.END}\nafter\n")
+    data = tmp_path / "data.jsonl"
     first = planted.Outcomes(data)
     assert first.missing("disagree", ["skip", "order"]) == ["skip", "order"]
     first.add(planted.Outcome("healthy", "10", [[], 0.1], "a machine", 3.0))
@@ -43,15 +42,13 @@ def test_what_the_data_file_has_is_not_run_again_and_fills_the_table(tmp_path: P
     first.add(planted.Outcome("late", "ddp", [asdict(late)], "a machine", 4.0))
     read = planted.Outcomes(data)
     assert read.missing("disagree", ["skip", "order"]) == ["order"] and not read.missing("late", ["ddp"])
-    planted.write(page, read.all, "python -m study")
-    text = page.read_text()
+    text = planted.with_table(f"before\n{planted.BEGIN}\nold\n{planted.END}\nafter\n", read.all)
     assert text.startswith(f"before\n{planted.BEGIN}") and text.endswith(f"{planted.END}\nafter\n")
     rows = [planted.delay_row("ddp", [late]), planted.disagreement_row("skip", [2.0, None])]
     assert "\n".join(["| planted | said |", "|---|---|", *rows, planted.healthy_row(10, [], 0.1)]) in text
-    assert "`python -m study`, a machine, at a load of 3 to 5." in text and "old" not in text
-    page.write_text("nothing")
-    with pytest.raises(ValueError, match="`write`"):
-        planted.write(page, [], "")
+    assert "watch.jsonl`, a machine, at a load of 3 to 5." in text and "old" not in text
+    with pytest.raises(ValueError, match="planted: begin"):
+        planted.with_table("nothing", read.all)
 
 
 def test_ranks_are_ended_as_by_torchrun_when_one_has_failed() -> None:

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from gradwire.bench.studies.convergence.optimizers import groups_of, optimizers_of
-from gradwire.bench.studies.convergence.queue import entries_from, main, task_of
+from gradwire.bench.studies.convergence.queue import entries_from, main, task_of, with_tables
 from gradwire.bench.studies.convergence.results import (
+    BEGIN,
+    END,
     Entry,
     Result,
     accumulations,
@@ -23,7 +25,6 @@ from gradwire.bench.studies.convergence.results import (
     results_from,
     tables,
 )
-from gradwire.bench.studies.convergence.show import BEGIN, END
 from gradwire.bench.studies.convergence.tasks import FashionTask, TextTask
 
 LIST = """
@@ -142,12 +143,12 @@ def test_tables_compare_with_the_exact_sum_of_the_same_seed() -> None:
 
 
 def test_page_and_picture_come_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, page, picture = tmp_path / "data.jsonl", tmp_path / "page.md", tmp_path / "picture.png"
+    data, picture = tmp_path / "data.jsonl", tmp_path / "picture.png"
     rows = [result("none", 0, 2.0), result("int4", 0, 2.25)]
     data.write_text("".join(json.dumps(asdict(each)) + "\n" for each in rows))
-    page.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
-    assert main(["show", "--data", str(data), "--page", str(page), "--draw", str(picture)]) == 0
-    assert "+0.250" in page.read_text() and page.read_text().endswith("after\n")
+    assert main(["show", "--data", str(data), "--draw", str(picture)]) == 0
+    page = with_tables(f"before\n{BEGIN}\n{END}\nafter\n", data)
+    assert "+0.250" in page and page.endswith("after\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "+0.250" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no method beside an exact sum"):

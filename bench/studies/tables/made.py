@@ -1,0 +1,52 @@
+"""Tables that are computed: from the results of trainings and faults, one a line, and from what `predict` says now."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from gradwire.bench.studies.tables.page import put_between
+
+PRINTED_BEGIN, PRINTED_END = "<!-- printed -->", "<!-- /printed -->"
+
+
+def of_optimizers(page: str, data: Path) -> str:
+    """docs/results/optimizers.md, from the lines of the queue of trainings."""
+    from gradwire.bench.studies.convergence import queue
+
+    return queue.with_tables(page, data / "optimizers.jsonl")
+
+
+def of_planted_faults(page: str, data: Path) -> str:
+    """docs/results/diagnosis.md, from the lines of planted faults."""
+    from gradwire.bench.studies.watch import planted
+
+    return planted.with_table(page, planted.Outcomes(data / "watch.jsonl").all)
+
+
+def of_gpu_plans(page: str, data: Path) -> str:
+    """docs/results/gpu_plans.md: what the model of costs says now."""
+    from gradwire.bench.studies.gpu import plans
+
+    return plans.with_tables(page)
+
+
+def of_public_models(page: str, data: Path) -> str:
+    """docs/results/models_by_link.md: what `gradwire predict --models` says now."""
+    from gradwire.cli import predict
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = predict.main(["--preset", "pcie_box", "--models", "--markdown"])
+    if status:
+        raise ValueError(f"`gradwire predict --models` ended with {status}")
+    return put_between(page, printed.getvalue().strip(), PRINTED_BEGIN, PRINTED_END)
+
+
+MADE: dict[str, Callable[[str, Path], str]] = {
+    "optimizers": of_optimizers,
+    "diagnosis": of_planted_faults,
+    "gpu_plans": of_gpu_plans,
+    "models_by_link": of_public_models,
+}
+"""Name of a page -> what makes those of its tables that no CSV file holds, of its text and the folder of the data."""
