@@ -20,6 +20,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"gradwire {release}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
