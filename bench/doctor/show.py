@@ -101,10 +101,10 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
             line += " With exact sums one node alone trains more."
     else:
         line = (
-            f"{first}: {count} nodes beat one where a step on one node alone takes more than "
+            f"{first}: {count} nodes beat one if a step on one node alone takes more than "
             f"{seconds(overlap.least_compute_seconds(count, exact))}, with int8 more than "
-            f"{seconds(overlap.least_compute_seconds(count, small))}. Below that the link ({rate(good)}) decides, and "
-            "no setting mends it: fewer bytes or fewer exchanges do."
+            f"{seconds(overlap.least_compute_seconds(count, small))}. In a shorter step the link ({rate(good)}) is the "
+            "limit, and no setting changes that: send fewer bytes, or send less often."
         )
     return [f"{line}{_faster_backend(facts)}", f"Type: {predict_command(facts)}"]
 

@@ -56,6 +56,8 @@ SGD_ONLY = {
 
 ANY_OPTIMIZER = "any"
 """Nobody has said which: then only what is known to fit all that were tried is recommended."""
+SAY_OPTIMIZER = "; say which optimizer is yours"
+"""Ends a caution that does not hold for every optimizer, if nobody has said which it is."""
 TRIED_OPTIMIZERS = ("sgd", "adamw")
 """Those that docs/results/convergence.md has trainings with."""
 UNLIKE_OPTIMIZERS = ("muon",)
@@ -276,7 +278,7 @@ def caution_of(compressor: str, optimizer: str) -> str:
     """
     if optimizer == ANY_OPTIMIZER:
         reasons = (_caution(compressor, each) for each in TRIED_OPTIMIZERS)
-        return next((f"{reason}; say which optimizer is yours" for reason in reasons if reason), "")
+        return next((f"{reason}{SAY_OPTIMIZER}" for reason in reasons if reason), "")
     reason = _caution(compressor, optimizer)
     return f"{reason}; the optimizer is {optimizer}" if reason and compressor in SGD_ONLY else reason
 

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.comms.plan.advise import SGD_ONLY, Advice, Offer, Workload, ms
+from gradwire.comms.plan.advise import SAY_OPTIMIZER, SGD_ONLY, Advice, Offer, Workload, ms
 from gradwire.comms.plan.overlap import least_compute_seconds
 from gradwire.topology.cluster import Cluster
 
@@ -117,7 +117,7 @@ def break_even(nodes: int, advice: Advice) -> str:
     flat = least_compute_seconds(nodes, advice.offer("flat").seconds)
     recommended = next(offer for offer in advice.offers if _is_recommended(offer, advice))
     best = least_compute_seconds(nodes, recommended.seconds)
-    said = f"{nodes} nodes beat one where a step on one node takes more than {ms(flat)} ms with plain DDP"
+    said = f"{nodes} nodes beat one if a step on one node takes more than {ms(flat)} ms with plain DDP"
     return said + (f", {ms(best)} ms with what is recommended" if best < 0.99 * flat else "") + "."
 
 
@@ -209,9 +209,11 @@ def as_table(
     legend += ["!: see the note"] if any(offer.caution for offer in shown) else []
     legend += ["-: for comparison: plan auto takes another"] if everything else []
     console.print("; ".join(legend), highlight=False)
-    for offer in advice.offers:
-        if offer.caution and offer.plan.name == "flat":
-            console.print(f"note: {offer.caution}", highlight=False)
+    notes = [offer.caution for offer in advice.offers if offer.caution and offer.plan.name == "flat"]
+    for note in notes:
+        console.print(f"note: {note.removesuffix(SAY_OPTIMIZER)}", highlight=False)
+    if any(note.endswith(SAY_OPTIMIZER) for note in notes):
+        console.print("note: these are for any optimizer; --optimizer NAME judges for yours", highlight=False)
     console.print(describe_effort(planning_seconds, len(advice.offers) - len(shown)), highlight=False)
 
 

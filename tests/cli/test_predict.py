@@ -46,7 +46,7 @@ def test_a_card_for_each_gpu_needs_no_compression(capsys: pytest.CaptureFixture[
 def test_people_get_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*AIAK, "--optimizer", "adam"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("4 nodes beat one where a step on one node takes more than")
+    assert text.startswith("4 nodes beat one if a step on one node takes more than")
     assert "recommended: plan hierarchical, compressor int8\n" in text
     limits = ("card", "links", "latency", "processor")
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(limits)]
@@ -198,7 +198,7 @@ def test_without_a_backward_pass_the_first_line_says_from_which_step_on_nodes_be
     assert main([*words, "--nodes", "2"]) == 0
     first = " ".join(capsys.readouterr().out.split())
     found = re.match(
-        r"2 nodes beat one where a step on one node takes more than (\d+) ms with plain DDP, (\d+) ms with", first
+        r"2 nodes beat one if a step on one node takes more than (\d+) ms with plain DDP, (\d+) ms with", first
     )
     assert found is not None and float(found[2]) < 0.4 * float(found[1]), first
     flat = ask(capsys, *words, "--nodes", "2")["plans"]["flat"]["seconds"]  # type: ignore[index]

@@ -1,7 +1,7 @@
 """Tables that are computed: from the results of trainings and faults, one a line, and from what `predict` says now."""
 
-import contextlib
-import io
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,14 +33,11 @@ def of_gpu_plans(page: str, data: Path) -> str:
 
 def of_public_models(page: str, data: Path) -> str:
     """docs/results/models_by_link.md: what `gradwire predict --models` says now."""
-    from gradwire.cli import predict
-
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        status = predict.main(["--preset", "pcie_box", "--models", "--markdown"])
-    if status:
-        raise ValueError(f"`gradwire predict --models` ended with {status}")
-    return put_between(page, printed.getvalue().strip(), PRINTED_BEGIN, PRINTED_END)
+    command = [sys.executable, "-m", "gradwire", "predict", "--preset", "pcie_box", "--models", "--markdown"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"`gradwire predict --models` ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+    return put_between(page, done.stdout.strip(), PRINTED_BEGIN, PRINTED_END)
 
 
 MADE: dict[str, Callable[[str, Path], str]] = {
