@@ -90,7 +90,7 @@ def test_what_comes_with_gradwire_is_in_every_table_and_on_the_page(name: str) -
         or (codec.family, codec.parameters) in tested,
     }
     missing = [place for place, there in has.items() if not there]
-    assert missing == [], f"{name!r} is missing there"
+    assert not missing, f"{name!r} wants {'; '.join(missing)}"
 
 
 @pytest.mark.usefixtures("clean_registry")
