@@ -246,7 +246,7 @@ SAID = (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" * 4096)
 
 
 def besieged(rank: int) -> tuple[int, int, bytes]:
-    """Trains while strangers call every port of every rank, from its own host; then a rank is killed, and the others go on."""
+    """Trains while strangers call every port of every rank from its own host; a rank is killed, the others go on."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(64, 8))
