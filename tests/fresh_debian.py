@@ -2,6 +2,7 @@
 
     python tests/fresh_debian.py                              # Debian 12 and 13: make run as a user, then as root
     python tests/fresh_debian.py --release trixie --target test-fast
+    python tests/fresh_debian.py --torch FOLDER               # with PyPI's torch, without 2.5 GB of NVIDIA's packages
 
 Needs root, debootstrap and git. In each root: the committed state of this checkout is cloned; `make` must first say in
 one message all that is missing, before it downloads anything; its own apt-get line is followed; then the targets run.
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from support.cuda_wheel import write_cpu_wheel
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 RELEASES = ("bookworm", "trixie")
@@ -48,8 +51,8 @@ exit $status
 # pivot_root, not chroot: the kernel gives no user namespace to a process that has been chrooted.
 
 
-def pip_settings() -> tuple[dict[str, str], list[str]]:
-    """This machine's pip configuration, as variables, and the local folders that it names."""
+def pip_settings() -> tuple[dict[str, str], list[str], list[str]]:
+    """This machine's pip configuration, as variables, and the local folders and files that it names."""
     shown = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout
@@ -59,7 +62,8 @@ def pip_settings() -> tuple[dict[str, str], list[str]]:
     words = " ".join(variables.values()).replace("file://", "").split()
     folders = {Path(word) for word in words if Path(word).is_dir()}
     # An index in a folder has its files beside it.
-    return variables, sorted({str(folder.parent if folder.name == "simple" else folder) for folder in folders})
+    named = sorted({str(folder.parent if folder.name == "simple" else folder) for folder in folders})
+    return variables, named, sorted({word for word in words if Path(word).is_file()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +84,15 @@ class Done:
 class Root:
     """A minimal Debian in a folder, deleted at the end of the `with` block."""
 
-    def __init__(self, release: str, base: Path | None = None) -> None:
+    def __init__(self, release: str, base: Path | None = None, torch: Path | None = None) -> None:
         """Makes it.
 
         Args:
             release: Debian's name for it: `bookworm`.
             base: A folder with one that debootstrap has made, `base/bookworm`, to copy; None to make one.
+            torch: A folder with builds of torch for CUDA, which pip finds inside as builds for CPUs.
         """
-        self.variables, self.folders = pip_settings()
+        self.variables, self.folders, files = pip_settings()
         self._folder = Path(tempfile.mkdtemp(prefix=f"gradwire-{release}-"))
         self.path = self._folder / "root"
         try:
@@ -98,10 +103,20 @@ class Root:
             subprocess.run(making, check=True, stdout=subprocess.DEVNULL)
             for name in ("etc/resolv.conf", "etc/hosts"):
                 shutil.copy(f"/{name}", self.path / name)
-            certificates = self.variables.pop("PIP_CERT", None)
-            if certificates is not None:
-                shutil.copy(certificates, self.path / "etc/pip-certificates.pem")
-                self.variables["PIP_CERT"] = "/etc/pip-certificates.pem"
+            if torch is not None:
+                wheels = self._folder / "wheels"
+                wheels.mkdir()
+                for wheel in sorted(torch.glob("torch-*.whl")):
+                    write_cpu_wheel(wheel, wheels)
+                self.folders.append(str(wheels))
+                self.variables["PIP_FIND_LINKS"] = f"{self.variables.get('PIP_FIND_LINKS', '')} {wheels}".strip()
+            # Certificates, constraints: under names that no package of Debian's has.
+            (self.path / "etc/pip-files").mkdir()
+            for number, file in enumerate(files):
+                inside = f"/etc/pip-files/{number}-{Path(file).name}"
+                shutil.copy(file, self.path / inside[1:])
+                for name, value in self.variables.items():
+                    self.variables[name] = " ".join(inside if word == file else word for word in value.split())
         except BaseException:
             self.close()
             raise
@@ -147,7 +162,9 @@ class Root:
         self.close()
 
 
-def try_release(release: str, targets: list[str], users: list[str], base: Path | None) -> dict[str, object]:
+def try_release(
+    release: str, targets: list[str], users: list[str], base: Path | None, torch: Path | None
+) -> dict[str, object]:
     """Does what a newcomer does, and returns how each step ended.
 
     Args:
@@ -155,8 +172,9 @@ def try_release(release: str, targets: list[str], users: list[str], base: Path |
         targets: Of make.
         users: `ann`, `root`; in this order, in one checkout.
         base: As for `Root`.
+        torch: As for `Root`.
     """
-    with Root(release, base) as root:
+    with Root(release, base, torch) as root:
         home = root.path / "home" / USER
         checked(root.run(f"useradd --create-home {USER}"))
         subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", CHECKOUT, home / "gradwire"], check=True)
@@ -203,10 +221,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--target", action="append", help="of make; repeatable (default run)")
     parser.add_argument("--user", action="append", choices=(USER, "root"), help=f"repeatable (default {USER} root)")
     parser.add_argument("--base", type=Path, metavar="FOLDER", help="copy FOLDER/RELEASE, made by debootstrap before")
+    parser.add_argument(
+        "--torch", type=Path, metavar="FOLDER", help="its builds for CUDA are torch's CPU builds inside"
+    )
     options = parser.parse_args(argv)
     failed = False
     for release in options.release or RELEASES:
-        outcomes = try_release(release, options.target or ["run"], options.user or [USER, "root"], options.base)
+        outcomes = try_release(
+            release, options.target or ["run"], options.user or [USER, "root"], options.base, options.torch
+        )
         print(json.dumps({release: outcomes}, indent=2), flush=True)
         failed |= any(isinstance(one, dict) and one["status"] != 0 for one in outcomes.values())
     return int(failed)

@@ -261,3 +261,52 @@ def make_cpu_environment(folder: Path, release: str, given: Path | None) -> Path
     python = folder / "bin" / "python"
     run(python, "-c", "import torch; assert torch.arange(3).add(1).tolist() == [1, 2, 3]")
     return python
+
+
+NOT_NEEDED = re.compile(r"^Requires-Dist: (nvidia-|cuda-|triton)[^\n]*\n", re.MULTILINE)
+"""What torch's CUDA build requires and no CPU tensor needs."""
+
+
+def write_cpu_wheel(wheel: Path, into: Path) -> Path:
+    """PyPI's wheel of torch for CUDA as one for CPU tensors, which pip installs like any other.
+
+    It has stubs in the place of NVIDIA's libraries, requires none of NVIDIA's packages, and is called `+cpu`, as the
+    builds are that have no CUDA.
+
+    Args:
+        wheel: Of any Python; nothing of it is run.
+        into: A folder for the new one.
+
+    Raises:
+        BuildError: It is no build for CUDA; or there is no C compiler.
+    """
+    name, version, tags = wheel.name.removesuffix(".whl").split("-", 2)
+    version = f"{version.partition('+')[0]}+cpu"
+    made = into / f"{name}-{version}-{tags}.whl"
+    with tempfile.TemporaryDirectory(dir=into) as scratch:
+        packages = Path(scratch, "wheel")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(packages)
+        if not has_cuda(packages):
+            raise BuildError(f"`{wheel.name}` is no build for CUDA: pip can install it as it is")
+        libraries = packages / "nvidia" / "cu13" / "lib"
+        libraries.mkdir(parents=True)
+        answers = answers_without_device(packages)
+        write_stubs(packages, libraries, Path(scratch), unknown=ENDS_THE_PROCESS, answers=answers)
+        [information] = packages.glob("*.dist-info")
+        information = information.rename(packages / f"{name}-{version}.dist-info")
+        metadata, code = information / "METADATA", packages / "torch" / "version.py"
+        text = re.sub(r"^Version: .*$", f"Version: {version}", metadata.read_text(), count=1, flags=re.MULTILINE)
+        metadata.write_text(NOT_NEEDED.sub("", text))
+        code.write_text(re.sub(r"__version__ = '[^']+'", f"__version__ = '{version}'", code.read_text()))
+        record = information / "RECORD"
+        record.unlink()
+        files = sorted(path.relative_to(packages) for path in packages.rglob("*") if path.is_file())
+        # Hashes are left out, as the format allows: pip compares none.
+        record.write_text("".join(f'"{path}",,\n' for path in [*files, record.relative_to(packages)]))
+        part = made.with_suffix(".part")
+        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            for path in [*files, record.relative_to(packages)]:
+                archive.write(packages / path, path)
+        part.rename(made)
+    return made
