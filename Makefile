@@ -12,6 +12,7 @@
 # make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
 # make fresh-debian  make run in minimal roots of Debian 12 and 13, as a user and as root (root, debootstrap; large downloads)
 #                    ARGS="--target test-fast --user ann" runs the fast part of the suite there instead
+#                    ARGS="--torch FOLDER" takes PyPI's builds of torch that lie there, without 2.5 GB of NVIDIA's packages
 # make torch-versions   what meets torch's own classes, on the other releases of torch in constraints.txt (0.5 GB each to download)
 #                       TORCH_WHEELS=FOLDER has their wheels already
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
