@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.bench.emulation.launch import free_port
+from gradwire.bench.emulation.launch import held_port
 from gradwire.bench.emulation.namespaces import available
 
 pytestmark = [pytest.mark.wheel, pytest.mark.slow]
@@ -261,8 +261,9 @@ def test_the_two_lines_of_the_readme_train(complete: Installed, tmp_path: Path) 
     where = complete.run("python", "-c", "import gradwire; print(gradwire.__file__)").strip()
     assert Path(where).is_relative_to(complete.packages)
     (tmp_path / "train.py").write_text(TRAINING)
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    output = complete.run("python", *torchrun, tmp_path / "train.py", ROOT / "README.md")
+    with held_port() as port:
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port))
+        output = complete.run("python", *torchrun, tmp_path / "train.py", ROOT / "README.md")
     assert "2 ranks on 1 node" in output or "flat" in output, output
 
 

@@ -41,6 +41,7 @@ from gradwire.bench.doctor.script import run_script
 from gradwire.bench.doctor.wanted import Wanted, left_behind, with_script
 from gradwire.bench.doctor.work import WORK_SECONDS, busy_gpu_states, core_work, threads_seconds
 from gradwire.bench.emulation.connections import connected_sockets
+from gradwire.bench.emulation.launch import held_port
 from gradwire.bench.nccl_tests.backends.select import BackendSpec, connect
 from gradwire.bench.nccl_tests.ranks import RankInfo, World, gather
 from gradwire.bench.nccl_tests.start import Start
@@ -247,21 +248,22 @@ class _Examination:
 
     def _script(self) -> None:
         """Runs the user's script as this rank of the job, and takes its gradients' size and its step time."""
-        port = self._tell(_free_port() if self._start.rank == 0 else None)
-        ranks = self._nodes[self._node]
-        self._wanted.say(f"running {self._wanted.script[0]}")
-        run = run_script(
-            self._wanted.script,
-            {
-                "RANK": str(self._start.rank),
-                "WORLD_SIZE": str(self._start.size),
-                "LOCAL_RANK": str(ranks.index(self._start.rank)),
-                "LOCAL_WORLD_SIZE": str(len(ranks)),
-                "MASTER_ADDR": self._start.address,
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "False",
-            },
-        )
+        with held_port() as free:
+            port = self._tell(free if self._start.rank == 0 else None)
+            ranks = self._nodes[self._node]
+            self._wanted.say(f"running {self._wanted.script[0]}")
+            run = run_script(
+                self._wanted.script,
+                {
+                    "RANK": str(self._start.rank),
+                    "WORLD_SIZE": str(self._start.size),
+                    "LOCAL_RANK": str(ranks.index(self._start.rank)),
+                    "LOCAL_WORLD_SIZE": str(len(ranks)),
+                    "MASTER_ADDR": self._start.address,
+                    "MASTER_PORT": str(port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "False",
+                },
+            )
         runs = [from_record(ScriptRun, each) for each in self._control.gather(to_record(run), 2 * WORD) or []]
         if self._start.rank == 0:
             self._facts = with_script(self._facts, self._wanted, runs)
@@ -509,12 +511,6 @@ def _route_address(address: str, port: int) -> str:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # nothing is sent
         return str(probe.getsockname()[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def _address(first: RankFacts, route: str) -> str:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import P_PID, WEXITED, WNOHANG, WNOWAIT, close, killpg, pidfd_open, waitid
 from pathlib import Path
@@ -194,12 +195,17 @@ def _has_ended(pid: int) -> bool:
     return waitid(P_PID, pid, WEXITED | WNOHANG | WNOWAIT) is not None
 
 
-def free_port() -> int:
-    """Returns a TCP port of the loopback that nobody listens on at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A TCP port of this host that is given to nobody else meanwhile, and that a rank's store can listen on.
+
+    Source: socket(7): with SO_REUSEADDR, as torch's TCPStore sets it, two sockets may be bound to a port as long as
+    none of them listens; ip(7): a bound port is chosen neither for a connection nor for who asks for any.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
 
 
 def run_logical(
@@ -224,19 +230,19 @@ def run_logical(
         on_line: Called with (rank, line) for every line printed.
     """
     seats = seat_ranks(nodes, order)
-    port = free_port()
-    argvs = []
-    for seat in seats:
-        variables = torchrun_environment(
-            seat, seats, master_address="127.0.0.1", master_port=port, run_id=f"logical-{port}"
-        )
-        variables |= {"GRADWIRE_HOSTNAME": f"node{seat.node}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        variables |= (environment(seat) if callable(environment) else environment) or {}
-        words = [f"{name}={value}" for name, value in variables.items()]
-        # The kernel ends the ranks if this process is killed.
-        argvs.append(["setpriv", "--pdeathsig", "KILL", "env", *words, *command])
-    with Ranks(argvs, on_line=on_line) as ranks:
-        return ranks.wait(timeout_seconds, grace_seconds)
+    with held_port() as port:
+        argvs = []
+        for seat in seats:
+            variables = torchrun_environment(
+                seat, seats, master_address="127.0.0.1", master_port=port, run_id=f"logical-{port}"
+            )
+            variables |= {"GRADWIRE_HOSTNAME": f"node{seat.node}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            variables |= (environment(seat) if callable(environment) else environment) or {}
+            words = [f"{name}={value}" for name, value in variables.items()]
+            # The kernel ends the ranks if this process is killed.
+            argvs.append(["setpriv", "--pdeathsig", "KILL", "env", *words, *command])
+        with Ranks(argvs, on_line=on_line) as ranks:
+            return ranks.wait(timeout_seconds, grace_seconds)
 
 
 def python_module(name: str, *arguments: str) -> list[str]:

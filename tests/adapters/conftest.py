@@ -2,13 +2,15 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+
+from gradwire.bench.emulation.launch import held_port
 
 RANKS = 2
 SECONDS = 400
@@ -21,22 +23,19 @@ class RunJob(Protocol):
 
 
 @pytest.fixture
-def run_job(tmp_path: Path) -> RunJob:
+def run_job(tmp_path: Path) -> Iterator[RunJob]:
     """`run_job("lightning_job")` runs jobs/lightning_job.py on both ranks, and returns what each wrote.
 
     A job's first argument is a folder; what a rank has found it writes to `<rank>.json` there.
     """
 
     def run(name: str, **variables: str) -> list[dict[str, Any]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         common = {
             "WORLD_SIZE": str(RANKS),
             "LOCAL_WORLD_SIZE": str(RANKS),
             "GROUP_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "adapters",
             "OMP_NUM_THREADS": "1",
         }
@@ -63,4 +62,5 @@ def run_job(tmp_path: Path) -> RunJob:
         (tmp_path / "said.txt").write_text("\n".join(said))
         return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
-    return run
+    with held_port() as port:
+        yield run

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import pickle
 import runpy
-import socket
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ import torch
 
 from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster
 from gradwire.bench.emulation.fork import enter_namespaces
+from gradwire.bench.emulation.launch import held_port
 from gradwire.comms.bootstrap.compat import HashStore, TCPStore
 from gradwire.comms.transport.shm import ShmGroup
 from support.processes import Processes
@@ -74,14 +74,14 @@ def _server() -> multiprocessing.context.ForkServerContext:
 @contextmanager
 def _starter(server: multiprocessing.context.ForkServerContext, network: str | None = None) -> Iterator[Processes]:
     started: list[multiprocessing.process.BaseProcess] = []
-    emulated = ExitStack()
+    held = ExitStack()
 
     def serve_store(address: str, host: int | None) -> dict[str, str]:
         ours, theirs = server.Pipe()
         serving = server.Process(target=runpy.run_path, args=(__file__, {"STORE": (address, host, theirs)}, AGENT))
         serving.start()
         theirs.close()
-        emulated.callback(ours.close)  # which ends it
+        held.callback(ours.close)  # which ends it
         return {"MASTER_PORT": str(ours.recv()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
     def run(
@@ -96,14 +96,14 @@ def _starter(server: multiprocessing.context.ForkServerContext, network: str | N
     ) -> list[object]:
         common = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(held.enter_context(held_port())),
             "WORLD_SIZE": str(size),
             "OMP_NUM_THREADS": "1",
         }
         places = [0] * size if nodes is None else [list(dict.fromkeys(nodes)).index(node) for node in nodes]
         hosts: list[int | None] = [None] * size
         if network is not None:
-            cluster = emulated.enter_context(EmulatedCluster([1] * (max(places) + 1), names="none", network=network))
+            cluster = held.enter_context(EmulatedCluster([1] * (max(places) + 1), names="none", network=network))
             common |= {"MASTER_ADDR": cluster.address(places[0]), "GLOO_SOCKET_IFNAME": INTERFACE}
             hosts = [cluster.process(place) for place in places]
         if agent:
@@ -128,7 +128,7 @@ def _starter(server: multiprocessing.context.ForkServerContext, network: str | N
         if process.is_alive():
             process.kill()
         process.join()
-    emulated.close()
+    held.close()
 
 
 @pytest.fixture
@@ -205,13 +205,6 @@ def _collect(
     if problems:
         pytest.fail("\n".join(problems), pytrace=False)
     return results
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _serve(task: Task) -> None:

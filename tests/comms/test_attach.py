@@ -4,7 +4,6 @@ import copy
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.bench.emulation.launch import held_port
 from gradwire.comms import attach, automatic
 from gradwire.comms.backend.register import register
 from gradwire.comms.backend.work import FutureWork
@@ -266,13 +266,15 @@ dist.destroy_process_group()
 
 
 def run_script(**variables: str) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=os.environ | world | variables, capture_output=True, text=True, check=False
-    )
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    with held_port() as port:
+        return subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env=os.environ | world | {"MASTER_PORT": str(port)} | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 @pytest.mark.slow

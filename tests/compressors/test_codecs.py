@@ -55,7 +55,7 @@ def test_a_bad_number_is_seen_on_the_other_side(codec: Codec, value: float) -> N
     flat[18_000] = value
     decoded = through(codec, flat)
     assert not decoded.isfinite().all()
-    assert decoded[:16384].isfinite().all(), "an inf or a NaN spoils its block alone: a scale for 16,384 elements or fewer"
+    assert decoded[:16384].isfinite().all(), "an inf or a NaN spoils its block alone, of 16,384 elements at most"
 
 
 def test_encode_does_not_change_its_input(codec: Codec) -> None:

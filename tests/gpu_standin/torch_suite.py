@@ -22,6 +22,7 @@ import time
 import unittest
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from conformance import TIMEOUT_SECONDS, Outcome, judge, run_tests
 
-from support.forked import free_port
+from gradwire.bench.emulation.launch import held_port
 
 DEVICES = 8
 PATIENCE = 2 * TIMEOUT_SECONDS
@@ -134,7 +135,9 @@ def main() -> int:
     kept = json.loads(options.outcomes.read_text()) if options.outcomes.exists() else {}
     outcomes = {name: Outcome(**values) for name, values in kept.items()}
     deadline = time.monotonic() + options.seconds
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # PyTorch's own runner sets both
+    held = ExitStack()
+    port = held.enter_context(held_port())  # until this process ends
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # PyTorch's own runner sets both
     if options.file is None:
         devices = DEVICES
         running = run_tests("nccl", ["one"] * options.ranks, options.only, set(outcomes), deadline, chosen_as="nccl")

@@ -2,13 +2,14 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from gradwire.bench.emulation.launch import held_port
 
 SERVER = """
 import json, os, runpy, sys, time, traceback
@@ -111,26 +112,27 @@ class ForkServer:
             seconds: Then ranks that are still there are killed.
             **environment: Other variables.
         """
-        variables = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "OMP_NUM_THREADS": "1",
-        }
-        task = {
-            "script": str(script),
-            "arguments": list(arguments),
-            "folder": str(folder),
-            "ranks": ranks,
-            "environment": variables | environment,
-            "seconds": seconds,
-        }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        statuses = json.loads(self._process.stdout.readline())
+        with held_port() as port:
+            variables = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "OMP_NUM_THREADS": "1",
+            }
+            task = {
+                "script": str(script),
+                "arguments": list(arguments),
+                "folder": str(folder),
+                "ranks": ranks,
+                "environment": variables | environment,
+                "seconds": seconds,
+            }
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+            statuses = json.loads(self._process.stdout.readline())
         outputs, errors = (
             [(folder / f"{name}{rank}").read_text() for rank in range(ranks)] for name in ("output", "errors")
         )
@@ -147,11 +149,3 @@ def fork_server(**environment: str) -> Iterator[ForkServer]:
         yield ForkServer(process)
         assert process.stdin is not None
         process.stdin.close()
-
-
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port

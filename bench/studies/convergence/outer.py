@@ -43,7 +43,7 @@ import gradwire
 from gradwire.bench.contender import Contender, take_turns
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks, run_forked
-from gradwire.bench.emulation.launch import free_port
+from gradwire.bench.emulation.launch import held_port
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.tasks import TASKS, BatchedTask, FashionTask, Task, TaskFacts, share_of_peak
 
@@ -269,11 +269,11 @@ def _on_forked_ranks(
     task.load()
     for module in LAZY:
         importlib.import_module(module)
-    port, size = free_port(), sum(nodes)
-    places = [
-        ForkedRank(rank, size, _node_of(rank, nodes), tuple(nodes), "127.0.0.1", port, "lo") for rank in range(size)
-    ]
-    with tempfile.TemporaryDirectory(prefix="gradwire-outer-") as folder:
+    size = sum(nodes)
+    with held_port() as port, tempfile.TemporaryDirectory(prefix="gradwire-outer-") as folder:
+        places = [
+            ForkedRank(rank, size, _node_of(rank, nodes), tuple(nodes), "127.0.0.1", port, "lo") for rank in range(size)
+        ]
         file = Path(folder, "run.json")
 
         def rank_main_here(place: ForkedRank, _: list[str]) -> int:

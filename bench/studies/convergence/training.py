@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 import gradwire
 import gradwire.fsdp
 from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks
-from gradwire.bench.emulation.launch import free_port
+from gradwire.bench.emulation.launch import held_port
 from gradwire.bench.studies.convergence.tasks import RANKS, Task, share_of_peak
 from gradwire.compressors.registry import Option, options_of
 from gradwire.compressors.registry import names as compressor_names
@@ -254,12 +254,8 @@ def train(task: Task, method: Method, seed: int) -> TrainingRun:
     """
     for module in LAZY:  # once here, not in every rank
         importlib.import_module(module)
-    places = [
-        ForkedRank(rank, RANKS, rank // 2, (2, 2), "127.0.0.1", port, "lo")
-        for port in [free_port()]
-        for rank in range(RANKS)
-    ]
-    with tempfile.TemporaryDirectory(prefix="gradwire-convergence-") as folder:
+    with held_port() as port, tempfile.TemporaryDirectory(prefix="gradwire-convergence-") as folder:
+        places = [ForkedRank(rank, RANKS, rank // 2, (2, 2), "127.0.0.1", port, "lo") for rank in range(RANKS)]
         file = Path(folder, "run.json")
 
         def rank_main(place: ForkedRank, _: list[str]) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from gradwire.bench.emulation.launch import held_port
 from gradwire.comms.config import Config
 from support.processes import Processes
 
@@ -178,9 +179,9 @@ def test_destroy_ends_all_lanes_and_init_works_again(processes: Processes, nodes
     assert processes(4, check_again, str(tmp_path), nodes=nodes) == [0, 0, 0, 0]
 
 
-def two_jobs(rank: int, port: int) -> float:
+def two_jobs(rank: int, ports: tuple[int, int]) -> float:
     """Ranks 0, 1 are one job, 2, 3 another one on the same host, with ranks and names as in the first."""
-    store = TCPStore("127.0.0.1", port + rank // 2, 2, rank % 2 == 0, timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", ports[rank // 2], 2, rank % 2 == 0, timedelta(seconds=60))
     dist.init_process_group("gradwire", store=store, rank=rank % 2, world_size=2)
     tensor = torch.zeros(LARGE)
     for _ in range(10):
@@ -192,13 +193,8 @@ def two_jobs(rank: int, port: int) -> float:
 
 
 def test_a_second_job_on_the_host_is_not_met(processes: Processes) -> None:
-    import socket
-
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        port = first.getsockname()[1]
-        second.bind(("127.0.0.1", port + 1))
-    assert processes(4, two_jobs, port) == [1.0, 1.0, 5.0, 5.0]
+    with held_port() as first, held_port() as second:
+        assert processes(4, two_jobs, (first, second)) == [1.0, 1.0, 5.0, 5.0]
 
 
 def alone(rank: int) -> None:
