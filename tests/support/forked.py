@@ -12,14 +12,10 @@ from pathlib import Path
 from gradwire.bench.emulation.launch import held_port
 
 SERVER = """
-import json, os, runpy, sys, time, traceback
+import importlib, json, os, runpy, sys, time, traceback
 
-import torch._dynamo
-import torch.distributed.fsdp
-import torch.distributed.tensor
-
-import gradwire.comms.backend.process_group
-import gradwire.comms.hook
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 
 
 def rank_main(task, rank):
@@ -67,6 +63,16 @@ for line in sys.stdin:
     print(json.dumps([statuses[pid] for pid in ranks]), flush=True)
 """
 """Reads tasks, forks their ranks, and answers with the exit codes."""
+
+TORCH = ("torch._dynamo",)
+"""What the first DDP model imports."""
+GRADWIRE = (
+    *TORCH,
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "gradwire.comms.backend.process_group",
+    "gradwire.comms.hook",
+)
 
 SECONDS = 120
 """Then ranks that are still there are killed, where nothing else is asked for."""
@@ -140,9 +146,14 @@ class ForkServer:
 
 
 @contextmanager
-def fork_server(**environment: str) -> Iterator[ForkServer]:
-    """A server that has imported torch under these variables, and is gone afterwards."""
-    words = [sys.executable, "-c", SERVER]
+def fork_server(imported: Sequence[str] = GRADWIRE, **environment: str) -> Iterator[ForkServer]:
+    """A server that has imported some modules under these variables, and is gone afterwards.
+
+    Args:
+        imported: Full names; its ranks have them already.
+        **environment: Variables.
+    """
+    words = [sys.executable, "-c", SERVER, *imported]
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environment
     ) as process:

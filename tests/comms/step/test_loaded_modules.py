@@ -1,11 +1,11 @@
 """What a plain exact hook loads: a feature that is off is not imported; a reader of the hook need not know it."""
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
+
+from support.forked import TORCH, ForkServer, fork_server
 
 MOST_MODULES = {1: 63, 2: 91}
 """Ranks -> modules of ours, packages included, that a rank loads. One rank alone has no links to look up, and two share
@@ -16,8 +16,7 @@ PLAIN = """
 import sys
 import torch, torch.distributed as dist
 from torch import nn
-file, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size)
+dist.init_process_group("gloo")
 import gradwire
 model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
 state = gradwire.HookState(model)
@@ -62,18 +61,21 @@ OFF = (
 """Modules, and all below them, that only those need who ask for them."""
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ForkServer]:
+    """Ranks that have torch, and nothing of ours."""
+    with fork_server(TORCH) as server:
+        yield server
+
+
 @pytest.mark.parametrize("size", MOST_MODULES)
-def test_a_plain_exact_hook_loads_no_feature_that_is_off(size: int, tmp_path: Path) -> None:
-    commands = [[sys.executable, "-c", PLAIN, str(tmp_path / "store"), str(rank), str(size)] for rank in range(size)]
-    started = [subprocess.Popen(each, stdout=PIPE, stderr=PIPE, text=True) for each in commands]
-    try:
-        said = [each.communicate(timeout=300) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    for process, (out, err) in zip(started, said, strict=True):
-        assert process.returncode == 0, err
+def test_a_plain_exact_hook_loads_no_feature_that_is_off(size: int, ranks: ForkServer, tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+    done = ranks.run(script, [], size, tmp_path)
+    assert done.statuses == [0] * size, done.errors
+    for out in done.outputs:
         loaded = out.split()
         needless = [name for name in loaded if any(name == off or name.startswith(off + ".") for off in OFF)]
         assert not needless, f"loaded by a hook that has not asked for them: {needless}"
-        assert len(loaded) <= MOST_MODULES[size], f"{len(loaded)} modules: {sorted(loaded)}"
+        assert 0 < len(loaded) <= MOST_MODULES[size], f"{len(loaded)} modules: {sorted(loaded)}"

@@ -1,20 +1,69 @@
-"""Whole jobs under a watch that they know nothing of: torchrun, gloo, GRADWIRE_WATCH=1."""
+"""Whole jobs under a watch that they know nothing of: gloo, GRADWIRE_WATCH=1; one of them under torchrun itself.
+
+The others' ranks are forked from a process that has torch, and end as torchrun ends them: five imports of torch and
+what DDP imports with it take half a minute of processor time.
+"""
 
 import json
+import os
 import re
+import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from gradwire.bench.studies.watch import job
+from gradwire.bench.studies.watch.forked import run_ranks
 from gradwire.bench.studies.watch.job import FAULT_STEP
-from gradwire.bench.studies.watch.planted import run
+from gradwire.bench.studies.watch.planted import LIMIT_SECONDS, RANKS, STALL_SECONDS, run
+from gradwire.comms.backend.register import register
 from gradwire.comms.watch.activity import QUEUE
+from support.processes import Processes
 
 pytestmark = pytest.mark.slow
 
 
-def test_in_tensor_and_data_parallel_training_the_late_rank_alone_is_named() -> None:
-    report, text = run("tensor_parallel", "late", 2, FAULT_STEP + 40, STALL_SECONDS="60")
+def be_rank(arguments: list[str], variables: dict[str, str], rank: int, port: int) -> None:
+    """What a rank of torchrun does, behind its `import torch`."""
+    torch.set_num_threads(1)
+    os.environ |= variables | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GRADWIRE_WATCH": "1",
+    }
+    register()  # as `import torch` does it at its end
+    with patch.object(sys, "argv", ["job", *arguments]):
+        job.main()
+
+
+def launch(_: int, arguments: list[str], variables: dict[str, str]) -> tuple[list[int], str]:
+    """What torchrun does, in a process that has torch."""
+    return run_ranks(RANKS, partial(be_rank, arguments, variables), LIMIT_SECONDS)
+
+
+def run_forked(
+    processes: Processes, folder: Path, kind: str, fault: str, rank: int, steps: int, **variables: str
+) -> tuple[dict[str, Any] | None, str]:
+    """As `planted.run`."""
+    report = folder / "watch.json"
+    given = {"JSON": str(report), "STALL_SECONDS": str(STALL_SECONDS)} | variables
+    words = ["--kind", kind, "--fault", fault, "--rank", str(rank), "--steps", str(steps)]
+    named = {f"GRADWIRE_WATCH_{key}": value for key, value in given.items()}
+    ((statuses, text),) = processes(1, launch, words, named, seconds=LIMIT_SECONDS + 60)
+    return json.loads(report.read_text()) if report.exists() else None, f"ended with {statuses}\n{text}"
+
+
+def test_in_tensor_and_data_parallel_training_the_late_rank_alone_is_named(
+    processes: Processes, tmp_path: Path
+) -> None:
+    report, text = run_forked(processes, tmp_path, "tensor_parallel", "late", 2, FAULT_STEP + 40, STALL_SECONDS="60")
     assert report is not None, text
     late = [each["late"] for each in report["late"] if each["late"]["busy_with"] != QUEUE]
     assert {each["rank"] for each in late} == {2}, text
@@ -23,15 +72,19 @@ def test_in_tensor_and_data_parallel_training_the_late_rank_alone_is_named() -> 
 
 
 @pytest.mark.parametrize("fault", ["skip", "order", "shape", "dtype"])
-def test_ranks_that_disagree_are_named_with_the_lines_that_asked(fault: str) -> None:
-    _, text = run("ddp", fault, 3, FAULT_STEP + 20)
+def test_ranks_that_disagree_are_named_with_the_lines_that_asked(
+    fault: str, processes: Processes, tmp_path: Path
+) -> None:
+    _, text = run_forked(processes, tmp_path, "ddp", fault, 3, FAULT_STEP + 20)
     said = [line for line in text.splitlines() if "disagree in collective" in line]
     assert said, text
     assert "rank 3 issued" in said[0] and "job.py:" in said[0].partition("rank 3 issued")[2], said
 
 
-def test_a_stage_of_a_pipeline_that_sends_nothing_is_named_with_who_waits_for_it() -> None:
-    report, text = run("pipeline", "hang", 1, 3 * FAULT_STEP)
+def test_a_stage_of_a_pipeline_that_sends_nothing_is_named_with_who_waits_for_it(
+    processes: Processes, tmp_path: Path
+) -> None:
+    report, text = run_forked(processes, tmp_path, "pipeline", "hang", 1, 3 * FAULT_STEP)
     assert report is not None, text
     said = " ".join(report["stalls"])
     message = r"(?:sent message \d+ from 1 to [02]|asked for message \d+ from [02] to 1) of group default"
