@@ -7,6 +7,7 @@ these is in an HTML comment of the page, `<!-- before: ... -->`; a block that ca
 """
 
 import ast
+import importlib
 import importlib.util
 import json
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +175,18 @@ def test_every_page_is_in_the_index() -> None:
 
 def test_no_page_shows_directives_where_a_forge_shows_it() -> None:
     assert [name for name, page in zip(NAMES, PAGES, strict=True) if "```{" in page.read_text()] == []
+
+
+def test_the_site_begins_with_the_readme_and_is_made_again_when_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sphinx", reason="it comes with the extra `docs`")
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    dependencies: dict[str, set[str]] = {"index": set()}
+    source = [(ROOT / "docs" / "index.md").read_text()]
+    site_pages: Any = importlib.import_module("site_pages")
+    site_pages.change(SimpleNamespace(env=SimpleNamespace(dependencies=dependencies)), "index", source)
+    assert dependencies == {"index": {str(ROOT / "README.md")}}
+    first = (ROOT / "README.md").read_text().split("\n\n")[:2]
+    assert source[0].startswith("\n\n".join(first)) and "# All pages" in source[0]
 
 
 FOR_USERS = ("start", "how-to", "reference", "explanation")
