@@ -1,7 +1,8 @@
 """What the trainings train: a convolution, batch norm, a transformer's block and linear layers, on images of noise."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,39 @@ class Net(nn.Module):
         return scores
 
 
+class Layers(nn.Module):
+    """The same in a fifth of the kernels, with parameters of the same sizes: linear layers alone.
+
+    Many schedules want many steps, and what is delayed in them is gradwire's, not attention. The arguments are Net's.
+    """
+
+    def __init__(self, *, skips: bool = False, normed: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.patches = nn.Linear(64, WIDTH)
+        self.norm: nn.Module = nn.BatchNorm1d(WIDTH) if normed else nn.Identity()
+        self.block = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.skips = skips
+        self.calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, 1, 8, 8) -> (batch, CLASSES)."""
+        hidden = self.block(self.norm(self.patches(images.flatten(1))).tanh()).tanh()  # no step grows beyond bounds
+        if not (self.skips and self.calls % 2):
+            hidden = hidden + self.spare(hidden)
+        self.calls += 1
+        scores: Tensor = self.head(hidden)
+        return scores
+
+
+NETS: dict[str, Callable[..., nn.Module]] = {"block": Net, "layers": Layers}
+
+
+@cache
 def batch_of(step: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A rank's images and labels; which of four corners is brighter than noise says the class."""
+    """A rank's images and labels, made once; which of four corners is brighter than noise says the class."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     labels = torch.randint(4, (BATCH,), generator=generator)
     images = torch.randn(BATCH, 1, 8, 8, generator=generator)

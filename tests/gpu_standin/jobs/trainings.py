@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_standin.jobs.model import Net, digest_of, loss_of
+from gpu_standin.jobs.model import NETS, digest_of, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,8 +33,16 @@ Settings = dict[str, Any]
 Result = dict[str, Any]
 
 
+def net_of(settings: Settings, **arguments: bool) -> nn.Module:
+    """What is trained."""
+    return NETS[settings.get("net", "block")](**arguments)
+
+
 class Run:
-    """A training under way: `model` is what is called, `net` what has the parameters; `close` ends it."""
+    """A training under way: `model` is what is called, `net` what has the parameters; `close` ends it.
+
+    The settings' `net` is one of NETS, "block" by default.
+    """
 
     model: nn.Module
     net: nn.Module
@@ -67,7 +75,7 @@ class Hooked(Run):
 
     def __init__(self, device: torch.device, settings: Settings) -> None:
         options = settings.get("ddp", {})
-        self.net = Net(skips=bool(options.get("find_unused_parameters"))).to(device)
+        self.net = net_of(settings, skips=bool(options.get("find_unused_parameters"))).to(device)
         ids = [device.index] if device.type == "cuda" else None
         self.model = DistributedDataParallel(self.net, device_ids=ids, bucket_cap_mb=0.02, **options)
         self.optimizer = SGD(self.model.parameters(), lr=0.05, momentum=settings.get("momentum", 0.0))
@@ -85,11 +93,11 @@ class Sharded(Run):
     """FSDP2 over all ranks, or over pairs with two `replicas`; `apply` has gradwire's options."""
 
     def __init__(self, device: torch.device, settings: Settings) -> None:
-        self.model = self.net = Net(normed=False).to(device)
+        self.model = self.net = net_of(settings, normed=False).to(device)
         pairs = settings.get("replicas", False)
         shape, names = ((2, 2), ("replicate", "shard")) if pairs else ((4,), ("shard",))
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        fully_shard(self.net.block, mesh=mesh["shard"])
+        fully_shard(self.net.get_submodule("block"), mesh=mesh["shard"])
         fully_shard(self.net, mesh=mesh["shard"])
         replicas = mesh["replicate"] if pairs else None
         options = settings["apply"]
@@ -108,7 +116,7 @@ class Apart(Run):
     """
 
     def __init__(self, device: torch.device, settings: Settings) -> None:
-        self.net = Net(normed=settings.get("normed", False)).to(device)
+        self.net = net_of(settings, normed=settings.get("normed", False)).to(device)
         self.optimizer = SGD(self.net.parameters(), lr=0.05)
         self.outer = gradwire.Outer(self.net, self.optimizer, hostname=node(), timeout=LATE, **settings["outer"])
         self.model = self.outer.model
