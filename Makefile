@@ -22,6 +22,7 @@
 # make test-on-gpu-standin  the tests marked for a GPU, over it; it lists those that are still skipped, and why
 # make run-gpu-standin   the main job on it, as DEVICE=cuda runs it on GPUs
 # make mutations  plants known faults in a copy of the CUDA path and elastic training, one by one: do the tests catch each?  ARGS="nccl" some
+# make mutations-on-gpu-standin   the same, of faults that the drawn schedules of the GPU of host memory must show
 #
 # PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
 # TORCH_INDEX=address of a package index with CPU builds of torch, where pip's own configuration knows none.
@@ -139,9 +140,13 @@ test-on-gpu-standin: gpu-standin
 run-gpu-standin: gpu-standin
 	$(prefix)/gpu-standin/bin/python -m gradwire.bench.train.main_job --device cuda $(ARGS)
 
-.PHONY: mutations
+.PHONY: mutations mutations-on-gpu-standin
 mutations: $(stamp)test
 	$(python) tests/mutations/run.py $(ARGS)
+
+# Those that the stand-in's drawn schedules must show.
+mutations-on-gpu-standin: gpu-standin
+	$(prefix)/gpu-standin/bin/python tests/mutations/run.py $(ARGS)
 
 fresh-debian:
 	@command -v debootstrap >/dev/null || { echo 'debootstrap is missing: apt-get install debootstrap'; exit 1; }

@@ -1,10 +1,10 @@
-"""The pairs of a training and a device that are held to any schedule, one job each; a queue of them that goes on where it was.
+"""The pairs of a training and a device that are held to any schedule, and a queue of them that goes on where it was.
 
-    python tests/gpu_standin/schedules.py --schedules 200 --data docs/results/data/schedules.jsonl     # what is not there yet
-    python tests/gpu_standin/schedules.py --data docs/results/data/schedules.jsonl --table             # what is
+    python tests/gpu_standin/schedules.py --schedules 200 --data FILE     # runs what the file lacks, a job a pair
+    python tests/gpu_standin/schedules.py --data FILE --table             # prints what it has
 
-In the environment of the GPU stand-in. A job that ends otherwise is written down as well, and is not tried again until
-its row is deleted.
+In the environment of the GPU stand-in; docs/results/data has schedules.jsonl. A job that ends otherwise
+is written down as well, and is not tried again until its row is deleted.
 """
 
 import argparse

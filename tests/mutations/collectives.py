@@ -6,6 +6,7 @@ _NCCL = "comms/transport/nccl.py"
 _EXECUTOR = "comms/run/stream_executor.py"
 _PROGRAMS = "comms/run/programs.py"
 _LEDGER = "comms/run/ledger.py"
+_GROUPS = "comms/transport/groups.py"
 _CALLS = "tests/comms/transport/test_nccl_calls.py"
 _LOST = "tests/comms/bootstrap/test_lost_rank_on_cuda.py"
 _HOOK = "tests/fake_cuda/test_hook_streams.py::"
@@ -134,6 +135,38 @@ COLLECTIVES = (
         "",
         "The device waits for a lost rank for ever.",
         (_LOST,),
+    ),
+    Mutation(
+        "a failure leaves the user's own communicator as it is",
+        _GROUPS,
+        "        for group in [*self.values(), self._connecting, self._users]:\n",
+        "        for group in [*self.values(), self._connecting]:\n",
+        "What gradwire does not use itself waits for a lost rank for ever.",
+        (_LOST,),
+    ),
+    Mutation(
+        "a failure does not reach who connects",
+        _GROUPS,
+        "        for group in [*self.values(), self._connecting, self._users]:\n",
+        "        for group in [*self.values(), self._users]:\n",
+        "Torch's own abort does not know a communicator that connects, so its ranks wait for ever.",
+        (f"{_CALLS}::test_abort_reaches_every_group_also_one_that_connects",),
+    ),
+    Mutation(
+        "a communicator is ended by torch's shutdown",
+        _NCCL,
+        "            self._group.abort()\n",
+        "            self._group.shutdown()\n",
+        "NCCL waits in it for the other ranks, under the lock that an abort needs.",
+        (f"{_CALLS}::test_close_never_calls_torchs_shutdown",),
+    ),
+    Mutation(
+        "gradwire's time-out is not the job's",
+        "comms/config.py",
+        "        return self if self.timeout else dataclasses.replace(self, timeout=group)\n",
+        "        return self if self.timeout else dataclasses.replace(self, timeout=group / 2)\n",
+        "The hook ends a job that goes on without it.",
+        (f"{_ENDINGS}test_the_time_out_is_the_users_groups",),
     ),
     Mutation(
         "the device goes on before it is told",

@@ -2,7 +2,8 @@
 
 python tests/mutations/run.py [PART OF THE NAME ...]      # all of them, or those whose names have one of the parts
 
-Ends with 1 if one survived, or its tests could not be run.
+In the environment of the GPU stand-in those of on_standin.py are planted, which its drawn schedules must show;
+elsewhere the others. Ends with 1 if one survived, or its tests could not be run.
 """
 
 import argparse
@@ -19,13 +20,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from gpu_standin.calls import is_standin
+
 from mutations.collectives import COLLECTIVES
 from mutations.elastic import ELASTIC
 from mutations.keeping import KEEPING
 from mutations.mutation import ROOT, Mutation
+from mutations.on_standin import ON_STANDIN
 from mutations.streams import STREAMS
 
-MUTATIONS = (*STREAMS, *COLLECTIVES, *KEEPING, *ELASTIC)
+MUTATIONS = (*STREAMS, *COLLECTIVES, *KEEPING, *ELASTIC, *ON_STANDIN)
 SECONDS = 900
 """For the tests of one fault: no test hangs for a fault of ours, as the fakes have time-outs."""
 SURVIVED, CAUGHT = 0, 1
@@ -119,7 +123,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", help="of the names of those to plant; all by default")
     wanted = parser.parse_args().parts
-    chosen = [each for each in MUTATIONS if not wanted or any(part in each.name for part in wanted)]
+    here = ON_STANDIN if is_standin() else [each for each in MUTATIONS if each not in ON_STANDIN]
+    chosen = [each for each in here if not wanted or any(part in each.name for part in wanted)]
     caught = 0
     with tempfile.TemporaryDirectory(prefix="gradwire-mutations-") as folder:
         copy_checkout(Path(folder))

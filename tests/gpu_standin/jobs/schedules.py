@@ -2,9 +2,9 @@
 
     schedules.py BACKEND SCHEDULES CASES FOLDER     NODES has a letter for each rank; CASES as for trainings.py, of RUNS
 
-Prints for each case the bits of the weights and the loss after each schedule, `delayed`, and `wanted`: those of the same
-training without delays, on the device that the settings' `reference` names. FOLDER keeps what is wanted: other devices
-want the same. The processor time of all of it is printed as `seconds`.
+Prints for each case the bits of the weights and the loss after each schedule, `delayed`, and `wanted`: those of the
+same training without delays, on the device that the settings' `reference` names. FOLDER keeps what is wanted: other
+devices want the same. The processor time of all of it is printed as `seconds`.
 
 A schedule is a step, with `Outer` two, in which there is an exchange; the host goes on to the next ones while the
 device is behind, and reads what came of them after AT_ONCE. The training is of `Layers`, few kernels on small
