@@ -1,7 +1,7 @@
 """The pairs of a training and a device that are held to any schedule, and a queue of them that goes on where it was.
 
     python tests/gpu_standin/schedules.py --schedules 200 --data FILE     # runs what the file lacks, a job a pair
-    python tests/gpu_standin/schedules.py --data FILE --table             # prints what it has
+    python tests/gpu_standin/schedules.py --data FILE --write PAGE        # puts a table of what it has into a page
 
 In the environment of the GPU stand-in; docs/results/data has schedules.jsonl. A job that ends otherwise
 is written down as well, and is not tried again until its row is deleted.
@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +57,11 @@ CASES: dict[str, dict[str, Settings]] = {
 }
 OF_A_SCHEDULE = 3.0
 """Seconds that a schedule may take on average, on a machine that does much else."""
+
+
+BEGIN, END = "<!-- schedules -->", "<!-- /schedules -->"
+Row = dict[str, Any]
+"""A line of the file: what is in Found, and of the machine."""
 
 
 @dataclass(frozen=True)
@@ -127,44 +133,68 @@ def pairs() -> Iterator[tuple[str, str, str]]:
                 yield group, case, device
 
 
-def rows_of(data: Path) -> list[dict[str, object]]:
+def rows_of(data: Path) -> list[Row]:
     """What has been run."""
     return [json.loads(line) for line in data.read_text().splitlines()] if data.exists() else []
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    """In Markdown: a line a case, a column a device, in it how many schedules had the wanted bits."""
+def table(rows: list[Row]) -> str:
+    """In Markdown: a line a case, a column a device, in it how many schedules had the wanted bits; then where."""
     found = {(row["group"], row["case"], row["device"]): row for row in rows}
     lines = [f"| | {' | '.join(DEVICES)} |", "|---" * (len(DEVICES) + 1) + "|"]
     for group, cases in CASES.items():
         for case in cases:
             cells = [cell(found.get((group, case, device))) for device in DEVICES]
             lines.append(f"| {group}: {case} | {' | '.join(cells)} |")
+    right = sum(not row["wrong"] and not row["problem"] for row in rows)
+    loads = [row["load"] for row in rows]
+    machines = ", ".join(sorted({f"{row['machine']} with {row['processors']} processors" for row in rows}))
+    dates = ", ".join(sorted({row["date"] for row in rows}))
+    said = (
+        f"{right} of {len(list(pairs()))} pairs ended, with the wanted bits after every schedule; {len(rows) - right} "
+        f"did not. torch {', '.join(sorted({row['torch'] for row in rows}))}, {machines}, {dates}, at a load of "
+        f"{min(loads, default=0)} to {max(loads, default=0)}; {sum(row['seconds'] for row in rows):.0f} s of "
+        "processor time in the ranks."
+    )
+    lines += ["", said]
     return "\n".join(lines)
 
 
-def cell(row: dict[str, object] | None) -> str:
+def write(page: Path, rows: list[Row]) -> None:
+    """Puts the table into a page, between its two marks.
+
+    Raises:
+        ValueError: The page has no such marks.
+    """
+    text = page.read_text()
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"`write` is {page}, which has no {BEGIN} and {END}")
+    head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
+    page.write_text(f"{head}{BEGIN}\n{table(rows)}\n{END}{tail}")
+
+
+def cell(row: Row | None) -> str:
     """What a table says of one pair."""
     if row is None:
         return "not run"
     if row["problem"]:
         return "**did not end**"
-    wrong, schedules = row["wrong"], row["schedules"]
-    assert isinstance(wrong, list)
-    return f"**{len(wrong)} of {schedules} wrong**" if wrong else str(schedules)
+    return f"**{len(row['wrong'])} of {row['schedules']} wrong**" if row["wrong"] else str(row["schedules"])
 
 
 def main() -> None:
-    """Runs what the file lacks, or prints it."""
+    """Runs what the file lacks, or writes down what it has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=200, help="of each pair")
     parser.add_argument("--data", type=Path, required=True, help="a row of JSON for each pair that was run")
     parser.add_argument("--only", default="", help="pairs whose 'GROUP CASE DEVICE' has this in it")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no pair after so many")
-    parser.add_argument("--table", action="store_true", help="print what has been run, and run nothing")
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE", help="put a table of the file into this page, and run nothing"
+    )
     given = parser.parse_args()
-    if given.table:
-        print(table(rows_of(given.data)))
+    if given.write is not None:
+        write(given.write, rows_of(given.data))
         return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     ended, began = 0, time.monotonic()
