@@ -17,6 +17,9 @@ WIDTH, CLASSES, BATCH = 32, 10, 4
 class Net(nn.Module):
     """Images (batch, 1, 8, 8) to scores (batch, CLASSES).
 
+    Attributes:
+        sharded: What FSDP2 gathers by itself.
+
     Args:
         skips: Leaves out a layer in every second step, whose parameters have no gradient then.
         normed: Has batch norm, whose running means DDP broadcasts; units that train by themselves have means of
@@ -31,6 +34,7 @@ class Net(nn.Module):
         self.block = TransformerBlock(WIDTH, 2)
         self.spare = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES)
+        self.sharded: tuple[str, ...] = ("block",)
         self.skips = skips
         self.calls = 0
 
@@ -59,6 +63,7 @@ class Layers(nn.Module):
         self.block = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
         self.spare = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES)
+        self.sharded = ("block.0", "block.1", "spare")  # one is gathered while the sum of another is under way
         self.skips = skips
         self.calls = 0
 
@@ -72,7 +77,7 @@ class Layers(nn.Module):
         return scores
 
 
-NETS: dict[str, Callable[..., nn.Module]] = {"block": Net, "layers": Layers}
+NETS: dict[str, Callable[..., Net | Layers]] = {"block": Net, "layers": Layers}
 
 
 @cache

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_standin.jobs.model import NETS, digest_of, loss_of
+from gpu_standin.jobs.model import NETS, Layers, Net, digest_of, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,7 +33,7 @@ Settings = dict[str, Any]
 Result = dict[str, Any]
 
 
-def net_of(settings: Settings, **arguments: bool) -> nn.Module:
+def net_of(settings: Settings, **arguments: bool) -> Net | Layers:
     """What is trained."""
     return NETS[settings.get("net", "block")](**arguments)
 
@@ -93,12 +93,14 @@ class Sharded(Run):
     """FSDP2 over all ranks, or over pairs with two `replicas`; `apply` has gradwire's options."""
 
     def __init__(self, device: torch.device, settings: Settings) -> None:
-        self.model = self.net = net_of(settings, normed=False).to(device)
+        net = net_of(settings, normed=False).to(device)
+        self.model = self.net = net
         pairs = settings.get("replicas", False)
         shape, names = ((2, 2), ("replicate", "shard")) if pairs else ((4,), ("shard",))
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        fully_shard(self.net.get_submodule("block"), mesh=mesh["shard"])
-        fully_shard(self.net, mesh=mesh["shard"])
+        for name in net.sharded:
+            fully_shard(net.get_submodule(name), mesh=mesh["shard"])
+        fully_shard(net, mesh=mesh["shard"])
         replicas = mesh["replicate"] if pairs else None
         options = settings["apply"]
         self.state = gradwire.fsdp.apply(self.net, replicas=replicas, hostname=node(), timeout=LATE, **options)
