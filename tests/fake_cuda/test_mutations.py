@@ -23,9 +23,11 @@ from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.run import programs
 from gradwire.comms.run.launches import Bucket
 from gradwire.comms.streams import SideStreams
+from gradwire.compressors import residual
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.dense import WideSum
 from gradwire.compressors.registry import make
+from gradwire.compressors.residual import ElementStore
 
 SIZE = 2
 STEPS = 2
@@ -233,6 +235,24 @@ def bucket_let_go() -> None:
     on_cuda(SIZE, body)
 
 
+def state_moved() -> None:
+    """A shard that one stream has made is added to on another one, and its old memory let go of."""
+
+    def body(rank: int, device: torch.device, group: Any) -> None:
+        store, (first, second) = ElementStore(), (side_stream() for _ in range(2))
+        layout = Layout((Slice("weight", (64, 64), 0, 0, 4096),))
+        with torch.cuda.stream(first):
+            store.read(layout, device)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            store.adopt(layout, torch.ones(4096, device=device))
+        with torch.cuda.stream(first):
+            torch.ones(4096, device=device)
+        torch.cuda.synchronize()
+
+    on_cuda(1, body)
+
+
 def wide_sum() -> None:
     """bfloat16 between three nodes: divided and summed in float32, rounded once."""
 
@@ -274,6 +294,11 @@ PLANTED: dict[str, tuple[Callable[[], None], Any, type[Exception]]] = {
     "a bucket waits for all of its pieces": (
         bucket_in_pieces,
         lambda: patch.object(Bucket, "of", forgetful),
+        RaceError,
+    ),
+    "what a store lets go of is kept until it is read": (
+        state_moved,
+        lambda: patch.object(residual, "keep_until_read", lambda *_: None),
         RaceError,
     ),
     "contributions are scaled in float32": (

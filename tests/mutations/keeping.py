@@ -3,14 +3,7 @@
 from mutations.mutation import Mutation
 
 _RESIDUAL = "compressors/residual.py"
-_COMPRESSED = "tests/fake_cuda/test_compressed_streams.py::"
-_MOVED = (
-    f"{_COMPRESSED}test_rebuilt_buckets",
-    f"{_COMPRESSED}test_a_loaded_state",
-    f"{_COMPRESSED}test_a_state_that_is_loaded_for_other_buckets",
-    f"{_COMPRESSED}test_a_run_that_resumes_in_a_new_state",
-)
-"""What takes state apart and puts it together."""
+_PLANTED = ("tests/fake_cuda/test_mutations.py::test_gradwire_keeps",)
 _WHY = "torch's allocator hands the memory to the stream that allocated it, while this one still reads it."
 
 KEEPING = (
@@ -20,6 +13,6 @@ KEEPING = (
         "            value.record_stream(torch.cuda.current_stream(value.device))\n",
         "            pass\n",
         _WHY,
-        _MOVED,
+        _PLANTED,
     ),
 )
