@@ -555,6 +555,7 @@ class CardStreams(Streams):
                     self._watch(line)
 
     def _move(self) -> None:
+        """See `Streams._move`; in the end peers hear of what has come: with that theirs are done, too."""
         super()._move()
         # Who is through may leave while its last words are here: others wait for them.
         for line in cast(list[_CardLine], self._lines):
