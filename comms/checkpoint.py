@@ -17,6 +17,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -169,18 +170,22 @@ def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
     return own or None
 
 
+@runtime_checkable
+class GathersBytes(Protocol):
+    """A group whose ranks may change: torch's own would take one that is lost meanwhile for one that gave nothing."""
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """What each rank gave."""
+
+
 def gather(own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool) -> Checkpoint:
     """Merges what the ranks of a group put into a checkpoint; all of them call it.
 
     Returns:
         Everything on the group's rank 0 or, if `on_all_ranks`, on all; on the others their own part.
     """
-    from gradwire.comms.elastic.group import ElasticGroup  # here: only who gathers needs to know of it
-
     parts: list[Checkpoint | None] = [None] * group.size()
-    if isinstance(
-        group, ElasticGroup
-    ):  # torch's own would take a rank that is lost meanwhile for one that gave nothing
+    if isinstance(group, GathersBytes):
         parts = [pickle.loads(each) for each in group.gather_bytes(pickle.dumps(own))]
     elif on_all_ranks:
         dist.all_gather_object(parts, own, group=group)

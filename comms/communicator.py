@@ -27,8 +27,9 @@ from gradwire.comms.bootstrap.store import PollingStore, epoch_store
 from gradwire.comms.config import ALL_NICS, NIC_PER_RANK, Config
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
+from gradwire.comms.migration import HeldState
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
-from gradwire.comms.plan.routes import Route, Routes
+from gradwire.comms.plan.routes import Routes
 from gradwire.comms.report import Report
 from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
@@ -40,6 +41,7 @@ from gradwire.topology.cluster import Cluster
 if TYPE_CHECKING:  # each is loaded where it is asked for
     from gradwire.comms.bootstrap.cards import Cards
     from gradwire.comms.bootstrap.liveness import LivenessRing
+    from gradwire.comms.streams import Clock
     from gradwire.comms.transport.nccl import NcclGroups
 
 SPARSE_PHASE = 20
@@ -106,11 +108,9 @@ class Communicator:
             device = torch.device("cuda", torch.cuda.current_device())
         config = config.with_timeout_of(timeout_of(group, device))
         self.rank = rank
-        self.size = size
         self.device = device
         self.config = config
         self.compressor = compressor
-        self._takes = planned(compressor).takes if compressor is not None else takes_nothing
 
         def polling(plain: Store) -> PollingStore:
             return oversight.polling(plain) if oversight else PollingStore(plain, config.timeout, ranks=size)
@@ -123,22 +123,18 @@ class Communicator:
         else:
             door = Door.open()
             try:
-                presences = exchange(own, self._presence(door, own.host), config.timeout)
+                presences = exchange(own, self._presence(door, own.host, size), config.timeout)
             except BaseException:
                 door.close()
                 raise
             door.answer_for(presences.start, rank)
             self._leave = weakref.finalize(self, _leave, door, presences.start, rank)
         self.presences = presences
-        """What every rank has said about itself."""
-        self.start_name = presences.start
-        """Names this start of these ranks: the same on all of them, and no earlier one's."""
+        """What every rank has said about itself; `start` names this start of these ranks, and no earlier one's."""
         self.plain_store = PrefixStore(presences.start, own.plain)
         """What the ranks tell each other from here on; without what an earlier start of them has left."""
         store = polling(self.plain_store)
         cluster = cluster_of(presences, config)
-        self.hostnames = tuple(presence.host[0] for presence in presences)
-        """Of each rank's host, as it calls itself."""
         self.routes = Routes(cluster, rank, device.type, config, compressor)
         if oversight is not None:
             board = oversight.board
@@ -171,19 +167,30 @@ class Communicator:
         self.executor = _executor(
             device, f"gradwire {name}", self._groups, rank, cluster, compressor, board, config.timeout
         )
-        self.clock = self.executor.ledger.clock
         self._ring = _ring(self.executor, store, rank, size, board) if oversight is None else None
-        self._all_reduces = 0
-        self._owners: dict[str, Layout] = {}
-        self._settled: set[Layout] = set()
-        self._loaded = False
+        self._held = HeldState()
 
-    def _presence(self, door: Door, store_host: str | None) -> Presence:
+    def _presence(self, door: Door, store_host: str | None, size: int) -> Presence:
         config = self.config
-        alone = self.size == 1 and not config.elastic and config.nics != NIC_PER_RANK
+        alone = size == 1 and not config.elastic and config.nics != NIC_PER_RANK
         nobody = Hardware(None, None, None) if alone else None  # whom links would lead to
-        own = Presence.here(self.rank, self.size, config, self.device, known=nobody)
+        own = Presence.here(self.rank, size, config, self.device, known=nobody)
         return replace(own, port=door.port, addresses=tuple(own_addresses(store_host)))
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.presences)
+
+    @property
+    def hostnames(self) -> tuple[str, ...]:
+        """Names of the ranks' hosts, as they call themselves."""
+        return tuple(presence.host[0] for presence in self.presences)
+
+    @property
+    def clock(self) -> "Clock":
+        """What tells when a phase begins and ends on this device."""
+        return self.executor.ledger.clock
 
     @property
     def cluster(self) -> Cluster:
@@ -262,18 +269,19 @@ class Communicator:
         Raises:
             ValueError: A part of it does not fit, or its layout does not fit it.
         """
-        layout = launch.layout if self._takes(launch.parts[0].dtype) else None
+        takes = self.compressor is not None and planned(self.compressor).takes(launch.parts[0].dtype)
+        layout = launch.layout if takes else None
         for part in launch.parts:
             self._check(part, scale * after)
         if not self._connected:
             self.connect(launch.numel * launch.parts[0].element_size())
-        self._all_reduces += launch.counted
+        self.executor.ledger.all_reduces += launch.counted
         if launch.counted:
             route = self.routes[launch.numel, launch.parts[0].dtype, layout]
         else:
             route = self.routes.unlisted(launch.numel, launch.parts[0].dtype)
-        if layout is not None and layout not in self._settled:
-            self._migrate(layout, route)
+        if layout is not None and self._held.has_moved(layout):
+            self.executor.migrate(layout, route, self.device, ask=self._held.asks)
         self.executor.start(launch, route, scale, flush, hold=hold, after=after)
 
     def start_sparse(self, bucket: Bucket, *, scale: float = 1.0, as_dense: bool | str = "auto") -> None:
@@ -299,7 +307,7 @@ class Communicator:
             level = between if place == BETWEEN else inside
             self.executor.ledger.book(SPARSE_PHASE + place, f"sparse {op}", level, logical_nbytes, wire_nbytes)
 
-        self._all_reduces += 1
+        self.executor.ledger.all_reduces += 1
         steps = sum_sparse(bucket.flat, self._groups, self.rank, sharing, scale=scale, as_dense=as_dense, book=book)
         self.executor.start_steps(bucket, "the sum of a sparse gradient", steps, LANES)
 
@@ -390,7 +398,7 @@ class Communicator:
             self.cluster.describe(),
             tuple(plans),
             totals,
-            self._all_reduces,
+            self.executor.ledger.all_reduces,
             steps,
             links,
             rank=self.rank,
@@ -432,31 +440,8 @@ class Communicator:
 
     def state_loaded(self) -> None:
         """Says that the compressor's state has been replaced by one from elsewhere; all ranks, between two steps."""
-        self._owners.clear()
-        self._settled.clear()
+        self._held = HeldState(loaded=True)
         self.routes.clear()  # where a compressor's shards are cut may be part of its state
-        self._loaded = True
-
-    def _migrate(self, layout: Layout, route: Route) -> None:
-        """Has state follow its parameters where they travel in a new layout.
-
-        The ranks of a node ask each other only about a state that was loaded: on CUDA an answer makes the host wait.
-        What this process itself has trained is exchanged without a question, and in the first step there is nothing.
-        """
-        known = any(item.name in self._owners for item in layout.slices)
-        if self._update_owners(layout):
-            self._settled.clear()
-            if known or self._loaded:
-                self.executor.migrate(layout, route, self.device, ask=not known)
-        self._settled.add(layout)
-
-    def _update_owners(self, layout: Layout) -> bool:
-        """Notes that parameters travel in `layout` from now on; whether that is new for any of them."""
-        before = {id(known): known for item in layout.slices for known in [self._owners.get(item.name)]}
-        moved = any(known is not layout and known != layout for known in before.values())
-        if moved:
-            self._owners.update((item.name, layout) for item in layout.slices)
-        return moved
 
     def _check(self, flat: Tensor, scale: float) -> None:
         if flat.device != self.device and (flat.device.type != self.device.type or self.device.index is not None):
@@ -509,11 +494,6 @@ def _ring(executor: Executor, store: PollingStore, rank: int, size: int, board: 
     from gradwire.comms.bootstrap.liveness import LivenessRing
 
     return LivenessRing(store, rank, size, board.alarm, executor.interrupt, deadline.overdue, lambda: executor.launches)
-
-
-def takes_nothing(dtype: torch.dtype) -> bool:
-    """The answer of no compressor to whether buckets of a dtype go through it."""
-    return False
 
 
 def _cards(presences: Presences, rank: int, config: Config) -> "Cards | None":

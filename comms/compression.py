@@ -178,8 +178,7 @@ class Compression:
         self.flushing = False
 
     def _end_step(self, finite: bool | Tensor, transfers: Sequence[Layout]) -> None:
-        if isinstance(self.compressor, Adaptive):
-            self.compressor.travelled({item.name for layout in transfers for item in layout.slices}, finite)
+        planned(self.compressor).travelled(transfers, finite)
         self.compressor.end_step(finite)
 
     def settle(self) -> None:

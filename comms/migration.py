@@ -70,3 +70,40 @@ def is_settled(held: Iterable[HeldRun], layout: Layout, own: Sequence[Layout]) -
             if not any(first <= run.start and stop <= last for first, last in runs.get(run.name, ())):
                 return False
     return True
+
+
+class HeldState:
+    """In which layouts a compressor's state lies, so that it follows its parameters where they travel in a new one.
+
+    The ranks of a node ask each other only about a state that was loaded: on CUDA an answer makes the host wait. What
+    this process itself has trained is exchanged without a question, and in the first step there is nothing.
+
+    Args:
+        loaded: The state comes from elsewhere.
+
+    Attributes:
+        asks: Whether the ranks ask each other before they move what `has_moved` has just said moves.
+    """
+
+    def __init__(self, *, loaded: bool = False) -> None:
+        self.asks = False
+        self._loaded = loaded
+        self._layout_of: dict[str, Layout] = {}
+        self._settled: set[Layout] = set()
+
+    def has_moved(self, layout: Layout) -> bool:
+        """Whether state is to be moved before a bucket is compressed; notes that its parameters travel so from now on.
+
+        Args:
+            layout: Of the bucket.
+        """
+        if layout in self._settled:
+            return False
+        known = [self._layout_of.get(item.name) for item in layout.slices]
+        had, moves = any(each is not None for each in known), False
+        if any(each is not layout and each != layout for each in {id(each): each for each in known}.values()):
+            self._layout_of.update((item.name, layout) for item in layout.slices)
+            self._settled.clear()
+            moves, self.asks = had or self._loaded, not had
+        self._settled.add(layout)
+        return moves

@@ -422,14 +422,9 @@ class Adaptive(Routed):
                 sums.update(compressor.held_squares(own))
         return {name: float(value) for name, value in sums.items()}
 
-    def travelled(self, names: set[str], finite: bool | Tensor) -> None:
-        """Takes in which parameters have travelled in a step; before `end_step`, on all ranks alike.
-
-        Args:
-            names: Of all ranks' shards, not of this one's alone.
-            finite: As for `end_step`. Where the device says it, it counts from the end of the next step on, for those
-                that have then not been taken back.
-        """
+    def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor) -> None:
+        """See `Planned.travelled`: what was held back of these parameters has gone."""
+        names = {item.name for layout in transfers for item in layout.slices}
         self._wide -= self._wide_undecided
         self._wide_undecided = self._wide & names if isinstance(finite, Tensor) else set()
         if not isinstance(finite, Tensor) and finite:

@@ -277,10 +277,17 @@ class Planned:
     Attributes:
         is_sum: It is a sum of another kind, and sends no fewer bytes.
         whole_parameters: It needs a parameter's gradient in one piece, and `products` of all ranks' pieces: Adasum.
+        two_stage: The sum of the ranks' payloads is encoded once more for its way back (two_stage.py).
     """
 
     is_sum = False
     whole_parameters = False
+    two_stage = False
+
+    @property
+    def keeps_left_out(self) -> bool:
+        """Whether what a payload leaves out is added to the next step's gradient (error feedback)."""
+        return True
 
     @property
     def has_owners(self) -> bool:
@@ -318,6 +325,15 @@ class Planned:
     def held_square(self) -> float:
         """The squared norm of what this rank holds back of the gradients; the host waits for it, nothing is changed."""
         return 0.0
+
+    def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor) -> None:
+        """Is called before `end_step`, with what has travelled in the step; on all ranks alike.
+
+        Args:
+            transfers: All ranks' layouts, not this one's alone.
+            finite: As for `end_step`. Where the device says it, it counts from the end of the next step on, for those
+                that have then not been taken back.
+        """
 
     def replanned(self) -> None:
         """Is called where ranks may exchange in other groups from now on, on all of them at the same point.

@@ -208,6 +208,13 @@ class TwoStage(Stateful):
         self.warmup_steps = warmup_steps
         self._own_parts: dict[tuple[Layout, Member], Layout] = {}
 
+    two_stage = True
+
+    @property
+    def keeps_left_out(self) -> bool:
+        """See `Planned.keeps_left_out`."""
+        return self.residual
+
     @property
     def has_owners(self) -> bool:
         """See `Stateful.has_owners`."""

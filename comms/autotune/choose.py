@@ -40,8 +40,7 @@ from gradwire.comms.run.launches import Bucket
 from gradwire.comms.step.listeners import EndedStep, StepListener
 from gradwire.comms.streams import Mark
 from gradwire.compressors.adaptive import NARROW, Adaptive, LayerNumbers, outstanding_share, takes_whole
-from gradwire.compressors.base import Layout, Slice
-from gradwire.compressors.two_stage import TwoStage
+from gradwire.compressors.base import Layout, Slice, planned
 
 log = logging.getLogger("gradwire")
 
@@ -98,10 +97,9 @@ class LayerChooser(StepListener):
     """
 
     def __init__(self, communicator: Communicator, compression: Compression, consensus: Agreement) -> None:
-        assert isinstance(compression.compressor, Adaptive)
         self._communicator = communicator
         self._compression = compression
-        self._adaptive: Adaptive = compression.compressor
+        self._adaptive = cast(Adaptive, compression.compressor)
         self._consensus = consensus
         self._steps: list[tuple[tuple[Layout, ...], tuple[Mark, ...]]] = []
         self._ended: list[float] = []
@@ -456,11 +454,11 @@ def predicted_error(adaptive: Adaptive, number: int, found: SquaredNorms, group_
         group_size: Ranks that each shard is summed over: all of them have seen the whole sum.
     """
     candidate, left_out = adaptive.candidates[number], found.left_out[number]
-    keeps = not isinstance(candidate, TwoStage) or candidate.residual
+    keeps = planned(candidate).keeps_left_out
     if found.gradient <= 0.0:
         return 0.0
     share = outstanding_share(left_out, found.gradient) if keeps else left_out / found.gradient
-    encoded = found.gradient + (found.total / group_size if isinstance(candidate, TwoStage) else 0.0)
+    encoded = found.gradient + (found.total / group_size if planned(candidate).two_stage else 0.0)
     return share * encoded
 
 
@@ -480,9 +478,7 @@ def corrected(
     corrections: Mapping[str, Mapping[str, float]], merged: Mapping[str, Numbers], adaptive: Adaptive, group_size: int
 ) -> dict[str, dict[str, float]]:
     """What is really outstanding over what was predicted, for each layer and the candidates that it has had."""
-    sound = {
-        spec.text: isinstance(each, TwoStage) for spec, each in zip(adaptive.specs, adaptive.candidates, strict=True)
-    }
+    sound = {spec.text: planned(each).two_stage for spec, each in zip(adaptive.specs, adaptive.candidates, strict=True)}
     found = {
         name: {text: ratio ** FORGOTTEN[sound[text]] if ratio > 1.0 else ratio for text, ratio in each.items()}
         for name, each in corrections.items()

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -26,6 +26,7 @@ from gradwire.comms.bootstrap.compat import knows_gloo_sums
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.plan import Plan
+from gradwire.comms.transport.groups import MeetsInPairs
 from gradwire.comms.transport.torch_group import Done, GlooTransport, sums_as_rings
 from gradwire.compressors.base import Work
 
@@ -212,9 +213,9 @@ class Meeting:
 
     def _connect(self) -> None:
         rail = self._communicator.transport((0, 0), self._members)
-        if isinstance(rail, GlooTransport):
+        if isinstance(rail, MeetsInPairs):
             rail.connect_both_ways()  # also where this node pauses at first
-            self._rail = rail
+            self._rail = cast(GlooTransport, rail)
 
     def _carry_out(self, what: str, call: Callable[[], Result]) -> Result:
         """What `call` returns. Where it fails all ranks hear of it, and of which rank it was."""

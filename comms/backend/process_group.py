@@ -89,6 +89,19 @@ def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
     return GradwireGroup(options, config)
 
 
+def _library_lacks(op: object, tensor: Tensor) -> bool:
+    """Whether the inner group cannot run an op at all: gloo has no PREMUL_SUM."""
+    return tensor.device.type == "cpu" and factor_of(op) is not None
+
+
+def _is_dense(*tensors: Tensor) -> bool:
+    return all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
+
+
+def _is_local(*tensors: Tensor) -> bool:
+    return _is_dense(*tensors) and all(tensor.numel() > 0 for tensor in tensors)
+
+
 class GradwireGroup(DelegatingGroup):
     """A process group whose sums run by the cheapest plan; see the module.
 
@@ -96,6 +109,9 @@ class GradwireGroup(DelegatingGroup):
         options: Store, rank, size, time-out and name of the group.
         config: How to plan; its time-out is replaced by the group's.
     """
+
+    takes_turns = True
+    """See `TakesTurns`."""
 
     def __init__(self, options: GroupOptions, config: Config) -> None:
         super().__init__(dist.ProcessGroup(options.store, options.group_rank, options.group_size))
@@ -160,7 +176,7 @@ class GradwireGroup(DelegatingGroup):
     def broadcast(self, *arguments: object, **named: object) -> dist.Work:
         """Through shared memory on a single node, by a plan on several. In place."""
         match arguments:
-            case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named and self._is_local(tensor):
+            case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named and _is_local(tensor):
                 if self._node:
                     return self.issued(FutureWork(self._node.broadcast(tensor.detach(), options.rootRank)))
                 if (planned := self._planning(BROADCAST, tensor.nbytes, options.rootRank)) is not None:
@@ -172,7 +188,7 @@ class GradwireGroup(DelegatingGroup):
         """As `broadcast`; `arguments` are ([outputs of all ranks], [source], options)."""
         match arguments:
             case [[list() as outputs], [Tensor() as source], AllgatherOptions()] if not named:
-                if self._is_local(source, *outputs) and self._is_alike(source, outputs):
+                if _is_local(source, *outputs) and self._is_alike(source, outputs):
                     if self._node:
                         targets = [each.detach() for each in outputs]
                         return self.issued(FutureWork(self._node.all_gather_list(targets, source.detach())))
@@ -185,7 +201,7 @@ class GradwireGroup(DelegatingGroup):
         """As `broadcast`; `arguments` are (output, source, options)."""
         match arguments:
             case [Tensor() as output, Tensor() as source, AllgatherOptions()] if not named:
-                if self._is_local(source, output) and self._fits(output, source):
+                if _is_local(source, output) and self._fits(output, source):
                     if self._node:
                         return self.issued(FutureWork(self._node.all_gather(output.detach(), source.detach())))
                     if (planned := self._planning(ALL_GATHER, output.nbytes)) is not None:
@@ -198,7 +214,7 @@ class GradwireGroup(DelegatingGroup):
         match arguments:
             case [list() as outputs, list() as sources, *_] if not named and len(outputs) == len(sources) > 0:
                 pairs = list(zip(outputs, sources, strict=True))
-                if self._is_local(*outputs, *sources) and all(self._fits(*pair) for pair in pairs):
+                if _is_local(*outputs, *sources) and all(self._fits(*pair) for pair in pairs):
                     if self._node:
                         gathers = [self._node.all_gather(output.detach(), part.detach()) for output, part in pairs]
                         return self.issued(FutureWork(together(gathers)))
@@ -212,8 +228,8 @@ class GradwireGroup(DelegatingGroup):
         """As `reduce_scatter_single`; `arguments` are ([output], [sources of all ranks], options)."""
         match arguments:
             case [[Tensor() as output], [list() as sources], ReduceScatterOptions() as options] if not named:
-                if self._is_dense(output, *sources) and self._is_alike(output, sources):
-                    if self._node and self._planned and self._is_local(output):
+                if _is_dense(output, *sources) and self._is_alike(output, sources):
+                    if self._node and self._planned and _is_local(output):
                         scale = self._planned.scale(options.reduceOp, [output])
                         if scale is not None:
                             whole = torch.cat([source.detach().reshape(-1) for source in sources])
@@ -228,8 +244,8 @@ class GradwireGroup(DelegatingGroup):
         """Sums and averages, through shared memory or by a plan; `arguments` are (output, source, options)."""
         match arguments:
             case [Tensor() as output, Tensor() as source, ReduceScatterOptions() as options] if not named:
-                if self._is_dense(source, output) and self._fits(source, output):
-                    if self._node and self._planned and self._is_local(source, output):
+                if _is_dense(source, output) and self._fits(source, output):
+                    if self._node and self._planned and _is_local(source, output):
                         scale = self._planned.scale(options.reduceOp, [source])
                         if scale is not None:
                             future = self._node.reduce_scatter(output.detach(), source.detach(), scale)
@@ -245,9 +261,9 @@ class GradwireGroup(DelegatingGroup):
         match arguments:
             case [list() as outputs, list() as sources, ReduceScatterOptions() as options] if not named:
                 pairs = list(zip(sources, outputs, strict=False))
-                alike = len(outputs) == len(sources) > 0 and self._is_dense(*sources, *outputs)
+                alike = len(outputs) == len(sources) > 0 and _is_dense(*sources, *outputs)
                 if alike and all(self._fits(*pair) for pair in pairs):
-                    if self._node and self._planned and self._is_local(*sources, *outputs):
+                    if self._node and self._planned and _is_local(*sources, *outputs):
                         node, scale = self._node, self._planned.scale(options.reduceOp, sources)
                         if scale is not None:
                             sums = [node.reduce_scatter(part.detach(), whole.detach(), scale) for whole, part in pairs]
@@ -332,7 +348,7 @@ class GradwireGroup(DelegatingGroup):
         scale = self._planned.scale(op, tensors)
         if scale is None:
             return None
-        if not self._planned.beats_inner(tensors) and not self._library_lacks(op, tensors[0]):
+        if not self._planned.beats_inner(tensors) and not _library_lacks(op, tensors[0]):
             return None
         return self.issued(self._planned.all_reduce(tensors, scale))
 
@@ -347,21 +363,9 @@ class GradwireGroup(DelegatingGroup):
         if self._planned is None or self._collectives is None or self.turns.coalescing:
             return None
         scale = self._planned.scale(op, tensors)
-        if scale is None or self._library_lacks(op, tensors[0]):
+        if scale is None or _library_lacks(op, tensors[0]):
             return scale
         return scale if self._collectives.beats_library(REDUCE_SCATTER, nbytes) else None
-
-    def _library_lacks(self, op: object, tensor: Tensor) -> bool:
-        """Whether the inner group cannot run an op at all: gloo has no PREMUL_SUM."""
-        return tensor.device.type == "cpu" and factor_of(op) is not None
-
-    def _is_dense(self, *tensors: Tensor) -> bool:
-        return all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
-
-    def _is_local(self, *tensors: Tensor) -> bool:
-        return all(
-            tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0 for tensor in tensors
-        )
 
     def _is_alike(self, source: Tensor, outputs: list[Tensor]) -> bool:
         return len(outputs) == self.size() and all(

@@ -27,7 +27,7 @@ from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, f
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
 from gradwire.comms.elastic.step import GradientBackup, agree
-from gradwire.comms.elastic.survive import EpochBoard, Survivor, first_oversight, oversight
+from gradwire.comms.elastic.survive import Survivor, first_oversight, oversight
 from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
@@ -186,11 +186,10 @@ class ElasticTraining:
         self._state.connect_to(session)
         communicator = session.communicator
         view = View(0, group.rank(), tuple(f"rank {rank}" for rank in range(group.size())))
-        prefix = f"gradwire/elastic/{name}/{communicator.start_name}"
+        prefix = f"gradwire/elastic/{name}/{communicator.presences.start}"
         outside = unprefixed(communicator.plain_store)
         said = {name: packed(each) for name, each in zip(view.members, communicator.presences, strict=True)}
         membership = Membership(PrefixStore(prefix, outside), view, self._state.config.timeout, said)
-        assert isinstance(first.board, EpochBoard)
         first.board.membership = membership
         if self._carries:
             self._requests = self._open_door(PrefixStore(prefix, outside), device)

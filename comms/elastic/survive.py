@@ -140,10 +140,17 @@ class EpochBoard(Board):
         return CollectiveError(f"{phase} failed: {cause}", ())
 
 
-def first_oversight(rank: int, size: int, timeout: timedelta) -> Oversight:
+@dataclass(frozen=True, slots=True)
+class EpochOversight(Oversight):
+    """Who hears of a failure among the ranks of one epoch."""
+
+    board: EpochBoard
+
+
+def first_oversight(rank: int, size: int, timeout: timedelta) -> EpochOversight:
     """What the communicator of the first epoch reports to; its board's `membership` is set later."""
     board = EpochBoard(0, rank)
-    return Oversight(board, lambda store: EpochStore(store, timeout, board.alarm, ranks=size))
+    return EpochOversight(board, lambda store: EpochStore(store, timeout, board.alarm, ranks=size))
 
 
 def oversight(view: View, membership: Membership, timeout: timedelta) -> Oversight:

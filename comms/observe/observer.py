@@ -80,19 +80,13 @@ class Observer(StepListener):
         )
 
     def _watch_for_stalls(self, ranks: Sequence[int]) -> "StallWatch":
-        from gradwire.comms.observe.stall import StallWatch
+        from gradwire.comms.observe.stall import StallWatch, WatchedJob
 
         communicator = self._communicator
-        return StallWatch(
-            PollingStore(communicator.plain_store, GET_TIMEOUT),
-            communicator.rank,
-            communicator.hostnames,
-            communicator.executor,
-            self._config.stall_seconds,
-            self.contents,
-            ranks,
-            on_cuda=communicator.device.type == "cuda",
-        )
+        on_cuda = communicator.device.type == "cuda"
+        job = WatchedJob(communicator.rank, communicator.hostnames, tuple(ranks), self.contents, on_cuda)
+        store = PollingStore(communicator.plain_store, GET_TIMEOUT)
+        return StallWatch(store, job, communicator.executor, self._config.stall_seconds)
 
     @property
     def wants_times(self) -> bool:

@@ -130,59 +130,73 @@ def _ranks(members: Sequence[int], hostnames: Sequence[str], ranks: Sequence[int
     return f"rank {', '.join(str(ranks[member]) for member in members[:8])}{more} on node {nodes}"
 
 
+@dataclass(slots=True)
+class Stall:
+    """A time without progress in which this rank has left a word.
+
+    Attributes:
+        word: Which.
+        collects: This rank reads all words.
+        passes: Looks that are left for the words, or for the verdict.
+        warned: The verdict is there.
+    """
+
+    word: Word
+    collects: bool = False
+    passes: int = 0
+    warned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedJob:
+    """Whom a rank watches.
+
+    Attributes:
+        rank: This one.
+        hostnames: Names of all ranks' hosts.
+        ranks: All ranks' places in the default group.
+        contents: What each bucket holds.
+        on_cuda: The gradients are on a CUDA device.
+    """
+
+    rank: int
+    hostnames: tuple[str, ...]
+    ranks: tuple[int, ...]
+    contents: Contents
+    on_cuda: bool = False
+
+
 class StallWatch:
     """One rank's thread that notices when there is no progress.
 
     Args:
         store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
-        rank: This rank.
-        hostnames: Of all ranks.
+        job: Whom it watches.
         executor: Whose launches are watched.
         seconds: Without progress, until the first word.
-        contents: What each bucket holds.
-        ranks: In the default group, of all ranks.
-        on_cuda: The gradients are on a CUDA device.
 
     Attributes:
         last: What the last warning said, here or on the rank that gave it; None before one.
         count: How many there were.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        hostnames: Sequence[str],
-        executor: Executor,
-        seconds: float,
-        contents: Contents,
-        ranks: Sequence[int],
-        *,
-        on_cuda: bool = False,
-    ) -> None:
+    def __init__(self, store: Store, job: WatchedJob, executor: Executor, seconds: float) -> None:
         self.last: str | None = None
         self.count = 0
         self._store = store
-        self._rank = rank
-        self._hostnames = tuple(hostnames)
+        self._job = job
         self._executor = executor
         self._seconds = seconds
-        self._contents = contents
-        self._ranks = tuple(ranks)
-        self._on_cuda = on_cuda
         self._watched = threading.get_ident()
         self._closed = threading.Event()
         self._progress: tuple[object, ...] = ()
         self._since = time.monotonic()
         self._next = seconds
-        self._said: Word | None = None
-        self._passes = 0
-        self._collects = False
-        self._warned = False
+        self._stall: Stall | None = None
         self._all_here_said = False
         self._failures = 0
         look_seconds = min(max(seconds / LOOKS, SHORTEST_LOOK_SECONDS), LONGEST_LOOK_SECONDS)
-        self._thread = BackgroundThread(f"gradwire stall watch {rank}", partial(self._run, look_seconds))
+        self._thread = BackgroundThread(f"gradwire stall watch {job.rank}", partial(self._run, look_seconds))
         self._thread.start()
 
     def close(self) -> None:
@@ -197,7 +211,7 @@ class StallWatch:
                 self._look()
             except RuntimeError as error:  # a key is gone again, or the store: whoever waits will hear of that
                 self._failures += 1
-                log.debug("rank %d cannot say or hear what hangs: %s", self._rank, error)
+                log.debug("rank %d cannot say or hear what hangs: %s", self._job.rank, error)
                 if self._failures == MOST_FAILURES:
                     return
 
@@ -215,61 +229,63 @@ class StallWatch:
         if passed >= self._next:
             self._next = 2 * passed
             self._say(passed)
-        if self._said is None or (self._said.number is None and not self._on_cuda):
+        stall = self._stall
+        if stall is None or not stall.passes or (stall.word.number is None and not self._job.on_cuda):
             return
-        if self._collects:
-            if self._passes:
-                self._passes -= 1
-                self._collect(passed)
-        elif not self._warned and self._passes:
-            self._passes -= 1
+        if stall.collects:
+            stall.passes -= 1
+            self._collect(stall, passed)
+        elif not stall.warned:
+            stall.passes -= 1
             if self._store.check([VERDICT]):
-                self._warned = True
-                self.last = self._store.get(VERDICT).decode()
-                self.count += 1
+                stall.warned = True
+                self._heard(self._store.get(VERDICT).decode())
+
+    def _heard(self, text: str) -> None:
+        self.last = text
+        self.count += 1
 
     def _say(self, passed: float) -> None:
         """Leaves this rank's word, and finds out who reads them."""
         waiting = self._executor.oldest()
         launches, where = self._executor.launches, line_of_thread(self._watched)
         if waiting is not None:
-            named = bucket_words(waiting.bucket.index, self._contents.get(waiting.bucket.index, (0, ()))[1])
+            named = bucket_words(waiting.bucket.index, self._job.contents.get(waiting.bucket.index, (0, ()))[1])
             word = Word(launches, passed, waiting.number, waiting.phase, named, where)
         else:
             word = Word(launches, passed, where=where)
-        first = self._said is None
-        self._said = word
-        self._store.set(f"stall/{self._rank}", json.dumps(asdict(word)))
-        if word.number is None and not self._on_cuda:
+        first, stall = self._stall is None, self._stall or Stall(word)
+        stall.word, self._stall = word, stall
+        self._store.set(f"stall/{self._job.rank}", json.dumps(asdict(word)))
+        if word.number is None and not self._job.on_cuda:
             return
         if first:
-            self._collects = int(self._store.compare_set(COLLECTOR, "", str(self._rank))) == self._rank
-        self._passes = PASSES + (not self._collects) * LOOKS
-        self._warned = False
+            stall.collects = int(self._store.compare_set(COLLECTOR, "", str(self._job.rank))) == self._job.rank
+        stall.passes = PASSES + (not stall.collects) * LOOKS
+        stall.warned = False
 
-    def _collect(self, passed: float) -> None:
+    def _collect(self, stall: Stall, passed: float) -> None:
         """Reads all words, and says what they mean once all ranks have spoken, or have had the time to."""
-        words: dict[int, Word] = {}
-        for rank in range(len(self._hostnames)):
+        job = self._job
+        words = {job.rank: replace(stall.word, seconds=passed)}
+        for rank in range(len(job.hostnames)):
             key = f"stall/{rank}"
-            if rank == self._rank and self._said is not None:
-                words[rank] = replace(self._said, seconds=passed)
-            elif self._store.check([key]):
+            if rank != job.rank and self._store.check([key]):
                 words[rank] = Word(**_object(self._store.get(key)))
-        if len(words) < len(self._hostnames) and self._passes:
+        words = dict(sorted(words.items()))
+        if len(words) < len(job.hostnames) and stall.passes:
             return
-        self._passes = 0
-        if self._on_cuda:
+        stall.passes = 0
+        if job.on_cuda:
             words = self._with_buckets(words)
-        text = verdict(words, self._hostnames, self._ranks, on_cuda=self._on_cuda)
+        text = verdict(words, job.hostnames, job.ranks, on_cuda=job.on_cuda)
         if text is None:
             return
         nobody_late = text.startswith("all ranks")
         log.log(logging.INFO if nobody_late and self._all_here_said else logging.WARNING, "stall: %s", text)
         self._all_here_said |= nobody_late
-        self._warned = True
-        self.last = text
-        self.count += 1
+        stall.warned = True
+        self._heard(text)
         self._store.set(VERDICT, text)
 
     def _with_buckets(self, words: Mapping[int, Word]) -> dict[int, Word]:
@@ -279,24 +295,22 @@ class StallWatch:
         if not 0 < behind <= len(carried):
             return dict(words)
         index = carried[-behind]
-        named = bucket_words(index, self._contents.get(index, (0, ()))[1])
+        named = bucket_words(index, self._job.contents.get(index, (0, ()))[1])
         return {rank: replace(word, bucket=named) for rank, word in words.items()}
 
     def _go_on(self, idle: float) -> None:
         """Takes this rank's word back."""
         self._next = self._seconds
         self._failures = 0
-        said, self._said = self._said, None
-        if said is None:
+        stall, self._stall = self._stall, None
+        if stall is None:
             return
-        self._store.delete_key(f"stall/{self._rank}")
-        if self._collects:
-            self._collects = False
-            if self._warned:
+        self._store.delete_key(f"stall/{self._job.rank}")
+        if stall.collects:
+            if stall.warned:
                 log.warning("stall: goes on after %s", duration(idle))
                 self._store.delete_key(VERDICT)
             self._store.delete_key(COLLECTOR)
-        self._warned = False
 
 
 def _object(text: bytes) -> dict[str, Any]:

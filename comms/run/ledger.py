@@ -61,6 +61,7 @@ class Ledger:
         timing: Whether phases are timed from now on; on a CPU they always are.
         ended: On a CPU takes the launches that end; None, and nothing is kept.
         recorder: Notes what happens when, while a trace or a profiler is on; None otherwise.
+        all_reduces: How many have been started.
     """
 
     def __init__(self, clock: Clock, level_names: Sequence[str]) -> None:
@@ -68,6 +69,7 @@ class Ledger:
         self.timing = True
         self.ended: list[EndedLaunch] | None = None
         self.recorder: Recorder | None = None
+        self.all_reduces = 0
         self._level_names = level_names
         self._rows: dict[PhaseKey, PhaseTotals] = {}
         self._issued: list[tuple[PhaseTotals, int, Mark, Mark]] = []

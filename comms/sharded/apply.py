@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
-from gradwire.comms.backend.process_group import GradwireGroup
 from gradwire.comms.bootstrap.compat import (
     DEFAULT_SHARDED_COMMS,
     ShardedUnit,
@@ -31,6 +30,7 @@ from gradwire.comms.sharded.nodes import find_nodes
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.state import FsdpState, ShardTraffic, shard_groups
 from gradwire.comms.sharded.turns import TorchGroups
+from gradwire.comms.transport.launch_order import TakesTurns
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ class ShardLinks:
             nodes = None
             if self._few_bits:
                 nodes = find_nodes(group, self._config.hostname, flat, communicator, self._torchs)
-            plans = communicator is not None and not isinstance(group, GradwireGroup)
+            plans = communicator is not None and not isinstance(group, TakesTurns)
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
             self.made[ranks] = ShardLink(nodes, communicator, planned, self._torchs)
         return self.made[ranks]

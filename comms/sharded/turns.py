@@ -6,9 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.backend.process_group import GradwireGroup
 from gradwire.comms.bootstrap.compat import nccl_backend_of
-from gradwire.comms.transport.launch_order import Result, TorchIssuer, devices
+from gradwire.comms.transport.launch_order import Result, TakesTurns, TorchIssuer, devices
 from gradwire.comms.transport.nccl import NODE_CTAS
 
 
@@ -37,7 +36,7 @@ class TorchGroups:
         return collective() if issuer is None else issuer.issue(collective)
 
     def _join(self, group: dist.ProcessGroup) -> TorchIssuer | None:
-        backend = None if isinstance(group, GradwireGroup) else nccl_backend_of(group, self._device)
+        backend = None if isinstance(group, TakesTurns) else nccl_backend_of(group, self._device)
         if backend is None:
             return None
         issuer = TorchIssuer(backend, NODE_CTAS)

@@ -84,6 +84,14 @@ class Abortable(Protocol):
 
 
 @runtime_checkable
+class MeetsInPairs(Protocol):
+    """A transport whose members can swap bytes pair by pair, which shows what their links give."""
+
+    def connect_both_ways(self) -> None:
+        """Connects every member with every other one, at once."""
+
+
+@runtime_checkable
 class OfOneNode(Abortable, Protocol):
     """A transport of ranks of one host, through what they share there."""
 

@@ -15,7 +15,7 @@ Source: NCCL's user guide, "Using multiple NCCL communicators concurrently".
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 from weakref import WeakSet
 
 import torch
@@ -45,6 +45,13 @@ class Issuer(Protocol):
     @property
     def communicator(self) -> object:
         """What stands for the communicator: transports of one are counted once."""
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """A group that issues by plans and in turn with others by itself: it is used as it is."""
+
+    takes_turns: bool
 
 
 class Turns:

@@ -96,6 +96,101 @@ class NcclGroups:
     sums_in_switch: Callable[[tuple[int, ...]], bool] = _never
 
 
+class NcclCalls:
+    """The calls of torch that make collectives of one group, each to be issued later.
+
+    Args:
+        group: Torch's.
+        rank: This rank's index in the group.
+        size: Number of ranks.
+        sums_in_switch: See `NcclTransport`.
+    """
+
+    def __init__(self, group: TorchGroup, rank: int, size: int, *, sums_in_switch: bool) -> None:
+        self.rank, self.size = rank, size
+        self._group = group
+        self._sums_in_switch = sums_in_switch
+
+    def own_slice(self, whole: Tensor, numel: int, *, sum_with: dist.ReduceOp | None = None) -> Call:
+        """Equal slices: each rank's on all, in place; with `sum_with`, what that makes of it on all, on its rank alone.
+
+        Args:
+            whole: All slices, one after the other.
+            numel: Elements of a slice.
+            sum_with: As `sum_of` returns it.
+        """
+        own = whole[self.rank * numel : (self.rank + 1) * numel]
+        if sum_with is None:
+            return lambda: getattr(self._group, ALL_GATHER_SINGLE)(whole, own, AllgatherOptions())
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = sum_with
+        return lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options)
+
+    def sum_of(self, tensor: Tensor, scale: float) -> dist.ReduceOp:
+        """What to sum with; where NCCL cannot multiply as it sums, or no switch would sum, `tensor` is multiplied."""
+        if scale == 1.0:
+            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
+        # Torch copies where a reduce-scatter has one rank (2.13), and leaves the factor out.
+        if self.size == 1 or self._sums_in_switch or not multiplies_exactly(tensor.dtype, scale):
+            tensor.mul_(scale)
+            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
+        if scale == 1.0 / self.size:
+            return cast(dist.ReduceOp, dist.ReduceOp.AVG)
+        if tensor.dtype == torch.bfloat16:  # see `premultiplied_sum`
+            tensor.mul_(scale)
+            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
+        return premultiplied_sum(scale)
+
+    def all_reduce(self, tensor: Tensor, scale: float) -> Call:
+        """The sum of `scale * tensor` over all ranks, in place."""
+        flat = _real(tensor)[0]
+        options = dist.AllreduceOptions()
+        options.reduceOp = self.sum_of(flat, scale)
+        return lambda: self._group.allreduce([flat], options)
+
+    def reduce(self, tensor: Tensor, root: int, operation: dist.ReduceOp) -> Call:
+        """What `operation` makes of `tensor` on all ranks, on one of them."""
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank = operation, root
+        return lambda: self._group.reduce([tensor], options)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Call:
+        """One rank's `tensor`, on all."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return lambda: self._group.broadcast([tensor], options)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Call:
+        """As many elements of each rank, one after the other, on all."""
+        target, own = _flat(output), _flat(source)
+        return lambda: getattr(self._group, ALL_GATHER_SINGLE)(target, own, AllgatherOptions())
+
+    def all_gather_unequal(self, output: Tensor, source: Tensor, bounds: Sequence[int]) -> Call:
+        """Sends this rank's rows to every rank, straight from where they are: sends and receives, a rank may have none.
+
+        As broadcasts in a ring every node but one would pass on what each of the others has: 2 S with both stages.
+        """
+        own, width = _flat(source), (2 if output.is_complex() else 1) * output.shape[1:].numel()
+        runs = [_flat(output[start:stop]) for start, stop in pairwise(bounds)]
+        if own.numel() != width * (bounds[self.rank + 1] - bounds[self.rank]):
+            raise ValueError(
+                f"`source` has {own.numel()} elements, but `bounds` gives rank {self.rank} "
+                f"{bounds[self.rank + 1] - bounds[self.rank]} rows of {width}"
+            )
+        return lambda: self._group.alltoall(runs, [own] * self.size, dist.AllToAllOptions())
+
+    def all_to_all(self, output: Tensor, source: Tensor, bounds: Sequence[int] = ()) -> Call:
+        """See `Transport.all_to_all`; with `bounds`, the rows of `source` for each rank."""
+        target, own = _flat(output), _flat(source)
+        received: list[int] = []
+        sent: list[int] = []
+        if bounds:
+            width = (2 if source.is_complex() else 1) * source.shape[1:].numel()
+            sent = [width * (stop - start) for start, stop in pairwise(bounds)]
+            received = [sent[self.rank]] * self.size
+        return lambda: getattr(self._group, ALL_TO_ALL_SINGLE)(target, own, received, sent, dist.AllToAllOptions())
+
+
 class NcclTransport:
     """The collectives of `Transport` on one NCCL communicator.
 
@@ -131,7 +226,7 @@ class NcclTransport:
         self._group = group
         self._owned = owned
         self._group_calls = group_calls
-        self._sums_in_switch = sums_in_switch
+        self._calls = NcclCalls(group, rank, size, sums_in_switch=sums_in_switch)
         # Torch's works hold their outputs, so those of the last collective live until the next one is issued, or the
         # group is closed: at most one collective's tensors. Only these works tell, without a wait of the host, whether
         # the GPU is through (`is_done`), and a later look that let go of them would race the thread that issues.
@@ -191,7 +286,7 @@ class NcclTransport:
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Transport.all_reduce`."""
         self._check()
-        return self._issue([self._all_reduce(tensor, scale)])
+        return self._issue([self._calls.all_reduce(tensor, scale)])
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
         """See `Transport.reduce_scatter`.
@@ -201,16 +296,14 @@ class NcclTransport:
         """
         self._check()
         flat, bounds = _real(tensor, bounds)
-        operation = self._operation(flat, scale)
+        operation = self._calls.sum_of(flat, scale)
         calls: list[Call] = []
         numel, rest = _divided(tuple(bounds))
         if numel:
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = operation
-            own, whole = flat[self.rank * numel : (self.rank + 1) * numel], flat[: self.size * numel] if rest else flat
-            calls.append(lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options))
+            whole = flat[: self.size * numel] if rest else flat
+            calls.append(self._calls.own_slice(whole, numel, sum_with=operation))
         for root, start, stop in rest:
-            calls.append(self._reduce(flat[start:stop], root, operation))
+            calls.append(self._calls.reduce(flat[start:stop], root, operation))
         return self._issue(calls)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
@@ -220,26 +313,25 @@ class NcclTransport:
         calls: list[Call] = []
         numel, rest = _divided(tuple(bounds))
         if numel:
-            own, whole = flat[self.rank * numel : (self.rank + 1) * numel], flat[: self.size * numel] if rest else flat
-            calls.append(lambda: getattr(self._group, ALL_GATHER_SINGLE)(whole, own, AllgatherOptions()))
+            calls.append(self._calls.own_slice(flat[: self.size * numel] if rest else flat, numel))
         for root, start, stop in rest:
-            calls.append(self._broadcast(flat[start:stop], root))
+            calls.append(self._calls.broadcast(flat[start:stop], root))
         return self._issue(calls)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_to_all`."""
         self._check()
-        return self._issue([self._all_to_all(output, source)])
+        return self._issue([self._calls.all_to_all(output, source)])
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`."""
         self._check()
-        return self._issue([self._all_gather(output, source)])
+        return self._issue([self._calls.all_gather(output, source)])
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """See `Transport.broadcast`."""
         self._check()
-        return self._issue([self._broadcast(_real(tensor)[0], root)])
+        return self._issue([self._calls.broadcast(_real(tensor)[0], root)])
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work:
         """Issues collectives of a compressor as one group call.
@@ -256,13 +348,13 @@ class NcclTransport:
         for each in collectives:
             match each.op, each.tensors:
                 case str(op), (tensor,) if op == ALL_REDUCE:
-                    calls.append(self._all_reduce(tensor, 1.0))
+                    calls.append(self._calls.all_reduce(tensor, 1.0))
                 case str(op), (output, source) if op == ALL_TO_ALL:
-                    calls.append(self._all_to_all(output, source, each.bounds))
+                    calls.append(self._calls.all_to_all(output, source, each.bounds))
                 case str(op), (output, source) if op == ALL_GATHER and each.bounds:
-                    calls.append(self._all_gather_unequal(output, source, each.bounds))
+                    calls.append(self._calls.all_gather_unequal(output, source, each.bounds))
                 case str(op), (output, source) if op == ALL_GATHER:
-                    calls.append(self._all_gather(output, source))
+                    calls.append(self._calls.all_gather(output, source))
                 case _:
                     raise ValueError(
                         f"`collectives` holds {each.op!r} of {len(each.tensors)} tensors; wanted {ALL_REDUCE} of one, "
@@ -342,65 +434,6 @@ class NcclTransport:
     def _check(self) -> None:
         if self._reason is not None:
             raise PeerError(self._reason)
-
-    def _operation(self, tensor: Tensor, scale: float) -> dist.ReduceOp:
-        """What to sum with; where NCCL cannot multiply as it sums, or no switch would sum, `tensor` is multiplied."""
-        if scale == 1.0:
-            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
-        # Torch copies where a reduce-scatter has one rank (2.13), and leaves the factor out.
-        if self.size == 1 or self._sums_in_switch or not multiplies_exactly(tensor.dtype, scale):
-            tensor.mul_(scale)
-            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
-        if scale == 1.0 / self.size:
-            return cast(dist.ReduceOp, dist.ReduceOp.AVG)
-        if tensor.dtype == torch.bfloat16:  # see `premultiplied_sum`
-            tensor.mul_(scale)
-            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
-        return premultiplied_sum(scale)
-
-    def _all_reduce(self, tensor: Tensor, scale: float) -> Call:
-        flat = _real(tensor)[0]
-        options = dist.AllreduceOptions()
-        options.reduceOp = self._operation(flat, scale)
-        return lambda: self._group.allreduce([flat], options)
-
-    def _reduce(self, tensor: Tensor, root: int, operation: dist.ReduceOp) -> Call:
-        options = dist.ReduceOptions()
-        options.reduceOp, options.rootRank = operation, root
-        return lambda: self._group.reduce([tensor], options)
-
-    def _broadcast(self, tensor: Tensor, root: int) -> Call:
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        return lambda: self._group.broadcast([tensor], options)
-
-    def _all_gather(self, output: Tensor, source: Tensor) -> Call:
-        target, own = _flat(output), _flat(source)
-        return lambda: getattr(self._group, ALL_GATHER_SINGLE)(target, own, AllgatherOptions())
-
-    def _all_gather_unequal(self, output: Tensor, source: Tensor, bounds: Sequence[int]) -> Call:
-        """Sends this rank's rows to every rank, straight from where they are: sends and receives, a rank may have none.
-
-        As broadcasts in a ring every node but one would pass on what each of the others has: 2 S with both stages.
-        """
-        own, width = _flat(source), (2 if output.is_complex() else 1) * output.shape[1:].numel()
-        runs = [_flat(output[start:stop]) for start, stop in pairwise(bounds)]
-        if own.numel() != width * (bounds[self.rank + 1] - bounds[self.rank]):
-            raise ValueError(
-                f"`source` has {own.numel()} elements, but `bounds` gives rank {self.rank} "
-                f"{bounds[self.rank + 1] - bounds[self.rank]} rows of {width}"
-            )
-        return lambda: self._group.alltoall(runs, [own] * self.size, dist.AllToAllOptions())
-
-    def _all_to_all(self, output: Tensor, source: Tensor, bounds: Sequence[int] = ()) -> Call:
-        target, own = _flat(output), _flat(source)
-        received: list[int] = []
-        sent: list[int] = []
-        if bounds:
-            width = (2 if source.is_complex() else 1) * source.shape[1:].numel()
-            sent = [width * (stop - start) for start, stop in pairwise(bounds)]
-            received = [sent[self.rank]] * self.size
-        return lambda: getattr(self._group, ALL_TO_ALL_SINGLE)(target, own, received, sent, dist.AllToAllOptions())
 
     def _issue(self, calls: Sequence[Call]) -> Work:
         """Issues collectives, several as one group call where the group makes them."""

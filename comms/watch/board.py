@@ -31,7 +31,7 @@ class WatchBoard:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         # A connection of its own: the training thread may wait in the other one.
         self._store = PollingStore(PrefixStore("gradwire/watch", clone_of(store)), ANSWER_TIMEOUT)
-        self._rank = rank
+        self.rank = rank
         self._size = size
 
     def say(self, word: RankWord) -> None:
@@ -103,7 +103,7 @@ class WatchBoard:
         return self._store.check([CONCLUDED]) and int(self._store.read(CONCLUDED)) >= question
 
     def _put(self, kind: str, found: object) -> None:
-        self._store.set(f"{kind}/{self._rank}", json.dumps(found))
+        self._store.set(f"{kind}/{self.rank}", json.dumps(found))
 
     def _read(self, kind: str) -> dict[int, Any]:
         keys = [f"{kind}/{rank}" for rank in range(self._size)]

@@ -1,7 +1,6 @@
 """One rank's part in watching one default group: it looks, speaks, answers, and on rank 0 judges."""
 
 import logging
-import socket
 import threading
 import time
 from pathlib import Path
@@ -12,12 +11,13 @@ from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.observe.stack import line_of_thread
 from gradwire.comms.watch.activity import QUEUE, Activity, queue_seconds
 from gradwire.comms.watch.board import WatchBoard
-from gradwire.comms.watch.collective import IssuedCollective, TimelinePart, one_in_words
+from gradwire.comms.watch.collective import IssuedCollective, one_in_words
 from gradwire.comms.watch.flight import FlightReader
 from gradwire.comms.watch.judge import Judge
 from gradwire.comms.watch.messages import MessageNotes
-from gradwire.comms.watch.rank import RankLog, RankWord
+from gradwire.comms.watch.rank import RankLog
 from gradwire.comms.watch.report import WatchReport
+from gradwire.comms.watch.speaker import Speaker
 from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS
 from gradwire.comms.watch.trouble import find_disagreements
 
@@ -51,18 +51,18 @@ class Session:
     def __init__(self, stall_seconds: float, messages: MessageNotes, trace: Path | None) -> None:
         self.group = dist.group.WORLD
         assert self.group is not None
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._board = WatchBoard(store_of(self.group), self._rank, self._size)
-        self._judge = Judge(self._board, self._size, stall_seconds, trace) if self._rank == 0 else None
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self._board = WatchBoard(store_of(self.group), rank, size)
+        self._speaker = Speaker(self._board, traces=trace is not None)
+        self._judge = Judge(self._board, size, stall_seconds, trace) if rank == 0 else None
         self._messages = messages
-        self._traces = trace is not None
         self._thread = threading.main_thread().ident or 0
         self._flight = FlightReader()
         self._log = RankLog()
         self._activity = Activity(self._thread)
         self._began = self._last = time.monotonic()
         self._next_word = 0.0
-        self._beats = self._answered = self._failures = self._groups = self._timelines = 0
+        self._failures = 0
         self._leaves: str | None = None
         self._lock = threading.Lock()  # the training thread speaks, too, where it ends with an error
 
@@ -89,7 +89,7 @@ class Session:
                 self._failures = 0
             except RuntimeError as error:  # whoever trains will hear of it, too
                 self._failures += 1
-                log.debug("rank %d cannot speak to the others of the watch: %s", self._rank, error)
+                log.debug("rank %d cannot speak to the others of the watch: %s", self._board.rank, error)
 
     def speak(self) -> None:
         """Leaves a word, answers what was asked, and judges on rank 0.
@@ -98,32 +98,19 @@ class Session:
             RuntimeError: The store is gone, or silent.
         """
         with self._lock:
-            members = self._flight.members | self._messages.members
-            if len(members) != self._groups:
-                self._groups = len(members)
-                self._board.introduce(members, socket.gethostname())
+            self._speaker.introduce(self._flight.members | self._messages.members)
             self._flight.look_for_models(time.monotonic() - self._began)
             doings = self._activity.seconds | {QUEUE: queue_seconds(threading.main_thread().native_id or 0)}
-            self._beats += 1
-            self._board.say(
-                RankWord(
-                    self._beats,
-                    time.monotonic(),
-                    dict(self._log.states()) | dict(self._messages.states()),
-                    {kind: round(seconds, 3) for kind, seconds in doings.items()},
-                    self._activity.lines(),
-                    line_of_thread(self._thread),
-                    self._leaves,
-                )
+            self._speaker.say(
+                dict(self._log.states()) | dict(self._messages.states()),
+                {kind: round(seconds, 3) for kind, seconds in doings.items()},
+                self._activity.lines(),
+                line_of_thread(self._thread),
+                self._leaves,
             )
-            question = self._board.asked()
-            if question > self._answered:
-                self._answered = question
-                self._board.answer(question, self._issued())
-            if self._traces and (asked := self._board.timelines_asked()) > self._timelines:
-                self._timelines = asked
-                groups = self._flight.issued(lines=False) | self._messages.issued()
-                self._board.leave_timeline(TimelinePart(asked, time.time(), groups))
+            question = self._speaker.answer(
+                self._issued, lambda: self._flight.issued(lines=False) | self._messages.issued()
+            )
             if self._judge is not None:
                 if question:
                     self._judge.question(question)
@@ -169,7 +156,7 @@ class Session:
             ]
             log.warning(
                 "watch: rank %d ends with %s, and cannot ask the others what they did: %s; its own last collective: %s",
-                self._rank,
+                self._board.rank,
                 why,
                 gone,
                 "; ".join(last),

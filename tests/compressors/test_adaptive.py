@@ -145,7 +145,7 @@ def test_exact_layers_of_16_bits_travel_in_16_bits_and_are_rounded_once() -> Non
             if step in (0, 2, 4):
                 requests = counted(requests, step)
             carry_out(requests, groups[rank])
-            ours.travelled({"embedding", "first"}, True)
+            ours.travelled([layout], True)
             ours.end_step(True)
             found.append(shard.bfloat16())
         return found
@@ -188,7 +188,7 @@ def test_what_was_held_back_of_a_layer_that_comes_late_loses_no_bits_on_the_way(
                 carry_out(requests, groups[rank])
                 arrived = arrived + shard.double() if layout is second else arrived
             good = torch.tensor(True) if late else True
-            ours.travelled({item.name for layout in layouts for item in layout.slices}, good)
+            ours.travelled(layouts, good)
             ours.end_step(good)
             if step == 2:
                 state = ours.state_dict()

@@ -161,7 +161,7 @@ def test_a_store_that_is_gone_ends_the_thread_without_a_word(caplog: pytest.LogC
         def oldest(self) -> None:
             return None
 
-    watch = stall.StallWatch(Gone(), 0, HOSTS, Idle(), 0.02, {}, RANKS)  # type: ignore[arg-type]
+    watch = stall.StallWatch(Gone(), stall.WatchedJob(0, HOSTS, RANKS, {}), Idle(), 0.02)  # type: ignore[arg-type]
     watch._thread.join(10)
     assert not watch._thread.is_alive()
     assert not caplog.records
