@@ -27,7 +27,6 @@ from gradwire.comms.bootstrap.store import PollingStore, epoch_store
 from gradwire.comms.config import ALL_NICS, NIC_PER_RANK, Config
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
-from gradwire.comms.migration import HeldState
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
 from gradwire.comms.plan.routes import Routes
 from gradwire.comms.report import Report
@@ -41,6 +40,7 @@ from gradwire.topology.cluster import Cluster
 if TYPE_CHECKING:  # each is loaded where it is asked for
     from gradwire.comms.bootstrap.cards import Cards
     from gradwire.comms.bootstrap.liveness import LivenessRing
+    from gradwire.comms.migration import HeldState
     from gradwire.comms.streams import Clock
     from gradwire.comms.transport.nccl import NcclGroups
 
@@ -168,7 +168,7 @@ class Communicator:
             device, f"gradwire {name}", self._groups, rank, cluster, compressor, board, config.timeout
         )
         self._ring = _ring(self.executor, store, rank, size, board) if oversight is None else None
-        self._held = HeldState()
+        self._held = None if compressor is None else _held_state(loaded=False)
 
     def _presence(self, door: Door, store_host: str | None, size: int) -> Presence:
         config = self.config
@@ -280,7 +280,7 @@ class Communicator:
             route = self.routes[launch.numel, launch.parts[0].dtype, layout]
         else:
             route = self.routes.unlisted(launch.numel, launch.parts[0].dtype)
-        if layout is not None and self._held.has_moved(layout):
+        if layout is not None and self._held is not None and self._held.has_moved(layout):
             self.executor.migrate(layout, route, self.device, ask=self._held.asks)
         self.executor.start(launch, route, scale, flush, hold=hold, after=after)
 
@@ -392,7 +392,7 @@ class Communicator:
         cards = () if self.cards is None else (self.cards.describe(),)
         all_used = self.cards is not None and self.cards.are_used
         nics = describe_nics(self.presences, self.config, all_used=all_used)
-        links = (self.routes.describe_links(), *cards, *nics)
+        links = (self.routes.links.describe(), *cards, *nics)
         totals = self.executor.ledger.totals()
         return Report(
             self.cluster.describe(),
@@ -440,7 +440,7 @@ class Communicator:
 
     def state_loaded(self) -> None:
         """Says that the compressor's state has been replaced by one from elsewhere; all ranks, between two steps."""
-        self._held = HeldState(loaded=True)
+        self._held = _held_state(loaded=True)
         self.routes.clear()  # where a compressor's shards are cut may be part of its state
 
     def _check(self, flat: Tensor, scale: float) -> None:
@@ -496,6 +496,12 @@ def _ring(executor: Executor, store: PollingStore, rank: int, size: int, board: 
     return LivenessRing(store, rank, size, board.alarm, executor.interrupt, deadline.overdue, lambda: executor.launches)
 
 
+def _held_state(*, loaded: bool) -> "HeldState":
+    from gradwire.comms.migration import HeldState  # here: exact gradients leave nothing behind
+
+    return HeldState(loaded=loaded)
+
+
 def _cards(presences: Presences, rank: int, config: Config) -> "Cards | None":
     """This host's network cards, where several reach all ranks; used where they are named, or once they were tried."""
     if not all(presence.cards for presence in presences):
@@ -523,7 +529,7 @@ def _connections(config: Config, routes: Routes, cards: "Cards | None") -> Calla
         return lambda _: config.connections
 
     def choose(round_trip_seconds: float) -> int:
-        from gradwire.comms.plan.distance import connections_for
+        from gradwire.comms.links.distance import connections_for
         from gradwire.comms.transport.streams import LEAST_RATE, MOST_UNSEEN_RATE  # as above
 
         link = routes.cluster.levels[-1].link

@@ -14,5 +14,9 @@ class PeerError(RuntimeError):
         return type(self), (str(self), self.missing)
 
 
+class OverdueError(PeerError):
+    """Nobody is known to be lost, but there has been no progress for too long."""
+
+
 class MismatchError(ValueError):
     """The ranks of a group called different collectives, or the same one with other arguments."""

@@ -282,7 +282,7 @@ class GradientSession(AveragingSession):
     def _go_on(self, previous: "GradientSession") -> None:
         """Takes over what was learned with the ranks before: the links' rates."""
         routes, before = self.communicator.routes, previous.communicator.routes
-        if before.is_measured and before.cluster.depth == routes.cluster.depth:
+        if before.links.decided and before.cluster.depth == routes.cluster.depth:
             routes.measured(before.cluster.levels)
 
     def _move_state(self) -> None:
@@ -391,12 +391,14 @@ class Face(Generic[S]):
 
         routes = connection.communicator.routes
         largest = max(routes.plans(), key=lambda plan: plan.nbytes, default=None)
-        name = largest.name if largest is not None else routes.compressed_name()  # behind a checkpoint none is in use
+        name = (
+            largest.name if largest is not None else routes.chooser.compressed_name()
+        )  # behind a checkpoint none is in use
         if name is None:
             name = routes.unlisted(max(connection.last_sizes) // GRADIENT_NBYTES, torch.float32).plan.name
         running = Running(name, self.config.compressor or "none")
         return advise_job(
-            routes.priced, connection.last_sizes, observed, optimizer, routes.library, running, accumulate
+            routes.links.priced, connection.last_sizes, observed, optimizer, routes.library, running, accumulate
         )
 
     def trace(self, file: str | Path, steps: int = 20) -> None:

@@ -233,7 +233,7 @@ def _communicator(
     if device.type != "cuda":
         groups._device = torch.device("cuda", 0)
         cast(Any, communicator.routes)._device_type = "cuda"
-        communicator.routes.library = "nccl"
+        communicator.routes.chooser.library = "nccl"
         board = cast(Any, communicator)._board
         executor = communicator.executor = StreamExecutor(
             groups, 0, communicator.cluster, made, board, _NoStreams(calls), HostClock()

@@ -31,12 +31,12 @@ from gradwire.bench.emulation.fork import ForkedRank, run_forked
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
-from gradwire.comms.autotune.probe import line_up, probe
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config, launcher_variables
+from gradwire.comms.links.probe import line_up, probe
 from gradwire.comms.plan.codec_price import (
     CPU_BYTES_PER_SECOND,
     alone,

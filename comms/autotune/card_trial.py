@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.comms.autotune.quick_probe import DRAIN_NBYTES, TRIAL_NBYTES, Meeting, swapped_nbytes
-from gradwire.comms.autotune.unit_rates import pairings
 from gradwire.comms.bootstrap.cards import Cards
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import ALL_NICS
+from gradwire.comms.links.quick_probe import DRAIN_NBYTES, TRIAL_NBYTES, Meeting, swapped_nbytes
+from gradwire.comms.links.unit_rates import pairings
 from gradwire.comms.transport.torch_group import GlooTransport
 
 SWAPS = 2

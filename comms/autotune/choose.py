@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Protocol, cast
 
-from gradwire.comms.autotune.probe import line_up
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
+from gradwire.comms.links.probe import line_up
 from gradwire.comms.plan.choice import LayerCosts, choose_robustly, finish, total_error, uniform_choices
 from gradwire.comms.plan.codec_price import (
     ELEMENT_NBYTES,
@@ -34,6 +34,7 @@ from gradwire.comms.plan.codec_price import (
     wire_ratio,
 )
 from gradwire.comms.plan.cost import EXACT, CodecPrice
+from gradwire.comms.plan.payloads import gpu_memory
 from gradwire.comms.plan.planner import ByteCosts, byte_costs
 from gradwire.comms.report import Choices, LayerChoice, Report
 from gradwire.comms.run.launches import Bucket
@@ -185,7 +186,7 @@ class LayerChooser(StepListener):
                     spec.name, layout, nodes, together=lambda: line_up(communicator), agree=noted, make=spec.make
                 )
             elif spec.name != EXACT.name:
-                memory = communicator.routes.gpu_memory()
+                memory = gpu_memory(communicator.cluster)
                 price = CodecPrice(spec.name, 1.0, codec_seconds(spec.name.partition("+")[0], memory))
             prices.append(price)
         # One share of a core for all of them: what one codec is worth beside another is not a matter of its neighbours.
@@ -197,7 +198,7 @@ class LayerChooser(StepListener):
 
     def _group_size(self) -> int:
         cluster = self._communicator.cluster
-        return cluster.size if self._communicator.routes.compressed_name() == "flat" else len(cluster.nodes)
+        return cluster.size if self._communicator.routes.chooser.compressed_name() == "flat" else len(cluster.nodes)
 
     def _plan(self, numbers: Mapping[str, LayerNumbers], transfers: Sequence[Layout]) -> None:
         adaptive = self._adaptive
@@ -298,7 +299,7 @@ class LayerChooser(StepListener):
         return {"choice": chosen, "notes": notes, "shown": shown}
 
     def _byte_costs(self, prices: Sequence[Sequence[float]]) -> list[ByteCosts]:
-        cluster, name = self._communicator.cluster, self._communicator.routes.compressed_name()
+        cluster, name = self._communicator.cluster, self._communicator.routes.chooser.compressed_name()
         if name is None:
             return [ByteCosts(0, 0.0, (), 0.0) for _ in prices]
         return [byte_costs(cluster, name, price) for price in _as_prices(prices, self._adaptive)]

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from gradwire.comms.autotune.stepwatch import Observed
 from gradwire.comms.plan.advise import WORTHWHILE, Advice, Offer, Recommendation, Workload, advise, caution_of, ms
 from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, measured_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import presumed
 from gradwire.comms.report import wrapped
+from gradwire.comms.step.stepwatch import Observed
 from gradwire.compressors import registry
 from gradwire.topology.cluster import Cluster
 

@@ -318,7 +318,12 @@ class Tuning(StepListener):
             "torch": torch.__version__,
         }
         incumbent = TunerSetting(
-            "as begun", (), (), fusion.plan.threshold_nbytes, communicator.routes.plan_name, communicator.routes.chunks
+            "as begun",
+            (),
+            (),
+            fusion.plan.threshold_nbytes,
+            communicator.routes.chooser.plan_name,
+            communicator.routes.chooser.chunks,
         )
         consensus = Agreement(
             PollingStore(store, config.timeout, ranks=communicator.size),

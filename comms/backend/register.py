@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gradwire.comms.bootstrap.requirement import require_torch
 from gradwire.comms.config import automatic_hook_wanted, watch_wanted
 
 if TYPE_CHECKING:
@@ -60,6 +59,8 @@ def _meet_by_mpi(url: str, **options: Any) -> "Iterator[tuple[TCPStore, int, int
 
 def _create(options: "GroupOptions", backend_options: object = None) -> "GradwireGroup":
     # Not in register(), which an older torch calls as well, for programs that never ask for this backend.
+    from gradwire.comms.bootstrap.requirement import require_torch
+
     require_torch()
     from gradwire.comms.backend.process_group import create
 

@@ -30,9 +30,8 @@ from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, REFUSED, SILENT, WITNESSES, Directory, Door, Place
 from gradwire.comms.bootstrap.kernel import own_kernel
-from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, look_seconds
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
-from gradwire.comms.errors import PeerError
+from gradwire.comms.errors import OverdueError, PeerError
 from gradwire.comms.lanes import Lane
 
 log = logging.getLogger("gradwire")
@@ -53,8 +52,20 @@ ALARM_PATIENCE = timedelta(seconds=1)
 BLOCK = 64
 """Ranks whose words are asked for in one question."""
 
+LOOK_SECONDS = 1.0
+"""Between two looks at the store's alarm, in groups of up to `LOOKS_PER_SECOND` ranks."""
+
+LOOKS_PER_SECOND = 2048
+"""At most, of all ranks of a group together: one server answers them, on one thread. Each rank of torch's own NCCL
+group asks it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
+
 NAP_SECONDS = 0.05
 """Between the first two looks at the board; each later one comes twice as late, up to `look_seconds`."""
+
+
+def look_seconds(size: int) -> float:
+    """Between two looks of each of `size` ranks at the store's alarm."""
+    return max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
 
 
 class CollectiveError(RuntimeError):

@@ -25,21 +25,15 @@ import torch
 
 from gradwire.comms.bootstrap.addresses import listener, own_addresses
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.failure import LOOK_SECONDS, look_seconds
 from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS, UNKNOWN, look_at, own_kernel, to_call
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.strangers import accept, to_turn_away
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.errors import PeerError
+from gradwire.comms.errors import OverdueError, PeerError
 
 log = logging.getLogger("gradwire")
-
-LOOK_SECONDS = 1.0
-"""Between two looks at the store's alarm, in groups of up to `LOOKS_PER_SECOND` ranks."""
-
-LOOKS_PER_SECOND = 2048
-"""At most, of all ranks of a group together: one server answers them, on one thread. Each rank of torch's own NCCL
-group asks it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
 
 FIRST_NAP_SECONDS = 0.05
 """Before the second look for the next rank's address; doubled until it is there."""
@@ -83,17 +77,8 @@ UNREACHED = "cannot be reached"
 """In the reason of an alarm that names nobody: a rank, on another host, say, has not been reached for long."""
 
 
-class OverdueError(PeerError):
-    """Nobody is known to be lost, but there has been no progress for too long."""
-
-
 Lost = Callable[[Exception], None]
 """Called once, from the ring's thread, with what happened; `missing` holds ranks where they are known."""
-
-
-def look_seconds(size: int) -> float:
-    """Between two looks of each of `size` ranks at the store's alarm."""
-    return max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
 
 
 def look_at_rank(store: Store, rank: int) -> str:

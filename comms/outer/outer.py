@@ -291,7 +291,7 @@ class Outer(Face[AveragingSession]):
         connection, first = self._connect(group, trained)
         self._connection, communicator = connection, connection.communicator
         if not config.elastic and config.probe is not False:
-            from gradwire.comms.autotune.quick_probe import quick_probe  # here: with rates that were given nobody asks
+            from gradwire.comms.links.quick_probe import quick_probe  # here: with rates that were given nobody asks
 
             if communicator.cards is not None:
                 from gradwire.comms.autotune.card_trial import try_cards
@@ -332,7 +332,7 @@ class Outer(Face[AveragingSession]):
                 self.exchange,
                 connection,
                 given,
-                lambda: OuterLink.of(communicator.routes.priced, shards * sum(nbytes)),
+                lambda: OuterLink.of(communicator.routes.links.priced, shards * sum(nbytes)),
                 lambda settings: cut_into_fragments(trained, settings, nbytes),
             )
         self.exchange.start_alike([local_of(each) for _, each in trained])

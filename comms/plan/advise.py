@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradwire.comms.plan.cost import EXACT, CodecPrice
-from gradwire.comms.plan.packing import price_as_sent
+from gradwire.comms.plan.payloads import price_as_sent
 from gradwire.comms.plan.plan import BUCKET_NBYTES, HALVING_DOUBLING, NVLS_TREE, TREE, Plan
 from gradwire.comms.plan.planner import (
     HIERARCHY_HOST_SECONDS,

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from gradwire.comms.links.distance import over_distance
 from gradwire.comms.plan.codec_price import CPU_BYTES_PER_SECOND, GPU_BYTES_PER_SECOND, gpu_bytes_per_second
-from gradwire.comms.plan.distance import over_distance
 from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from gradwire.topology.fabric import CHANNELS_PER_NIC, TCP_ALPHA_SECONDS, fabric_of, sender_nics

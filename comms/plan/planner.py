@@ -15,7 +15,6 @@ from gradwire.comms.plan.cost import (
     busiest_resource,
     mixed_cost,
 )
-from gradwire.comms.plan.owners import part_shares, rank_shares
 from gradwire.comms.plan.plan import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -422,13 +421,20 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None, *, o
     if not levels:
         return ()
     *inner, top = levels
-    shares = rank_shares(cluster, top) if not cluster.equal_sums or (compressor is not None and owned) else ()
+    shares: tuple[int, ...] = ()
+    sizes: dict[int, tuple[int, ...]] = dict.fromkeys(inner, ())
+    parts = {level: cluster.widest(level) if name == "hierarchical" else 1 for level in inner}
+    if any(level.unit_rates for level in cluster.levels):
+        from gradwire.comms.plan.owners import part_shares, rank_shares  # here: alike links have equal owners
+
+        if not cluster.equal_sums or (compressor is not None and owned):
+            shares = rank_shares(cluster, top)
+        if not cluster.equal_sums:
+            sizes = {level: part_shares(cluster, level, parts[level]) for level in inner}
     if name in FLAT_ALGORITHMS or (len(levels) == 1 and not shares):
         return (
             Phase(ALL_REDUCE, levels[-1], whole=True, compressor=compressor, algorithm=FLAT_ALGORITHMS.get(name, RING)),
         )
-    parts = {level: cluster.widest(level) if name == "hierarchical" else 1 for level in inner}
-    sizes = {level: () if cluster.equal_sums else part_shares(cluster, level, parts[level]) for level in inner}
     down = [Phase(REDUCE_SCATTER, level, parts[level], shares=sizes[level]) for level in inner]
     up = [Phase(ALL_GATHER, level, parts[level], shares=sizes[level]) for level in reversed(inner)]
     return (*down, Phase(ALL_REDUCE, top, compressor=compressor, shares=shares), *up)

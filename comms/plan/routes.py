@@ -1,19 +1,20 @@
-"""Which plan a bucket of some size takes, and this rank's part in it: worked out once for each size."""
+"""The plan of each size of bucket, cut into what every rank does: worked out once for each size."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, pairwise
 from math import prod
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradwire.comms.config import Config
-from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, sent_nbytes
+from gradwire.comms.links.links import Links
+from gradwire.comms.plan.chooser import PlanChooser
+from gradwire.comms.plan.cost import sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan, Transfer
-from gradwire.comms.plan.planner import candidates, make_phases, plan_all_reduce, presumed, with_note, with_reason
+from gradwire.comms.plan.planner import make_phases, plan_all_reduce
 from gradwire.comms.plan.schedule import (
     ALIGN_NUMEL,
     Partition,
@@ -23,14 +24,13 @@ from gradwire.comms.plan.schedule import (
     executable,
     member_shares,
 )
-from gradwire.compressors.base import Compressor, Layout, Packer, planned
+from gradwire.compressors.base import Compressor, Layout, planned
 from gradwire.topology.cluster import Cluster, Level
 
-log = logging.getLogger("gradwire")
+if TYPE_CHECKING:
+    from gradwire.comms.plan.payloads import Payloads
 
-COMPRESS_INSIDE_GAIN = 1.5
-"""What is compressed inside a single node of GPUs must be predicted to be so many times faster than exact. More than
-the 2 % of exact plans, because a codec changes the result, and because no prediction for GPUs has been measured yet."""
+log = logging.getLogger("gradwire")
 
 RouteKey = tuple[int, torch.dtype, Layout | None]
 """Of a bucket: elements, dtype, and which parameter lies where if it may be compressed."""
@@ -118,14 +118,6 @@ class Route:
         return not any(phase.whole for phase in self.plan.phases if phase.compressor)
 
 
-def _rates(level: Level) -> str:
-    """A level's rate; its slowest and its fastest where its units differ."""
-    known = sorted(level.unit_rates or (level.link.bytes_per_second,))
-    unit, name = (1e9, "GB/s") if known[-1] >= 1e8 else (1e6, "MB/s")
-    spread = " to ".join(f"{rate / unit:.3g}" for rate in dict.fromkeys((known[0], known[-1])))
-    return f"{spread} {name}"
-
-
 class Routes(dict[RouteKey, Route]):
     """The routes of one communicator's buckets, planned when they are first asked for.
 
@@ -137,38 +129,43 @@ class Routes(dict[RouteKey, Route]):
         device_type: Where the buckets are: `cpu` or `cuda`.
         config: The plan and the number of chunks that were asked for.
         compressor: Compresses one phase of buckets that have a layout.
+
+    Attributes:
+        links: What the links give; changed by `measured` and `learned` alone.
+        payloads: What the compressor sends; None without one.
+        chooser: Which plan a size takes.
     """
 
     def __init__(
         self, cluster: Cluster, rank: int, device_type: str, config: Config, compressor: Compressor | None
     ) -> None:
         super().__init__()
-        self.cluster = cluster
-        self.library = "nccl" if device_type == "cuda" else "gloo"
-        self.plan_name = config.plan
-        whole = compressor is not None and planned(compressor).whole_parameters
-        self.chunks = 1 if whole else config.chunks
+        self.links = Links(cluster)
+        library = "nccl" if device_type == "cuda" else "gloo"
+        self.payloads = None if compressor is None else _payloads(compressor, self.links, device_type)
+        self.chooser = PlanChooser(self.links, config, compressor, self.payloads, library)
         self._rank = rank
         self._device_type = device_type
         self._fixed_order = config.fuses
-        self._asked_for = config.plan
-        self._why = ""
-        self._measured = False
-        self._learned: Cluster | None = None
-        self._owners: Cluster | None = None
-        """With the rates that owners' shares go by, where they change no bit; nothing else goes by these."""
-        self._measured_at_start = self._refined = False
         self._compressor = compressor
-        every = () if compressor is None else planned(compressor).every()
-        self._packers = [cast(Packer, each) for each in every if isinstance(each, Packer)]
         self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
         self._tell()
 
+    @property
+    def cluster(self) -> Cluster:
+        """Where the ranks are, with the links that plans are chosen by."""
+        return self.links.cluster
+
+    @property
+    def library(self) -> str:
+        """`nccl` on GPUs, else `gloo`."""
+        return self.chooser.library
+
     def __missing__(self, key: RouteKey) -> Route:
         numel, dtype, layout = key
-        base = self._plan(numel * dtype.itemsize, layout)
-        plan = self._with_owners(base, layout) or base
-        plan = plan if self._learned is None else self._repriced(plan, layout)
+        base = self.chooser.plan(numel * dtype.itemsize, layout)
+        plan = self.chooser.with_owners(base, layout) or base
+        plan = self.chooser.repriced(plan, layout) if self.links.learned else plan
         self[key] = route = self.along(numel, plan, layout, base)
         log.info("%d elements of %s: %s", numel, dtype, route.plan.describe(self.cluster.level_names))
         return route
@@ -176,7 +173,7 @@ class Routes(dict[RouteKey, Route]):
     def unlisted(self, numel: int, dtype: torch.dtype) -> Route:
         """The exact route of what the ranks tell each other about themselves: reports do not list it."""
         if (numel, dtype) not in self._unlisted:
-            self._unlisted[numel, dtype] = self.along(numel, self._plan(numel * dtype.itemsize, None))
+            self._unlisted[numel, dtype] = self.along(numel, self.chooser.plan(numel * dtype.itemsize, None))
         return self._unlisted[numel, dtype]
 
     def clear(self) -> None:
@@ -219,7 +216,7 @@ class Routes(dict[RouteKey, Route]):
         plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition = self._partition(plan, layout)
         schedule = Schedule(self.cluster, plan)
-        break_even = self._break_even(plan) if named else 0.0
+        break_even = self.payloads.break_even(plan) if named and self.payloads is not None else 0.0
         rings: list[tuple[int, int]] = []
         if not named and _in_ring_order(plan):
             if base is None:
@@ -271,10 +268,10 @@ class Routes(dict[RouteKey, Route]):
             nbytes: Size of a bucket.
         """
         numel = ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))  # no empty region
-        plans = [self._plan(nbytes, None)]
-        name = self.compressed_name()
+        plans = [self.chooser.plan(nbytes, None)]
+        name = self.chooser.compressed_name()
         if name is not None:
-            plans.append(plan_all_reduce(self.cluster, nbytes, name=name, chunks=self.chunks))
+            plans.append(plan_all_reduce(self.cluster, nbytes, name=name, chunks=self.chooser.chunks))
         found: dict[tuple[int, ...], None] = {}
         for plan in plans:
             plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
@@ -290,7 +287,7 @@ class Routes(dict[RouteKey, Route]):
         Also where the first buckets are too small for such owners: larger ones may have them, and nothing may connect
         during a step. They do so through communicators of their own: see `RETURN_LANE` in transport/groups.py.
         """
-        name, compressor = self.compressed_name(), self._compressor
+        name, compressor = self.chooser.compressed_name(), self._compressor
         if self._device_type != "cuda" or name is None or compressor is None:
             return ()
         owned = any(planned(each).has_owners for each in planned(compressor).every())
@@ -312,23 +309,17 @@ class Routes(dict[RouteKey, Route]):
             chunks: Pieces of a bucket; 0 leaves it to the planner.
             why: The reason, as a sentence, for the report.
         """
-        self.plan_name, self.chunks, self._why = plan, chunks, why
+        self.chooser.take(plan, chunks, why)
         self.clear()
 
     def settle(self, nbytes: int) -> None:
         """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
-        if self._asked_for == "auto":
-            best = plan_all_reduce(self.cluster, nbytes, library=self.library)
-            self.choose(
-                best.name,
-                self.chunks,
-                f"{best.why} (Chosen for buckets of {nbytes / 1e6:.3g} MB, and used for all sizes.)",
-            )
+        if (best := self.chooser.best_for_all(nbytes)) is not None:
+            self.choose(best.name, self.chooser.chunks, best.why)
 
     def measured(self, levels: Sequence[Level]) -> None:
         """Plans with these links from now on, and with nothing else: what NCCL says of its own gives way to them."""
-        self.cluster = replace(self.cluster, levels=tuple(levels), fabric=None)
-        self._measured, self._learned, self._owners = True, None, None
+        self.links.decide(levels)
         self.clear()
 
     def learned(self, levels: Sequence[Level], *, at_start: bool = False) -> None:
@@ -341,254 +332,38 @@ class Routes(dict[RouteKey, Route]):
             at_start: Nothing has travelled yet. Where units' rates differ they own by them from now on what they
                 exchange, in plans whose bits do not depend on it.
         """
-        self._learned = replace(self.cluster, levels=tuple(levels))
+        self.links.learn(levels, at_start=at_start)
         if at_start:
-            # A latency that was seen while the processors were busy would make chunks too few: it prices plans alone.
-            assumed = [
-                replace(level, link=replace(level.link, alpha_seconds=before.link.alpha_seconds))
-                for level, before in zip(levels, self.cluster.levels, strict=True)
-            ]
-            uneven = any(level.unit_rates for level in levels)
-            self._owners = replace(self.cluster, levels=tuple(assumed)) if uneven else None
-            self._measured_at_start = True
             self.clear()
-        else:
-            self._refined = True
         self._reprice()
-        log.info("%s", self.describe_links())
+        log.info("%s", self.links.describe())
 
     def watch(self, on: bool) -> None:
         """Begins or ends to pack nothing, so that transfers show what the links give; with nothing in flight."""
-        for each in self._packers:
-            each.watched = on
-        if self._packers:
+        if self.payloads is not None and self.payloads.packs:
+            self.payloads.watch(on)
             self._reprice()
 
     def _reprice(self) -> None:
         for key, route in self.items():
-            plan = self._repriced(route.plan, key[2])
+            plan = self.chooser.repriced(route.plan, key[2])
             self[key] = replace(route, plan=plan, chunks=self._evened(route.chunks, plan))
-
-    @property
-    def priced(self) -> Cluster:
-        """The cluster that predictions are made for: with links as first steps have shown them, where they have."""
-        return self._learned or self.cluster
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the links are as `measured` says."""
-        return self._measured
-
-    def describe_links(self) -> str:
-        """The rates that plans are predicted with, in one line, each with one word for where it comes from.
-
-        `given`, `topology`, `probed` before the first step, seen in the first steps' `transfers`, `assumed`.
-        """
-        rates = ", ".join(
-            f"{_rates(level)} {level.name} ({'assumed' if level.link.presumed else self._origin})"
-            for number, level in enumerate(self.priced.levels)
-            if self.cluster.widest(number) > 1
-        )
-        return f"links: {rates or 'none'}" + ("; `probe=True` measures them" if "(assumed)" in rates else "")
-
-    @property
-    def _origin(self) -> str:
-        """Where the rates come from that are not assumed."""
-        if self._measured:
-            return "probed"
-        if self._measured_at_start:
-            return "transfers" if self._refined else "probed"
-        if self._learned is not None:
-            return "transfers"
-        return "topology" if self.cluster.fabric is not None else "given"
 
     def plans(self) -> list[Plan]:
         """The plans in use."""
         return [route.plan for route in self.values()]
 
-    def _plan(self, nbytes: int, layout: Layout | None) -> Plan:
-        if self._compressor is not None and layout is not None:
-            plan = self._compressed_plan(self._compressor, nbytes, layout)
-            if plan is not None:
-                return plan
-        plan = plan_all_reduce(self.cluster, nbytes, name=self.plan_name, chunks=self.chunks, library=self.library)
-        plan = with_reason(plan, self._why) if self._why else plan
-        sums = self._compressor is not None and planned(self._compressor).is_sum
-        if self._compressor is not None and sums and self.cluster.size > 1:
-            return with_note(plan, f"{self._compressor.name} was asked for: it works between nodes alone.")
-        if self._compressor is not None and layout is not None and self.cluster.size > 1:
-            return with_note(
-                plan,
-                f"{self._compressor.name} was asked for, but nothing crosses between nodes: nothing is "
-                'compressed (plan="flat" compresses between all ranks).',
-            )
-        return plan
-
-    def _with_owners(self, plan: Plan, layout: Layout | None) -> Plan | None:
-        """The same plan with owners by the links' rates; None where they are alike, or where bits would depend on it.
-
-        Exact sums are made in the order in which the plan makes them without; so how many chunks there are is free.
-        What is rounded element by element may be cut anywhere, too; other codecs would see other blocks, and what a
-        second stage leaves out would lie with other ranks in every start.
-        """
-        compressed = any(phase.compressor for phase in plan.phases)
-        if self._owners is None or not plan.phases or (compressed and not _is_by_element(self._compressor)):
-            return None
-        if plan.name == "flat" and (self._asked_for == "flat" or not self.cluster.all_apart(range(self.cluster.size))):
-            return None
-        price = EXACT
-        if compressed:
-            assert layout is not None
-            price = self._price(plan.nbytes, layout, len(self.cluster.nodes), plan)
-        name, chunks = "leader" if plan.name == "leader" else "hierarchical", plan.chunks if compressed else self.chunks
-        made = plan_all_reduce(self._owners, plan.nbytes, name=name, chunks=chunks, price=price, library=self.library)
-        if not any(phase.shares for phase in made.phases if phase.op == ALL_REDUCE):
-            return None
-        in_ring_order = compressed or not self._fixed_order
-        phases = tuple(replace(phase, in_ring_order=in_ring_order and phase.op == ALL_REDUCE) for phase in made.phases)
-        return replace(made, phases=phases, why=plan.why, notes=(*plan.notes, OWNED), payload_note=plan.payload_note)
-
-    def _priced_for(self, plan: Plan) -> Cluster:
-        """The cluster that a plan is priced for: where owners are equal, all links are as fast as the slowest."""
-        if any(phase.shares for phase in plan.phases):
-            return self.priced
-        return replace(self.priced, levels=tuple(replace(level, unit_rates=()) for level in self.priced.levels))
-
-    def _repriced(self, plan: Plan, layout: Layout | None) -> Plan:
-        """The same plan with what it sends, as exponents are packed now, and how long that takes over the links."""
-        compressed = next((phase for phase in plan.phases if phase.compressor), None)
-        packs = compressed is not None and bool(self._packers)
-        if not plan.phases or (self._learned is None and not packs):
-            return plan
-        price = EXACT
-        if compressed is not None:
-            assert layout is not None
-            ranks = self.cluster.size if compressed.whole else len(self.cluster.nodes)
-            price = self._price(plan.nbytes, layout, ranks, plan)
-        cluster, by_links = self._priced_for(plan), compressed is not None and bool(compressed.shares)
-        (priced,) = candidates(cluster, plan.nbytes, plan.name, plan.chunks, price, by_links=by_links)
-        return replace(
-            plan,
-            seconds=priced.seconds,
-            limit=priced.limit,
-            busy_seconds=priced.busy_seconds,
-            bytes_by_level=priced.bytes_by_level if packs else plan.bytes_by_level,
-            assumed=presumed(cluster),
-            payload_note=self._payload_note(plan),
-        )
-
-    def _price(self, nbytes: int, layout: Layout, group_size: int, plan: Plan | None = None) -> CodecPrice:
-        """What the compressor does to a bucket.
-
-        Args:
-            nbytes: Of the bucket; payloads of 16-bit gradients are as large as of 32-bit ones.
-            layout: Of the bucket.
-            group_size: Ranks that exchange each shard.
-            plan: Decides whether exponents are packed; without one they are.
-        """
-        from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, ROUNDS, codec_seconds, owned_share, wire_ratio
-
-        compressor, packers = self._compressor, self._packers
-        assert compressor is not None
-        even = 0.0 if plan is None or not packers else self._break_even(plan)
-
-        def sent(each: Compressor, part: Layout, size: int) -> int:
-            if isinstance(each, Packer) and plan is not None:
-                return each.expected_nbytes(part, size, even, self._device_type)
-            return each.wire_nbytes(part, size)
-
-        ratio = wire_ratio(compressor, layout, group_size, sent if packers else None)
-        ratio = ratio * ELEMENT_NBYTES * layout.numel / nbytes if nbytes else ratio
-        expects = any(each.expects_to_pack(even, self._device_type) for each in packers)
-        packing = expects if plan is not None else bool(packers)
-        plain = {each.name: each.plain_name for each in packers}
-        name = packers[0].name if packing else plain.get(compressor.name, compressor.name)
-        codec = codec_seconds(name, self.gpu_memory()) if self.library == "nccl" else 0.0
-        owned = owned_share(compressor, layout, group_size)
-        return CodecPrice(compressor.name, ratio, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS), owned=owned)
-
-    def compressed_name(self) -> str | None:
-        """The plan that a compressor's buckets take, if it finds anything to do."""
-        if self._compressor is None or self.cluster.size == 1:
-            return None
-        if self._asked_for == "flat" or len(self.cluster.nodes) == 1:
-            return "flat"
-        return "leader" if self._asked_for == "leader" else "hierarchical"
-
-    def _compressed_plan(self, compressor: Compressor, nbytes: int, layout: Layout) -> Plan | None:
-        """The plan with a compressor; None where there is nothing for it to do."""
-        nodes, size, name = len(self.cluster.nodes), self.cluster.size, compressor.name
-
-        def priced(plan_name: str, group_size: int, why: str) -> Plan:
-            price = self._price(nbytes, layout, group_size)
-            asked = partial(
-                plan_all_reduce, self.cluster, nbytes, name=plan_name, chunks=self.chunks, library=self.library
-            )
-            plan = asked(price=price)
-            if (known := self._price(nbytes, layout, group_size, plan)) != price:
-                plan = asked(price=known)
-            return replace(plan, why=f"{name} was asked for, {why}", payload_note=self._payload_note(plan))
-
-        if self._asked_for == "flat" and size > 1:
-            return priced("flat", size, "and the flat plan by name: it works between all ranks.")
-        if nodes > 1:
-            plan_name = "leader" if self._asked_for == "leader" else "hierarchical"
-            return priced(plan_name, nodes, "and works on what crosses between nodes.")
-        if planned(compressor).is_sum:
-            return None
-        if self._asked_for != "auto" or self.library != "nccl" or size == 1 or self.cluster.levels[0].link.presumed:
-            return None
-        # One node of GPUs: inside it, compression pays where the links are slow (PCIe), and costs where they are fast.
-        from gradwire.comms.plan.codec_price import codec_price
-        from gradwire.comms.plan.packing import price_as_sent
-
-        price, plain = (codec_price(each, layout, size, self.gpu_memory()) for each in (name, "bf16"))
-        price = price_as_sent(self.cluster, nbytes, "flat", price, (plain,), self.library)
-        exact = plan_all_reduce(self.cluster, nbytes, chunks=self.chunks, library=self.library)
-        compressed = plan_all_reduce(
-            self.cluster, nbytes, name="flat", chunks=self.chunks, price=price, library=self.library
-        )
-        gain = exact.seconds / compressed.seconds
-        if gain < COMPRESS_INSIDE_GAIN:
-            return None
-        return priced(
-            "flat", size, f"and is predicted to be {gain:.2f}x faster inside this node, whose links are slow."
-        )
-
-    def _break_even(self, plan: Plan) -> float:
-        """See `Member.break_even`, of the compressed phase of a plan; the same on all ranks."""
-        if not self._packers:
-            return 0.0
-        from gradwire.comms.plan.packing import packing_break_even
-
-        return packing_break_even(self._priced_for(plan), plan, self.library)
-
     def _evened(self, chunks: tuple[Chunk, ...], plan: Plan) -> tuple[Chunk, ...]:
         """The same chunks with the links as they are known now."""
-        if not self._packers or not any(phase.compressor for phase in plan.phases):
+        if self.payloads is None or not self.payloads.packs or not any(phase.compressor for phase in plan.phases):
             return chunks
-        even = self._break_even(plan)
+        even = self.payloads.break_even(plan)
         return tuple(
             replace(
                 chunk, parts=tuple(replace(part, break_even=even) if part.layouts else part for part in chunk.parts)
             )
             for chunk in chunks
         )
-
-    def _payload_note(self, plan: Plan) -> str:
-        """What the compressor says of its payloads in a plan; empty where it has no choice."""
-        if not self._packers or not any(phase.compressor for phase in plan.phases):
-            return ""
-        even = self._break_even(plan)
-        notes = (each.payload_note(even, self._device_type) for each in self._packers)
-        return " ".join(dict.fromkeys(notes))
-
-    def gpu_memory(self) -> float:
-        """Bytes per second that codecs move on the slowest GPU; of the slowest known where it is not known."""
-        from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, gpu_bytes_per_second
-
-        fabric = self.cluster.fabric
-        return min(GPU_BYTES_PER_SECOND.values()) if fabric is None else gpu_bytes_per_second(fabric.compute_capability)
 
     def _part(
         self,
@@ -635,13 +410,11 @@ class Routes(dict[RouteKey, Route]):
         return partition
 
 
-OWNED = "Owners by the links' rates as measured at the start, which changes no bit."
-"""Of a plan whose shares a quick probe has given."""
+def _payloads(compressor: Compressor, links: Links, device_type: str) -> "Payloads":
+    from gradwire.comms.plan.payloads import Payloads  # here: exact plans need none
+
+    return Payloads(compressor, links, device_type)
 
 
 def _in_ring_order(plan: Plan) -> bool:
     return any(phase.in_ring_order for phase in plan.phases)
-
-
-def _is_by_element(compressor: Compressor | None) -> bool:
-    return compressor is not None and planned(compressor).by_element

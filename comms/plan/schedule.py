@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, zip_longest
 
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
-from gradwire.comms.plan.rank_order import rank_ordered
 from gradwire.comms.plan.traffic import nbytes_by_level
 from gradwire.compressors.base import equal_bounds, even_bounds
 from gradwire.topology.cluster import Cluster
@@ -87,6 +86,8 @@ class Schedule:
     def _steps(self, phase: Phase, transfers: list[Transfer]) -> list[list[Transfer]]:
         if not phase.in_rank_order:
             return [transfers]
+        from gradwire.comms.plan.rank_order import rank_ordered  # here: most phases are one step
+
         expanded = [
             rank_ordered(transfer, self.cluster.share_a_node, member_shares(phase, transfer)) for transfer in transfers
         ]

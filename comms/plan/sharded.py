@@ -36,7 +36,7 @@ from gradwire.comms.plan.advise import HARMLESS_FIRST, HIDDEN, MOST_OF_IT, WORTH
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, KEPT_NBYTES, UNKNOWN_KEPT_NBYTES
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest
 from gradwire.comms.plan.nccl_model import nccl_model
-from gradwire.comms.plan.packing import price_as_sent
+from gradwire.comms.plan.payloads import price_as_sent
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase
 from gradwire.comms.plan.planner import HIERARCHY_HOST_SECONDS, MINIMUM_GAIN, NCCL_MINIMUM_GAIN, compressed_cost
 from gradwire.comms.plan.traffic import Floats, shape_of

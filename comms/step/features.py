@@ -8,12 +8,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from gradwire.comms.autotune.stepwatch import StepWatch
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import SAMPLES, Config
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.step import listeners as order
 from gradwire.comms.step.listeners import CHOOSER, FIRST_STEPS, OBSERVER, STEP_WATCH, TUNER, UNIT_RATES, Listeners
+from gradwire.comms.step.stepwatch import StepWatch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -39,8 +39,8 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
 
         try_cards(communicator)
     if config.learns_cuts or config.probe or config.compressor == AUTO:
-        from gradwire.comms.autotune.probe import probe
-        from gradwire.comms.autotune.unit_rates import UnitRates, measure_units
+        from gradwire.comms.links.probe import probe
+        from gradwire.comms.links.unit_rates import UnitRates, measure_units
 
         probe(communicator, consensus("probe", config.timeout))
         if config.elastic:  # later measurements would meet ranks that come and go
@@ -49,10 +49,10 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
             listeners.add(UNIT_RATES, UnitRates(communicator, consensus("units", config.timeout)))
     elif not config.elastic and communicator.size > 1:
         if config.probe is None and len(communicator.cluster.nodes) > 1:
-            from gradwire.comms.autotune.quick_probe import quick_probe
+            from gradwire.comms.links.quick_probe import quick_probe
 
             quick_probe(communicator)
-        from gradwire.comms.autotune.first_steps import FirstSteps
+        from gradwire.comms.links.first_steps import FirstSteps
 
         listeners.add(FIRST_STEPS, FirstSteps(communicator, consensus("first_steps", config.timeout)))
 

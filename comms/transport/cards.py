@@ -37,7 +37,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.cards import Cards, Rail, gloos_failure, is_running
 from gradwire.comms.errors import PeerError
-from gradwire.comms.plan.distance import MOST_CONNECTIONS
+from gradwire.comms.links.distance import MOST_CONNECTIONS
 from gradwire.comms.transport.streams import (
     HEADER,
     Alarm,

@@ -32,10 +32,9 @@ from gradwire.comms.bootstrap.compat import (
     makes_group_calls,
     premultiplied_sum,
 )
-from gradwire.comms.bootstrap.liveness import OverdueError
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.errors import PeerError
+from gradwire.comms.errors import OverdueError, PeerError
 from gradwire.comms.transport.launch_order import Turns
 from gradwire.comms.transport.torch_group import CLOSE_SECONDS, Works
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work

@@ -519,7 +519,7 @@ class GlooTransport(TorchTransport):
 
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
         """Tells all ranks the round trip, the choice and where to connect; and connects, if it is to be several."""
-        from gradwire.comms.plan.distance import MOST_CONNECTIONS
+        from gradwire.comms.links.distance import MOST_CONNECTIONS
         from gradwire.comms.transport import streams  # here: most networks have short round trips
 
         own, trip = self._farthest(streams.round_trip_seconds)

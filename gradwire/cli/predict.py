@@ -17,9 +17,9 @@ from gradwire.bench.terminal import CleanConsole, complain, working, writing
 from gradwire.cli import predict_models, predict_sharded
 from gradwire.cli.pipe import reader_may_leave
 from gradwire.cli.predict_show import Gains, as_json, as_table, draw
+from gradwire.comms.links.distance import MOST_ROUND_TRIP_SECONDS
 from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
-from gradwire.comms.plan.distance import MOST_ROUND_TRIP_SECONDS
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.plan.sharded import FULL

@@ -26,11 +26,11 @@ from gradwire.bench.emulation.paths import MOST_DELAY_SECONDS, PathOptions, pars
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
-from gradwire.comms.autotune.quick_probe import quick_probe
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, make_gloo, store_of
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.plan.distance import over_distance
+from gradwire.comms.links.distance import over_distance
+from gradwire.comms.links.quick_probe import quick_probe
 from gradwire.topology.cluster import Link
 from gradwire.topology.fabric import TCP_ALPHA_SECONDS
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradwire.bench.studies.tables.page import put_between
+from gradwire.comms.plan.chooser import COMPRESS_INSIDE_GAIN
 from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second
 from gradwire.comms.plan.nccl_model import nccl_model
 from gradwire.comms.plan.plan import NVLS_TREE, RING, TREE, Plan
 from gradwire.comms.plan.planner import candidates, plan_all_reduce
-from gradwire.comms.plan.routes import COMPRESS_INSIDE_GAIN
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.graph import Machine
 from gradwire.topology.presets import dgx_a100, dgx_h100, p4d, pcie_box

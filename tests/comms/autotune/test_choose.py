@@ -408,7 +408,7 @@ def train_with_ddp(rank: int) -> tuple[str, list[str], float]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)))
     with patch(
-        "gradwire.comms.autotune.probe.probe"
+        "gradwire.comms.links.probe.probe"
     ):  # it would measure loopback; a link of 1 MB/s is what it shall choose for
         state = gradwire.HookState(
             model,

@@ -7,11 +7,11 @@ from os import terminal_size
 import pytest
 
 from gradwire.comms.autotune import job_advice
-from gradwire.comms.autotune.stepwatch import Observed
 from gradwire.comms.plan.advise import Workload, advise, ms
 from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.report import Report, said_once, wrapped
+from gradwire.comms.step.stepwatch import Observed
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 
 NBYTES = 100_000_000

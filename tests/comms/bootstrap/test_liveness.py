@@ -22,9 +22,9 @@ from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import HashStore, store_of
 from gradwire.comms.bootstrap.door import Directory, Door
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
-from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing, OverdueError
+from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.errors import PeerError
+from gradwire.comms.errors import OverdueError, PeerError
 from support.processes import Processes
 
 SECONDS = 20.0
@@ -244,9 +244,9 @@ def test_the_ring_listens_on_ipv6_where_there_is_any() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 8, 1024, 2048, 2049, 16_384, 100_000])
 def test_the_store_is_asked_no_more_often_than_one_server_can_answer(size: int) -> None:
-    seconds = liveness.look_seconds(size)
-    assert size / seconds <= liveness.LOOKS_PER_SECOND
-    assert seconds == liveness.LOOK_SECONDS or size / seconds == liveness.LOOKS_PER_SECOND
+    seconds = failure.look_seconds(size)
+    assert size / seconds <= failure.LOOKS_PER_SECOND
+    assert seconds == failure.LOOK_SECONDS or size / seconds == failure.LOOKS_PER_SECOND
     if size <= 1024:
         assert seconds == 1.0
     if size <= 16_384:

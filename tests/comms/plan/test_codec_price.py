@@ -18,7 +18,7 @@ from gradwire.comms.plan.codec_price import (
     wire_ratio,
 )
 from gradwire.comms.plan.cost import CodecPrice
-from gradwire.comms.plan.packing import NEVER, packing_break_even
+from gradwire.comms.plan.payloads import NEVER, packing_break_even
 from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.comms.plan.routes import Routes
 from gradwire.comms.plan.sharded import ShardedCosts, ShardedWorkload

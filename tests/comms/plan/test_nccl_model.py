@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.comms.config import Config
+from gradwire.comms.plan.chooser import COMPRESS_INSIDE_GAIN
 from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.cost import EXACT
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.comms.plan.nccl_model import nccl_model
 from gradwire.comms.plan.plan import NVLS, NVLS_TREE, RING, TREE, Plan
 from gradwire.comms.plan.planner import HIERARCHY_HOST_SECONDS, NCCL_MINIMUM_GAIN, candidates, plan_all_reduce
-from gradwire.comms.plan.routes import COMPRESS_INSIDE_GAIN, Routes
+from gradwire.comms.plan.routes import Routes
 from gradwire.compressors import registry
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link, two_level_cluster
 from gradwire.topology.fabric import NETWORK_SECONDS, sender_nics
@@ -185,9 +186,9 @@ def test_an_unknown_card_is_flat_until_it_is_measured() -> None:
 
 def test_a_measurement_takes_the_place_of_nccls_figures() -> None:
     routes = Routes(cluster_of("dgx_a100", 4, 25), 0, "cuda", Config(), None)
-    assert routes.cluster.fabric is not None and "(topology)" in routes.describe_links()
+    assert routes.cluster.fabric is not None and "(topology)" in routes.links.describe()
     routes.measured(routes.cluster.levels)
-    assert routes.cluster.fabric is None and "(probed)" in routes.describe_links()
+    assert routes.cluster.fabric is None and "(probed)" in routes.links.describe()
 
 
 @pytest.mark.parametrize(("name", "inside"), [("pcie_box", True), ("dgx_a100", False), ("dgx_h100", False)])
@@ -195,14 +196,14 @@ def test_inside_one_node_of_gpus_compression_is_for_slow_links(name: str, inside
     cluster, layout = cluster_of(name, 1), square_layout(25 << 20)
     compressor = registry.make("int8")
     routes = Routes(cluster, 0, "cuda", Config(compressor="int8"), compressor)
-    plan = routes._plan(25 << 20, layout)
+    plan = routes.chooser.plan(25 << 20, layout)
     assert any(phase.compressor for phase in plan.phases) == inside
     if inside:
         exact = min(nccl_model(cluster).flat(25 << 20).values())
         assert exact / plan.seconds >= COMPRESS_INSIDE_GAIN
         presumed = tuple(replace(level, link=replace(level.link, presumed=True)) for level in cluster.levels)
         unknown = Routes(replace(cluster, levels=presumed, fabric=None), 0, "cuda", Config(), compressor)
-        assert not any(phase.compressor for phase in unknown._plan(25 << 20, layout).phases)
+        assert not any(phase.compressor for phase in unknown.chooser.plan(25 << 20, layout).phases)
 
 
 def test_a_compressor_between_nodes_is_paid_in_time_and_saves_bytes() -> None:

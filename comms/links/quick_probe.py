@@ -20,11 +20,11 @@ from typing import TypeVar, cast
 
 import torch
 
-from gradwire.comms.autotune.probe import line_up, probe_phases
-from gradwire.comms.autotune.unit_rates import pairings, relative_rates
 from gradwire.comms.bootstrap.compat import knows_gloo_sums
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.links.probe import line_up, probe_phases
+from gradwire.comms.links.unit_rates import pairings, relative_rates
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.transport.groups import MeetsInPairs
 from gradwire.comms.transport.torch_group import Done, GlooTransport, sums_as_rings

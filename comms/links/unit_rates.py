@@ -8,10 +8,10 @@ node as fast as its best pair. Its cost does not grow with the number of nodes.
 import statistics
 from collections.abc import Sequence
 
-from gradwire.comms.autotune.probe import line_up
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.links.probe import line_up
 from gradwire.comms.step.listeners import StepListener
 
 SWAPPED_NBYTES, LEAST_SWAPPED_NBYTES, SWAP_SECONDS = 1 << 20, 512 << 10, 0.02

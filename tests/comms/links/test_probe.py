@@ -5,11 +5,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.comms.autotune.probe import LARGE_NBYTES, SMALL_NBYTES, fitted, probe, probe_phases
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
+from gradwire.comms.links.probe import LARGE_NBYTES, SMALL_NBYTES, fitted, probe, probe_phases
 from gradwire.comms.plan.cost import EXACT, CodecPrice, CostModel
 from gradwire.comms.plan.plan import REDUCE_SCATTER
 from gradwire.comms.plan.planner import candidates

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gradwire.comms.autotune.stepwatch import StepWatch
 from gradwire.comms.run.launches import Times
+from gradwire.comms.step.stepwatch import StepWatch
 from gradwire.comms.streams import HostClock
 
 

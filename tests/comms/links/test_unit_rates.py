@@ -6,11 +6,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.comms.autotune.unit_rates import ALIKE, MEETINGS, measure_units, pairings, relative_rates
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
+from gradwire.comms.links.unit_rates import ALIKE, MEETINGS, measure_units, pairings, relative_rates
 from support.threads import run_ranks
 
 

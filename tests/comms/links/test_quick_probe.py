@@ -18,8 +18,13 @@ import gradwire
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 from gradwire.comms.autotune import quick_probe as module
-from gradwire.comms.autotune.first_steps import FIRST_WATCHED, STEPS_WATCHED, FirstSteps
-from gradwire.comms.autotune.quick_probe import (
+from gradwire.comms.bootstrap.agree import Agreement
+from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, knows_gloo_sums
+from gradwire.comms.bootstrap.placement import with_node_rates
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+from gradwire.comms.links.first_steps import FIRST_WATCHED, STEPS_WATCHED, FirstSteps
+from gradwire.comms.links.quick_probe import (
     DRAIN_NBYTES,
     LEAST_SWAPPED_NBYTES,
     MEETINGS,
@@ -27,11 +32,6 @@ from gradwire.comms.autotune.quick_probe import (
     TRIAL_NBYTES,
     quick_probe,
 )
-from gradwire.comms.bootstrap.agree import Agreement
-from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, knows_gloo_sums
-from gradwire.comms.bootstrap.placement import with_node_rates
-from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import Config
 from gradwire.comms.transport import torch_group
 from gradwire.comms.transport.torch_group import GlooTransport, connect_gloo
 from gradwire.compressors.base import Layout, Slice
@@ -163,9 +163,9 @@ def test_its_bytes_follow_the_links(
         communicator = make(store, nodes, rank)
         try:
             assert quick_probe(communicator)
-            level = communicator.routes.priced.levels[1]
+            level = communicator.routes.links.priced.levels[1]
             assert not level.link.presumed and communicator.cluster.levels[1].link.presumed
-            assert "(probed)" in communicator.routes.describe_links()
+            assert "(probed)" in communicator.routes.links.describe()
             assert communicator.all_reduce(torch.ones(1000)).wait().eq(len(nodes)).all()
             return level.unit_rates, level.link.bytes_per_second, level.link.alpha_seconds
         finally:
@@ -209,7 +209,7 @@ def test_shares_stay_equal_where_gloos_sums_are_not_those_that_are_known(
     def run(rank: int) -> tuple[bool, tuple[float, ...]]:
         communicator = make(store, "abc", rank)
         try:
-            return quick_probe(communicator), communicator.routes.priced.levels[1].unit_rates
+            return quick_probe(communicator), communicator.routes.links.priced.levels[1].unit_rates
         finally:
             communicator.close()
 
@@ -308,7 +308,7 @@ def test_nothing_is_measured_where_links_are_known_or_none_are_between_nodes() -
         ) -> tuple[bool, str]:
             communicator = make(PrefixStore(str(number), store), nodes, rank, **options)
             try:
-                return quick_probe(communicator), communicator.routes.describe_links()
+                return quick_probe(communicator), communicator.routes.links.describe()
             finally:
                 communicator.close()
 
@@ -331,8 +331,8 @@ def test_first_steps_keep_the_proportions_that_were_seen() -> None:
                 assert communicator.all_reduce(torch.ones(1 << 20)).wait().eq(3).all()
             after = communicator.routes[1 << 20, torch.float32, None].plan
             assert after.phases == plan.phases and after.chunks == plan.chunks and after.seconds != plan.seconds
-            assert "(transfers)" in communicator.routes.describe_links()
-            return communicator.routes.priced.levels[1].unit_rates
+            assert "(transfers)" in communicator.routes.links.describe()
+            return communicator.routes.links.priced.levels[1].unit_rates
         finally:
             communicator.close()
 

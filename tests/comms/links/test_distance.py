@@ -6,7 +6,7 @@ import math
 import pytest
 
 from gradwire.cli import predict
-from gradwire.comms.plan.distance import (
+from gradwire.comms.links.distance import (
     MOST_CONNECTIONS,
     connection_rate,
     connections_for,

@@ -5,11 +5,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.comms.autotune.first_steps import FIRST_WATCHED, STEPS_WATCHED, FirstSteps, busy_seconds
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
+from gradwire.comms.links.first_steps import FIRST_WATCHED, STEPS_WATCHED, FirstSteps, busy_seconds
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.routed import make_routed
 from support.threads import run_ranks
@@ -44,12 +44,12 @@ def test_plans_are_priced_by_what_was_seen_and_stay_as_they_are(
             assert communicator.executor.ledger.ended is None and watched.is_over
             words = after.plan.describe(communicator.cluster.level_names)
             assert ("ms and to send" in words) == (learns is True or (rate is not None and not after.plan.assumed))
-            assert ("(transfers)" in communicator.routes.describe_links()) == bool(learns)
+            assert ("(transfers)" in communicator.routes.links.describe()) == bool(learns)
             if not learns:
-                assert after.plan == before.plan and communicator.routes.priced == communicator.cluster
+                assert after.plan == before.plan and communicator.routes.links.priced == communicator.cluster
             # The bucket of another size, which comes later, is priced by it too.
             assert (communicator.routes[numel // 2, torch.float32, None].plan.assumed == "") == bool(learns)
-            return after.plan.seconds, communicator.routes.priced.levels
+            return after.plan.seconds, communicator.routes.links.priced.levels
         finally:
             communicator.close()
 

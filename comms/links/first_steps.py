@@ -107,7 +107,7 @@ class FirstSteps(StepListener):
 
         seconds = self._consensus.decide(own, fastest)
         assert isinstance(seconds, list)
-        priced = communicator.routes.priced
+        priced = communicator.routes.links.priced
         levels = list(priced.levels)
         outer = levels[self._outermost]
         if outer.unit_rates:

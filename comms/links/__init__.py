@@ -1,0 +1,1 @@
+"""What the links between ranks give, and each way of finding out."""

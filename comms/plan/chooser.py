@@ -1,0 +1,219 @@
+"""Which plan a bucket of some size takes: what was asked for, or the cheapest, with a compressor or without."""
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gradwire.comms.config import Config
+from gradwire.comms.links.links import Links
+from gradwire.comms.plan.cost import EXACT
+from gradwire.comms.plan.plan import ALL_REDUCE, Plan
+from gradwire.comms.plan.planner import candidates, plan_all_reduce, presumed, with_note, with_reason
+from gradwire.compressors.base import Compressor, Layout, planned
+
+if TYPE_CHECKING:
+    from gradwire.comms.plan.payloads import Payloads
+
+COMPRESS_INSIDE_GAIN = 1.5
+"""What is compressed inside a single node of GPUs must be predicted to be so many times faster than exact. More than
+the 2 % of exact plans, because a codec changes the result, and because no prediction for GPUs has been measured yet."""
+
+OWNED = "Owners by the links' rates as measured at the start, which changes no bit."
+"""Note of a plan whose shares a quick probe has given."""
+
+
+class PlanChooser:
+    """Chooses a plan for each size of bucket.
+
+    Args:
+        links: Of the ranks.
+        config: The plan and the number of chunks that were asked for.
+        compressor: Compresses one phase of buckets that have a layout.
+        payloads: What the compressor sends; None without one.
+        library: `nccl` on GPUs, else `gloo`.
+
+    Attributes:
+        plan_name: `flat`, `hierarchical` or `leader`; `auto` goes by size.
+        chunks: Pieces of a bucket; 0 leaves it to the planner.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        config: Config,
+        compressor: Compressor | None,
+        payloads: "Payloads | None",
+        library: str,
+    ) -> None:
+        self.plan_name = config.plan
+        whole = compressor is not None and planned(compressor).whole_parameters
+        self.chunks = 1 if whole else config.chunks
+        self._links = links
+        self._asked_for = config.plan
+        self._fixed_order = config.fuses
+        self._why = ""
+        self._compressor = compressor
+        self.library = library
+        self._payloads = payloads
+
+    def take(self, plan: str, chunks: int, why: str) -> None:
+        """Takes one plan for every size; see `Routes.choose`."""
+        self.plan_name, self.chunks, self._why = plan, chunks, why
+
+    def best_for_all(self, nbytes: int) -> Plan | None:
+        """The best plan for one size, to be taken for all; None where a plan was asked for by name.
+
+        Args:
+            nbytes: Size of a bucket.
+        """
+        if self._asked_for != "auto":
+            return None
+        best = plan_all_reduce(self._links.cluster, nbytes, library=self.library)
+        return with_reason(best, f"{best.why} (Chosen for buckets of {nbytes / 1e6:.3g} MB, and used for all sizes.)")
+
+    def plan(self, nbytes: int, layout: Layout | None) -> Plan:
+        """The plan for a bucket, whose owners have equal shares.
+
+        Args:
+            nbytes: Size of the bucket.
+            layout: Which parameter lies where, if it may be compressed.
+        """
+        if self._compressor is not None and layout is not None:
+            assert self._payloads is not None
+            plan = self._compressed_plan(self._compressor, self._payloads, nbytes, layout)
+            if plan is not None:
+                return plan
+        plan = plan_all_reduce(
+            self._links.cluster, nbytes, name=self.plan_name, chunks=self.chunks, library=self.library
+        )
+        plan = with_reason(plan, self._why) if self._why else plan
+        sums = self._compressor is not None and planned(self._compressor).is_sum
+        if self._compressor is not None and sums and self._links.cluster.size > 1:
+            return with_note(plan, f"{self._compressor.name} was asked for: it works between nodes alone.")
+        if self._compressor is not None and layout is not None and self._links.cluster.size > 1:
+            return with_note(
+                plan,
+                f"{self._compressor.name} was asked for, but nothing crosses between nodes: nothing is "
+                'compressed (plan="flat" compresses between all ranks).',
+            )
+        return plan
+
+    def with_owners(self, plan: Plan, layout: Layout | None) -> Plan | None:
+        """The same plan with owners by the links' rates; None where they are alike, or where bits would depend on it.
+
+        Exact sums are made in the order in which the plan makes them without; so how many chunks there are is free.
+        What is rounded element by element may be cut anywhere, too; other codecs would see other blocks, and what a
+        second stage leaves out would lie with other ranks in every start.
+        """
+        compressed = any(phase.compressor for phase in plan.phases)
+        if self._links.shares is None or not plan.phases or (compressed and not _is_by_element(self._compressor)):
+            return None
+        if plan.name == "flat" and (
+            self._asked_for == "flat" or not self._links.cluster.all_apart(range(self._links.cluster.size))
+        ):
+            return None
+        price = EXACT
+        if compressed:
+            assert layout is not None and self._payloads is not None
+            price = self._payloads.price(plan.nbytes, layout, len(self._links.cluster.nodes), plan)
+        name, chunks = "leader" if plan.name == "leader" else "hierarchical", plan.chunks if compressed else self.chunks
+        made = plan_all_reduce(
+            self._links.shares, plan.nbytes, name=name, chunks=chunks, price=price, library=self.library
+        )
+        if not any(phase.shares for phase in made.phases if phase.op == ALL_REDUCE):
+            return None
+        in_ring_order = compressed or not self._fixed_order
+        phases = tuple(replace(phase, in_ring_order=in_ring_order and phase.op == ALL_REDUCE) for phase in made.phases)
+        return replace(made, phases=phases, why=plan.why, notes=(*plan.notes, OWNED), payload_note=plan.payload_note)
+
+    def repriced(self, plan: Plan, layout: Layout | None) -> Plan:
+        """The same plan with what it sends, as exponents are packed now, and how long that takes over the links.
+
+        Args:
+            plan: Of a bucket.
+            layout: As for `plan`.
+        """
+        compressed, payloads = next((phase for phase in plan.phases if phase.compressor), None), self._payloads
+        packs = compressed is not None and payloads is not None and payloads.packs
+        if not plan.phases or not (self._links.learned or packs):
+            return plan
+        price = EXACT
+        if compressed is not None:
+            assert layout is not None and payloads is not None
+            ranks = self._links.cluster.size if compressed.whole else len(self._links.cluster.nodes)
+            price = payloads.price(plan.nbytes, layout, ranks, plan)
+        cluster, by_links = self._links.priced_for(plan), compressed is not None and bool(compressed.shares)
+        (priced,) = candidates(cluster, plan.nbytes, plan.name, plan.chunks, price, by_links=by_links)
+        return replace(
+            plan,
+            seconds=priced.seconds,
+            limit=priced.limit,
+            busy_seconds=priced.busy_seconds,
+            bytes_by_level=priced.bytes_by_level if packs else plan.bytes_by_level,
+            assumed=presumed(cluster),
+            payload_note=payloads.note(plan) if payloads is not None else "",
+        )
+
+    def compressed_name(self) -> str | None:
+        """The plan that a compressor's buckets take, if it finds anything to do."""
+        if self._compressor is None or self._links.cluster.size == 1:
+            return None
+        if self._asked_for == "flat" or len(self._links.cluster.nodes) == 1:
+            return "flat"
+        return "leader" if self._asked_for == "leader" else "hierarchical"
+
+    def _compressed_plan(
+        self, compressor: Compressor, payloads: "Payloads", nbytes: int, layout: Layout
+    ) -> Plan | None:
+        """The plan with a compressor; None where there is nothing for it to do."""
+        nodes, size, name = len(self._links.cluster.nodes), self._links.cluster.size, compressor.name
+
+        def priced(plan_name: str, group_size: int, why: str) -> Plan:
+            price = payloads.price(nbytes, layout, group_size)
+            asked = partial(
+                plan_all_reduce,
+                self._links.cluster,
+                nbytes,
+                name=plan_name,
+                chunks=self.chunks,
+                library=self.library,
+            )
+            plan = asked(price=price)
+            if (known := payloads.price(nbytes, layout, group_size, plan)) != price:
+                plan = asked(price=known)
+            return replace(plan, why=f"{name} was asked for, {why}", payload_note=payloads.note(plan))
+
+        if self._asked_for == "flat" and size > 1:
+            return priced("flat", size, "and the flat plan by name: it works between all ranks.")
+        if nodes > 1:
+            plan_name = "leader" if self._asked_for == "leader" else "hierarchical"
+            return priced(plan_name, nodes, "and works on what crosses between nodes.")
+        if planned(compressor).is_sum:
+            return None
+        if (
+            self._asked_for != "auto"
+            or self.library != "nccl"
+            or size == 1
+            or self._links.cluster.levels[0].link.presumed
+        ):
+            return None
+        # One node of GPUs: inside it, compression pays where the links are slow (PCIe), and costs where they are fast.
+        from gradwire.comms.plan.codec_price import codec_price
+        from gradwire.comms.plan.payloads import gpu_memory, price_as_sent
+
+        price, plain = (codec_price(each, layout, size, gpu_memory(self._links.cluster)) for each in (name, "bf16"))
+        price = price_as_sent(self._links.cluster, nbytes, "flat", price, (plain,), self.library)
+        exact = plan_all_reduce(self._links.cluster, nbytes, chunks=self.chunks, library=self.library)
+        compressed = plan_all_reduce(
+            self._links.cluster, nbytes, name="flat", chunks=self.chunks, price=price, library=self.library
+        )
+        gain = exact.seconds / compressed.seconds
+        if gain < COMPRESS_INSIDE_GAIN:
+            return None
+        return priced(
+            "flat", size, f"and is predicted to be {gain:.2f}x faster inside this node, whose links are slow."
+        )
+
+
+def _is_by_element(compressor: Compressor | None) -> bool:
+    return compressor is not None and planned(compressor).by_element
