@@ -34,7 +34,6 @@ MOST_OF_A_CLASS = {"compressors": (25, 23), "comms": (25, 15)}
 
 LARGER = {
     "OuterExchange": (39, 22),
-    "Routes": (34, 17),
     "ElasticTraining": (27, 11),
     "StragglerWatch": (22, 26),
     "LivenessRing": (24, 25),

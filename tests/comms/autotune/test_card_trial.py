@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire.comms import communicator as communicator_module
-from gradwire.comms.autotune import quick_probe as probe_module
+from gradwire.comms.links import quick_probe as probe_module
 from gradwire.comms.autotune.card_trial import try_cards
 from gradwire.comms.bootstrap.cards import Cards
 from gradwire.comms.bootstrap.compat import HashStore

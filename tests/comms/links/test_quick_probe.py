@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
-from gradwire.comms.autotune import quick_probe as module
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, knows_gloo_sums
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
+from gradwire.comms.links import quick_probe as module
 from gradwire.comms.links.first_steps import FIRST_WATCHED, STEPS_WATCHED, FirstSteps
 from gradwire.comms.links.quick_probe import (
     DRAIN_NBYTES,
@@ -189,7 +189,7 @@ def test_its_bytes_follow_the_links(
     [
         (module, "knows_gloo_sums", lambda: False, True),
         (torch_group, "ring_runs", lambda rings, start, stop, size, element_nbytes: ((stop - start, 0),), True),
-        (module, "GlooTransport", type(None), False),
+        (module, "MeetsInPairs", type(None), False),
     ],
 )
 def test_shares_stay_equal_where_gloos_sums_are_not_those_that_are_known(

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwire
-from gradwire.comms.autotune import quick_probe
 from gradwire.comms.bootstrap.placement import INTER_NODE
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.links import quick_probe
 from gradwire.comms.outer.choose import (
     CHOSEN,
     FILL,
