@@ -56,9 +56,9 @@ COLLECTIVES = (
     Mutation(
         "a rank gets the first slice in the place of its own",
         _NCCL,
-        "            calls.append(lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options))\n",
-        "            own = flat[:numel]\n"
-        "            calls.append(lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options))\n",
+        "        return lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options)\n",
+        "        own = whole[:numel]\n"
+        "        return lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options)\n",
         "Sums land in another rank's slice.",
         (_CALLS,),
     ),
