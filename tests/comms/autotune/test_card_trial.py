@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from gradwire.comms import communicator as communicator_module
-from gradwire.comms.links import quick_probe as probe_module
 from gradwire.comms.autotune.card_trial import try_cards
 from gradwire.comms.bootstrap.cards import Cards
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import ALL_NICS, Config
+from gradwire.comms.links import quick_probe as probe_module
 from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport
 from support.threads import run_ranks
 

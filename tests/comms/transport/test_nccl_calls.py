@@ -274,9 +274,8 @@ def test_a_group_call_that_fails_is_ended_and_gives_the_communicator_up() -> Non
     backend.fails = "broadcast"
     transport = NcclTransport(backend, 0, 1)
     with pytest.raises(RuntimeError, match="NCCL error: broadcast failed"):
-        transport._issue(
-            [transport._calls.all_reduce(torch.zeros(1), 1.0), transport._calls.broadcast(torch.zeros(2), 0)]
-        )
+        calls = transport._calls
+        transport._issue([calls.all_reduce(torch.zeros(1), 1.0), calls.broadcast(torch.zeros(2), 0)])
     assert not backend.is_in_group_call, "this thread's next calls would be held back"
     until(lambda: backend.aborts == 1)
     with pytest.raises(PeerError, match="a group call of NCCL failed on this rank"):
