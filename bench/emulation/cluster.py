@@ -301,8 +301,10 @@ class EmulatedCluster:
         holder.run(f"ip address add {address} dev {interface}{quick}\nip link set {interface} up")
         if self.congestion is not None:
             # By the route: the sysctl of a namespace takes only what the machine allows everybody.
+            # IPv6 keeps routes of unlike metric beside each other: 256 is that of the route which came with the address.
+            same = " metric 256" if self.has_ipv6_alone else ""
             route = ip_network(address, strict=False)
-            holder.run(f"ip route replace {route} dev {interface} congctl {self.congestion}")
+            holder.run(f"ip route replace {route} dev {interface}{same} congctl {self.congestion}")
 
     def _keep_order(self, end: Holder, interface: str, node: int) -> None:
         """Has one core handle what an interface receives.

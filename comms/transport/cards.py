@@ -219,6 +219,8 @@ class CardStreams(Streams):
         alarm: Asked about once a second while an exchange is waited for.
     """
 
+    PACES = False
+    """Each card has a rate of its own, which `_takes` deals by."""
     PEER = _CardPeer
     MESSAGE = _CardMessage
 

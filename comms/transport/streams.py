@@ -32,6 +32,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.errors import PeerError
+from gradwire.comms.transport.pacing import Pacing
 from gradwire.compressors.base import Work
 
 LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 16 << 10, 256 << 10
@@ -302,6 +303,8 @@ class Streams:
         alarm: Asked about once a second while an exchange is waited for.
     """
 
+    PACES = True
+    """Whether all connections are one path, whose rate they are held to; see `gradwire.comms.transport.pacing`."""
     PEER: type[StreamedPeer] = StreamedPeer
     MESSAGE: type[StreamedMessage] = StreamedMessage
 
@@ -327,6 +330,7 @@ class Streams:
         self._poll = select.poll()
         self.by_descriptor = {line.connection.fileno(): line for line in self._lines}
         """All connections, for who ends them from outside."""
+        self._pacing = Pacing()
         BackgroundThread("gradwire streams", self._run, end=self.close).start()
 
     def _line(self, connection: socket.socket, rank: int) -> Line:
@@ -390,6 +394,7 @@ class Streams:
             for each in answers:
                 self._peers[each.peer].outgoing.append(each)
                 self._check_reaches(each.peer)
+            self._begin_to_send()
             for line in self._lines:
                 if line.is_open:
                     self._watch(line)
@@ -496,11 +501,18 @@ class Streams:
                     peer.incoming[message.number] = message
         for rank in ranks:
             self._check_reaches(rank)
+        self._begin_to_send()
         for line in self._lines:
             if line.peer in ranks and line.is_open:
                 if line.parked:
                     self._begin(line)
                 self._watch(line)
+
+    def _begin_to_send(self) -> None:
+        """Has connections share the rate of the path, those that have something to send."""
+        lines = [line for line in self._lines if line.is_open and self._peers[line.peer].outgoing] if self.PACES else []
+        if lines:
+            self._pacing.begin([line.connection for line in lines])
 
     def _watch(self, line: Line) -> None:
         reads = 0 if line.parked else select.POLLIN
@@ -532,6 +544,8 @@ class Streams:
         start, stop = message.next_chunk(nbytes)
         if message.left == 0:
             peer.outgoing.popleft()
+            if not any(each.outgoing for each in self._peers.values()):
+                self._pacing.end()
         header = HEADER.pack(message.number, start, stop - start)
         line.outgoing = [memoryview(header), message.sent[start:stop]]
         line.sending, line.payload_left = message.exchange, stop - start

@@ -300,22 +300,29 @@ def test_headers_are_what_the_scripts_take_them_for() -> None:
         assert struct.unpack_from("I", link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 80)[0] == 10
 
 
-def test_tcp_reacts_to_loss_as_asked_at_both_ends() -> None:
+@pytest.mark.parametrize(
+    ("network", "path"),
+    [("10.77.0.0/16", None), ("fd77::/64", None), ("fd77::/64", PathOptions(delay="1ms"))],
+    ids=["IPv4", "IPv6", "IPv6 over the relay"],
+)
+def test_tcp_reacts_to_loss_as_asked_at_both_ends(network: str, path: PathOptions | None) -> None:
     script = """
-import os, socket, time
+import os, socket, sys, time
+server = sys.argv[1]
 if os.environ["RANK"] == "0":
     for _ in range(600):
         try:
-            link = socket.create_connection(("10.77.0.2", 5000))
+            link = socket.create_connection((server, 5000))
             break
         except ConnectionRefusedError:
             time.sleep(0.05)
 else:
-    link = socket.create_server(("", 5000)).accept()[0]
+    family = socket.AF_INET6 if ":" in server else socket.AF_INET
+    link = socket.create_server((server, 5000), family=family).accept()[0]
 print(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
 """
     for name in ("reno", "cubic"):
-        with EmulatedCluster([1, 1], congestion=name) as cluster:
-            result = cluster.run(python(script), timeout_seconds=60)
+        with EmulatedCluster([1, 1], congestion=name, network=network, path=path) as cluster:
+            result = cluster.run(python(script, cluster.address(1)), timeout_seconds=60)
         result.check()
         assert [output.strip() for output in result.output] == [name, name]

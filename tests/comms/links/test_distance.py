@@ -21,8 +21,8 @@ LINK = Link(30e-6, 12.5e6)
 def test_how_many_connections_a_path_takes() -> None:
     megabit = 125_000
     assert connections_for(0.001, 1250 * megabit) == 1  # a local network, however fast
-    assert connections_for(0.08, 100 * megabit) == 16  # 1 MB under way, 64 KiB in each
-    assert connections_for(0.02, 100 * megabit) == 4
+    assert connections_for(0.04, 100 * megabit) == 35  # 0.5 MB under way, 14,480 bytes in each
+    assert connections_for(0.02, 100 * megabit) == 18
     assert connections_for(0.08, 1 * megabit) == 1
     assert connections_for(10.0, 1e12) == MOST_CONNECTIONS
     assert all(
