@@ -12,7 +12,8 @@ from typing import Literal, Self, cast, get_args
 
 from gradwire.bench.emulation.launch import JobOutcome, RankLine, Ranks
 from gradwire.bench.emulation.namespaces import Holder, available, is_unprivileged, run_shell
-from gradwire.bench.emulation.paths import PathOptions
+from gradwire.bench.emulation.netem import Netem, has_netem
+from gradwire.bench.emulation.paths import PathOptions, Paths
 from gradwire.bench.emulation.rate import parse_cards
 from gradwire.bench.emulation.relay import PathCounts, Relay, send_real_packets
 from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
@@ -46,6 +47,9 @@ WITH_ONE_THREAD = 'exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$@"'
 Names = Literal["all", "own", "none"]
 """See `EmulatedCluster`."""
 
+Carrier = Literal["auto", "netem", "relay"]
+"""See `EmulatedCluster`."""
+
 FIRST_NETWORK = "10.77.0.0/16"
 
 
@@ -59,6 +63,38 @@ def check_names(names: str, parameter: str = "names") -> Names:
         if names == known:
             return cast(Names, known)
     raise ValueError(f"`{parameter}`: found {names[:40]!r}, wanted one of {', '.join(get_args(Names))}")
+
+
+def check_carrier(carrier: str, paths: Paths | None, parameter: str = "carrier") -> Carrier:
+    """Returns what carries packets between nodes with paths.
+
+    Args:
+        carrier: `auto`, `netem` or `relay`.
+        paths: The network between the nodes, if it is more than a bridge.
+        parameter: Its name as the user wrote it, for the error message.
+
+    Returns:
+        `netem` or `relay`; `auto` without paths.
+
+    Raises:
+        ValueError: if it is none of them, or cannot do what is asked for here.
+    """
+    if carrier not in get_args(Carrier):
+        raise ValueError(f"`{parameter}`: found {carrier[:40]!r}, wanted one of {', '.join(get_args(Carrier))}")
+    if paths is None:
+        if carrier != "auto":
+            raise ValueError(
+                f"`{parameter}`: found {carrier!r} without a delay, jitter, loss or queue; wanted one of these"
+            )
+        return "auto"
+    if carrier == "auto":
+        # netem draws by numbers of its own, so a seed is the relay's.
+        return "netem" if not paths.seed and has_netem() else "relay"
+    if carrier == "netem" and paths.seed:
+        raise ValueError(f"`{parameter}`: found 'netem' with a seed, which it does not take; wanted relay, or no seed")
+    if carrier == "netem" and not has_netem():
+        raise ValueError(f"`{parameter}`: found 'netem', which this kernel does not have; wanted relay or auto")
+    return cast(Carrier, carrier)
 
 
 def check_congestion(name: str | None, parameter: str = "congestion") -> str | None:
@@ -145,6 +181,7 @@ class EmulatedCluster:
         network: str = FIRST_NETWORK,
         path: PathOptions | None = None,
         congestion: str | None = None,
+        carrier: Carrier = "auto",
     ) -> None:
         """Brings the nodes up.
 
@@ -159,9 +196,11 @@ class EmulatedCluster:
             network: Of the nodes' addresses: 16 bits of IPv4, or 64 of IPv6, with nothing but IPv6 on the nodes then.
                 No node has a route out of it.
             path: Delay, jitter, loss and queues between the nodes; None for a network without any, whose links hold
-                200 ms. With them a compiled relay carries the packets in place of the kernel's bridge.
+                200 ms.
             congestion: How the nodes' TCP reacts to loss: a name of net.ipv4.tcp_available_congestion_control. None
                 leaves the machine's own, which is `cubic` unless somebody changed it.
+            carrier: Of packets between nodes with a `path`: the kernel's `netem`, a compiled `relay` in place of its
+                bridge, or `auto`, which is netem where the kernel has it and there is no seed.
 
         Raises:
             ValueError: if a parameter is out of range.
@@ -182,6 +221,8 @@ class EmulatedCluster:
             raise ValueError(f"`mtu`: found {mtu}, wanted 576 to 65535 bytes")
         if (reason := available()) is not None:
             raise RuntimeError(f"cannot emulate a cluster here: {reason}")
+        self.carrier = check_carrier(carrier, self.paths)
+        """What carries packets between nodes with a `path`: `netem` or `relay`; `auto` without one."""
         self._runs = 0
         self._stack = contextlib.ExitStack()
         try:
@@ -237,6 +278,7 @@ class EmulatedCluster:
             ]
             self._networks = 0
             self._relays: list[Relay] = []
+            self._carriers: list[Relay | Netem] = []
             for interface in self.interfaces:
                 self.add_network(interface)
 
@@ -269,11 +311,20 @@ class EmulatedCluster:
         network, self._networks = self._networks, self._networks + 1
         card = network if network < len(self.interfaces) else 0
         rates = tuple(node[card] for node in self.card_rates) or (None,) * len(self._holders)
-        if self.paths is None:
+        if self.carrier != "relay":
             self._bridge.run(f"ip link add bridge{network} mtu {self.mtu} type bridge\nip link set bridge{network} up")
             for node, holder in enumerate(self._holders):
                 self._join(holder, node, network, interface)
-                self.limit(node, interface, network, rates[node])
+                if self.paths is None:
+                    self.limit(node, interface, network, rates[node])
+                else:
+                    send_real_packets(holder, interface)
+            if self.paths is not None:
+                addresses = [self.address(node, network) for node in range(len(self._holders))]
+                ports = [_port(network, node) for node in range(len(self._holders))]
+                self._carriers.append(
+                    Netem(self._bridge, self._holders, interface, ports, addresses, rates, self.paths, self.mtu)
+                )
             return
         for node, holder in enumerate(self._holders):
             self._join(holder, node, network, interface)
@@ -284,12 +335,13 @@ class EmulatedCluster:
         relay = Relay(self._bridge, ports, rates, self.paths, self.mtu, f"the relay of network {network}")
         self._stack.callback(relay.close)
         self._relays.append(relay)
+        self._carriers.append(relay)
 
     def _join(self, holder: Holder, node: int, network: int, interface: str) -> None:
         """Lays the cable from a node to a bridge; its node's end is born inside the node, its other end outside."""
         port = _port(network, node)
         # Behind a relay the port is nobody's: without an address of its own, which would speak up on IPv6.
-        joined = f"master bridge{network}" if self.paths is None else "addrgenmode none"
+        joined = "addrgenmode none" if self.carrier == "relay" else f"master bridge{network}"
         self._bridge.run(
             f"ip link add {port} mtu {self.mtu} type veth"
             f" peer name {interface} mtu {self.mtu} netns /proc/{holder.pid}/ns/net\n"
@@ -301,7 +353,7 @@ class EmulatedCluster:
         holder.run(f"ip address add {address} dev {interface}{quick}\nip link set {interface} up")
         if self.congestion is not None:
             # By the route: the sysctl of a namespace takes only what the machine allows everybody.
-            # IPv6 keeps routes of unlike metric beside each other: 256 is that of the route which came with the address.
+            # IPv6 keeps routes of unlike metric side by side: 256 is that of the one which came with the address.
             same = " metric 256" if self.has_ipv6_alone else ""
             route = ip_network(address, strict=False)
             holder.run(f"ip route replace {route} dev {interface}{same} congctl {self.congestion}")
@@ -336,7 +388,7 @@ class EmulatedCluster:
             RuntimeError: The relay of the network has ended.
         """
         if self.paths is not None:
-            self._relays[network].limit(node, bits_per_second)
+            self._carriers[network].limit(node, bits_per_second)
             return
         for holder, name in ((self._holders[node], interface), (self._bridge, _port(network, node))):
             holder.run(f"tc qdisc del dev {name} root 2> /dev/null || true\n" + self._limit(name, bits_per_second))
@@ -352,11 +404,11 @@ class EmulatedCluster:
         """
         if self.paths is None:
             raise RuntimeError("only a cluster with a `path` counts packets: the kernel's bridge carries the others'")
-        return self._relays[network].counts()
+        return self._carriers[network].counts()
 
     @property
     def relays(self) -> tuple[Relay, ...]:
-        """By network; none without a `path`."""
+        """By network; none without a `path`, or where netem carries its packets."""
         return tuple(self._relays)
 
     def shrink_switch(self, mtu: int) -> None:

@@ -17,6 +17,7 @@ from gradwire.bench.emulation.cluster import (
     EmulatedCluster,
     Names,
     RunResult,
+    check_carrier,
     check_congestion,
     parse_network,
 )
@@ -111,6 +112,12 @@ def _add_path_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of losses and jitter (default 0)")
     group.add_argument(
         "--congestion", metavar="NAME", help="how the nodes' TCP reacts to loss, such as cubic (default: the machine's)"
+    )
+    group.add_argument(
+        "--carrier",
+        default="auto",
+        metavar="NAME",
+        help="of the packets: the kernel's netem, gradwire's relay, or auto, netem where there is one (default)",
     )
 
 
@@ -219,6 +226,7 @@ def as_record(cluster: EmulatedCluster, result: RunResult, command: list[str], o
         "mtu": cluster.mtu,
         "paths": paths,
         "congestion": cluster.congestion,
+        "carrier": cluster.carrier,
         "seconds": result.seconds,
         "returncodes": list(result.returncodes),
         "exit_status": result.exit_status,
@@ -270,8 +278,9 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     check_number("--mtu", options.mtu, 576, 65535)
     parse_network(options.network, "--network")
     path = path_options(options)
-    path.read(len(nodes), has_rates=options.nic is not None, prefix="--")
+    paths = path.read(len(nodes), has_rates=options.nic is not None, prefix="--")
     check_congestion(options.congestion, "--congestion")
+    check_carrier(options.carrier, paths, "--carrier")
     check_number("--grace", options.grace, 0, MOST_SECONDS)
     check_number("--timeout", options.timeout, 0, MOST_SECONDS)
     check_output("--json", options.json)
@@ -288,6 +297,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
                     network=options.network,
                     path=path,
                     congestion=options.congestion,
+                    carrier=options.carrier,
                 )
             )
         print_line = _printer(options)

@@ -57,7 +57,7 @@ def available() -> str | None:
     for name, package in TOOLS.items():
         if find_tool(name) is None:
             return f"the command `{name}` is missing: install the package {package} (apt-get install {package})"
-    probe = run_shell(_PROBE, prefix=["unshare", *_become_root(), *_NEW])
+    probe = run_shell(_PROBE, prefix=new_namespaces())
     if probe.returncode == 0:
         return None
     refused = "the kernel refuses new namespaces (a container without privileges?)"
@@ -70,6 +70,11 @@ def available() -> str | None:
 def is_unprivileged() -> bool:
     """Whether namespaces take a user namespace first, because this process is not root's."""
     return os.geteuid() != 0
+
+
+def new_namespaces() -> list[str]:
+    """Returns the words that run a command in new namespaces of its own, to see what the kernel has."""
+    return ["unshare", *_become_root(), *_NEW]
 
 
 def _become_root() -> list[str]:

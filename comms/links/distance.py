@@ -29,8 +29,8 @@ FIRST_SEGMENTS = 10
 """RFC 6928."""
 
 FIRST_WINDOW_NBYTES = FIRST_SEGMENTS * SEGMENT_NBYTES
-"""What a connection may have under way after a pause, and what it is trusted with: a bucket ends before many round trips
-have passed. Over 20 ms and 0.01 % loss connections of 64 KiB each got 0.77 of a link of 100 Mbit/s, of this 0.91."""
+"""What a connection may have under way after a pause, and what it is trusted with: a bucket ends before many round
+trips have passed. Over 20 ms and 0.01 % loss connections of 64 KiB each got 0.77 of 100 Mbit/s, of this 0.91."""
 
 MOST_ROUND_TRIP_SECONDS = 10.0
 """Of what makes sense to ask for: fifty times around the earth."""

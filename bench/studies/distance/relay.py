@@ -92,7 +92,7 @@ def measure(
         Mbit/s of each stream, by receiving node, and the processor time of the relay over the wall time.
     """
     module = "gradwire.bench.studies.distance.relay"
-    with EmulatedCluster([1, 1], nic, path=path) as cluster:
+    with EmulatedCluster([1, 1], nic, path=path, carrier="relay") as cluster:
         before, started = cluster.relays[0].cpu_seconds(), time.monotonic()
         arguments = [str(seconds), str(streams), "cubic", "both" if both else "one"]
         script = f"exec {sys.executable} -m {module} --rank $RANK {' '.join(arguments)}"

@@ -136,12 +136,14 @@ def card_packets(cluster: EmulatedCluster, node: int) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def ocean() -> Iterator[EmulatedCluster]:
-    with EmulatedCluster([1, 1], nic="100mbit", path=PathOptions(delay="40ms", loss="1%", jitter="10ms")) as cluster:
+    with EmulatedCluster(
+        [1, 1], nic="100mbit", path=PathOptions(delay="40ms", loss="1%", jitter="10ms"), carrier="relay"
+    ) as cluster:
         yield cluster
 
 
 def test_a_round_trip_is_both_delays() -> None:
-    with EmulatedCluster([1, 1], nic="100mbit", path=PathOptions(delay="40ms,20ms")) as cluster:
+    with EmulatedCluster([1, 1], nic="100mbit", path=PathOptions(delay="40ms,20ms"), carrier="relay") as cluster:
         result = cluster.run(python(PING), timeout_seconds=60)
     result.check()
     trips = [float(line) for line in result.output[0].split()]
@@ -173,7 +175,7 @@ def test_lost_packets_are_as_many_as_asked_for_and_every_one_is_counted(ocean: E
 
 def test_packets_overtake_each_other_where_that_is_asked_for() -> None:
     options = PathOptions(delay="20ms", jitter="10ms", reorder=True)
-    with EmulatedCluster([1, 1], path=options) as cluster:
+    with EmulatedCluster([1, 1], path=options, carrier="relay") as cluster:
         result = cluster.run(python(NUMBERED, 500), timeout_seconds=60)
     result.check()
     numbers = [int(word) for word in result.output[1].split()]
@@ -182,7 +184,7 @@ def test_packets_overtake_each_other_where_that_is_asked_for() -> None:
 
 def test_streams_send_real_packets_and_their_windows_obey_mathis() -> None:
     loss = 0.01
-    with EmulatedCluster([1, 1], nic="100mbit", path=PathOptions(delay="10ms", loss="1%")) as cluster:
+    with EmulatedCluster([1, 1], nic="100mbit", path=PathOptions(delay="10ms", loss="1%"), carrier="relay") as cluster:
         result = cluster.run(python(STREAMS, 6, 6), timeout_seconds=90)
         counts = cluster.path_counts()[0][1]
     result.check()
@@ -200,7 +202,7 @@ def test_gloo_sums_the_same_bits_over_it(ocean: EmulatedCluster) -> None:
 
 
 def test_rates_hold_and_may_change_while_it_runs() -> None:
-    with EmulatedCluster([1, 1], nic="100mbit", path=PathOptions(delay="1ms")) as cluster:
+    with EmulatedCluster([1, 1], nic="100mbit", path=PathOptions(delay="1ms"), carrier="relay") as cluster:
         cluster.limit(0, INTERFACE, 0, 4_000_000)
         script = NUMBERED.replace("bytes(200)", "bytes(1400)").replace("time.sleep(1)", "time.sleep(4)")
         started = time.monotonic()
@@ -235,7 +237,7 @@ for network in (77, 78):
             raise SystemExit(f"nobody at {network} {other}")
 time.sleep(2)
 """
-    with EmulatedCluster([1, 1, 1], path=options) as cluster:
+    with EmulatedCluster([1, 1, 1], path=options, carrier="relay") as cluster:
         cluster.add_network("eth1")
         cluster.run(python(everybody), timeout_seconds=90).check()
         for network in (0, 1):
@@ -244,7 +246,7 @@ time.sleep(2)
 
 
 def test_a_relay_that_dies_ends_the_job_in_words() -> None:
-    with EmulatedCluster([1, 1], path=PathOptions(delay="1ms")) as cluster:
+    with EmulatedCluster([1, 1], path=PathOptions(delay="1ms"), carrier="relay") as cluster:
         killer = threading.Timer(1.0, lambda: os.kill(cluster.relays[0].pid, signal.SIGKILL))
         killer.start()
         with pytest.raises(RuntimeError, match=r"the relay of network 0, .* ended with signal 9; the job was ended"):
@@ -268,7 +270,7 @@ else:
     {big}
     time.sleep(60)
 """
-    with EmulatedCluster([1, 1], path=PathOptions(delay="1ms")) as cluster:
+    with EmulatedCluster([1, 1], path=PathOptions(delay="1ms"), carrier="relay") as cluster:
         offload_on = f"""
 import array, fcntl, socket, struct
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
@@ -283,7 +285,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
 
 
 def test_no_relay_is_left() -> None:
-    with EmulatedCluster([1, 1], path=PathOptions(delay="1ms")) as cluster:
+    with EmulatedCluster([1, 1], path=PathOptions(delay="1ms"), carrier="relay") as cluster:
         pid = cluster.relays[0].pid
         assert Path(f"/proc/{pid}").exists()
     assert not Path(f"/proc/{pid}").exists()
