@@ -322,15 +322,16 @@ class Streams:
         self._submitted: deque[StreamedMessage] = deque()
         self._under_way: list[StreamedExchange] = []
         self._lock = threading.Lock()
-        self._wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
+        self._bell = socket.socketpair()
+        """Rung at one end, by any thread, for the thread at the other one."""
+        self._bell[1].setblocking(False)
         self._closed = False
         self.error: str | None = None
         """Why no exchange gets through any more; None while they do."""
         self._poll = select.poll()
         self.by_descriptor = {line.connection.fileno(): line for line in self._lines}
         """All connections, for who ends them from outside."""
-        self._pacing = Pacing()
+        self._pacing = Pacing() if self.PACES else None
         BackgroundThread("gradwire streams", self._run, end=self.close).start()
 
     def _line(self, connection: socket.socket, rank: int) -> Line:
@@ -394,7 +395,7 @@ class Streams:
             for each in answers:
                 self._peers[each.peer].outgoing.append(each)
                 self._check_reaches(each.peer)
-            self._begin_to_send()
+            pace(self._pacing, self._lines, self._peers)
             for line in self._lines:
                 if line.is_open:
                     self._watch(line)
@@ -436,7 +437,7 @@ class Streams:
 
     def _nudge(self) -> None:
         with suppress(OSError):  # the thread has ended and closed it
-            self._wake.send(b"w")
+            self._bell[0].send(b"w")
 
     def _run(self) -> None:
         try:
@@ -449,8 +450,8 @@ class Streams:
         finally:
             for line in self._lines:
                 line.connection.close()
-            self._wake.close()
-            self._woken.close()
+            self._bell[0].close()
+            self._bell[1].close()
 
     def _fail(self, why: str) -> None:
         with self._lock:
@@ -460,7 +461,7 @@ class Streams:
 
     def _move(self) -> None:
         """Moves bytes until it is told to end."""
-        self._poll.register(self._woken, select.POLLIN)
+        self._poll.register(self._bell[1], select.POLLIN)
         for line in self._lines:
             self._poll.register(line.connection, select.POLLIN)
         while not self._closed:
@@ -486,7 +487,7 @@ class Streams:
     def _take_up(self) -> None:
         """Takes what was submitted, and wakes the connections that it concerns."""
         with suppress(BlockingIOError):
-            while self._woken.recv(4096):
+            while self._bell[1].recv(4096):
                 pass
         ranks = set()
         with self._lock:
@@ -501,18 +502,12 @@ class Streams:
                     peer.incoming[message.number] = message
         for rank in ranks:
             self._check_reaches(rank)
-        self._begin_to_send()
+        pace(self._pacing, self._lines, self._peers)
         for line in self._lines:
             if line.peer in ranks and line.is_open:
                 if line.parked:
                     self._begin(line)
                 self._watch(line)
-
-    def _begin_to_send(self) -> None:
-        """Has connections share the rate of the path, those that have something to send."""
-        lines = [line for line in self._lines if line.is_open and self._peers[line.peer].outgoing] if self.PACES else []
-        if lines:
-            self._pacing.begin([line.connection for line in lines])
 
     def _watch(self, line: Line) -> None:
         reads = 0 if line.parked else select.POLLIN
@@ -544,7 +539,7 @@ class Streams:
         start, stop = message.next_chunk(nbytes)
         if message.left == 0:
             peer.outgoing.popleft()
-            if not any(each.outgoing for each in self._peers.values()):
+            if self._pacing is not None and not any(each.outgoing for each in self._peers.values()):
                 self._pacing.end()
         header = HEADER.pack(message.number, start, stop - start)
         line.outgoing = [memoryview(header), message.sent[start:stop]]
@@ -615,6 +610,13 @@ class Streams:
     def _check_reaches(self, rank: int) -> None:
         if self._peers[rank].is_waited_for and not any(each.is_open for each in self._lines if each.peer == rank):
             raise Ended(closed_by(rank))
+
+
+def pace(pacing: Pacing | None, lines: Sequence[Line], peers: Mapping[int, StreamedPeer]) -> None:
+    """Has the connections that have something to send share the rate of the path."""
+    sending = [line.connection for line in lines if line.is_open and peers[line.peer].outgoing]
+    if pacing is not None and sending:
+        pacing.begin(sending)
 
 
 def allow_unsent(line: Line, unsent_nbytes: int) -> None:
