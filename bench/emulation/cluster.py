@@ -326,6 +326,7 @@ class EmulatedCluster:
                     Netem(self._bridge, self._holders, interface, ports, addresses, rates, self.paths, self.mtu)
                 )
             return
+        assert self.paths is not None  # `check_carrier` wants them for a relay
         for node, holder in enumerate(self._holders):
             self._join(holder, node, network, interface)
             send_real_packets(holder, interface)

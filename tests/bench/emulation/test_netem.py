@@ -12,7 +12,7 @@ from gradwire.bench.emulation import netem
 from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster, check_carrier
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.paths import PathOptions, Paths
-from tests.bench.emulation.test_relay import NUMBERED, PING, python
+from support.packets import NUMBERED, PING, python
 
 pytestmark = pytest.mark.netns
 
