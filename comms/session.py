@@ -533,13 +533,18 @@ class Face(Generic[S]):
 
         found = normalize(state)
         self._loaded = True
-        if not _compresses(self.config) and dict(found[JOB])["dirty"]:
+        if not self._holds_back and dict(found[JOB])["dirty"]:
             raise ValueError(
                 "`compressor` is not set, and `state` holds residuals that would be lost: set the compressor that "
                 "saved it, or call state.flush() and train one more step before saving"
             )
         if self._keeps:
             self._restore(found)
+
+    @property
+    def _holds_back(self) -> bool:
+        """Whether residuals have a place here."""
+        return _compresses(self.config)
 
     @property
     def _keeps(self) -> bool:

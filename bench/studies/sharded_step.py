@@ -66,6 +66,7 @@ SETTINGS = (
     Setting("FSDP2, apply, exact", False, {}),
     Setting("FSDP2, shards=int8 weights=int8", False, {"shards": "int8", "weights": "int8"}),
     Setting("FSDP2, shards=int4 weights=int8", False, {"shards": "int4", "weights": "int8"}),
+    Setting("FSDP2, shards=waterfill4 weights=waterfill4", False, {"shards": "waterfill4", "weights": "waterfill4"}),
     Setting(NATIVE, True),
     Setting("HSDP, exact", True, {}),
     Setting("HSDP, int8", True, {"compressor": "int8"}),

@@ -562,6 +562,11 @@ class ShardedUnit:
         return not self._group.all_reduce_grads or not self._state._state_ctx.is_last_backward
 
     @property
+    def gathers_again(self) -> bool:
+        """Whether what it gathers now is for the backward pass: weights that the forward pass has computed with."""
+        return cast(str, self._group._training_state.name) == "PRE_BACKWARD"
+
+    @property
     def hooked(self) -> bool:
         """Whether a hook has been set that runs behind the reduce-scatter."""
         return self._group._all_reduce_hook is not None

@@ -68,12 +68,17 @@ def apply(
             gradients are averaged by the cheapest plan, or compressed. None: there is no second dimension, or torch
             averages over it (a two-dimensional mesh was given to `fully_shard`).
         shards: What gradients travel as between nodes in the reduce-scatter over the ranks that share parameters:
-            "exact", "bf16", "int8" or "int4". Exact ones are planned on CPUs, where that beats the library, on whatever
-            backend; on CUDA they are torch's own, as they are with `plan="flat"`. In fewer bits: inside a node they are
-            summed exactly, and all of it is exact where those ranks are on one node; `plan="flat"` takes each rank for
-            a node. Rounding to int8 and int4 is random and without bias, and nothing is held back.
-        weights: What weights travel as between nodes in the all-gather: "exact" (see `shards`), "bf16" or "int8". All
-            ranks compute with the decoded weights; those that the optimizer changes stay exact.
+            "exact", "bf16", "int8", "int4" or "waterfill4". Exact ones are planned on CPUs, where that beats the
+            library, on whatever backend; on CUDA they are torch's own, as they are with `plan="flat"`. In fewer bits:
+            inside a node they are summed exactly, and all of it is exact where those ranks are on one node;
+            `plan="flat"` takes each rank for a node. Rounding to int8 and int4 is random and without bias, and nothing
+            is held back; what waterfill4 leaves out is added to the next sum, and kept as N - 1 float32 rows of the
+            size of this rank's shards, of N nodes.
+        weights: What weights travel as between nodes in the all-gather: "exact" (see `shards`), "bf16", "int8" or
+            "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay exact.
+            waterfill4 is of differences from what was sent last, and keeps N float32 rows of that size; the first
+            all-gather is exact, and those of the backward pass send nothing between nodes. Call `flush()` on all ranks
+            after weights were changed by hand: the next all-gather is exact.
         seed: Of the random rounding.
         config: The configuration; by default what the environment gives.
         **options: Fields of `Config` by name: `compressor`, `compressor_options`, `rules`, `plan`, ...; they win over
@@ -134,12 +139,12 @@ def apply(
     state = FsdpState(model, units, names, None if replicas is None else replicas.get_group(), config, board)
     links = ShardLinks(device, config, board, torchs, few_bits=few_bits)
     rounding = Rounding(seed, dist.get_rank())
-    totals = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
+    totals, carried = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
     overlap = Overlap(units) if device.type == "cpu" else None
     state._take_shards(
         ShardTraffic(
-            tuple(links.communicators), tuple(totals), rounding if totals else None, described, overlap, torchs
+            tuple(links.communicators), tuple(totals), rounding if totals else None, described, overlap, torchs, carried
         )
     )
     return state

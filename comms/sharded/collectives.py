@@ -7,12 +7,12 @@ In fewer bits between nodes:
 
 Reduce-scatter: inside each node the rows are summed exactly, so that a rank holds its node's sum of the rows of its
 counterparts; it encodes each for its owner, exchanges, and sums what it receives in float32. What the rounding leaves
-out is not kept: a residual would be as large as the whole unit on every rank. So rounding to few levels is random and
-without bias. A rank's own contribution is not encoded.
+out of int8 and int4 is not kept, and rounding is random and without bias; of waterfill4 it is kept and added to the
+next row (`carried.py`). A rank's own contribution is not encoded.
 
 All-gather: each rank encodes its row, counterparts exchange payloads, then the ranks of a node pass them on; all ranks,
 the owner included, decode the same bytes and compute with the same weights. The rows that the optimizer changes stay
-exact.
+exact. With waterfill4 rows are the differences from what was sent last, see `carried.py`.
 
 Sources: exchange of encoded gradients in place of a reduce-scatter, and encoded weights: qgZ and qwZ of Wang et al.,
 ZeRO++, 2023. Random rounding of gradients without bias: Alistarh et al., QSGD, NeurIPS 2017, section 3.1.
@@ -34,19 +34,32 @@ from gradwire.comms.bootstrap.compat import BackendWork, ShardedUnit
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.run.ledger import PhaseTotals
-from gradwire.comms.sharded.layout import RowRuns, ShardNames, runs_of
+from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LeftOut, SentRows
+from gradwire.comms.sharded.layout import NamedShard, RowRuns, ShardNames, runs_of
 from gradwire.comms.sharded.nodes import Members, ShardNodes
-from gradwire.comms.sharded.rows import RowCodec, decode_rows, encode_row, payload_nbytes
+from gradwire.comms.sharded.rows import (
+    RowCodec,
+    add_payload,
+    decode_rows,
+    encode_row,
+    gather_runs,
+    payload_nbytes,
+    scatter_runs,
+)
 from gradwire.comms.sharded.turns import InTurn, TorchGroups
 from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
+from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.kernels.hashing import mix_key
 from gradwire.compressors.rules import Rule
 
-SHARD_CHOICES = ("exact", "bf16", "int8", "int4")
+SHARD_CHOICES = ("exact", "bf16", "int8", "int4", "waterfill4")
 """What gradients may travel as between the ranks that share parameters."""
-WEIGHT_CHOICES = ("exact", "bf16", "int8")
+WEIGHT_CHOICES = ("exact", "bf16", "int8", "waterfill4")
 """What weights may travel as."""
+
+CARRIED = "waterfill4"
+"""Of both, the one that carries on what it leaves out."""
 
 SHARD_LEVEL = "between nodes, of the ranks that share parameters"
 """In a report's rows."""
@@ -56,9 +69,11 @@ def codec_of(choice: str, key: int | None) -> RowCodec:
     """The codec of one of the choices.
 
     Args:
-        choice: "bf16", "int8" or "int4".
-        key: Of the random rounding of the last two; None rounds to nearest.
+        choice: "bf16", "int8", "int4" or "waterfill4".
+        key: Of the random rounding of int8 and int4; None rounds to nearest.
     """
+    if choice == CARRIED:
+        return WaterfillCodec(4)
     if choice == "bf16":
         return CastCodec("bfloat16")
     return QuantizeCodec({"int8": 8, "int4": 4}[choice], key)
@@ -131,10 +146,13 @@ class GradientReduceScatter(ReduceScatter):
         unit: Whose.
         names: Of the model's parameters.
         nodes: Where the ranks are.
-        choice: "bf16", "int8" or "int4".
+        choice: "bf16", "int8", "int4" or "waterfill4".
         rules: Which parameters travel as they are.
         rounding: Of the model.
         totals: Counts what was sent.
+
+    Attributes:
+        left_out: What rounding has left out; None where it is not kept.
     """
 
     def __init__(
@@ -155,6 +173,9 @@ class GradientReduceScatter(ReduceScatter):
         self._rounding = rounding
         self._totals = totals
         self._runs: dict[tuple[int, ...], RowRuns] = {}
+        self.left_out: LeftOut | None = None
+        if choice == CARRIED:
+            self.left_out = LeftOut(names.of(unit.parameters), rules, len(nodes.members) - 1)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
@@ -184,11 +205,16 @@ class GradientReduceScatter(ReduceScatter):
             )
         divisor = divisor_of(op, group.size(), self._unit)
         codec = codec_of(self._choice, self._rounding.next_key())
+        present = self._names.of(self._unit.present)
+        flushing = False
+        if self.left_out is not None:
+            flushing, self.left_out.flushing = self.left_out.flushing, False
+            self.left_out.holds = not flushing
 
         def run() -> None:
             mine = self._sum_inside(input_tensor.view(nodes.size, -1))
             assert nodes.between is not None  # else it is exact
-            total = self._exchange(nodes.between, codec, runs, mine)
+            total = self._exchange(nodes.between, codec, runs, mine, present, flushing)
             total.div_(divisor)
             output_tensor.copy_(total)
 
@@ -210,21 +236,40 @@ class GradientReduceScatter(ReduceScatter):
         nodes.inside.reduce_scatter(mine.view(-1), _select(rows, order).view(-1))
         return mine
 
-    def _exchange(self, between: Members, codec: RowCodec, runs: RowRuns, mine: Tensor) -> Tensor:
+    def _exchange(
+        self,
+        between: Members,
+        codec: RowCodec,
+        runs: RowRuns,
+        mine: Tensor,
+        present: Sequence[NamedShard],
+        flushing: bool,
+    ) -> Tensor:
         """(numel) float32: the sum over the nodes of this rank's own row."""
-        own = between.rank
+        own, left_out = between.rank, self.left_out
+        kept: list[Tensor] | None = None if left_out is None else left_out.take(present, mine.device)
+        others = [index for index in range(between.size) if index != own]
+        if flushing and kept is not None:
+            mine = mine.clone()
+            for index, row in zip(others, kept, strict=True):
+                sums = mine[self._nodes.numbers[index]]
+                scatter_runs(gather_runs(sums, runs.compressed) + row, sums, runs.compressed)
+                row.zero_()
+            runs = RowRuns(runs.numel, (), ((0, runs.numel),))
         nbytes = payload_nbytes(codec, runs, mine.dtype)
         payloads = torch.zeros(between.size, nbytes, dtype=torch.uint8, device=mine.device)
-        for index, number in enumerate(self._nodes.numbers):
-            if index != own:
-                encode_row(codec, runs, mine[number], payloads[index])
+        for place, index in enumerate(others):
+            added = None if kept is None or flushing else kept[place]
+            encode_row(codec, runs, mine[self._nodes.numbers[index]], payloads[index], left_out=added)
+        if left_out is not None and kept is not None:
+            left_out.put(present, kept)
         received = torch.empty_like(payloads)
         between.all_to_all(received, payloads)
         self._totals.calls += 1
         self._totals.logical_nbytes += mine.nbytes
         self._totals.wire_nbytes += nbytes * (between.size - 1)
-        others = torch.cat([received[:own], received[own + 1 :]])
-        return decode_rows(codec, runs, others, mine.dtype, mine[self._nodes.numbers[own]])
+        from_others = torch.cat([received[:own], received[own + 1 :]])
+        return decode_rows(codec, runs, from_others, mine.dtype, mine[self._nodes.numbers[own]])
 
 
 def divisor_of(op: object, size: int, unit: ShardedUnit) -> float:
@@ -320,6 +365,93 @@ class WeightAllGather(AllGather):
             for number, indices in enumerate(nodes.members):
                 row = decode_rows(self._codec, runs, payloads[number : number + 1], input_tensor.dtype, None)
                 rows[indices[place]].copy_(row)
+
+
+class DifferenceAllGather(AllGather):
+    """The all-gather of one unit's weights as differences from what was sent last; see `carried.py`.
+
+    In the backward pass nothing is sent between nodes: weights are those of the forward pass. The first one is exact.
+
+    Args:
+        unit: Whose.
+        runs: Of a row of all the unit's parameters.
+        nodes: Where the ranks are.
+        exact: For other meshes, see `WeightAllGather`.
+        totals: Counts what was sent.
+
+    Attributes:
+        sent: What the counterparts have.
+    """
+
+    def __init__(
+        self, unit: ShardedUnit, runs: RowRuns, nodes: ShardNodes, exact: Callable[..., object], totals: PhaseTotals
+    ) -> None:
+        self._unit = unit
+        self._nodes = nodes
+        self._codec = codec_of(CARRIED, None)
+        self._exact = exact
+        self._totals = totals
+        self.sent = SentRows(runs, len(nodes.members))
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> object:
+        """See `WeightAllGather`."""
+        if group.size() != self._nodes.size:
+            return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        self._gather(output_tensor, input_tensor, self._unit.gathers_again)
+        return None
+
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
+        """See `AllGather.job`."""
+        if input_tensor.is_cuda or group.size() != self._nodes.size:
+            return None
+        again = self._unit.gathers_again
+        return lambda: self._gather(output_tensor, input_tensor, again)
+
+    def _gather(self, output_tensor: Tensor, input_tensor: Tensor, again: bool) -> None:
+        nodes = self._nodes
+        assert nodes.between is not None  # else it is exact
+        if self.sent.runs.numel != input_tensor.numel():
+            raise RuntimeError(
+                f"FSDP2 gathers rows of {input_tensor.numel()} elements where {self.sent.runs.numel} were expected: "
+                f"this torch ({torch.__version__}) arranges them otherwise than gradwire knows"
+            )
+        rows = self.sent.rows
+        if rows is None or not again:
+            rows = self._renewed(nodes.between, input_tensor)
+        by_node = _select(rows, [nodes.numbers.index(number) for number in range(len(rows))]).to(input_tensor.dtype)
+        everyone = by_node.unsqueeze(0)
+        if nodes.inside is not None:
+            everyone = torch.empty(len(nodes.places), *by_node.shape, dtype=by_node.dtype, device=by_node.device)
+            nodes.inside.all_gather(everyone.view(-1), by_node.contiguous().view(-1))
+        found = output_tensor.view(nodes.size, -1)
+        for theirs, place in zip(everyone, nodes.places or (nodes.place,), strict=True):
+            for row, indices in zip(theirs, nodes.members, strict=True):
+                found[indices[place]].copy_(row)
+
+    def _renewed(self, between: Members, row: Tensor) -> Tensor:
+        """(nodes, numel) float32: what all counterparts have now."""
+        exact = self.sent.rows is None
+        if self.sent.rows is None:
+            runs = RowRuns(row.numel(), (), ((0, row.numel()),))
+            rows = torch.empty(between.size, row.numel(), device=row.device)
+        else:
+            runs = self.sent.runs
+            # On the CPU behind a checkpoint; and weights that were not finite do not stay so for ever.
+            rows = self.sent.rows.to(row.device).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        nbytes = payload_nbytes(self._codec, runs, row.dtype)
+        payload = torch.empty(nbytes, dtype=torch.uint8, device=row.device)
+        encode_row(self._codec, runs, row, payload, sent=None if exact else rows[between.rank])
+        across = torch.empty(between.size, nbytes, dtype=torch.uint8, device=row.device)
+        between.all_gather(across.view(-1), payload)
+        self._totals.calls += 1
+        self._totals.logical_nbytes += row.nbytes
+        self._totals.wire_nbytes += nbytes * (between.size - 1)
+        for one, kept in zip(across, rows, strict=True):
+            add_payload(self._codec, runs, one, row.dtype, kept)
+        self.sent.rows = rows
+        return rows
 
 
 def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
@@ -478,7 +610,7 @@ def install(
     rules: Sequence[Rule],
     rounding: Rounding,
     link_of: Callable[[dist.ProcessGroup], ShardLink],
-) -> list[PhaseTotals]:
+) -> tuple[list[PhaseTotals], dict[str, LeftOut | SentRows]]:
     """Has units reduce-scatter and all-gather by gradwire.
 
     Args:
@@ -491,11 +623,12 @@ def install(
         link_of: What the ranks of a group have in common; called on all its ranks alike.
 
     Returns:
-        What is counted from now on of collectives in fewer bits.
+        What is counted from now on of collectives in fewer bits, and what they carry on, by kind and number of unit.
     """
+    carried: dict[str, LeftOut | SentRows] = {}
     reduced = PhaseTotals(0, f"reduce_scatter {shards}", SHARD_LEVEL)
     gathered = PhaseTotals(0, f"all_gather {weights}", SHARD_LEVEL)
-    for unit in units:
+    for number, unit in enumerate(units):
         group = unit.shard_group
         if group is None or group.size() == 1:
             continue
@@ -510,8 +643,16 @@ def install(
         if nodes is None or nodes.between is None:
             continue
         if shards != "exact":
-            unit.set_reduce_scatter(GradientReduceScatter(unit, names, nodes, shards, rules, rounding, reduced))
+            reducing = GradientReduceScatter(unit, names, nodes, shards, rules, rounding, reduced)
+            unit.set_reduce_scatter(reducing)
+            if reducing.left_out is not None:
+                carried[f"{LEFT_OUT}/{number}"] = reducing.left_out
         if weights != "exact":
             runs = runs_of(names.of(unit.parameters), rules)
-            unit.set_all_gather(WeightAllGather(runs, nodes, weights, unit.all_gather, gathered))
-    return [total for total, choice in ((reduced, shards), (gathered, weights)) if choice != "exact"]
+            if weights == CARRIED:
+                differences = DifferenceAllGather(unit, runs, nodes, unit.all_gather, gathered)
+                unit.set_all_gather(differences)
+                carried[f"{SENT}/{number}"] = differences.sent
+            else:
+                unit.set_all_gather(WeightAllGather(runs, nodes, weights, unit.all_gather, gathered))
+    return [total for total, choice in ((reduced, shards), (gathered, weights)) if choice != "exact"], carried

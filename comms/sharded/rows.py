@@ -18,8 +18,10 @@ class RowCodec(Protocol):
     def wire_nbytes(self, numel: int) -> int:
         """Bytes of the payload of so many elements."""
 
-    def encode(self, flat: Tensor, payload: Tensor) -> None:
-        """1-D float32 -> 1-D uint8, overwritten."""
+    def encode_residual(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+    ) -> None:
+        """Encodes flat + residual: 1-D float32 -> 1-D uint8, overwritten; what it leaves out to `new_residual`."""
 
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
         """Writes addend + decode(payloads[0]) + ... into `flat`."""
@@ -36,7 +38,15 @@ def payload_nbytes(codec: RowCodec, runs: RowRuns, dtype: torch.dtype) -> int:
     return _dense_at(codec, runs) + _aligned(runs.dense_numel * dtype.itemsize)
 
 
-def encode_row(codec: RowCodec, runs: RowRuns, row: Tensor, payload: Tensor) -> None:
+def encode_row(
+    codec: RowCodec,
+    runs: RowRuns,
+    row: Tensor,
+    payload: Tensor,
+    *,
+    left_out: Tensor | None = None,
+    sent: Tensor | None = None,
+) -> None:
     """Encodes a row.
 
     Args:
@@ -44,14 +54,19 @@ def encode_row(codec: RowCodec, runs: RowRuns, row: Tensor, payload: Tensor) -> 
         runs: Of the row.
         row: (runs.numel), floating; read.
         payload: (payload_nbytes) uint8, at a multiple of 16 bytes; overwritten.
+        left_out: (runs.compressed_numel) float32, added, and overwritten with what this encoding leaves out.
+        sent: (runs.numel) float32, what the receivers have: of what is compressed, the difference is encoded.
     """
     used = codec.wire_nbytes(runs.compressed_numel)
     if runs.compressed_numel:
-        codec.encode(_gather(row, runs.compressed).float(), payload[:used])
+        compressed = gather_runs(row, runs.compressed).float()
+        if sent is not None:
+            compressed = compressed - gather_runs(sent, runs.compressed)
+        codec.encode_residual(compressed, left_out, left_out, payload[:used])
     start = _dense_at(codec, runs)
     dense_nbytes = runs.dense_numel * row.element_size()
     if dense_nbytes:
-        payload[start : start + dense_nbytes].view(row.dtype).copy_(_gather(row, runs.dense))
+        payload[start : start + dense_nbytes].view(row.dtype).copy_(gather_runs(row, runs.dense))
     payload[used:start].zero_()  # no old memory is sent
     payload[start + dense_nbytes :].zero_()
 
@@ -72,17 +87,38 @@ def decode_rows(codec: RowCodec, runs: RowRuns, payloads: Tensor, dtype: torch.d
     total = torch.empty(runs.numel, dtype=torch.float32, device=payloads.device)
     if runs.compressed_numel:
         compressed = torch.empty(runs.compressed_numel, dtype=torch.float32, device=payloads.device)
-        addend = None if own is None else _gather(own, runs.compressed).float()
+        addend = None if own is None else gather_runs(own, runs.compressed).float()
         codec.decode_reduce(payloads[:, : codec.wire_nbytes(runs.compressed_numel)], addend, compressed)
-        _scatter(compressed, total, runs.compressed)
+        scatter_runs(compressed, total, runs.compressed)
     if runs.dense_numel:
         start = _dense_at(codec, runs)
         rows = payloads[:, start : start + runs.dense_numel * dtype.itemsize].view(dtype)
         dense = rows.sum(0, dtype=torch.float32)
         if own is not None:
-            dense.add_(_gather(own, runs.dense))
-        _scatter(dense, total, runs.dense)
+            dense.add_(gather_runs(own, runs.dense))
+        scatter_runs(dense, total, runs.dense)
     return total
+
+
+def add_payload(codec: RowCodec, runs: RowRuns, payload: Tensor, dtype: torch.dtype, sent: Tensor) -> None:
+    """Brings what the receivers have of a row up to date.
+
+    Args:
+        codec: That encoded what is compressed.
+        runs: Of the row.
+        payload: (payload_nbytes) uint8, of differences where it is compressed.
+        dtype: Of the row that was encoded.
+        sent: (runs.numel) float32, changed in place: the same bits on all ranks that have had the same payloads.
+    """
+    if runs.compressed_numel:
+        had = gather_runs(sent, runs.compressed)
+        new = torch.empty_like(had)
+        codec.decode_reduce(payload[None, : codec.wire_nbytes(runs.compressed_numel)], had.contiguous(), new)
+        scatter_runs(new, sent, runs.compressed)
+    if runs.dense_numel:
+        start = _dense_at(codec, runs)
+        dense = payload[start : start + runs.dense_numel * dtype.itemsize].view(dtype)
+        scatter_runs(dense.float(), sent, runs.dense)
 
 
 def _dense_at(codec: RowCodec, runs: RowRuns) -> int:
@@ -93,13 +129,15 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
-def _gather(row: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+def gather_runs(row: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """The elements of these runs (start, stop) one after the other; a view where there is one run."""
     if len(runs) == 1:
         return row[runs[0][0] : runs[0][1]]
     return torch.cat([row[start:stop] for start, stop in runs])
 
 
-def _scatter(part: Tensor, row: Tensor, runs: Sequence[tuple[int, int]]) -> None:
+def scatter_runs(part: Tensor, row: Tensor, runs: Sequence[tuple[int, int]]) -> None:
+    """Writes elements that lie one after the other to these runs of `row`."""
     at = 0
     for start, stop in runs:
         row[start:stop] = part[at : at + stop - start]

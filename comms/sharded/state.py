@@ -9,8 +9,8 @@ waits for it.
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -35,6 +35,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.run.ledger import PhaseTotals
 from gradwire.comms.session import AveragingSession, Face, SessionRanks, refused
+from gradwire.comms.sharded.carried import LeftOut, SentRows
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.overlap import Overlap
@@ -52,6 +53,9 @@ SHARDS = PREFIX + "shards"
 
 ROUNDING = PREFIX + "rounding"
 """Key in a rank's entry: reduce-scatters so far, from which the random rounding of the next one follows."""
+
+CARRIED_ON = PREFIX + "carried/"
+"""Begins the keys in a rank's entry of what collectives carry on; kind and number of the unit follow."""
 
 OF_SHARDS = ", of the ranks that share parameters"
 """Behind a level's name in a report's rows."""
@@ -71,6 +75,7 @@ class ShardTraffic:
         described: In one line.
         overlap: Carries the collectives out, on a CPU.
         torchs: Has torch's collectives and gradwire's take turns, on CUDA.
+        carried: What collectives in fewer bits carry on from step to step, by kind and number of unit; saved.
     """
 
     communicators: tuple[Communicator, ...] = ()
@@ -79,6 +84,7 @@ class ShardTraffic:
     described: str = ""
     overlap: Overlap | None = None
     torchs: TorchGroups | None = None
+    carried: Mapping[str, LeftOut | SentRows] = field(default_factory=dict)
 
 
 class FsdpState(Face[AveragingSession]):
@@ -189,6 +195,33 @@ class FsdpState(Face[AveragingSession]):
         ):
             communicator.close()
 
+    def flush(self) -> None:
+        """Sends the next step's gradients dense, with all that was held back, and the next weights exactly.
+
+        To be called on all ranks before the same step: before a checkpoint that is to be loaded on other ranks, and
+        with `weights="waterfill4"` after weights were changed by hand.
+
+        Raises:
+            ValueError: Nothing is held back: neither `compressor` nor "waterfill4" is set.
+        """
+        for each in self._shards.carried.values():
+            if isinstance(each, LeftOut):
+                each.flushing = True
+            else:
+                each.restore(None)
+        if not self._shards.carried or (self._connection is not None and self._connection.compression is not None):
+            super().flush()
+
+    @property
+    def dirty(self) -> bool:
+        """Whether something is held back, so that the state fits these ranks alone; the same on all of them."""
+        held = (each for each in self._shards.carried.values() if isinstance(each, LeftOut))
+        return super().dirty or any(each.holds for each in held)
+
+    @property
+    def _holds_back(self) -> bool:
+        return super()._holds_back or any(isinstance(each, LeftOut) for each in self._shards.carried.values())
+
     @property
     def _keeps(self) -> bool:
         return self._shards.rounding is not None or (
@@ -202,6 +235,9 @@ class FsdpState(Face[AveragingSession]):
         own = super()._own_state()
         if self._shards.rounding is not None:
             own[ROUNDING] = self._shards.rounding.calls
+        for key, each in self._shards.carried.items():
+            if each.rows is not None:
+                own[CARRIED_ON + key] = each.rows.clone()  # they change in place
         return own | {SHARDS: self._shard_count}
 
     @property
@@ -222,8 +258,14 @@ class FsdpState(Face[AveragingSession]):
             log.info("a flushed state of another mesh: the compressor starts anew")
             return
         calls = own.pop(ROUNDING, None)
+        saved = {key: own.pop(key) for key in list(own) if key.startswith(CARRIED_ON)}
+        rows = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
+        for key, each in self._shards.carried.items():
+            each.check(rows.get(CARRIED_ON + key))
         if self._connection is not None:
             self._connection.load_state_dict(own)
+        for key, each in self._shards.carried.items():
+            each.restore(rows.get(CARRIED_ON + key))
         if self._shards.rounding is not None and calls is not None:
             self._shards.rounding.calls = int(calls)
 

@@ -35,7 +35,7 @@ RUNS = RowRuns(3000, ((10, 1500), (2000, 2900)), ((0, 10), (1500, 2000), (2900, 
 def test_a_row_of_one_payload_comes_back_dense_exactly_and_the_rest_nearly() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         row = torch.randn(RUNS.numel, generator=torch.Generator().manual_seed(0)).to(dtype)
-        for choice, step in (("bf16", 2.0**-8), ("int8", 8 / 255), ("int4", 8 / 15)):
+        for choice, step in (("bf16", 2.0**-8), ("int8", 8 / 255), ("int4", 8 / 15), ("waterfill4", 8 / 15)):
             codec = codec_of(choice, 5 if choice == "int4" else None)
             payload = torch.full((1, payload_nbytes(codec, RUNS, dtype)), 255, dtype=torch.uint8)
             encode_row(codec, RUNS, row, payload[0])
@@ -78,7 +78,7 @@ def link_cases(rank: int) -> None:
         exact = sharded(mesh)
         plain_step(exact, 0)
         wanted = gradients(exact)
-        for shards, limit in (("bf16", 0.004), ("int8", 0.02), ("int4", 0.4)):
+        for shards, limit in (("bf16", 0.004), ("int8", 0.02), ("int4", 0.4), ("waterfill4", 0.1)):
             for plan in ("auto", "flat"):
                 model, state = row_of(mesh, shards=shards, plan=plan)
                 plain_step(model, 0)
@@ -88,7 +88,9 @@ def link_cases(rank: int) -> None:
                 assert row.calls == 3
                 peers = 1 if plan == "auto" else 3
                 sent_dense = peers * sum(local(one).numel() for one in model.parameters()) * 4
-                assert row.wire_nbytes < sent_dense * {"bf16": 0.65, "int8": 0.4, "int4": 0.3}[shards]
+                assert (
+                    row.wire_nbytes < sent_dense * {"bf16": 0.65, "int8": 0.4, "int4": 0.3, "waterfill4": 0.3}[shards]
+                )
         for choice in ("bf16", "int8"):
             model, state = row_of(mesh, weights=choice)
             same_output(model)

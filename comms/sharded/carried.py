@@ -1,0 +1,132 @@
+"""What a rank keeps of a sharded model so that four bits suffice both ways: what rounding left out, and what was sent.
+
+Gradients: what rounding has left out of a row is added to the next one for the same owner (error feedback). Between
+nodes a rank sends N - 1 rows, each as long as its own shard, so that is what it keeps.
+
+Weights: a rank sends the difference between its row and what the others have of it, and all of them, the rank itself
+included, add what they decode: they have the same bits, and what rounding left out is in the next difference. A rank
+keeps the N rows of its counterparts and itself. The all-gather of the backward pass needs nothing from other nodes: its
+weights are those of the forward pass.
+
+Sources: weights as quantized differences from the last ones: SDP4Bit, Jia et al., NeurIPS 2024; carried from step to
+step as in EF21, Richtarik et al., NeurIPS 2021. Error feedback: Seide et al., 1-bit SGD, Interspeech 2014.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
+from gradwire.comms.sharded.rows import gather_runs, scatter_runs
+from gradwire.compressors.rules import Rule
+
+LEFT_OUT, SENT = "left_out", "sent"
+"""Of what is saved, by its unit."""
+
+
+class LeftOut:
+    """What rounding has left out of one unit's rows for other owners.
+
+    Args:
+        shards: All of the unit's, in their order in a row.
+        rules: Which of them travel as they are.
+        others: How many rows are sent.
+    """
+
+    def __init__(self, shards: Sequence[NamedShard], rules: Sequence[Rule], others: int) -> None:
+        self.flushing = False
+        self._shards = tuple(shards)
+        self._rules = tuple(rules)
+        self._others = others
+        self._rows: Tensor | None = None
+        self.holds = False
+        """Whether anything may be held back; the same on all ranks."""
+
+    @property
+    def rows(self) -> Tensor | None:
+        """(others, compressed elements of a row) float32; None where nothing has been left out yet."""
+        return self._rows
+
+    def check(self, rows: Tensor | None) -> None:
+        """Refuses what was saved of another model.
+
+        Raises:
+            ValueError: The rows are of another number or length.
+        """
+        wanted = (self._others, runs_of(self._shards, self._rules).compressed_numel)
+        if rows is not None and tuple(rows.shape) != wanted:
+            raise ValueError(f"`state` has rows of {tuple(rows.shape)} that were left out; wanted {wanted}")
+
+    def restore(self, rows: Tensor | None) -> None:
+        """Takes over what was saved, and has been checked; None begins anew."""
+        self._rows = None if rows is None else rows.clone()
+        self.holds = rows is not None
+
+    def take(self, present: Sequence[NamedShard], device: torch.device) -> list[Tensor]:
+        """What is to be added to each row of these parameters, in the order of their compressed elements; (n) float32.
+
+        Args:
+            present: Those that have a gradient, in their order.
+            device: Where rows are.
+        """
+        if self._rows is None or self._rows.device != device:
+            numel = runs_of(self._shards, self._rules).compressed_numel
+            old = torch.zeros(self._others, numel) if self._rows is None else self._rows
+            self._rows = old.to(device)
+        places = self._places(present)
+        return [row if places is None else gather_runs(row, places) for row in self._rows]
+
+    def put(self, present: Sequence[NamedShard], rows: Sequence[Tensor]) -> None:
+        """Keeps what was left out now.
+
+        Args:
+            present: As in `take`.
+            rows: What `take` returned, changed in place; what is not finite is dropped.
+        """
+        assert self._rows is not None
+        places = self._places(present)
+        for kept, row in zip(self._rows, rows, strict=True):
+            row.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            if places is not None:
+                scatter_runs(row, kept, places)
+
+    def _places(self, present: Sequence[NamedShard]) -> list[tuple[int, int]] | None:
+        """Where the compressed elements of these parameters are among all; None for all of them."""
+        if len(present) == len(self._shards):
+            return None
+        names = {shard.name for shard in present}
+        places, start = [], 0
+        for shard in self._shards:
+            if not runs_of([shard], self._rules).compressed_numel:
+                continue
+            stop = start + shard.padded_numel
+            if shard.name in names:
+                places.append((start, stop))
+            start = stop
+        return places
+
+
+class SentRows:
+    """The rows of one unit's counterparts, as all of them have them.
+
+    Args:
+        runs: Of a row.
+        count: How many rows there are.
+    """
+
+    def __init__(self, runs: RowRuns, count: int) -> None:
+        self.runs = runs
+        self._count = count
+        self.rows: Tensor | None = None
+        """(count, numel of a row) float32; None before the first all-gather, which is exact."""
+
+    def check(self, rows: Tensor | None) -> None:
+        """See `LeftOut.check`."""
+        wanted = (self._count, self.runs.numel)
+        if rows is not None and tuple(rows.shape) != wanted:
+            raise ValueError(f"`state` has rows of {tuple(rows.shape)} that were sent; wanted {wanted}")
+
+    def restore(self, rows: Tensor | None) -> None:
+        """Takes over what was saved, and has been checked; None has the next all-gather be exact."""
+        self.rows = None if rows is None else rows.clone()

@@ -1,0 +1,233 @@
+"""Laws of four bits both ways: nothing is lost for good, all ranks have the same bits, the backward pass is free."""
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import gradwire.fsdp
+from gradwire.comms.run.ledger import PhaseTotals
+from gradwire.comms.sharded.carried import LeftOut, SentRows
+from gradwire.comms.sharded.collectives import CARRIED, codec_of
+from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
+from gradwire.comms.sharded.rows import add_payload, encode_row, payload_nbytes
+from gradwire.compressors.rules import DEFAULT_RULES
+from gradwire.fsdp import FsdpState
+from support.processes import Processes
+from support.sharded import (
+    Tiny,
+    batch,
+    differs,
+    error_of,
+    gradients,
+    job,
+    local,
+    plain_step,
+    sharded,
+    train,
+    weights,
+)
+
+RUNS = RowRuns(3000, ((10, 1500), (2000, 2900)), ((0, 10), (1500, 2000), (2900, 3000)))
+CODEC = codec_of(CARRIED, None)
+
+
+def row_of(seed: int) -> torch.Tensor:
+    return torch.randn(RUNS.numel, generator=torch.Generator().manual_seed(seed))
+
+
+def sent_after(sent: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """What a receiver has when a difference has come."""
+    payload = torch.empty(payload_nbytes(CODEC, RUNS, row.dtype), dtype=torch.uint8)
+    encode_row(CODEC, RUNS, row, payload, sent=sent)
+    new = sent.clone()
+    add_payload(CODEC, RUNS, payload, row.dtype, new)
+    return new
+
+
+def test_a_row_that_stays_is_had_more_exactly_each_time() -> None:
+    row, sent = row_of(0), torch.zeros(RUNS.numel)
+    off = [float((row - sent).norm())]
+    for _ in range(8):
+        sent = sent_after(sent, row)
+        off.append(float((row - sent).norm()))
+        assert torch.equal(sent[:10], row[:10]) and torch.equal(sent[1500:2000], row[1500:2000])
+    assert all(later < 0.1 * before for before, later in itertools.pairwise(off[:5])), off
+    assert off[-1] < 1e-6 * off[0]
+
+
+def test_what_one_payload_leaves_out_is_in_the_next() -> None:
+    """The sums of what was sent and of what was to be sent differ by what is left now, and not by more with time."""
+    left = torch.zeros(RUNS.compressed_numel)
+    wanted, had = torch.zeros(RUNS.numel), torch.zeros(RUNS.numel)
+    for step in range(12):
+        row = row_of(step)
+        payload = torch.empty(payload_nbytes(CODEC, RUNS, row.dtype), dtype=torch.uint8)
+        encode_row(CODEC, RUNS, row, payload, left_out=left)
+        got = torch.zeros(RUNS.numel)
+        add_payload(CODEC, RUNS, payload, row.dtype, got)
+        wanted, had = wanted + row, had + got
+        off = torch.cat([(wanted - had)[start:stop] for start, stop in RUNS.compressed])
+        assert torch.allclose(off, left, atol=1e-5)
+        assert float(left.norm() / row.norm()) < 0.1
+
+
+def test_what_is_left_out_goes_by_the_parameter_and_not_by_its_place() -> None:
+    shards = [NamedShard(name, (64, 64), (32, 64), 2048) for name in "abc"]
+    shards.insert(1, NamedShard("bias", (64,), (32,), 32))
+    left = LeftOut(shards, DEFAULT_RULES, 1)
+    (row,) = left.take(shards, torch.device("cpu"))
+    assert row.numel() == runs_of(shards, DEFAULT_RULES).compressed_numel == 3 * 2048
+    row.copy_(torch.arange(3 * 2048.0))
+    left.put(shards, [row])
+    some = [shards[0], shards[3]]
+    (row,) = left.take(some, torch.device("cpu"))
+    assert torch.equal(row, torch.cat([torch.arange(2048.0), torch.arange(4096.0, 6144.0)]))
+    row.fill_(torch.nan)
+    left.put(some, [row])
+    (row,) = left.take(shards, torch.device("cpu"))
+    assert torch.equal(row, torch.cat([torch.zeros(2048), torch.arange(2048.0, 4096.0), torch.zeros(2048)]))
+
+
+def test_rows_of_another_model_are_refused() -> None:
+    sent = SentRows(RUNS, 2)
+    sent.check(torch.zeros(2, 3000))
+    left = LeftOut([NamedShard("a", (64, 64), (32, 64), 2048)], DEFAULT_RULES, 1)
+    for each, rows in ((sent, torch.zeros(1, 3000)), (left, torch.zeros(2, 2048))):
+        try:
+            each.check(rows)
+        except ValueError as error:
+            assert "`state` has rows of" in str(error)
+        else:
+            raise AssertionError(each)
+
+
+def both_ways(mesh: DeviceMesh, **options: Any) -> tuple[Tiny, FsdpState]:
+    model = sharded(mesh, **options.pop("fsdp", {}))
+    return model, gradwire.fsdp.apply(model, **{"shards": CARRIED, "weights": CARRIED, **options})
+
+
+def row_named(state: FsdpState, op: str) -> PhaseTotals:
+    (found,) = (row for row in state.report().rows if row.op == op)
+    return found
+
+
+def carried_cases(rank: int) -> None:
+    with job():
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+        near_exact(mesh)
+        backward_is_free(mesh)
+        resumes_bit_for_bit(mesh)
+        flushed(mesh)
+        skips(mesh)
+
+
+def near_exact(mesh: DeviceMesh) -> None:
+    native = sharded(mesh)
+    train(native, 6)
+    for plan in ("auto", "flat"):
+        for fsdp in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}):
+            model, _ = both_ways(mesh, plan=plan, fsdp=fsdp)
+            train(model, 6)
+            assert error_of(weights(model), weights(native)) < 0.01, (plan, fsdp)
+            found = model(torch.ones(2, 16)).detach()
+            there = [torch.empty_like(found) for _ in range(4)]
+            dist.all_gather(there, found)
+            assert all(torch.equal(found, other) for other in there)
+
+
+def backward_is_free(mesh: DeviceMesh) -> None:
+    """The units of a step are gathered once between nodes, though torch gathers each of the blocks twice."""
+    model, state = both_ways(mesh)
+    plain_step(model, 0)
+    assert row_named(state, f"all_gather {CARRIED}").calls == 3
+    first = row_named(state, f"all_gather {CARRIED}").wire_nbytes  # exact
+    plain_step(model, 1)
+    gathered = row_named(state, f"all_gather {CARRIED}")
+    assert gathered.calls == 6
+    assert gathered.wire_nbytes - first < 0.3 * first
+    sums = row_named(state, f"reduce_scatter {CARRIED}")
+    assert sums.calls == 6
+    assert sums.wire_nbytes < 0.3 * 2 * sum(local(one).numel() for one in model.parameters()) * 4
+    x = torch.ones(2, 16)
+    off = []
+    for _ in range(4):  # what nobody changes is had more exactly each time
+        off.append(float((model(x).detach() - Tiny()(x).detach()).norm()))
+    assert off[-1] < 1e-5
+
+
+def resumes_bit_for_bit(mesh: DeviceMesh) -> None:
+    whole, state = both_ways(mesh)
+    train(whole, 2)
+    assert state.dirty
+    saved, kept = state.state_dict(), weights(whole)
+    train(whole, 2, first=2)
+    again, other = both_ways(mesh)
+    assert saved.keys() == other.state_dict().keys()
+    with torch.no_grad():
+        for name, parameter in again.named_parameters():
+            local(parameter).copy_(kept[name])
+    other.load_state_dict(saved)
+    train(again, 2, first=2)
+    assert not differs(weights(again), weights(whole))
+    lossy, _ = both_ways(mesh)
+    with torch.no_grad():
+        for name, parameter in lossy.named_parameters():
+            local(parameter).copy_(kept[name])
+    train(lossy, 2, first=2)
+    assert differs(weights(lossy), weights(whole))  # the state is what made them equal
+
+
+def flushed(mesh: DeviceMesh) -> None:
+    """After a flush the next step has exact weights and all of what was held back."""
+    model, state = both_ways(mesh)
+    native = sharded(mesh)
+    total = {name: torch.zeros_like(one) for name, one in weights(model).items()}
+    wanted = {name: torch.zeros_like(one) for name, one in weights(model).items()}
+    for step in range(3):
+        if step == 2:
+            state.flush()
+        for each, sums in ((model, total), (native, wanted)):
+            each.zero_grad()
+            plain_step(each, step)
+            for name, one in gradients(each).items():
+                sums[name] += one
+        assert state.dirty == (step < 2)
+    # Gradients of all three steps were taken at weights that did not change, and the first all-gather is exact.
+    shown = [name for name in wanted if "spare" not in name]
+    assert error_of({name: total[name] for name in shown}, {name: wanted[name] for name in shown}) < 1e-4
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).add_(1.0)
+        state.flush()
+        for parameter in native.parameters():
+            local(parameter).add_(1.0)
+    x = batch(9)
+    assert torch.equal(model(x), native(x))
+
+
+def skips(mesh: DeviceMesh) -> None:
+    """A step that is not finite leaves nothing behind."""
+    model, _ = both_ways(mesh)
+    train(model, 1)
+    model.zero_grad()
+    (model(batch(1)).sum() * (torch.nan if dist.get_rank() == 1 else 1.0)).backward()
+    assert not all(one.isfinite().all() for one in gradients(model).values())
+    model.zero_grad()
+    plain_step(model, 2)
+    assert all(one.isfinite().all() for one in gradients(model).values())
+
+
+def test_four_bits_both_ways_between_nodes(processes: Processes) -> None:
+    processes(4, carried_cases, nodes="aabb")
+
+
+def crossed(rank: int) -> None:
+    with job("gradwire"):
+        near_exact(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
+
+
+def test_counterparts_in_another_order_than_their_nodes(processes: Processes) -> None:
+    processes(4, crossed, nodes="abba")
