@@ -19,8 +19,6 @@ OPTIONS = {
     "gradwire.Outer": ":members:\n   :inherited-members: Generic",
     "gradwire.fsdp.FsdpState": ":members:\n   :inherited-members: Generic",
     "gradwire.data.SpeedBatchSampler": ":members: set_epoch, shares, state_dict, load_state_dict",
-    "gradwire.OneBitAdam": ":members: frozen",
-    "gradwire.OneBitLamb": ":members: frozen",
 }
 """Classes of which not all is for users -> what is shown; else all members."""
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from gradwire.compressors.base import Codec, Collective, Compressor, Layout, Member, Slice
     from gradwire.compressors.optim.fit import check_optimizer, take_momentum
     from gradwire.compressors.optim.layerwise import Lamb, Lars
-    from gradwire.compressors.optim.onebit_adam import OneBitAdam
-    from gradwire.compressors.optim.onebit_lamb import OneBitLamb
     from gradwire.compressors.registry import register_codec, register_compressor
     from gradwire.compressors.rules import Rule
     from gradwire.topology.levels import levels_of
@@ -51,8 +49,6 @@ _HOMES = {
     "Lars": "gradwire.compressors.optim.layerwise",
     "Layout": "gradwire.compressors.base",
     "Member": "gradwire.compressors.base",
-    "OneBitAdam": "gradwire.compressors.optim.onebit_adam",
-    "OneBitLamb": "gradwire.compressors.optim.onebit_lamb",
     "Outer": "gradwire.comms.outer.outer",
     "Rule": "gradwire.compressors.rules",
     "Slice": "gradwire.compressors.base",
@@ -79,8 +75,6 @@ __all__ = [
     "Lars",
     "Layout",
     "Member",
-    "OneBitAdam",
-    "OneBitLamb",
     "Outer",
     "Rule",
     "Slice",

@@ -16,8 +16,6 @@ PUBLIC = [
     "Lars",
     "Layout",
     "Member",
-    "OneBitAdam",
-    "OneBitLamb",
     "Outer",
     "Rule",
     "Slice",

@@ -107,13 +107,12 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
     kind = type(optimizer).__name__
     if cost := known_to_end_behind(use.name, chosen, kind):
         logger.warning("%s %s", use, cost)
-    if use.name.partition("+")[0] not in (*WITH_MOMENTUM, *RARE) or kind in ("OneBitAdam", "OneBitLamb"):
+    if use.name.partition("+")[0] not in (*WITH_MOMENTUM, *RARE):
         return
     if any(part in kind.lower() for part in ADAPTIVE):
         raise ValueError(
             f"`optimizer` is {kind} with {use}, which is known not to converge: its second moment would see "
-            "the compressed gradient. Use gradwire.OneBitAdam or gradwire.OneBitLamb, SGD, or one of fp16, "
-            "bf16, int8, int4, powersgd"
+            "the compressed gradient. Use SGD, or one of fp16, bf16, int8, int4, waterfill4, waterfill3, powersgd"
         )
     if use.name in RARE:
         warnings.warn(

@@ -487,40 +487,7 @@ def _pair_of(rank: int) -> dist.ProcessGroup:
     return group
 
 
-# --- Optimizers that communicate, and collectives of the backend. ---
-
-
-def optimizer_case(name: str, options: Mapping[str, Any], backend: str, resume_before: int | None, rank: int) -> Result:
-    """Weights after every step of OneBitAdam or OneBitLamb.
-
-    Args:
-        name: Of the class.
-        options: Its arguments.
-        backend: `gloo`: the default group; `gradwire`: one of that backend.
-        resume_before: The step that a new optimizer goes on from, the state loaded.
-        rank: This rank.
-    """
-    result = Result()
-    group = None if backend == "gloo" else backend_group("hierarchical", 1.25e9)
-    module = GivenGradients(SHAPES["small"], (torch.float32,), channels_last=False)
-    for parameter, start in zip(module.parameters(), gradients_of(module, STEPS, 0).values(), strict=True):
-        parameter.data.copy_(start)
-    make = partial(getattr(gradwire, name), list(module.parameters()), group, **options)
-    optimizer = make()
-    for step in range(STEPS):
-        if step == resume_before:
-            file = io.BytesIO()
-            torch.save(optimizer.state_dict(), file)
-            file.seek(0)
-            optimizer = make()
-            optimizer.load_state_dict(torch.load(file, weights_only=True))
-        gradients = gradients_of(module, step, rank)
-        for key, parameter in module.named_parameters():
-            parameter.grad = gradients[key]
-        optimizer.step()
-        result.output.add(*module.parameters())
-    result.own.add(optimizer.state_dict())
-    return result
+# --- Collectives of the backend. ---
 
 
 @cache
@@ -815,16 +782,6 @@ def _register_ternary() -> None:
     register_codec("ternary", Ternary)
 
 
-def optimizer_cases() -> Iterator[tuple[str, Case]]:
-    """OneBitAdam and OneBitLamb."""
-    telling = {"freeze_step": 7, "lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    for name in ("OneBitAdam", "OneBitLamb"):
-        yield f"optimizer/{name}/default", partial(optimizer_case, name, {"freeze_step": 10}, "gloo", None)
-        yield f"optimizer/{name}/options", partial(optimizer_case, name, telling, "gloo", None)
-        yield f"optimizer/{name}/resume", partial(optimizer_case, name, telling, "gloo", 15)
-        yield f"optimizer/{name}/backend", partial(optimizer_case, name, telling, "gradwire", None)
-
-
 def backend_cases(layout: str) -> Iterator[tuple[str, Case]]:
     """Collectives of the backend gradwire."""
     several = layout != "1x4"
@@ -874,7 +831,7 @@ def cases(layout: str) -> dict[str, Case]:
         found += [*exact_cases(layout), *fusion_cases()]
         found += compressor_cases(tuple(COMPRESSED) if layout in ("2x2", "3+1") else MAIN)
     if layout == "2x2":
-        found += [*interplay_cases(MAIN[1:]), *scaled_cases(), *ddp_cases(), *optimizer_cases()]
+        found += [*interplay_cases(MAIN[1:]), *scaled_cases(), *ddp_cases()]
     if layout == "3+1":
         found += [
             (name, case)

@@ -14,7 +14,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,9 @@ from torch.optim import Muon, Optimizer
 from gradwire.bench.arguments import add_import_option, import_modules
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, optimizers_of
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
-from gradwire.bench.studies.convergence.training import FREEZE_SHARE, ONEBIT_ADAM
 from gradwire.bench.terminal import complain
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, Collective, Compressor, Layout, Member, Request, Slice
 from gradwire.compressors.optim.fit import take_momentum
-from gradwire.compressors.optim.onebit_adam import OneBitAdam
-from gradwire.compressors.optim.peers import Peers
 from gradwire.compressors.registry import Option, options_of
 from gradwire.compressors.routed import make_routed
 
@@ -53,14 +49,15 @@ class LoneRun:
 
 
 @torch.no_grad()
-def quality_of(task: Task, models: Sequence[nn.Module]) -> float:
+def quality_of(task: Task, models: Sequence[nn.Module], ranks: int = RANKS) -> float:
     """Returns what the ranks' shares of the held-out data come to.
 
     Args:
         task: Loaded.
         models: One for all ranks, or one for each.
+        ranks: That share the held-out data out.
     """
-    chosen = models if len(models) == RANKS else [models[0]] * RANKS
+    chosen = models if len(models) == ranks else [models[0]] * ranks
     total = torch.stack([task.score(model, rank) for rank, model in enumerate(chosen)]).sum(0)
     return float(total[0] / total[1])
 
@@ -123,18 +120,25 @@ def run_together(running: Sequence[Iterator[Request]]) -> float:
 
 
 def compressors_of(
-    task: Task, compressor: str, options: Mapping[str, Option], optimizers: Sequence[Optimizer]
+    compressor: str,
+    options: Mapping[str, Option],
+    optimizers: Sequence[Optimizer],
+    *,
+    nodes: int = NODES,
+    exact: Sequence[str] = (),
 ) -> list[Compressor]:
     """Returns a node's compressor for each node, and moves the momentum into it where it wants to apply it itself.
 
     Under Muon such a compressor gets the matrices that Muon trains; all others are sent in float16.
 
     Args:
-        task: Whose model is trained.
         compressor: Its name.
         options: Other than its defaults.
         optimizers: Of `optimizers_of`; their momentum is changed in place.
+        nodes: How many there are.
+        exact: Patterns of the names of parameters that are sent as they are.
     """
+    kept = tuple({"pattern": each} for each in exact)
     if {**options_of(compressor), **options}.get("momentum") and compressor != "none":
         if not isinstance(optimizers[0], Muon):
             options = {**options, **take_momentum(optimizers[0])}
@@ -142,9 +146,9 @@ def compressors_of(
             for group in optimizers[0].param_groups:
                 group["momentum"] = 0.0
             inside = {"momentum": MUON_MOMENTUM, **options}
-            rules = ({"max_dim": 1}, {"pattern": f"{INSIDE}*", "compressor": compressor, "options": inside})
-            return [make_routed("fp16", {}, rules) for _ in range(NODES)]
-    return [make_routed(compressor, options) for _ in range(NODES)]
+            rules = (*kept, {"max_dim": 1}, {"pattern": f"{INSIDE}*", "compressor": compressor, "options": inside})
+            return [make_routed("fp16", {}, rules) for _ in range(nodes)]
+    return [make_routed(compressor, options, kept) for _ in range(nodes)]
 
 
 def train_alone(
@@ -157,6 +161,8 @@ def train_alone(
     optimizer: str | None = None,
     accumulate: int = 1,
     lr: float = 1.0,
+    nodes: int = NODES,
+    exact: Sequence[str] = (),
 ) -> LoneRun:
     """Trains once.
 
@@ -169,6 +175,8 @@ def train_alone(
         optimizer: Of `optimizers_of`; the task's own by default.
         accumulate: Batches of each rank for one update, which is the only time that something is sent.
         lr: Factor of the learning rates.
+        nodes: Of two ranks each.
+        exact: Patterns of the names of parameters that the compressor leaves as they are.
 
     Raises:
         ValueError: `steps` is no multiple of `accumulate`.
@@ -185,7 +193,10 @@ def train_alone(
         slices.append(Slice(name, tuple(parameter.shape), 0, numel, parameter.numel()))
         numel += parameter.numel()
     layout = Layout(tuple(slices))
-    compressors = [] if compressor is None else compressors_of(task, compressor, options, optimizers)
+    compressors = (
+        [] if compressor is None else compressors_of(compressor, options, optimizers, nodes=nodes, exact=exact)
+    )
+    ranks = nodes * RANKS // NODES
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(each, lambda update: share_of_peak(update, updates)) for each in optimizers
     ]
@@ -193,18 +204,19 @@ def train_alone(
     sent, curve = 0, []
     for update in range(updates):
         flats = []
-        for node in range(NODES):
+        for node in range(nodes):
             model.zero_grad()
             for step in range(update * accumulate, (update + 1) * accumulate):
                 for rank in range(node * RANKS // NODES, (node + 1) * RANKS // NODES):
-                    (task.loss(model, step, rank, seed) / (RANKS * accumulate)).backward()  # type: ignore[no-untyped-call]
+                    (task.loss(model, step, rank, seed) / (ranks * accumulate)).backward()  # type: ignore[no-untyped-call]
             flats.append(torch.cat([_gradient(parameter) for parameter in parameters.values()]))
         if compressors:
-            sent += compressors[0].wire_nbytes(layout, NODES)
+            sent += compressors[0].wire_nbytes(layout, nodes)
             reduce_together(compressors, flats, layout)
         else:
             sent += 4 * numel
-            flats[0] += flats[1]
+            for flat in flats[1:]:
+                flats[0] += flat
         for item, parameter in zip(slices, parameters.values(), strict=True):
             parameter.grad = flats[0][item.start : item.stop].view_as(parameter)
         for each in optimizers:
@@ -212,46 +224,8 @@ def train_alone(
         for schedule in schedules:
             schedule.step()
         if update + 1 in marks:
-            curve.append((update + 1, quality_of(task, [model])))
+            curve.append((update + 1, quality_of(task, [model], ranks)))
     return LoneRun(tuple(curve), 4 * numel * steps / sent)
-
-
-def train_onebit_adam(task: Task, options: Mapping[str, Option], seed: int, steps: int | None = None) -> LoneRun:
-    """Trains once with `OneBitAdam` on all ranks, which takes the place of optimizer and hook.
-
-    Args:
-        task: Loaded; its optimizer is of the Adam family, and its hyper-parameters are taken.
-        options: Of `OneBitAdam`, other than those; `freeze_step` is a fifth of the run by default.
-        seed: Of weights and batches.
-        steps: Of the run; the task's own by default.
-
-    Raises:
-        RuntimeError: The ranks ended with different weights.
-    """
-    steps = steps or task.facts.steps
-    models = [task.model(seed) for _ in range(RANKS)]
-    settings = task.optimizer(models[0].parameters()).defaults
-    given: dict[str, Any] = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")}
-    given |= {"freeze_step": round(FREEZE_SHARE * steps)} | dict(options)
-    # `exchange` leaves its collectives to `run_together`, so that of the group no more than rank and size is needed.
-    optimizers = [
-        OneBitAdam(model.parameters(), cast(Peers, Member(rank, RANKS)), **given) for rank, model in enumerate(models)
-    ]
-    marks = {max(1, round(steps * share)) for share in EVALUATED}
-    sent, curve = 0.0, []
-    for step in range(steps):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.param_groups[0]["lr"] = given["lr"] * share_of_peak(step, steps)
-            optimizer.zero_grad()
-            task.loss(model, step, rank, seed).backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            sent += run_together([optimizer.exchange() for optimizer in optimizers])
-        if step + 1 in marks:
-            curve.append((step + 1, quality_of(task, models)))
-    first, *others = [torch.cat([each.detach().view(-1) for each in model.parameters()]) for model in models]
-    if not all(torch.equal(first, other) for other in others):
-        raise RuntimeError("the ranks ended with different weights")
-    return LoneRun(tuple(curve), 4 * first.numel() * steps / sent)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -263,7 +237,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--optimizer", help=f"{MUON}, or the task's own (default)")
-    parser.add_argument("--compressor", help=f"or {ONEBIT_ADAM} (default: an exact sum)")
+    parser.add_argument("--compressor", help="its name (default: an exact sum)")
     add_import_option(parser)
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="of the compressor")
     parser.add_argument("--seed", action="append", type=int, help="repeatable (default: 0)")
@@ -275,7 +249,7 @@ def main(argv: list[str]) -> int:
     asked = build_parser().parse_args(argv)
     try:
         import_modules(asked.imports)
-        if asked.compressor not in (None, ONEBIT_ADAM):
+        if asked.compressor is not None:
             options_of(asked.compressor)
     except ValueError as error:
         complain("alone", error)
@@ -284,10 +258,7 @@ def main(argv: list[str]) -> int:
     task = TASKS[asked.task]()
     task.load()
     for seed in asked.seed or [0]:
-        if asked.compressor == ONEBIT_ADAM:
-            ending = train_onebit_adam(task, asked.options, seed)
-        else:
-            ending = train_alone(task, asked.compressor, asked.options, seed, optimizer=asked.optimizer)
+        ending = train_alone(task, asked.compressor, asked.options, seed, optimizer=asked.optimizer)
         print(
             f"{asked.task}, {asked.optimizer or task.facts.optimizer}, {asked.compressor or 'exact'} "
             f"{asked.options or ''} seed {seed}: {task.facts.quality} "

@@ -45,6 +45,7 @@ from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks, run_forked
 from gradwire.bench.emulation.launch import held_port
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.convergence.optimizers import MUON, optimizers_of
 from gradwire.bench.studies.convergence.tasks import TASKS, BatchedTask, FashionTask, Task, TaskFacts, share_of_peak
 
 PLAIN, ALONE, INT4, POWERSGD, POST_LOCAL = (
@@ -189,12 +190,15 @@ class Training:
         method: One of `METHODS`.
         place: Of this rank.
         seed: Of the weights.
+        optimizer: Of `optimizers_of`; the task's own by default.
     """
 
-    def __init__(self, task: Task, method: SlowLinkMethod, place: ForkedRank, seed: int) -> None:
+    def __init__(
+        self, task: Task, method: SlowLinkMethod, place: ForkedRank, seed: int, optimizer: str | None = None
+    ) -> None:
         self.model: nn.Module = task.model(seed)
-        self.inner = task.optimizer(self.model.parameters())
-        self.optimizer: Optimizer = self.inner
+        self.inner = optimizers_of(task, self.model, optimizer or task.facts.optimizer)
+        self.optimizers: Sequence[Optimizer | PostLocalSGDOptimizer] = self.inner
         self.outer: gradwire.Outer | None = None
         self._task, self._place, self._seed = task, place, seed
         node = f"node{place.node}"
@@ -217,13 +221,15 @@ class Training:
             local = PostLocalSGDState(None, groups[place.node], start_localSGD_iter=0)  # type: ignore[no-untyped-call]
             self.model.register_comm_hook(local, post_localSGD_hook)
             averager = PeriodicModelAverager(period=30, warmup_steps=0)
-            self.optimizer = PostLocalSGDOptimizer(self.inner, averager)
+            self.optimizers = [PostLocalSGDOptimizer(each, averager) for each in self.inner]
 
     def step(self, number: int) -> None:
         """One optimizer step on this rank's batch of that number."""
-        self.inner.zero_grad()
+        for each in self.inner:
+            each.zero_grad()
         self._task.loss(self.model, number, self._place.rank, self._seed).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
+        for stepper in self.optimizers:
+            stepper.step()
 
     @torch.no_grad()
     def quality(self) -> float:
@@ -246,19 +252,29 @@ def _node_of(rank: int, nodes: Sequence[int]) -> int:
     return node
 
 
-def _task_of(name: str, ranks: int) -> BatchedTask:
+def task_of_ranks(name: str, ranks: int) -> BatchedTask:
     """The task of that name for a job of so many ranks, who share its data out."""
     return FashionTask(ranks=ranks) if name == "fashion" else TASKS[name]()
 
 
-def train(task: Task, method: SlowLinkMethod, seed: int, nodes: Sequence[int], steps: int) -> dict[str, object]:
+def train(
+    task: Task, method: SlowLinkMethod, seed: int, nodes: Sequence[int], steps: int, optimizer: str | None = None
+) -> dict[str, object]:
     """Trains once on forked ranks; returns what the record keeps.
+
+    Args:
+        task: What is trained.
+        method: How ranks learn of each other.
+        seed: Of the weights.
+        nodes: Ranks of each.
+        steps: Of the run.
+        optimizer: Of `optimizers_of`; the task's own by default.
 
     Raises:
         RuntimeError: A rank failed; it has printed why.
     """
     return _on_forked_ranks(
-        task, nodes, lambda place: _curve(task, method, seed, place, steps), f"{method.name}, seed {seed}"
+        task, nodes, lambda place: _curve(task, method, seed, place, steps, optimizer), f"{method.name}, seed {seed}"
     )
 
 
@@ -291,14 +307,19 @@ def _on_forked_ranks(
         return found
 
 
-def _curve(task: Task, method: SlowLinkMethod, seed: int, place: ForkedRank, steps: int) -> dict[str, object]:
-    training = Training(task, method, place, seed)
-    schedule = torch.optim.lr_scheduler.LambdaLR(training.inner, lambda step: share_of_peak(step, steps))
+def _curve(
+    task: Task, method: SlowLinkMethod, seed: int, place: ForkedRank, steps: int, optimizer: str | None
+) -> dict[str, object]:
+    training = Training(task, method, place, seed, optimizer)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: share_of_peak(step, steps)) for each in training.inner
+    ]
     marks = {max(1, round(steps * share)) for share in EVALUATED}
     curve, bits = [], None
     for step in range(steps):
         training.step(step)
-        schedule.step()
+        for schedule in schedules:
+            schedule.step()
         if step + 1 == steps and training.outer is not None:
             report = training.outer.report()  # before synchronize(), which sends all in full precision, once a run
             bits = report.bits_per_parameter_and_step if report.exchanges else None
@@ -310,6 +331,7 @@ def _curve(task: Task, method: SlowLinkMethod, seed: int, place: ForkedRank, ste
     return {
         "what": "quality",
         "task": task.facts.name,
+        "optimizer": optimizer or task.facts.optimizer,
         "steps": steps,
         "method": method.name,
         "nodes": list(place.nodes),
@@ -384,7 +406,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     place.connect()
     name, rounds, batches, *words = arguments
     methods = [SlowLinkMethod(**json.loads(word)) for word in words]
-    shared = _task_of(name, place.world_size * int(batches))
+    shared = task_of_ranks(name, place.world_size * int(batches))
     task: Task = shared if batches == "1" else JoinedTask(shared, int(batches))
     found = _timed(task, place, methods, int(rounds))
     if place.rank == 0:
@@ -490,6 +512,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--task", choices=TASKS, default="text")
     parser.add_argument("--method", action="append", choices=METHODS, help="repeatable (default: all)")
     parser.add_argument("--outer", action="append", default=[], metavar="NAME=JSON", help="options of gradwire.Outer")
+    parser.add_argument("--optimizer", help=f"of quality: {MUON}, or the task's own (default)")
     parser.add_argument("--joined", action="store_true", help="one rank stands for a node")
     parser.add_argument("--inner-lr", type=float, default=1.0, help="factor of the inner learning rate, with --joined")
     parser.add_argument("--seed", action="append", type=int, help="repeatable (default: 0)")
@@ -501,7 +524,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, help="default: those of the task")
     options = parser.parse_args(argv)
     nodes = [options.ranks_per_node] * options.nodes
-    task = _task_of(options.task, sum(nodes))
+    task = task_of_ranks(options.task, sum(nodes))
     steps = options.steps or task.facts.steps
     methods = [METHODS[name] for name in options.method or ([] if options.outer else METHODS)]
     for word in options.outer:
@@ -524,7 +547,7 @@ def main(argv: list[str]) -> int:
         trained, nodes = JoinedTask(task, options.ranks_per_node, options.inner_lr), [1] * options.nodes
     for seed in options.seed or [0]:
         for method in methods:
-            found = train(trained, method, seed, nodes, steps)
+            found = train(trained, method, seed, nodes, steps, options.optimizer)
             found["inner_lr"] = options.inner_lr
             _add(options.json, found)
             print(method.name, seed, found["curve"][-1], found["bits"], flush=True)  # type: ignore[index]

@@ -11,11 +11,15 @@ A line of the list is a task, a size, an optimizer, a compressor with its option
     text 0.5M muon powersgd{"rank":16} 0
     text 10M adamw none 0 steps=8
     text 0.5M adamw accumulate{"batches":4} 0
+    text 0.5M muon Outer{"nodes":4,"every":5,"fragments":5,"compressor":"waterfill2"} 0
+    words 0.3M adam int8{"exact":"embedding.*,classifier.*"} 0
 
-`none` is an exact sum, `accumulate` one for several batches. What the data file has is skipped, so that a queue that
-was stopped goes on; each result is a line that is appended when it is there. Trainings run in this process, on one
-thread, at the lowest priority unless `--nice` says another; a lock on the data file keeps a second queue from running
-beside it. The list is read again after each training: what is added to it is done, too.
+`none` is an exact sum, `accumulate` one for several batches, `Outer` units that exchange what they have learned, on a
+process for each node. `nodes`, of two ranks each, are two unless said; `exact` names what is not compressed. What the
+data file has is skipped, so that a queue that was stopped goes on; each result is a line that is appended when it is
+there. Trainings run in this process, on one thread, at the lowest priority unless `--nice` says another; a lock on the
+data file keeps a second queue from running beside it. The list is read again after each training: what is added to it
+is done, too.
 """
 
 import argparse
@@ -24,7 +28,7 @@ import fcntl
 import json
 import os
 import sys
-import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -32,8 +36,10 @@ from typing import cast
 import torch
 
 from gradwire.bench.machine import machine_line
-from gradwire.bench.studies.convergence.alone import train_alone, train_onebit_adam
+from gradwire.bench.studies.convergence.alone import NODES, train_alone
 from gradwire.bench.studies.convergence.optimizers import MUON
+from gradwire.bench.studies.convergence.outer import UNSAID, JoinedTask, SlowLinkMethod
+from gradwire.bench.studies.convergence.outer import train as train_units
 from gradwire.bench.studies.convergence.results import (
     ACCUMULATE,
     ACCUMULATED_BEGIN,
@@ -41,6 +47,8 @@ from gradwire.bench.studies.convergence.results import (
     BEGIN,
     END,
     EXACT,
+    OF_ALL,
+    OUTER,
     Entry,
     Result,
     accumulations,
@@ -49,17 +57,18 @@ from gradwire.bench.studies.convergence.results import (
     results_from,
     tables,
 )
-from gradwire.bench.studies.convergence.tasks import TEXT_SIZES, BatchedTask, FashionTask, TextTask
-from gradwire.bench.studies.convergence.training import ONEBIT_ADAM
+from gradwire.bench.studies.convergence.tasks import RANKS, TEXT_SIZES, BatchedTask, FashionTask, TextTask
+from gradwire.bench.studies.convergence.words import WORDS_SIZE, WordsTask
 from gradwire.bench.studies.tables.page import put_between
-from gradwire.compressors.registry import options_of
+from gradwire.compressors.registry import Option, options_of
 
 FASHION_SIZE = "0.1M"
 LEAST_PRIORITY = 19
+RANKS_OF_NODE = RANKS // NODES
 
 
-def task_of(name: str, size: str) -> BatchedTask:
-    """Returns the task in that size.
+def task_of(name: str, size: str, ranks: int = RANKS) -> BatchedTask:
+    """Returns the task in that size, for so many ranks.
 
     Raises:
         ValueError: There is none.
@@ -67,8 +76,13 @@ def task_of(name: str, size: str) -> BatchedTask:
     if name == "text" and size in TEXT_SIZES:
         return TextTask(size=size)
     if name == "fashion" and size == FASHION_SIZE:
-        return FashionTask()
-    raise ValueError(f"`{name} {size}` is no task; wanted text {' or '.join(TEXT_SIZES)}, or fashion {FASHION_SIZE}")
+        return FashionTask(ranks=ranks)
+    if name == "words" and size == WORDS_SIZE:
+        return WordsTask()
+    raise ValueError(
+        f"`{name} {size}` is no task; wanted text {' or '.join(TEXT_SIZES)}, fashion {FASHION_SIZE}, or words "
+        f"{WORDS_SIZE}"
+    )
 
 
 def entries_from(text: str) -> list[Entry]:
@@ -101,12 +115,16 @@ def _entries_of(words: list[str]) -> list[Entry]:
         raise ValueError(f"optimizer {optimizer!r}; {name} is trained with {facts.optimizer} or {MUON}")
     compressor, brace, rest = method.partition("{")
     options = json.loads(brace + rest) if brace else {}
+    given = {key: value for key, value in options.items() if key not in OF_ALL}
     if compressor == ACCUMULATE:
         if set(options) - {"batches", "lr"} or "batches" not in options:
             raise ValueError(f"{method!r}; wanted {ACCUMULATE} with `batches`, and `lr` where it is not 1")
         if not isinstance(options["batches"], int) or options["batches"] < 1:
             raise ValueError(f"{method!r} has `batches` {options['batches']!r}; wanted a whole number, 1 or more")
-    elif compressor != ONEBIT_ADAM and (unknown := set(options) - set(options_of(compressor))):
+    elif compressor == OUTER:
+        if unknown := set(given) - {"every", "fragments", "delay", "compressor", "lr", "momentum", "warmup_steps"}:
+            raise ValueError(f"{OUTER} has no option {', '.join(sorted(unknown))} here")
+    elif unknown := set(given) - set(options_of(compressor)):
         raise ValueError(f"{compressor} has no option {', '.join(sorted(unknown))}")
     steps = int(words[5].removeprefix("steps=")) if len(words) == 6 else facts.steps
     return [
@@ -124,36 +142,55 @@ def _entries_of(words: list[str]) -> list[Entry]:
 
 
 def train(entry: Entry) -> Result:
-    """Does one training, on the calling thread."""
-    task = task_of(entry.task, entry.size)
+    """Does one training: on the calling thread, `Outer` on a process for each node."""
+    task = task_of(entry.task, entry.size, entry.nodes * RANKS_OF_NODE)
     task.load()
-    began = time.process_time()
-    options = dict(entry.options)
-    if entry.compressor == ONEBIT_ADAM:
-        run = train_onebit_adam(task, options, entry.seed, entry.steps)
-    elif entry.compressor == ACCUMULATE:
+    began = _processor_seconds()
+    options = {key: value for key, value in entry.options.items() if key not in OF_ALL}
+    if entry.compressor == OUTER:
+        curve, ratio = _units(task, options, entry)
+    else:
+        accumulates = entry.compressor == ACCUMULATE
         run = train_alone(
             task,
-            None,
-            {},
+            None if accumulates or entry.compressor == EXACT else entry.compressor,
+            {} if accumulates else options,
             entry.seed,
             entry.steps,
             optimizer=entry.optimizer,
-            accumulate=int(cast(int, options["batches"])),
-            lr=float(cast(float, options.get("lr", 1.0))),
+            accumulate=int(cast(int, options["batches"])) if accumulates else 1,
+            lr=float(cast(float, options.get("lr", 1.0))) if accumulates else 1.0,
+            nodes=entry.nodes,
+            exact=entry.exact,
         )
-    else:
-        compressor = None if entry.compressor == EXACT else entry.compressor
-        run = train_alone(task, compressor, options, entry.seed, entry.steps, optimizer=entry.optimizer)
+        curve, ratio = run.curve, run.ratio
     return Result(
         entry=entry,
-        curve=run.curve,
-        ratio=run.ratio,
-        processor_seconds=round(time.process_time() - began, 1),
+        curve=curve,
+        ratio=ratio,
+        processor_seconds=round(_processor_seconds() - began, 1),
         date=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="minutes"),
         machine=machine_line(),
         load=os.getloadavg()[2],
     )
+
+
+def _units(
+    task: BatchedTask, options: Mapping[str, Option], entry: Entry
+) -> tuple[tuple[tuple[int, float], ...], float]:
+    """(updates, quality), and times fewer bytes than an all-reduce of float32 at every step, of units of a node."""
+    method = SlowLinkMethod(entry.method, UNSAID | dict(options))
+    joined = JoinedTask(task, RANKS_OF_NODE)
+    found = train_units(joined, method, entry.seed, [1] * entry.nodes, entry.steps, entry.optimizer)
+    curve = cast("list[tuple[int, float]]", found["curve"])
+    dense_bits = 32 * 2 * (entry.nodes - 1) / entry.nodes
+    return tuple((step, quality) for step, quality in curve), dense_bits / float(cast(float, found["bits"]))
+
+
+def _processor_seconds() -> float:
+    """Of this process and of those that it has forked and waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def run_queue(entries: Path, data: Path, until: datetime.datetime | None = None, nice: int = LEAST_PRIORITY) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.tasks import TaskFacts
-from gradwire.bench.studies.convergence.training import ONEBIT_ADAM, PLAIN, TrainingRun, run_from
+from gradwire.bench.studies.convergence.training import PLAIN, TrainingRun, run_from
 
 HALF = 1.0
 """Share of the rate at which plain DDP spends half of its step on the link."""
@@ -182,7 +182,7 @@ def seconds_after(steps: float, run: TrainingRun, speed: Speed) -> float:
         speed: Of the task on the link.
     """
     dense = min(steps, run.dense_steps)
-    dense_seconds = speed.seconds(PLAIN if run.method == ONEBIT_ADAM else DENSE) if dense else 0.0
+    dense_seconds = speed.seconds(DENSE) if dense else 0.0
     return dense * dense_seconds + (steps - dense) * speed.seconds(run.method)
 
 

@@ -5,16 +5,23 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import cast
 
 from gradwire.bench.plot.style import BASELINE, load_pyplot
 from gradwire.compressors.registry import Option
 
-EXACT, ACCUMULATE = "none", "accumulate"
+EXACT, ACCUMULATE, OUTER = "none", "accumulate", "Outer"
+NODES_KEY, EXACT_KEY = OF_ALL = ("nodes", "exact")
+"""Among an entry's options, what is of no compressor: how many nodes of two ranks, and which parameters are exact."""
 SOURCE = "queue"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 """Between them a page holds the tables."""
 ACCUMULATED_BEGIN, ACCUMULATED_END = "<!-- accumulated: begin -->", "<!-- accumulated: end -->"
 """Between them a page holds the table of accumulation."""
+BATCH_SECONDS = 0.0404
+"""Of a batch of the text task of 0.5 M parameters, on two emulated nodes of two ranks: docs/results/outer.md, run A."""
+UPDATE_SECONDS = {"10 Mbit": 2.722 - BATCH_SECONDS, "100 Mbit": 8 * 2.908e6 / 100e6}
+"""What an exact sum takes besides: measured at 10 Mbit (the same page), at 100 Mbit computed from its 2908 kB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +34,10 @@ class Entry:
     optimizer: str
     """`muon`, or the task's own."""
     compressor: str
-    """gradwire's, `OneBitAdam` or `accumulate`."""
+    """gradwire's, `accumulate` or `Outer`."""
     options: Mapping[str, Option]
-    """Other than the compressor's defaults; of `accumulate`, the `batches` and a factor of the learning rate, `lr`."""
+    """Other than the compressor's defaults; of `accumulate`, the `batches` and a factor of the learning rate, `lr`; and
+    `OF_ALL`."""
     seed: int
     steps: int
     """Batches of each rank."""
@@ -40,12 +48,29 @@ class Entry:
         return tuple(json.dumps(each, sort_keys=True) for each in asdict(self).values())
 
     @property
+    def nodes(self) -> int:
+        """Of two ranks each."""
+        return int(cast(int, self.options.get(NODES_KEY, 2)))
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """Patterns of the parameters that are not compressed."""
+        return tuple(filter(None, str(self.options.get(EXACT_KEY, "")).split(",")))
+
+    @property
+    def kind(self) -> tuple[str, str, int, int]:
+        """Task, size, steps and nodes: what is compared has these in common."""
+        return self.task, self.size, self.steps, self.nodes
+
+    @property
     def method(self) -> str:
-        """The compressor with its options, as a list has it."""
-        return self.compressor + (json.dumps(dict(self.options), separators=(",", ":")) if self.options else "")
+        """The compressor with its options, as a list has it, but for the nodes."""
+        shown = {key: value for key, value in self.options.items() if key != NODES_KEY}
+        return self.compressor + (json.dumps(shown, separators=(",", ":")) if shown else "")
 
     def __str__(self) -> str:
-        return f"{self.task} {self.size} {self.optimizer} {self.method} seed {self.seed}, {self.steps} steps"
+        trained = f"{self.task} {self.size} {self.optimizer} {self.method}"
+        return f"{trained} {self.nodes} nodes, seed {self.seed}, {self.steps} steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +129,13 @@ def tables(results: Sequence[Result]) -> str:
     """
     parts = []
     results = [each for each in results if each.entry.compressor != ACCUMULATE]
-    for kind in dict.fromkeys((each.entry.task, each.entry.size, each.entry.steps) for each in results):
-        mine = [each for each in results if (each.entry.task, each.entry.size, each.entry.steps) == kind]
+    for kind in dict.fromkeys(each.entry.kind for each in results):
+        mine = [each for each in results if each.entry.kind == kind]
         optimizers = sorted({each.entry.optimizer for each in mine})
-        task, size, steps = kind
+        task, size, steps, nodes = kind
+        many = "" if nodes == 2 else f", {nodes} nodes of two ranks"
         lines = [
-            f"## {task}, {size[:-1]} M parameters, {steps} batches of each rank",
+            f"## {task}, {size[:-1]} M parameters, {steps} batches of each rank{many}",
             "",
             _line(["method", "fewer bytes", *(f"{name}: end, seeds | over `none`" for name in optimizers)]),
         ]
@@ -134,12 +160,15 @@ def accumulations(results: Sequence[Result]) -> str:
     mine = [each for each in results if each.entry.compressor == ACCUMULATE]
     if not mine:
         return ""
-    lines = [_line(["task", "optimizer", "batches an update", "updates", "batches of each rank", "end (seed)"])]
+    names = ["task", "optimizer", "batches an update", "learning rate", "updates", "batches of each rank"]
+    lines = [_line([*names, *(f"seconds at {link}" for link in UPDATE_SECONDS), "end (seed)"])]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
     for each in sorted(mine, key=lambda one: (one.entry.task, one.entry.optimizer, one.curve[-1][0], one.entry.steps)):
         entry = each.entry
-        words = [f"{entry.task} {entry.size}", entry.optimizer, str(entry.options["batches"]), str(each.curve[-1][0])]
-        lines.append(_line([*words, str(entry.steps), f"{each.quality:.3f} ({entry.seed})"]))
+        rate, updates = float(cast(float, entry.options.get("lr", 1.0))), each.curve[-1][0]
+        words = [f"{entry.task} {entry.size}", entry.optimizer, str(entry.options["batches"]), f"{rate:g}x"]
+        took = [f"{wire * updates + BATCH_SECONDS * entry.steps:.0f}" for wire in UPDATE_SECONDS.values()]
+        lines.append(_line([*words, str(updates), str(entry.steps), *took, f"{each.quality:.3f} ({entry.seed})"]))
     return "\n".join([*lines, "", _places(mine)])
 
 
@@ -148,7 +177,7 @@ def over_exact(results: Sequence[Result], everything: Sequence[Result]) -> list[
 
     Args:
         results: Of one method.
-        everything: Of the same task, size and steps.
+        everything: Of the same kind.
     """
     exact = {(each.entry.optimizer, each.entry.seed): each.quality for each in everything if each.entry.method == EXACT}
     keys = [(each.entry.optimizer, each.entry.seed) for each in results]
@@ -189,7 +218,7 @@ def _line(words: Sequence[str]) -> str:
     return f"| {' | '.join(words)} |"
 
 
-COLOURS = {"muon": "#0b6e4f", "adamw": "#1982c4", "sgd": "#6a4c93"}
+COLOURS = {"muon": "#0b6e4f", "adamw": "#1982c4", "adam": "#1982c4", "sgd": "#6a4c93"}
 
 
 def draw(results: Sequence[Result], file: Path) -> None:
@@ -204,7 +233,7 @@ def draw(results: Sequence[Result], file: Path) -> None:
         RuntimeError: matplotlib is not installed.
     """
     results = [each for each in results if each.entry.compressor != ACCUMULATE]
-    kinds = [(each.entry.task, each.entry.size, each.entry.steps) for each in results]
+    kinds = [each.entry.kind for each in results]
     mine = [each for each, kind in zip(results, kinds, strict=True) if kind == statistics.mode(kinds)]
     methods = sorted({each.entry.method for each in mine} - {EXACT}, key=lambda word: _worst(mine, word))
     points = {
@@ -225,8 +254,8 @@ def draw(results: Sequence[Result], file: Path) -> None:
     axes.axvline(0.0, color=BASELINE, linewidth=1)
     axes.set_yticks(range(len(methods)), methods, fontsize=8)
     axes.set_xlabel("behind an exact sum of the same optimizer and seed", fontsize=9)
-    task, size, steps = statistics.mode(kinds)
-    axes.set_title(f"{task}, {size[:-1]} M parameters, {steps} steps, 2 nodes x 2 ranks", fontsize=10, loc="left")
+    task, size, steps, nodes = statistics.mode(kinds)
+    axes.set_title(f"{task}, {size[:-1]} M parameters, {steps} steps, {nodes} nodes x 2 ranks", fontsize=10, loc="left")
     axes.legend(frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

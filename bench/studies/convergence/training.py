@@ -27,9 +27,7 @@ from gradwire.bench.studies.convergence.tasks import RANKS, Task, share_of_peak
 from gradwire.compressors.registry import Option, options_of
 from gradwire.compressors.registry import names as compressor_names
 
-PLAIN, TORCH_FP16, ONEBIT_ADAM = "plain DDP", "torch fp16 hook", "OneBitAdam"
-FREEZE_SHARE = 0.2
-"""Of all steps that OneBitAdam takes dense. Source: Tang et al., 1-bit Adam, ICML 2021, section 5 (15 to 20 %)."""
+PLAIN, TORCH_FP16 = "plain DDP", "torch fp16 hook"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class Method:
     name: str
     """As the tables show it; unique within an optimizer."""
     compressor: str | None = None
-    """gradwire's; None for torch's own hooks and for OneBitAdam."""
+    """gradwire's; None for torch's own hooks."""
     options: dict[str, Option] = field(default_factory=dict)
     """Other than the defaults."""
     sharding: "Sharding | None" = None
@@ -75,7 +73,7 @@ METHODS = {
         _gradwire("dgc"),
         _gradwire("dgc", density=0.01),
     ),
-    "adamw": (*_EVERYWHERE, Method(ONEBIT_ADAM)),
+    "adamw": _EVERYWHERE,
 }
 """By optimizer; the first is what the others are compared with."""
 PLAIN_FSDP = "plain FSDP2"
@@ -85,6 +83,7 @@ SHARDED_METHODS = (
     Method("HSDP int4", "int4", sharding=Sharding(True)),
     Method("FSDP2 shards=int8 weights=int8", sharding=Sharding(False, "int8", "int8")),
     Method("FSDP2 shards=int4 weights=int8", sharding=Sharding(False, "int4", "int8")),
+    Method("FSDP2 shards=waterfill4 weights=waterfill4", sharding=Sharding(False, "waterfill4", "waterfill4")),
     Method("FSDP2 shards=int4", sharding=Sharding(False, "int4")),
 )
 """Of models whose parameters are sharded, under any optimizer; the first is what the others are compared with."""
@@ -134,8 +133,6 @@ def make_training(
     model = task.model(seed)
     if method.sharding is not None:
         return _sharded(task, model, method, method.sharding, node, nic_bytes_per_second)
-    if method.name == ONEBIT_ADAM:
-        return _onebit_adam(task, model, 1 if warm else round(FREEZE_SHARE * steps))
     optimizer = task.optimizer(model.parameters())
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if method.name == TORCH_FP16:
@@ -182,20 +179,6 @@ def _sharded(
         )
         model.gradwire_state = state  # type: ignore[assignment]  # kept as long as the model
     return MethodTraining(model, task.optimizer(model.parameters()), 0)
-
-
-def _onebit_adam(task: Task, model: nn.Module, freeze_step: int) -> MethodTraining:
-    """OneBitAdam with the hyper-parameters of the task's own optimizer; it communicates by itself, without DDP."""
-    settings = task.optimizer(model.parameters()).defaults
-    optimizer = gradwire.OneBitAdam(
-        model.parameters(),
-        freeze_step=freeze_step,
-        lr=settings["lr"],
-        betas=settings["betas"],
-        eps=settings["eps"],
-        weight_decay=settings["weight_decay"],
-    )
-    return MethodTraining(model, optimizer, freeze_step)
 
 
 EVALUATED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradwire.bench.studies.convergence.alone import train_alone
 from gradwire.bench.studies.convergence.optimizers import groups_of, optimizers_of
 from gradwire.bench.studies.convergence.queue import entries_from, main, task_of, with_tables
 from gradwire.bench.studies.convergence.results import (
@@ -34,6 +35,7 @@ text 0.5M muon none 0 steps=2
 text 0.5M muon onebit 0 steps=2
 text 0.5M muon accumulate{"batches":2} 0 steps=2
 text 0.5M muon none 0 steps=2
+text 0.5M muon Outer{"every":1,"fragments":1,"delay":0,"compressor":"int8"} 0 steps=2
 """
 
 
@@ -68,12 +70,34 @@ def test_a_line_is_a_training_for_each_seed() -> None:
         ('text 0.5M muon accumulate{"lr":2} 0', "with `batches`"),
         ('text 0.5M muon accumulate{"batches":0} 0', "a whole number, 1 or more"),
         ("text 0.5M muon none x", "invalid literal"),
+        ('text 0.5M muon Outer{"rank":2} 0', "Outer has no option rank"),
+        ("words 1M adam none 0", "or words 0.3M"),
     ],
 )
 def test_a_line_that_says_something_else_is_named(line: str, wanted: str) -> None:
     with pytest.raises(ValueError, match=r"`--entries` line 2: ") as caught:
         entries_from(f"# first\n{line}\n")
     assert wanted in str(caught.value)
+
+
+def test_what_is_compared_has_as_many_nodes_and_exact_parameters_are_of_the_method() -> None:
+    two, four, kept = entries_from(
+        'text 0.5M muon none 0\ntext 0.5M muon none{"nodes":4} 0\nwords 0.3M adam int8{"exact":"a.*,b.*"} 0'
+    )
+    assert two.method == four.method == "none" and two.kind != four.kind and (two.nodes, four.nodes) == (2, 4)
+    assert kept.exact == ("a.*", "b.*") and kept.method == 'int8{"exact":"a.*,b.*"}'
+    assert kept.kind == ("words", "0.3M", 300, 2)
+
+
+def test_exact_parameters_cost_their_bytes_and_have_no_error() -> None:
+    task = task_of("words", "0.3M")
+    task.load()
+    some, none, everything = (
+        train_alone(task, "waterfill2", {}, 0, 1, exact=each) for each in (("embedding.*",), (), ("*",))
+    )
+    exact = train_alone(task, None, {}, 0, 1)
+    assert exact.ratio == pytest.approx(everything.ratio) and none.ratio > 10 > some.ratio > 1
+    assert everything.quality == pytest.approx(exact.quality, rel=1e-6)
 
 
 def test_what_the_file_has_is_left_out_and_nothing_is_done_twice() -> None:
@@ -93,8 +117,9 @@ def test_a_queue_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     lines = data.read_text().splitlines()
     results = results_from(data)
-    assert [each.entry.compressor for each in results] == ["none", "onebit", "accumulate"]
-    assert [each.curve[-1][0] for each in results] == [2, 2, 1]
+    assert [each.entry.compressor for each in results] == ["none", "onebit", "accumulate", "Outer"]
+    assert [each.curve[-1][0] for each in results] == [2, 2, 1, 2]
+    assert abs(results[3].quality - results[0].quality) < 0.1 and 3.0 < results[3].ratio < 4.0
     assert results[2].ratio == 2.0
     data.write_text("\n".join(lines[:2]) + "\n")  # as if it had been stopped in the third
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
@@ -137,7 +162,7 @@ def test_tables_compare_with_the_exact_sum_of_the_same_seed() -> None:
     assert "queue: 7 trainings; a processor, 2 cores, torch 2.13.0, 2026-11-23, load 3 to 3." in text
     assert accumulations(results) == ""
     several = result('accumulate{"batches":4}', 0, 4.0)
-    assert "| text 0.5M | muon | 4 | 800 | 800 | 4.000 (0) |" in accumulations([*results, several])
+    assert "| text 0.5M | muon | 4 | 1x | 800 | 800 | 2178 | 218 | 4.000 (0) |" in accumulations([*results, several])
     assert tables([*results, several]) == text
     assert text.index("`none`") < text.index("`waterfill2`") < text.index("`int4`")
 

@@ -40,7 +40,9 @@ def test_signs_and_selections_are_refused_under_adaptive_optimizers(compressor: 
         assert not torch.equal(model.weight, before)
         return
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"`optimizer` is {kind} with compressor '{compressor}'.*OneBitAdam"):
+        with pytest.raises(
+            ValueError, match=rf"`optimizer` is {kind} with compressor '{compressor}'.*Use SGD, or one of"
+        ):
             optimizer.step()
     assert torch.equal(model.weight, before)
 
@@ -194,7 +196,9 @@ def test_compressors_that_rules_name_are_looked_at_too(main: str, named: str) ->
     before = model.head.weight.detach().clone()
     check_at_first_step(model, main, {}, [{"pattern": "*.bias"}, Rule(pattern="embedding.*", compressor=named)])
     optimizer = torch.optim.AdamW(model.parameters())
-    wanted = rf"`optimizer` is AdamW with compressor '{named}' of the rule with pattern 'embedding\.\*'.*OneBitAdam"
+    wanted = (
+        rf"`optimizer` is AdamW with compressor '{named}' of the rule with pattern 'embedding\.\*'.*Use SGD, or one of"
+    )
     for _ in range(2):
         with pytest.raises(ValueError, match=wanted):
             optimizer.step()

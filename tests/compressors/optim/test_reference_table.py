@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "compressors
 
 
 class Lamb(torch.optim.Adam):
-    """Named as `OneBitLamb`'s own."""
+    """Named as `gradwire.Lamb`."""
 
 
 class Dion(torch.optim.SGD):
