@@ -466,12 +466,18 @@ class Face(Generic[S]):
     def flush(self) -> None:
         """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.
 
-        To be called on all ranks before the same step; before a checkpoint that is to be loaded on other ranks.
+        To be called on all ranks before the same step; before a checkpoint that is to be loaded on other ranks. Weights
+        of sharded models that travel as differences are sent exactly then: call it after they were changed by hand.
 
         Raises:
             ValueError: There is no compressor, or no model yet.
         """
-        self._compressed().flushing = True
+        if not self._flush_shards() or _compresses(self.config):
+            self._compressed().flushing = True
+
+    def _flush_shards(self) -> bool:
+        """Whether anything is kept, and sent now, of what travels between the ranks that share parameters."""
+        return False
 
     @property
     def dirty(self) -> bool:

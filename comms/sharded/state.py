@@ -195,22 +195,13 @@ class FsdpState(Face[AveragingSession]):
         ):
             communicator.close()
 
-    def flush(self) -> None:
-        """Sends the next step's gradients dense, with all that was held back, and the next weights exactly.
-
-        To be called on all ranks before the same step: before a checkpoint that is to be loaded on other ranks, and
-        with `weights="waterfill4"` after weights were changed by hand.
-
-        Raises:
-            ValueError: Nothing is held back: neither `compressor` nor "waterfill4" is set.
-        """
+    def _flush_shards(self) -> bool:
         for each in self._shards.carried.values():
             if isinstance(each, LeftOut):
                 each.flushing = True
             else:
                 each.restore(None)
-        if not self._shards.carried or (self._connection is not None and self._connection.compression is not None):
-            super().flush()
+        return bool(self._shards.carried)
 
     @property
     def dirty(self) -> bool:

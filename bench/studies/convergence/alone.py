@@ -138,7 +138,7 @@ def compressors_of(
         nodes: How many there are.
         exact: Patterns of the names of parameters that are sent as they are.
     """
-    kept = tuple({"pattern": each} for each in exact)
+    kept: tuple[Mapping[str, object], ...] = tuple({"pattern": each} for each in exact)
     if {**options_of(compressor), **options}.get("momentum") and compressor != "none":
         if not isinstance(optimizers[0], Muon):
             options = {**options, **take_momentum(optimizers[0])}
