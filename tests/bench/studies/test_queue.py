@@ -113,7 +113,7 @@ def test_a_queue_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         *(sys.executable, "-m", "gradwire.bench.studies.convergence.queue", "run"),
         *("--entries", str(entries), "--data", str(data), "--nice", "0"),
     ]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr
     lines = data.read_text().splitlines()
     results = results_from(data)
@@ -122,7 +122,7 @@ def test_a_queue_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert abs(results[3].quality - results[0].quality) < 0.1 and 3.0 < results[3].ratio < 4.0
     assert results[2].ratio == 2.0
     data.write_text("\n".join(lines[:2]) + "\n")  # as if it had been stopped in the third
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr
     again = data.read_text().splitlines()
     assert again[:2] == lines[:2]
@@ -130,10 +130,10 @@ def test_a_queue_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     with data.open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         entries.write_text("text 0.5M muon none 5 steps=2\n")
-        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 1
     assert "is in use by another queue" in ended.stderr
-    ended = subprocess.run([*command, "--until", "00:00"], check=False, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run([*command, "--until", "00:00"], check=False, capture_output=True, text=True, timeout=900)
     assert "1 trainings are left" in ended.stdout
     assert data.read_text().splitlines() == again
 
