@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from gradwire.comms.plan.distance import LEAST_ROUND_TRIP_SECONDS
+from gradwire.comms.links.distance import LEAST_ROUND_TRIP_SECONDS
 
 GAIN = 1.15
 """Over the largest rate seen."""
