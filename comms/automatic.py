@@ -136,7 +136,7 @@ def _why_not(model: DistributedDataParallel) -> str | None:
 
 
 def _look_for_models(optimizer: Optimizer, args: object, named: object) -> None:
-    """At the first step of an optimizer: says so where nothing was hooked, as with FSDP, which takes no DDP hook."""
+    """Says so where nothing was hooked, as with FSDP, which takes no DDP hook (at the first step of an optimizer)."""
     global _looked
     if _looked:
         return

@@ -28,7 +28,7 @@ from gradwire.compressors.base import StateDict, StateValue
 log = logging.getLogger("gradwire")
 
 PREFIX = "gradwire/"
-"""Of the hook's own keys, in a checkpoint and in an entry."""
+"""The prefix of the hook's own keys, in a checkpoint and in an entry."""
 JOB = PREFIX + "job"
 """Key of what all ranks know alike: `size`, the number of ranks, `dirty`, whether residuals are held back, `format`."""
 FORMAT = 2

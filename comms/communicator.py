@@ -322,7 +322,7 @@ class Communicator:
             yield
 
     def rejoin(self) -> None:
-        """On CUDA: puts the current stream behind everything that was issued."""
+        """Puts the current stream behind everything that was issued (on CUDA)."""
         self.executor.rejoin()
 
     def run(self, flat: Tensor, plan: Plan) -> FutureTensor:

@@ -260,7 +260,7 @@ class HookState(Face[GradientSession]):
             self._connection.communicator.close()
 
     def take_in(self) -> None:
-        """In elastic training: takes in processes that wait; called by the model before each forward pass."""
+        """Takes in processes that wait; called by the model before each forward pass (in elastic training)."""
         if self._elastic is not None:
             self._elastic.take_in()
 
@@ -571,7 +571,7 @@ def _register() -> RemovableHandle:
 
 
 def _refuse_step(optimizer: Optimizer, args: object, named: object) -> None:
-    """Before any optimizer's step: raises what has failed in the step whose averages it would take."""
+    """Raises what has failed in the step whose averages it would take (before any optimizer's step)."""
     for state in list(_on_cuda):
         if state._connection is not None:
             state._connection.communicator.executor.raise_failure()

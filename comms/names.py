@@ -21,7 +21,7 @@ class ParameterNames:
         self._parameters: list[Tensor] = []  # kept alive, so that an id cannot be given to another tensor
         self._bound = False
         self.layouts: dict[tuple[int, ...], Layout] = {}
-        """Of the buckets seen so far, by the ids of their parameters."""
+        """The layouts of the buckets seen so far, by the ids of their parameters."""
 
     def bind(self, model: nn.Module) -> None:
         """Takes the names of `model`, without the `module.` that DDP puts in front.

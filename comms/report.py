@@ -302,7 +302,7 @@ class Report:
 
 
 COLUMNS = 80
-"""Of a terminal; what is printed keeps to them."""
+"""The columns of a terminal; what is printed keeps to them."""
 INSIDE = LEVEL_NAMES[0]
 
 

@@ -18,7 +18,7 @@ from gradwire.compressors.base import Layout, Slice
 log = logging.getLogger("gradwire")
 
 COLUMNS = 4
-"""Of a row: number of the transfer, of the parameter (by sorted name), first element in it, elements."""
+"""The columns of a row: number of the transfer, of the parameter (by sorted name), first element in it, elements."""
 
 
 def to_rows(transfers: Sequence[Layout]) -> Tensor:

@@ -20,12 +20,12 @@ from gradwire.comms.bootstrap.compat import BackendWork
 log = logging.getLogger("gradwire")
 
 COPY_SECONDS = 2.0
-"""For four bytes to the device, where nothing on its stream is before them."""
+"""Seconds for four bytes to the device, where nothing on its stream is before them."""
 
 COPY_LOOK_SECONDS = 0.001
 
 LOOK_SECONDS = 0.001
-"""Between two looks at a collective, where somebody waits for it on the host."""
+"""Seconds between two looks at a collective, where somebody waits for it on the host."""
 
 STREAMS = 2
 """One for the chunk between the nodes, one for the chunk inside them."""

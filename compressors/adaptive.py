@@ -46,7 +46,7 @@ from gradwire.compressors.two_stage import SHARD_ALIGN, Residuals, two_stage
 AUTO = "auto"
 EXACT = "none"
 PREFIX = "auto/"
-"""Of the entries of a state dict that are not a candidate's."""
+"""The prefix of the entries of a state dict that are not a candidate's."""
 
 CANDIDATES = (
     "bf16",

@@ -47,7 +47,7 @@ class _Parts:
 
     matrices: FactorRuns
     names: tuple[str, ...]
-    """Of the matrices' parameters."""
+    """The names of the matrices' parameters."""
     name_keys: tuple[int, ...]
     dense: tuple[Slice, ...]
     dense_numel: int

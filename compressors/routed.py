@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from gradwire.compressors.registry import Option
 
 SEPARATOR = "|"
-"""Between a route's number and a key in a state dict; parameter names are attribute paths and cannot hold it."""
+"""The separator between a route's number and a key in a state dict; parameter names are attribute paths and cannot hold
+it."""
 
 
 @dataclass(frozen=True, slots=True)

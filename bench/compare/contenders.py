@@ -19,7 +19,7 @@ from gradwire.compressors.registry import names
 PLAIN = "plain DDP (gloo)"
 
 PROBE_TIMEOUT = timedelta(seconds=60)
-"""For hooks that issue collectives from callbacks: they may wait for each other for ever."""
+"""The probe timeout for hooks that issue collectives from callbacks: they may wait for each other for ever."""
 
 Attach = Callable[[DistributedDataParallel, float | None], None]
 """(model, bytes per second of the links) -> registers the hook."""

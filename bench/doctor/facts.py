@@ -226,7 +226,7 @@ class ScriptRun:
     gradient_nbytes: int = 0
     """Of all parameters that had a gradient, in their own type."""
     step_seconds: float | None = None
-    """From one optimizer step to the next, the usual one; None where fewer than two were made."""
+    """Seconds from one optimizer step to the next, the usual one; None where fewer than two were made."""
     activity: Mapping[str, float] = field(default_factory=dict)
     """What its main thread did in a step, as `gradwire.comms.watch.activity` names it -> seconds."""
     lines: Mapping[str, str] = field(default_factory=dict)
@@ -259,11 +259,11 @@ class JobFacts:
     missing_ranks: tuple[int, ...] = ()
     """That did not come."""
     started_ranks: Mapping[int, str] = field(default_factory=dict)
-    """Of these, those that have said that they run, before they import torch -> their host."""
+    """The started ranks of these, those that have said that they run, before they import torch -> their host."""
     launcher: str = ""
     """What started the ranks: `torchrun`, `mpirun`, `srun`."""
     waited_seconds: float = 0.0
-    """For ranks that are missing."""
+    """Seconds for ranks that are missing."""
     notes: tuple[str, ...] = ()
     """What could not be looked at, and why."""
     script_runs: tuple[ScriptRun, ...] = ()

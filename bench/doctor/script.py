@@ -23,7 +23,7 @@ from gradwire.topology.gdr.inputs.environment import child_environment
 STEPS = 12
 WARM_UP_STEPS = 3
 LIMIT_SECONDS = 60.0
-"""For the script to reach its last step, imports and data included; what it has by then counts."""
+"""Seconds for the script to reach its last step, imports and data included; what it has by then counts."""
 
 _RECORD = "%d %s\n"
 SPLIT = ".split"

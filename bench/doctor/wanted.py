@@ -19,7 +19,7 @@ class Wanted:
     link_bytes_per_second: float | None = None
     script: tuple[str, ...] = ()
     seconds: float = 45.0
-    """For everything; the user's script comes on top."""
+    """Seconds for everything; the user's script comes on top."""
     say: Callable[[str], None] = field(default=lambda text: None)
     """Called with what is being done."""
 

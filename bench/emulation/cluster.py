@@ -25,7 +25,7 @@ FIRST_PORT = 29500
 
 MOST_NODES = 200
 MOST_RANKS = 1024
-"""Of a job on one machine; each is a process that imports torch."""
+"""The most ranks of a job on one machine; each is a process that imports torch."""
 _MOST_QUEUED_NBYTES = 2**31
 """tc counts a queue in 32 bits; reached at 86 Gbit/s, which no software link carries."""
 
@@ -209,7 +209,7 @@ class EmulatedCluster:
         seat_ranks(nodes)
         self.nodes = tuple(nodes)
         self.card_rates = () if nic is None else parse_cards(nic, len(nodes), "nic")
-        """Of each node, bits per second of each card's link, each direction; empty without a limit."""
+        """The card rates of each node, bits per second of each card's link, each direction; empty without a limit."""
         self.mtu = mtu
         self.names: Names = check_names(names)
         self._network = parse_network(network)

@@ -41,7 +41,7 @@ from gradwire.bench.emulation.signals import die_with_parent
 from gradwire.comms.config import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
-"""For 32 ranks to find each other on 2 busy cores."""
+"""The start timeout for 32 ranks to find each other on 2 busy cores."""
 
 
 LAZY = ("torch.nn.parallel", "torch._dynamo")

@@ -33,7 +33,7 @@ class JobOutcome:
     output: tuple[str, ...]
     """By rank: stdout and stderr, in the order printed; empty where the output was passed through raw."""
     seconds: float
-    """From the first rank's start to the last rank's end."""
+    """Seconds from the first rank's start to the last rank's end."""
     first_failure: int | None
     """The rank that failed first in time; None if none did."""
     timed_out: bool

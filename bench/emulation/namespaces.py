@@ -147,7 +147,7 @@ class Holder:
             self.close()
             raise RuntimeError(f"cannot set up the namespaces of {name}: {said or 'no reason given'}")
         self.pid = int(pid)
-        """Of process 1 inside, as seen from here."""
+        """The pid of process 1 inside, as seen from here."""
 
     def enter(self) -> list[str]:
         """Returns the words that run a command inside; SIGTERM is for the command, nsenter itself ignores it."""

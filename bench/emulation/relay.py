@@ -22,7 +22,7 @@ from gradwire.bench.emulation.namespaces import Holder
 from gradwire.bench.emulation.paths import Paths
 
 _START_SECONDS = 60.0
-"""For a Python without torch to start on a machine that does much else."""
+"""Seconds for a Python without torch to start on a machine that does much else."""
 
 _REAL_PACKETS = """
 import array, fcntl, socket, struct

@@ -39,7 +39,7 @@ WORKERS = 4
 OWNERS = 3
 """Pieces that a tensor is cut into."""
 RANK = 4
-"""Of PowerSGD's factors."""
+"""The rank of PowerSGD's factors."""
 SCALE = 0.125
 """The mean of eight ranks: a factor that rounds nothing."""
 TOLERANCE = 1e-4

@@ -26,7 +26,7 @@ MX_BLOCK = 32
 FILLED = ((32, 4096), (16, 16384), (64, 16384), (32, 65536))
 """(elements of a block, elements among which `filled` shares out its bits) beside `waterfill`'s 32 and 16,384."""
 MOST_BITS = 8
-"""Of an element in `filled`."""
+"""The most bits of an element in `filled`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,8 @@ class ExponentPacking:
     block: int
     """Values that share the largest exponent."""
     code_bits: int
-    """Of an exponent: how far it lies below the largest; the last code is an escape with 8 bits of its own."""
+    """The code bits of an exponent: how far it lies below the largest; the last code is an escape with 8 bits of its
+    own."""
     zero_code: bool
     """Whether the last code but one stands for the exponent of zero, which lies far below every other."""
     bits: float

@@ -211,7 +211,7 @@ class LossyCheck:
         self._device = device
         self._control = control
         self.losses: list[Loss] = []
-        """Of the out-of-place halves, in the order of the rows."""
+        """The losses of the out-of-place halves, in the order of the rows."""
 
     def wrong(
         self, backend: Backend, collective: CollectiveSpec, case: Case, counts: Counts, in_place: bool, seed: int

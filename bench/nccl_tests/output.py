@@ -167,7 +167,7 @@ def closing(collective: str, rows: list[TableRow], wanted: float | None) -> list
 
 
 FILE_VERSION = 3
-"""Of nccl-tests' JSON."""
+"""The file version of nccl-tests' JSON."""
 
 Json = dict[str, object]
 

@@ -27,7 +27,7 @@ from gradwire.comms.transport.torch_group import connect_gloo
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, even_bounds
 
 TIMEOUT = timedelta(seconds=60)
-"""For connecting and for every collective."""
+"""The timeout for connecting and for every collective."""
 NUMELS = (1, 17, 40_001)
 LARGE_NUMEL = 25 * 2**20 // 4
 """25 MiB of float32: the size of DDP's bucket."""

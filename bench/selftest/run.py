@@ -31,7 +31,7 @@ LEAST_SECONDS = 5.0
 GRACE_SECONDS = 5.0
 """That the other ranks get, after one has failed, to say what they saw."""
 LAST_LINES = 12
-"""Of what a process printed besides its records, where it failed."""
+"""The last lines of what a process printed besides its records, where it failed."""
 MOST_RANKS = 8
 NAME_OF_PROCESS = "the processes"
 """The check that stands for a part whose processes ended without naming a check."""

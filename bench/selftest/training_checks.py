@@ -15,7 +15,7 @@ from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_
 STEPS = 30
 BATCH = 64
 WIDTH = 512
-"""Of the hidden layer, whose matrices PowerSGD compresses."""
+"""The width of the hidden layer, whose matrices PowerSGD compresses."""
 CLASSES = 10
 LEARNED = 0.7
 """A training counts as one if the loss of its last five steps is at most this share of the first's: all of them come to

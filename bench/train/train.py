@@ -102,7 +102,7 @@ class HookTraining:
         self.batch = (torch.empty(0, context), torch.empty(0, context))
         """(inputs, targets) of the next step: (batch, context), int64, on `device`."""
         self.losses: list[float] = []
-        """Of this rank's batches, in nats per byte."""
+        """The losses of this rank's batches, in nats per byte."""
 
     def take_step(self, _: int) -> None:
         """Trains on `batch`; all ranks together."""

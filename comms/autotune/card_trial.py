@@ -20,7 +20,7 @@ from gradwire.comms.links.unit_rates import pairings
 from gradwire.comms.transport.torch_group import GlooTransport
 
 SWAPS = 2
-"""Of each kind, of which the shortest counts."""
+"""The swaps of each kind, of which the shortest counts."""
 
 log = logging.getLogger("gradwire")
 

@@ -36,7 +36,7 @@ from gradwire.comms.streams import Clock, HostClock, Mark
 log = logging.getLogger("gradwire")
 
 LOG_COLUMNS = ("step", "kind", "setting", "plan", "chunks", "transfers", "steps", "seconds")
-"""Of the CSV file beside a profile: one row for each setting that was measured."""
+"""The log columns of the CSV file beside a profile: one row for each setting that was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,11 @@ ROUTES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses that are nobody's (RFC 5737, RFC 3849): the route to them is the one outwards."""
 
 MOST_ADDRESSES = 8
-"""Of one host that are told to others: each may cost a caller seconds, and a host of containers has hundreds."""
+"""The most addresses of one host that are told to others: each may cost a caller seconds, and a host of containers has
+hundreds."""
 
 LOOK_UP_SECONDS = 1.0
-"""For the address of a name. Where it takes longer, other addresses may be tried before the best one."""
+"""Seconds for the address of a name. Where it takes longer, other addresses may be tried before the best one."""
 
 _DUMP_ADDRESSES, _NEW_ADDRESS, _DONE, _ERROR = 22, 20, 3, 2
 _ADDRESS, _LOCAL = 1, 2

@@ -28,7 +28,7 @@ BLOCK = 512
 """Values that rank 0 reads in one question."""
 
 GRACE = timedelta(seconds=5)
-"""For the rank that has given up first to say who is missing, beyond what ranks wait between two looks."""
+"""The grace for the rank that has given up first to say who is missing, beyond what ranks wait between two looks."""
 
 
 class Agreement:

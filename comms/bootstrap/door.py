@@ -26,13 +26,13 @@ NAME_NBYTES = 16
 """Of a start, in ASCII: what a caller says before its number, so that strangers hear nothing."""
 
 CALL_SECONDS = 2.0
-"""For each address of a rank to be reached, and for the rank to answer: it may hold the GIL for a while."""
+"""Seconds for each address of a rank to be reached, and for the rank to answer: it may hold the GIL for a while."""
 
 ANSWER_SECONDS = 1.0
-"""For one byte into an empty buffer."""
+"""Seconds for one byte into an empty buffer."""
 
 LOOK_SECONDS = 5.0
-"""Between two looks for callers who have said nothing for long."""
+"""Seconds between two looks for callers who have said nothing for long."""
 
 CALLS = 64
 """At most, of one rank after one failure: they are made all at once."""
@@ -92,7 +92,7 @@ class Door:
             log.debug("the door was closed already: %s", error)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: gives up what belongs to the parent."""
+        """Gives up what belongs to the parent (in a forked child)."""
         self._listener.close()
 
     def answer_for(self, start: str, rank: int) -> None:

@@ -44,23 +44,25 @@ CALLING_AFTER = timedelta(seconds=2)
 """Then ranks that are still silent are called at their doors: nobody waits for those whose processes have ended."""
 
 STORE_PATIENCE = timedelta(seconds=5)
-"""For each answer of the store, once a collective has failed: survivors go on to call each other instead."""
+"""The store patience for each answer of the store, once a collective has failed: survivors go on to call each other
+instead."""
 
 ALARM_PATIENCE = timedelta(seconds=1)
-"""For the store to say whether there is an alarm; a store that is late is not asked again before it has answered."""
+"""The alarm patience for the store to say whether there is an alarm; a store that is late is not asked again before it
+has answered."""
 
 BLOCK = 64
 """Ranks whose words are asked for in one question."""
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the store's alarm, in groups of up to `LOOKS_PER_SECOND` ranks."""
+"""Seconds between two looks at the store's alarm, in groups of up to `LOOKS_PER_SECOND` ranks."""
 
 LOOKS_PER_SECOND = 2048
 """At most, of all ranks of a group together: one server answers them, on one thread. Each rank of torch's own NCCL
 group asks it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
 
 NAP_SECONDS = 0.05
-"""Between the first two looks at the board; each later one comes twice as late, up to `look_seconds`."""
+"""Seconds between the first two looks at the board; each later one comes twice as late, up to `look_seconds`."""
 
 
 def look_seconds(size: int) -> float:

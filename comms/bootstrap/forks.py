@@ -14,7 +14,7 @@ class LeftToParent(Protocol):
     """Something with connections."""
 
     def leave_to_parent(self) -> None:
-        """In a forked child: closes the child's copies, and says nothing over them; takes no lock."""
+        """Closes the child's copies, and says nothing over them; takes no lock (in a forked child)."""
 
 
 _all: "weakref.WeakSet[LeftToParent]" = weakref.WeakSet()
@@ -30,7 +30,7 @@ def leave_to_parent(connected: LeftToParent) -> None:
 
 
 def replace_descriptor(descriptor: int) -> None:
-    """In a forked child: closes its copy of a descriptor whose owner, in C++, may yet close the number.
+    """Closes its copy of a descriptor whose owner, in C++, may yet close the number (in a forked child).
 
     The number stays taken, by /dev/null: nothing that the child opens later gets it.
     """

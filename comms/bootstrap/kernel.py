@@ -26,10 +26,11 @@ TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 
 LISTENING = "0A"
 CALL_SECONDS, CALLS_SECONDS = 1.0, 2.0
-"""For one address of a rank, and for all of them."""
+"""Seconds for one address of a rank, and for all of them."""
 
 KERNEL_DIGITS = 12
-"""Of the name of a kernel and its network, hexadecimal: two of 10,000 hosts have the same with a chance of 2e-7."""
+"""The kernel digits of the name of a kernel and its network, hexadecimal: two of 10,000 hosts have the same with a
+chance of 2e-7."""
 
 ENDED, LISTENS, REFUSED, UNKNOWN = "ended", "listens", "refused", "unknown"
 """What is known of who listened at a port: its own kernel says that nobody does; somebody does; its host refuses, as

@@ -39,13 +39,14 @@ FIRST_NAP_SECONDS = 0.05
 """Before the second look for the next rank's address; doubled until it is there."""
 
 CONNECT_SECONDS = 3.0
-"""For each address of the next rank."""
+"""Seconds for each address of the next rank."""
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """Seconds of silence, seconds between questions, unanswered questions: a host that is gone shows after 11 s."""
 
 CLOSING_SECONDS, LEAST_CLOSING_SECONDS = 0.2, 0.001
-"""For all who have called to say who they are, while this rank leaves; and for each of them, where one takes it all."""
+"""Seconds for all who have called to say who they are, while this rank leaves; and for each of them, where one takes it
+all."""
 
 CLOSING_CALLERS = 16
 """Who wait to be let in then, at most: the two neighbours, and strangers."""
@@ -55,7 +56,8 @@ CLOSING_LOOKS = (0.0, 0.02, 0.08)
 other."""
 
 ANSWER_SECONDS = 60.0
-"""For whoever was reached at an address of the next rank to answer: the next rank may hold the GIL for a while."""
+"""Seconds for whoever was reached at an address of the next rank to answer: the next rank may hold the GIL for a
+while."""
 
 TOKEN_NBYTES = 16
 """What the rank before shows when it connects, and is shown again: a port scanner, or a service that has the same port

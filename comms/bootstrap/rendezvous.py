@@ -35,10 +35,10 @@ START_NBYTES = 16
 """Of a start's name: hexadecimal digits."""
 
 LINGER_SECONDS = 2.0
-"""For the others to read what does not fit, before the process that may serve the store ends."""
+"""Seconds for the others to read what does not fit, before the process that may serve the store ends."""
 
 GRACE_SECONDS = 2.0
-"""For rank 0 to find out who is missing, and to say so, after its time-out."""
+"""Seconds for rank 0 to find out who is missing, and to say so, after its time-out."""
 
 ROUND = "round"
 """The key of rank 0's word: the start's name, what all have to agree about, and the outcome once there is one."""

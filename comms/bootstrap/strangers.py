@@ -19,7 +19,7 @@ descriptors, what Linux gives to a process, it leaves most; a rank that belongs 
 heard before the next one is let in."""
 
 STRANGER_SECONDS = 20.0
-"""For saying it: a few round trips, lost packets, and a process that waits for the GIL between the two."""
+"""Seconds for saying it: a few round trips, lost packets, and a process that waits for the GIL between the two."""
 
 FULL_NAP_SECONDS = 0.05
 """Where this process has no descriptor left for a caller, whose call stays: it must not be looked for all the time."""

@@ -23,8 +23,8 @@ from pathlib import Path
 log = logging.getLogger("gradwire")
 
 EXIT_SECONDS = 5.0
-"""For all threads to end with the process. One that C++ does not give back for longer is left behind: it is unlikely to
-come back in the tenth of a second that the rest of the exit takes."""
+"""Seconds for all threads to end with the process. One that C++ does not give back for longer is left behind: it is
+unlikely to come back in the tenth of a second that the rest of the exit takes."""
 
 NAP_SECONDS = 0.05
 
@@ -32,7 +32,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 """The name that torch gives those that run gloo's collectives."""
 
 GLOO_SECONDS = 1.0
-"""For gloo's threads to rest; one that waits for a peer rests, too."""
+"""Seconds for gloo's threads to rest; one that waits for a peer rests, too."""
 
 _running: "set[BackgroundThread]" = set()
 _lock = threading.Lock()

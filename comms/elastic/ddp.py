@@ -39,7 +39,8 @@ from gradwire.compressors.base import Layout, planned
 log = logging.getLogger("gradwire")
 
 MOST_ATTEMPTS = 5
-"""Of a process to join a running job: each costs the others a change of the ranks, and the end of it another one."""
+"""The most attempts of a process to join a running job: each costs the others a change of the ranks, and the end of it
+another one."""
 
 OnChange = Callable[[View, View], None]
 """Called with the ranks as they were and as they are; see `HookState`."""

@@ -25,10 +25,10 @@ from gradwire.comms.elastic.membership import GivenUpError, View, own_name
 log = logging.getLogger("gradwire")
 
 LOOK_SECONDS = 0.25
-"""Between two looks of rank 0 for requests."""
+"""Seconds between two looks of rank 0 for requests."""
 
 PULSE_SECONDS = 0.1
-"""Between two signs of life of a process that waits, and between its looks for an answer."""
+"""Seconds between two signs of life of a process that waits, and between its looks for an answer."""
 
 SILENT_SECONDS = 2.0
 """Without a sign of life: then a process that waits is not taken in. Nobody waits for it but itself."""

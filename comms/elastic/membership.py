@@ -34,7 +34,7 @@ CALLING_AFTER_SECONDS = 0.5
 says so within milliseconds, on a busy machine within tenths of a second."""
 
 LOOK_SECONDS = 0.1
-"""Between two looks, while ranks agree, at who has gone whose connection has ended."""
+"""Seconds between two looks, while ranks agree, at who has gone whose connection has ended."""
 
 SILENCE_SECONDS = 5.0
 """After an alarm: then who has said nothing is given up, though nobody knows that its process has ended. Longer than a
@@ -44,7 +44,7 @@ LEADER_SECONDS = 3.0
 """Longer than that a leader takes, or is gone: then another rank leads, which may tell as many members or fewer."""
 
 NAP_SECONDS = 0.01
-"""Between two looks at the store, while ranks agree."""
+"""Seconds between two looks at the store, while ranks agree."""
 
 CALLERS = 32
 """Silent ranks that are called at a time: a host that is gone takes a second for each of its addresses."""

@@ -39,16 +39,18 @@ from gradwire.comms.run.launches import FutureTensor
 log = logging.getLogger("gradwire")
 
 AGREEMENT_SECONDS = 4 * (SILENCE_SECONDS + LEADER_SECONDS)
-"""For an agreement, with three leaders that are lost over it."""
+"""Seconds for an agreement, with three leaders that are lost over it."""
 
 LANES_SECONDS = 60.0
-"""For lanes to end whose connections are gone: milliseconds, on a machine that has time for them."""
+"""Seconds for lanes to end whose connections are gone: milliseconds, on a machine that has time for them."""
 
 MOST_REPEATS = 3
-"""Of one operation by the same members: a connection that broke is made anew, an error that comes again is raised."""
+"""The most repeats of one operation by the same members: a connection that broke is made anew, an error that comes
+again is raised."""
 
 MEETING_SECONDS = 60.0
-"""For members that all live to meet: a network between two of them that is mended within that time ends no job."""
+"""Seconds for members that all live to meet: a network between two of them that is mended within that time ends no
+job."""
 
 Rebuild = Callable[[View, Store, Oversight], Communicator]
 """Makes the communicator of a new epoch; the one before is closed."""
@@ -265,7 +267,7 @@ class Survivor:
         return result
 
     def follow(self) -> None:
-        """Between two operations: goes on among those that are left, where a rank has been lost since the last one.
+        """Goes on among those that are left, where a rank has been lost since the last one (between two operations).
 
         Only where no rank can be further than this one; else what it has missed would be lost.
 
@@ -465,7 +467,7 @@ def _trim_heap() -> None:
 
 
 POLL_SECONDS = 0.0002
-"""Between two looks at whether a CUDA device has come to the end of a step."""
+"""Seconds between two looks at whether a CUDA device has come to the end of a step."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

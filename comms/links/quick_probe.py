@@ -47,14 +47,14 @@ of that a link four times as fast had 7 ms: with a load of 8 on two cores, what 
 of three equal links a third faster than the others."""
 
 BUDGET_SECONDS = 0.5
-"""For all meetings after the first trial: on very slow links nodes meet fewer partners. Where one meeting takes longer
-(from 0.3 s for the trial, 1.8 Mbit/s) the trial is all there is."""
+"""Seconds for all meetings after the first trial: on very slow links nodes meet fewer partners. Where one meeting takes
+longer (from 0.3 s for the trial, 1.8 Mbit/s) the trial is all there is."""
 
 MEETINGS = 3
 """Partners of each node: as for `unit_rates`, whoever meets a slow node meets another one too."""
 
 SMALL_SWAPS = 5
-"""Of one element: half of them are as fast as the link's latency allows."""
+"""The small swaps of one element: half of them are as fast as the link's latency allows."""
 
 
 def quick_probe(communicator: Communicator) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # each is loaded where it is asked for
 log = logging.getLogger("gradwire")
 
 GET_TIMEOUT = timedelta(seconds=2)
-"""For a key of the store that was there a moment ago."""
+"""The get timeout for a key of the store that was there a moment ago."""
 
 TRACE_AFTER = 5
 """Steps before the trace that GRADWIRE_TRACE asks for: buckets are rebuilt, and connections made, in the first ones."""

@@ -10,7 +10,7 @@ from torch.profiler import record_function
 from gradwire.comms.streams import Clock, Mark
 
 PREFIX = "gradwire: "
-"""Of the ranges that torch.profiler and Nsight Systems show."""
+"""The prefix of the ranges that torch.profiler and Nsight Systems show."""
 
 Detail = int | float | str | None | list[int] | list[str]
 

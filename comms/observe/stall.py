@@ -39,7 +39,7 @@ CLOSE_SECONDS = 1.0
 """How long `close` waits for the thread, which may be in a call of the store."""
 
 MOST_FAILURES = 3
-"""Of the store, in one stall; then the thread ends."""
+"""The most failures of the store, in one stall; then the thread ends."""
 
 COLLECTOR, VERDICT = "stall/collector", "stall/verdict"
 
@@ -289,7 +289,7 @@ class StallWatch:
         self._store.set(VERDICT, text)
 
     def _with_buckets(self, words: Mapping[int, Word]) -> dict[int, Word]:
-        """On CUDA: names the bucket that the last rank has not come to, where this one has."""
+        """Names the bucket that the last rank has not come to, where this one has (on CUDA)."""
         behind = self._executor.launches - min(word.launches for word in words.values())
         carried = list(self._executor.carried)
         if not 0 < behind <= len(carried):

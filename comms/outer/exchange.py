@@ -42,7 +42,8 @@ from gradwire.compressors.residual import keep_until_read
 log = logging.getLogger("gradwire")
 
 LOOK_SECONDS = 0.05
-"""Between two looks at how far the other ranks are, where ranks that have taken different numbers of steps meet."""
+"""Seconds between two looks at how far the other ranks are, where ranks that have taken different numbers of steps
+meet."""
 
 TELL_SECONDS = 0.2
 """That a rank waits for a result before it says so, to ranks that may have taken fewer steps: the store is on the link
@@ -53,7 +54,7 @@ FIXED = ("fragments", "warmup_steps", "warmup_every")
 may change from one run to the next."""
 
 SEPARATOR = "|"
-"""Between the parts of a key in a state; parameter names are attribute paths and cannot hold it."""
+"""The separator between the parts of a key in a state; parameter names are attribute paths and cannot hold it."""
 
 
 def agreement_of(store: Store, rank: int, size: int, timeout: timedelta) -> Agreement:

@@ -19,7 +19,8 @@ UNEVEN = 1.02
 """Of the mean: so large a fragment may become for the sake of having the small parameters together."""
 
 _Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""Of a tensor: dtype, shape, and its dimensions, those of size 1 left out, from the largest stride to the smallest."""
+"""The form of a tensor: dtype, shape, and its dimensions, those of size 1 left out, from the largest stride to the
+smallest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ PAT_SHARE, PAT_RANK_SECONDS, PAT_HOP_SHARE = 0.75, 2.8e-6, 1 / 3.5
 """All-gather over ranks that are each alone on their node: bandwidth, seconds a rank, share of a network step."""
 
 POST_SECONDS = {False: 1e-6, True: 2e-6}
-"""To post a message to the network, with processors of AMD (True) or others; a Simple step posts three."""
+"""Seconds to post a message to the network, with processors of AMD (True) or others; a Simple step posts three."""
 
 FASTEST_CHANNEL = {70: 40e9, 80: 40e9, 90: 60e9, 100: 90e9}
 DOUBLED_CHANNEL, FEW_CHANNELS = 25e9, 4

@@ -200,11 +200,11 @@ class Executor(ABC):
 
     @abstractmethod
     def interrupt(self, error: Exception) -> None:
-        """On CUDA: gives up what is under way, and all that would come, because of an error here or elsewhere."""
+        """Gives up what is under way, and all that would come, because of an error here or elsewhere (on CUDA)."""
 
     @abstractmethod
     def raise_failure(self) -> None:
-        """On CUDA: raises what has failed, so far as that is known; costs nothing otherwise.
+        """Raises what has failed, so far as that is known; costs nothing otherwise (on CUDA).
 
         Raises:
             CollectiveError: See `interrupt`.
@@ -227,4 +227,4 @@ class Executor(ABC):
 
     @abstractmethod
     def rejoin(self) -> None:
-        """On CUDA: puts the current stream behind everything that was issued."""
+        """Puts the current stream behind everything that was issued (on CUDA)."""

@@ -170,7 +170,7 @@ class Ledger:
             return [row.seconds for row in self._rows.values()]
 
     def read_times(self) -> None:
-        """On CUDA: reads the times of the phases that were issued before the last call: the device has passed them."""
+        """Reads the times of the phases that were issued before the last call: the device has passed them (on CUDA)."""
         passed, self._issued, self._being_issued = self._issued, self._being_issued, []
         for row, calls, began, ended in passed:
             row.seconds += self.clock.between(began, ended)

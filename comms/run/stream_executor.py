@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # loaded where it is asked for
 log = logging.getLogger("gradwire")
 
 CLOSING_LOOK_SECONDS = 0.02
-"""Between two looks at whether the device has come to the end."""
+"""Seconds between two looks at whether the device has come to the end."""
 
 CLOSED = "gradwire is closed on this rank: make a new HookState, or a new process group, for further all-reduces"
 

@@ -33,7 +33,7 @@ class Members(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """In the order of the parts below: indices in the group of all that share parameters."""
+        """Indices in the group of all that share parameters (in the order of the parts below)."""
 
     @property
     def rank(self) -> int:

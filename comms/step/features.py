@@ -60,7 +60,7 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
 def choose_compressors(
     listeners: Listeners, communicator: Communicator, compression: "Compression", consensus: MakesAgreement
 ) -> None:
-    """With `compressor="auto"`: chooses each layer's compressor while training runs."""
+    """Chooses each layer's compressor while training runs (with `compressor="auto"`)."""
     if communicator.config.compressor == AUTO:
         from gradwire.comms.autotune.choose import LayerChooser
 
@@ -90,7 +90,7 @@ def watch_steps(
 
 
 def tune(listeners: Listeners, communicator: Communicator, fusion: "Fusion", name: str, model: object) -> None:
-    """With `tune` or `fusion="auto"`: tunes cuts, plan and chunks while training runs.
+    """Tunes cuts, plan and chunks while training runs (with `tune` or `fusion="auto"`).
 
     Args:
         listeners: Of the communicator.

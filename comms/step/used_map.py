@@ -20,7 +20,7 @@ class Issues(Protocol):
     """What issues the buckets' collectives."""
 
     def rejoin(self) -> None:
-        """On CUDA: puts the current stream behind everything that was issued."""
+        """Puts the current stream behind everything that was issued (on CUDA)."""
 
 
 class UsedMap:

@@ -63,14 +63,15 @@ WORDS = 1 << 31
 """Added to the rank in the first bytes of a connection that carries words alone."""
 
 CONNECT_SECONDS = 5.0
-"""For a card's connections, all of them: a network that does not reach a peer in that time is left out."""
+"""Seconds for a card's connections, all of them: a network that does not reach a peer in that time is left out."""
 
 PATIENCE_SECONDS = 5.0
 """How long a card may have something under way and nothing acknowledged, at most a quarter of the time-out: by then TCP
 has sent it again four times."""
 
 _TICK_SECONDS, _REST_SECONDS = 1.0, 0.01
-"""Between two looks at the cards while something is under way, and until a card that was passed over is asked again."""
+"""Seconds between two looks at the cards while something is under way, and until a card that was passed over is asked
+again."""
 
 _NOT_A_MESSAGE = 2**64 - 1
 _CAME, _FAILED, _ECHO = 0, 1, 2

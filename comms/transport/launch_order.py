@@ -124,7 +124,7 @@ class Devices:
         self._kept: bool | None = None
 
     def prepare(self, several: bool) -> None:
-        """Before the first communicator of a state is made: has NCCL keep the order, where it will still read that.
+        """Has NCCL keep the order, where it will still read that (before the first communicator of a state is made).
 
         Args:
             several: Whether more than one is going to be in flight on one device.

@@ -45,10 +45,10 @@ ABORT_SECONDS = 1.0
 """How long NCCL gets at least to let go of a group in which nothing is under way: milliseconds on an idle machine."""
 
 MEETING_SECONDS = 0.02
-"""Between two looks at whether the other ranks are through, in `close`."""
+"""Seconds between two looks at whether the other ranks are through, in `close`."""
 
 POLL_SECONDS = 0.002
-"""Between two looks at whether a group has connected, and at what is under way in `close`."""
+"""Seconds between two looks at whether a group has connected, and at what is under way in `close`."""
 
 WATCHDOG_MARGIN = timedelta(hours=1)
 """How much later torch's watchdog may end this process than gradwire gives a collective up: it counts from the issue,

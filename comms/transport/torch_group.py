@@ -697,7 +697,7 @@ class Connection:
     inode: int
 
     def leave_to_parent(self) -> None:
-        """In a forked child: closes its copy, if it is still there."""
+        """Closes its copy, if it is still there (in a forked child)."""
         with suppress(OSError):  # closed before the fork
             if os.fstat(self.descriptor).st_ino == self.inode:
                 replace_descriptor(self.descriptor)

@@ -12,7 +12,7 @@ from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
 from gradwire.comms.watch.rank import RankWord
 
 ANSWER_TIMEOUT = timedelta(seconds=2)
-"""For every question to the store: a watch never waits for it longer."""
+"""The answer timeout for every question to the store: a watch never waits for it longer."""
 
 ASKED, CONCLUDED, TIMELINES = "asked", "concluded", "timelines"
 

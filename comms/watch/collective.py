@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TRACE_LOOK_SECONDS = 0.002
-"""Between two looks where a timeline is wanted: 1.5 % of a core, at 30 us each."""
+"""Seconds between two looks where a timeline is wanted: 1.5 % of a core, at 30 us each."""
 
 _CHANNEL = re.compile(r"(?P<group>.*): (?P<source>\d+) to (?P<target>\d+)")
 

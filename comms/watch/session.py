@@ -24,16 +24,17 @@ from gradwire.comms.watch.trouble import find_disagreements
 log = logging.getLogger("gradwire")
 
 LOOK_SECONDS = 0.02
-"""Between two looks at this rank's groups: 10 us for the state of its groups, and 20 us for where its thread stands."""
+"""Seconds between two looks at this rank's groups: 10 us for the state of its groups, and 20 us for where its thread
+stands."""
 
 WORD_SECONDS = 0.5
-"""Between two words of a rank."""
+"""Seconds between two words of a rank."""
 
 CONCLUDE_SECONDS = ANSWER_SECONDS + 2.0
 """How long a rank that ends with an error waits until the others have answered, and rank 0 has said what they mean."""
 
 MOST_FAILURES = 5
-"""Of the store, one after the other; then this rank watches no more."""
+"""The most failures of the store, one after the other; then this rank watches no more."""
 
 
 class Session:

@@ -13,7 +13,7 @@ ANSWER_SECONDS = 3.0
 """How long all ranks have to answer a question."""
 
 TIMELINE_SECONDS = 10.0
-"""Between two timelines: the file holds the last one. The times of 256 collectives take each rank some 8 ms."""
+"""Seconds between two timelines: the file holds the last one. The times of 256 collectives take each rank some 8 ms."""
 
 
 class TimelineWriter:

@@ -43,7 +43,7 @@ class _Layout:
 
     kept: int
     low_bits: int
-    """Of a place that are in its entry."""
+    """The low bits of a place that are in its entry."""
     entries_nbytes: int
     vector_nbytes: int
 

@@ -19,7 +19,7 @@ WATERFILL_BLOCK = 32
 WATERFILL_BITS = (2, 3, 4, 5)
 """Bits an element that kernels exist for."""
 MOST_WIDTH = 8
-"""Of a code, in bits."""
+"""The most width of a code, in bits."""
 _BLOCKS = WATERFILL_GROUP // WATERFILL_BLOCK
 _STEPS = 8
 """Scales in an octave: a scale is the upper 12 bits of a float32, of which 3 are mantissa."""

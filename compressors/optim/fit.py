@@ -43,8 +43,8 @@ BEHIND_UNDER_ADAPTIVE = {"waterfill2": 0.055, "rotated2": 0.048}
 DDP's own seeds lie 0.015 apart; rotated2 as docs/results/optimizers.md has it."""
 
 ENOUGH_RANK = 16
-"""Of PowerSGD's factors under an adaptive optimizer. Measured (docs/results/convergence.md): on matrices of 128 to
-512 under AdamW a transformer ended 0.16 bits behind at rank 4, 0.08 at rank 8, 0.02 at rank 16."""
+"""The enough rank of PowerSGD's factors under an adaptive optimizer. Measured (docs/results/convergence.md): on
+matrices of 128 to 512 under AdamW a transformer ended 0.16 bits behind at rank 4, 0.08 at rank 8, 0.02 at rank 16."""
 ENOUGH_DENSITY = 0.01
 """Of DGC. Measured on the CNN of the same page: half a point behind at a thousandth, within the noise of seeds at
 this."""

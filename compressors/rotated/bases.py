@@ -39,7 +39,7 @@ LEAST_PIVOT = 1e-5
 PANEL = 16
 """Rows that are eliminated one by one before the others get their sum."""
 BASIS_BITS = 20
-"""Of the elements of a basis."""
+"""The basis bits of the elements of a basis."""
 
 
 @dataclass(frozen=True, slots=True)
