@@ -116,7 +116,7 @@ class StatusLine:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Around the writing of a result.
+    """Brackets the writing of a result.
 
     Args:
         option: That named the file: `--json`.

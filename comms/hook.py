@@ -221,7 +221,7 @@ class HookState(Face[GradientSession]):
 
     @property
     def view(self) -> "View":
-        """In elastic training: which ranks there are now, and which of them is this one.
+        """The ranks that there are now, and which of them is this one, in elastic training.
 
         Raises:
             RuntimeError: `elastic` is not set, or the ranks have not connected.
@@ -232,7 +232,7 @@ class HookState(Face[GradientSession]):
 
     @property
     def changes(self) -> "tuple[Change, ...]":
-        """In elastic training: the changes of the ranks so far, and what of each took how long here, oldest first.
+        """The changes of the ranks so far, and what of each took how long here, oldest first; in elastic training.
 
         Raises:
             RuntimeError: `elastic` is not set, or the ranks have not connected.
@@ -629,7 +629,7 @@ def _end_compression(
 
 
 def _sparse_extremes(buckets: Sequence[Bucket]) -> list[Tensor]:
-    """Of the rows of sparse averages, 0-dim: finite if and only if all of them are."""
+    """The extremes of the rows of sparse averages, 0-dim: finite if and only if all of them are."""
     values = [bucket.result().wait()._values() for bucket in buckets]
     return [extreme for value in values if value.numel() for extreme in torch.aminmax(value)]
 

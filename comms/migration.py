@@ -73,7 +73,7 @@ def is_settled(held: Iterable[HeldRun], layout: Layout, own: Sequence[Layout]) -
 
 
 class HeldState:
-    """In which layouts a compressor's state lies, so that it follows its parameters where they travel in a new one.
+    """The layouts that a compressor's state lies in, so that it follows its parameters where they travel in a new one.
 
     The ranks of a node ask each other only about a state that was loaded: on CUDA an answer makes the host wait. What
     this process itself has trained is exchanged without a question, and in the first step there is nothing.

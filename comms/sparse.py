@@ -50,7 +50,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Of both."""
+        """Bytes of both."""
         return self.keys.nbytes + self.values.nbytes
 
 

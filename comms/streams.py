@@ -52,7 +52,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For work that is done when the host has done it.
+    """The clock of work that is done when the host has done it.
 
     Args:
         now: Seconds that only grow.
@@ -71,7 +71,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For work on a CUDA device: events on its streams, read a step later.
+    """The clock of work on a CUDA device: events on its streams, read a step later.
 
     Args:
         device: A CUDA device.

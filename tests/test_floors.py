@@ -43,6 +43,14 @@ LARGER = {
 
 STUDIES = "gradwire.bench.studies"
 
+PREPOSITIONS = re.compile(
+    r"(of|to|for|by|from|in|on|at|behind|after|before|between|among|under|over|within|into|through|against|beside|since"
+    r"|until|per|below|above|around|towards|without|with)\b",
+    re.IGNORECASE,
+)
+NOTES_OF_WHAT = 201
+"""Notes behind constants and attributes that begin with a preposition yet: they may only become fewer."""
+
 
 def python_files() -> list[Path]:
     files = [file for folder in (*ALLOWED, "gradwire") for file in (ROOT / folder).rglob("*.py")]
@@ -242,6 +250,20 @@ def test_plans_ask_no_compressor_for_its_class() -> None:
             ):
                 asked = {name.strip() for name in ast.unparse(node.args[1]).split("|")}
                 assert asked <= apart, f"{file.relative_to(ROOT)}:{node.lineno} asks for {sorted(asked - apart)}"
+
+
+def test_docstrings_say_first_what_a_thing_is() -> None:
+    """`Seconds between two looks`, not `Between two looks`: who reads a docstring alone must know what it is of."""
+    notes = 0
+    for file in (file for file in FILES if not file.is_relative_to(ROOT / "bench" / "studies")):
+        for node in nodes_of(file):
+            body = getattr(node, "body", None)
+            for number, each in enumerate(body if isinstance(body, list) else []):
+                text = each.value.value if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) else ""
+                if PREPOSITIONS.match(str(text).lstrip()):
+                    assert number > 0, f"{file.relative_to(ROOT)}:{each.lineno} begins with a preposition: {text}"
+                    notes += 1
+    assert notes <= NOTES_OF_WHAT, f"{notes} notes begin with a preposition, {NOTES_OF_WHAT} did"
 
 
 def test_no_two_classes_have_one_name() -> None:

@@ -1,4 +1,4 @@
-"""From a machine to the two numbers a planner needs about each level: bytes per second, and seconds per message.
+"""The two numbers that a planner needs about each level of a machine: bytes per second, and seconds per message.
 
 Bandwidths are NCCL's usable figures, not data-sheet ones. A number that nobody published or measured is None; the
 caller then has to give it (or to measure).

@@ -205,7 +205,7 @@ def _enter(
 
 
 def _bucket_megabytes(spec: ContenderSpec, settings: CompareSettings, model: nn.Module) -> float | None:
-    """For DDP's `bucket_cap_mb`; None leaves it alone."""
+    """The value of DDP's `bucket_cap_mb`; None leaves it alone."""
     if spec.one_bucket:
         return 2 * sum(parameter.nbytes for parameter in model.parameters()) / 2**20 + 1
     return Scale(settings.factor, settings.slow_motion).bucket_megabytes if settings.replay else None

@@ -170,7 +170,7 @@ class ReplayCase:
 
     @property
     def nbytes(self) -> int:
-        """Of all gradients in float32."""
+        """Bytes of all gradients in float32."""
         return 4 * sum(math.prod(shape) for _, shape in self.parameters)
 
 
@@ -315,7 +315,7 @@ class Scale:
 
     @property
     def bucket_megabytes(self) -> float:
-        """For DDP's `bucket_cap_mb`: as many buckets as the whole network has."""
+        """The value of DDP's `bucket_cap_mb` that makes as many buckets as the whole network has."""
         return DDP_BUCKET_MEGABYTES / self.factor
 
     def link(self, bits_per_second: int) -> int:

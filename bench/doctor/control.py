@@ -61,7 +61,7 @@ class Control:
         return missing
 
     def started(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Of some ranks, those that have said before they imported torch that they run -> their host.
+        """Those of some ranks that have said, before they imported torch, that they run -> their host.
 
         Args:
             ranks: Asked about.
@@ -147,7 +147,7 @@ def circle(count: int) -> list[list[tuple[int, int]]]:
 
 
 def spread(rounds: Sequence[list[tuple[int, int]]], most: int) -> list[list[tuple[int, int]]]:
-    """At most so many of the rounds, evenly taken: each node stays in every round."""
+    """As many of the rounds as are wanted, evenly taken: each node stays in every round."""
     if len(rounds) <= most:
         return list(rounds)
     return [rounds[place * len(rounds) // most] for place in range(most)]

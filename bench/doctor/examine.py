@@ -544,7 +544,7 @@ def _backends_of(facts: JobFacts, launcher: str) -> list[tuple[str, str]]:
 
 
 def _backend_nbytes(facts: JobFacts) -> int:
-    """Of the gradients, as much as a healthy network of this job moves in a moment."""
+    """As much of the gradients as a healthy network of this job moves in a moment."""
     moment = BACKEND_SECONDS * facts.good_rate() / 2 if facts.pairs else 16e6
     return max(min(facts.gradient_nbytes, int(moment), 64 << 20) // 4 * 4, 1 << 16)
 

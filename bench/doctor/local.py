@@ -373,7 +373,7 @@ def gpu_states() -> tuple[GpuState, ...]:
 
 
 def _peers(nvml: object, index: int, handles: list[object]) -> tuple[int, ...]:
-    """To each GPU whether this one may read its memory; empty where the driver does not say.
+    """Whether this GPU may read each GPU's memory; empty where the driver does not say.
 
     Source: NVML API reference, nvmlDeviceGetP2PStatus; index 0 is NVML_P2P_CAPS_INDEX_READ.
     """

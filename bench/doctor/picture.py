@@ -72,7 +72,7 @@ def svg(facts: JobFacts) -> str:
 
 
 def _short(names: list[str]) -> list[str]:
-    """Without the domain, where all have one and the first parts tell them apart."""
+    """Names without the domain, where all have one and the first parts tell them apart."""
     first = [name.partition(".")[0] for name in names]
     return first if len(set(first)) == len(first) else names
 

@@ -53,7 +53,7 @@ class StepSplit:
             self._last = now
 
     def begin(self) -> None:
-        """From here on what is seen counts; called by the main thread at the end of a step."""
+        """Counts what is seen from here on; called by the main thread at the end of a step."""
         with self._lock:
             self._look()
             self._first = dict(self._activity.seconds), self._under_way()

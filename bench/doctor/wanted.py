@@ -25,7 +25,7 @@ class Wanted:
 
 
 def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> JobFacts:
-    """With the user's own figures: those of the command line, then those of their script, then the usual ones.
+    """Takes the user's own figures: those of the command line, then those of their script, then the usual ones.
 
     Args:
         facts: Of the job.

@@ -409,7 +409,7 @@ class EmulatedCluster:
 
     @property
     def relays(self) -> tuple[Relay, ...]:
-        """By network; none without a `path`, or where netem carries its packets."""
+        """The relays of each network; none without a `path`, or where netem carries its packets."""
         return tuple(self._relays)
 
     def shrink_switch(self, mtu: int) -> None:

@@ -105,7 +105,7 @@ class KernelInputs:
         return self._values(seed, self.numel if numel is None else numel).to(self.device)
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """For what a kernel writes."""
+        """Zeros for what a kernel writes."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def payloads(self, codec: Codec, numel: int, rows: int = WORKERS) -> Tensor:

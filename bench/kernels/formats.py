@@ -50,7 +50,7 @@ class Minifloat:
 
     @property
     def bits(self) -> int:
-        """Of a value."""
+        """Bits of a value."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     def round(self, x: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def _sendrecv(backend: Backend, output: Tensor, source: Tensor, operation: str, 
 
 
 def _from_aside(output: Tensor, source: Tensor, prepare: Callable[[Tensor, Tensor], Issue]) -> Issue:
-    """In place the input is copied aside first: no library exchanges all parts inside one buffer."""
+    """Copies the input aside first, in place: no library exchanges all parts inside one buffer."""
     if not _shares_memory(output, source):
         return prepare(output, source)
     aside = torch.empty_like(source)

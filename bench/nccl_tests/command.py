@@ -247,7 +247,7 @@ class Bench:
                 print(line, flush=True)
 
     def _show_losses(self, compressor: str, losses: list[Loss]) -> None:
-        """On stderr: parsers of nccl-tests' output read stdout."""
+        """Shows losses on stderr: parsers of nccl-tests' output read stdout."""
         if not self._options.json:
             CleanConsole(stderr=True, highlight=False).print(loss_table(compressor, losses))
 

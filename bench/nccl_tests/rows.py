@@ -38,7 +38,7 @@ class IterationTimes:
     by_rank: tuple[tuple[float, ...], ...]
 
     def percentile(self, percent: float) -> float:
-        """By nearest rank."""
+        """The percentile by nearest rank."""
         ordered = sorted(self.seconds)
         return ordered[max(0, -(-len(ordered) * percent // 100).__int__() - 1)]
 
@@ -49,7 +49,7 @@ class IterationTimes:
 
     @property
     def deviation(self) -> float:
-        """Of the population."""
+        """The standard deviation of the population."""
         return statistics.pstdev(self.seconds)
 
     @property
@@ -171,7 +171,7 @@ class Timer:
         return (time.perf_counter() - began) / self._graph_launches / self._iterations / len(issues)
 
     def _finish(self) -> None:
-        """On CUDA a Work's wait() only orders streams; the clock must not stop before the device has."""
+        """Waits for the device: on CUDA a Work's wait() only orders streams."""
         if self._cuda:
             torch.cuda.synchronize()
 

@@ -60,7 +60,7 @@ def is_trace(record: PlotRecord) -> bool:
 
 
 def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineBar]]]:
-    """For each rank its rows from top to bottom: the step, and what its lanes did in it.
+    """Each rank's rows from top to bottom: the step, and what its lanes did in it.
 
     Args:
         record: A trace.
@@ -95,7 +95,7 @@ def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineB
 
 
 def spans_of(record: PlotRecord) -> dict[int, tuple[float, float]]:
-    """For each step of a trace, when its first rank began and its last rank ended, in seconds."""
+    """When each step's first rank began and its last rank ended, in seconds."""
     spans: dict[int, tuple[float, float]] = {}
     for event in record["traceEvents"]:
         if event["ph"] == "X" and event["cat"] in ("step", "buckets") and "step" in event["args"]:

@@ -35,7 +35,7 @@ OWN_VARIABLES = ("GRADWIRE_HOSTNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "
 
 
 def cuda_versions() -> dict[str, str]:
-    """Of what lies below gradwire's own kernels; what is missing is left out, or says so."""
+    """Versions of what lies below gradwire's own kernels; what is missing is left out, or says so."""
     found = {"torch CUDA": str(torch.version.cuda)}
     if not torch.cuda.is_available():
         return found

@@ -48,7 +48,7 @@ def as_record(findings: SelftestFindings, took_seconds: float) -> dict[str, obje
 
 
 def _short_record(check: SelftestResult) -> dict[str, object]:
-    """Without what is empty, so that the whole fits into an issue."""
+    """The record without what is empty, so that the whole fits into an issue."""
     record = asdict(check) | {"seconds": round(check.seconds, 3)}
     return {name: value for name, value in record.items() if value not in ("", None)}
 

@@ -427,19 +427,19 @@ def _why(
 
 
 class SquaredNorms(Protocol):
-    """Of one layer, of all ranks together; as in `LayerNumbers`."""
+    """Numbers of one layer, of all ranks together; as in `LayerNumbers`."""
 
     @property
     def gradient(self) -> float:
-        """Of what the ranks contribute."""
+        """The squared norm of what the ranks contribute."""
 
     @property
     def total(self) -> float:
-        """Of the sum, once for each rank of the group."""
+        """The squared norm of the sum, once for each rank of the group."""
 
     @property
     def left_out(self) -> Sequence[float]:
-        """Of what one payload of each candidate would leave out."""
+        """The squared norm of what one payload of each candidate would leave out."""
 
 
 def predicted_error(adaptive: Adaptive, number: int, found: SquaredNorms, group_size: int) -> float:

@@ -236,7 +236,7 @@ class Tuner:
         return statistics.median(times[self._budget.uncounted_steps :] or times)
 
     def _slowest(self, own: list[float]) -> list[float]:
-        """For each measurement the slowest rank's."""
+        """The slowest rank's figure of each measurement."""
         decided = self._consensus.decide(own, lambda ranks: [max(each) for each in zip(*_rows(ranks), strict=True)])
         return _rows([decided])[0]
 

@@ -25,7 +25,7 @@ class InnerTurns:
         self._issuers: dict[torch.device, TorchIssuer] = {}
 
     def start_coalescing(self) -> None:
-        """Until `end_coalescing` nothing takes a turn."""
+        """Has nothing take a turn until `end_coalescing`."""
         self.coalescing, self._collected = True, False
 
     def end_coalescing(self, issue_all: Callable[[], dist.Work], device: torch.device) -> dist.Work:

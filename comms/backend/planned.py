@@ -46,7 +46,7 @@ class PlannedAllReduce:
 
     @property
     def store(self) -> Store:
-        """For what else the ranks of this group tell each other: without what an earlier start of them has left."""
+        """The store for what else the ranks of this group tell each other, without what an earlier start has left."""
         return self._communicators["cpu"].plain_store
 
     @property

@@ -263,7 +263,7 @@ def _end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _value_of(outputs: list[Tensor]) -> Callable[[FutureTensors], list[Tensor]]:
-    """For `then`: other tensors in place of a future's value, if it has one."""
+    """Other tensors in place of a future's value, if it has one: for `then`."""
 
     def value(done: FutureTensors) -> list[Tensor]:
         done.value()

@@ -174,7 +174,7 @@ class GradwireGroup(DelegatingGroup):
 
     @outside_graphs
     def broadcast(self, *arguments: object, **named: object) -> dist.Work:
-        """Through shared memory on a single node, by a plan on several. In place."""
+        """Sends through shared memory on a single node, by a plan on several. In place."""
         match arguments:
             case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named and _is_local(tensor):
                 if self._node:
@@ -281,7 +281,7 @@ class GradwireGroup(DelegatingGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Until `_end_coalescing` everything goes to the inner group, which collects it (NCCL)."""
+        """Sends everything to the inner group, which collects it (NCCL), until `_end_coalescing`."""
         self.turns.start_coalescing()
         self.inner._start_coalescing(device)
 

@@ -126,7 +126,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _sources(destinations: Iterable[tuple[int, str]]) -> list[str]:
-    """From which address this host would send to each destination, where it has a route."""
+    """The address from which this host would send to each destination, where it has a route."""
     found = []
     for family, destination in destinations:
         try:

@@ -332,7 +332,7 @@ def nccl_has_run() -> bool:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the NCCL that torch calls; empty in a torch without it."""
+    """The version of the NCCL that torch calls; empty in a torch without it."""
     if not hasattr(torch._C, "_nccl_version"):
         return ()
     return tuple(torch.cuda.nccl.version()[:3])  # type: ignore[no-untyped-call]
@@ -473,12 +473,12 @@ class ShardedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter (with tensor parallelism: of this rank's part of it)."""
+        """The shape of the whole parameter (with tensor parallelism: of this rank's part of it)."""
         return tuple(self.param._orig_size)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Of this rank's shard, without padding."""
+        """The shape of this rank's shard, without padding."""
         return tuple(self.param.sharded_size)
 
     @property
@@ -690,7 +690,7 @@ class GroupOptions(Protocol):
 
     @property
     def store(self) -> Store:
-        """With a prefix of its own for this group and device."""
+        """The store, with a prefix of its own for this group and device."""
 
     @property
     def group_rank(self) -> int:
@@ -702,7 +702,7 @@ class GroupOptions(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """For every collective."""
+        """The time-out of every collective."""
 
     @property
     def group_id(self) -> str:

@@ -78,7 +78,7 @@ class Door:
             return cls._shared
 
     def close(self) -> None:
-        """For one user less; the last one ends it."""
+        """Counts one user less; the last one ends it."""
         with self._lock:
             self._users -= 1
             if self._users:

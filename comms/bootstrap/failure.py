@@ -66,7 +66,7 @@ NAP_SECONDS = 0.05
 
 
 def look_seconds(size: int) -> float:
-    """Between two looks of each of `size` ranks at the store's alarm."""
+    """Seconds between two looks of each of `size` ranks at the store's alarm."""
     return max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
 
 

@@ -111,7 +111,7 @@ def of_others(addresses: Sequence[str]) -> list[str]:
 
 
 def to_call(kernel: str, addresses: Sequence[str]) -> list[str]:
-    """At which of its addresses a process can be called: on this kernel at the loopback, where no firewall is."""
+    """The addresses at which a process can be called: on this kernel the loopback, where no firewall is."""
     if kernel and kernel == own_kernel():
         return [LOOPBACK, *(each for each in addresses if each != LOOPBACK)]
     return of_others(addresses) or list(addresses)

@@ -237,7 +237,7 @@ class LivenessRing:
             self.thread.join(2 * LOOK_SECONDS)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: else nobody would hear of the end of the parent while the child lives."""
+        """Closes a forked child's copies: else nobody would hear of the end of the parent while the child lives."""
         for each in (*self._peers, self._listener, self._woken, self._waker):
             each.close()
 

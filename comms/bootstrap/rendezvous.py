@@ -88,7 +88,7 @@ class Presences(Sequence[Presence]):
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
     def pack(self) -> bytes:
-        """For the store; see `unpack`."""
+        """Bytes for the store; see `unpack`."""
         return _pack(self._columns)
 
     @classmethod
@@ -346,7 +346,7 @@ def _unpack(packed: bytes) -> dict[str, Column]:
 
 
 def _little(numbers: "array[int]") -> "array[int]":
-    """Of 4 bytes each, the lowest first, on every host."""
+    """Numbers of 4 bytes each, the lowest first, on every host."""
     assert numbers.itemsize == 4
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -87,7 +87,7 @@ class PollingStore(Store):
 
     @property
     def silent_seconds(self) -> float:
-        """Since the store has last answered this process; 0 where it answers in this process itself."""
+        """Seconds since the store has last answered this process; 0 where it answers in this process itself."""
         return 0.0 if self._client is None else self._client.silent_seconds
 
     def give_up_if_silent(self, patience: timedelta) -> None:
@@ -242,7 +242,7 @@ class _Client:
 
     @property
     def silent_seconds(self) -> float:
-        """Since the last answer."""
+        """Seconds since the last answer."""
         return time.monotonic() - self._heard
 
     def give_up_if_silent(self, seconds: float) -> None:

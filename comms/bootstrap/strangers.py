@@ -49,7 +49,7 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 def to_turn_away(since: Mapping[socket.socket, float]) -> list[socket.socket]:
-    """Of those who have not said who they are, the ones who are silent for too long, or too many: the oldest.
+    """Those who have not said who they are and are silent for too long, or too many: the oldest.
 
     Args:
         since: When each has called, in monotonic seconds; the oldest first.

@@ -62,7 +62,7 @@ class Averaging(Protocol):
 
     @property
     def names(self) -> ParameterNames:
-        """Of the model's parameters."""
+        """The names of the model's parameters."""
         ...
 
     @property
@@ -199,7 +199,7 @@ class ElasticTraining:
         self._survive(membership, communicator, joins=False)
 
     def _open_door(self, store: Store, device: torch.device) -> Requests:
-        """For those that want to join."""
+        """Makes the door for those that want to join."""
         made = Requests(store, self._state.config.timeout, self._shared(device), described(self._bound().module))
         weakref.finalize(self, made.close)
         return made
@@ -447,4 +447,4 @@ class TakeIn:
 
 
 def _no_training() -> None:
-    """Of a copied model."""
+    """What a copied model has in the place of its training."""

@@ -153,12 +153,12 @@ class Membership:
 
     @property
     def view(self) -> View:
-        """Of the epoch that the training thread is in."""
+        """The ranks of the epoch that the training thread is in."""
         return self._current.view
 
     @property
     def store(self) -> Store:
-        """For what the ranks of this epoch tell each other."""
+        """The store for what the ranks of this epoch tell each other."""
         return PrefixStore(f"{self.view.epoch}/ranks", self._plain)
 
     def alarm(self, number: int) -> str | None:

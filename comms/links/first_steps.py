@@ -24,7 +24,7 @@ LEAST_NBYTES = 4 << 20
 
 
 def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """For how long at least one of some spans was under way.
+    """Seconds for which at least one of some spans was under way.
 
     Args:
         spans: (began, ended) of each.
@@ -129,7 +129,7 @@ class FirstSteps(StepListener):
         communicator.routes.learned(levels)
 
     def _gathering_seconds(self) -> float:
-        """Of all-gathers inside the node so far: shared memory, where the last to come waits for nobody."""
+        """Seconds of all-gathers inside the node so far: shared memory, where the last to come waits for nobody."""
         name = self._communicator.cluster.levels[0].name
         rows = self._communicator.executor.ledger.phase_seconds().items()
         return sum(seconds for (_, op, level), (seconds, _, _) in rows if op == ALL_GATHER and level == name)

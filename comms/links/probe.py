@@ -237,6 +237,6 @@ def _measure(communicator: Communicator, consensus: Agreement, runs: Sequence[Ru
 
 
 def _usual(ranks: Sequence[object]) -> object:
-    """Of each run the median round, of which the slowest rank counts."""
+    """The median round of each run, of which the slowest rank counts."""
     by_run = zip(*(times for times in ranks if isinstance(times, list)), strict=True)
     return [statistics.median(max(each) for each in zip(*rounds, strict=True)) for rounds in by_run]

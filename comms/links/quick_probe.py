@@ -255,7 +255,7 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
 
 
 def _numbers(*values: float) -> torch.Tensor:
-    """Of float32, whatever a program has set as its default."""
+    """A tensor of float32, whatever a program has set as its default."""
     return torch.tensor(values, dtype=torch.float32)
 
 

@@ -21,7 +21,7 @@ class Exported(Protocol):
     """What can be exported."""
 
     def to_prometheus(self) -> str:
-        """In the text format of Prometheus."""
+        """The metrics in the text format of Prometheus."""
 
 
 class Metrics:

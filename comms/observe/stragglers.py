@@ -140,13 +140,13 @@ class Look:
     once: tuple[float, ...]
 
     def numbers(self) -> list[float]:
-        """To be shared."""
+        """The numbers to be shared."""
         phases = (*self.fast, *self.slow, *self.usual)
         return [self.step_seconds, self.since_step, *phases, *self.low, *self.middle, *self.high, *self.once]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Look":
-        """From what `numbers` gave."""
+        """The look whose `numbers` these are."""
         head = 2 + 3 * MOST_PHASES
         rest = (len(numbers) - head) // 4
         phases = [tuple(numbers[2 + part * MOST_PHASES : 2 + (part + 1) * MOST_PHASES]) for part in range(3)]
@@ -204,7 +204,7 @@ class _Ended:
 
 
 def _median(ordered: Sequence[float]) -> float:
-    """Of numbers in ascending order: `statistics.median` takes several times as long to find out what they are."""
+    """The median of ascending numbers: `statistics.median` takes several times as long to find out what they are."""
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 

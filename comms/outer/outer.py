@@ -397,7 +397,7 @@ class Outer(Face[AveragingSession]):
         return communicator
 
     def _council(self, communicator: Communicator, oversight: Oversight) -> Agreement:
-        """Of the ranks of one epoch: nobody waits in it for one that is lost."""
+        """The agreement of the ranks of one epoch: nobody waits in it for one that is lost."""
         store = oversight.polling(PrefixStore(COUNCIL, communicator.plain_store))
         return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
 
@@ -840,5 +840,5 @@ def _units_of(group: dist.ProcessGroup, own: frozenset[int], agreement: Agreemen
 
 
 def _wait_in_turn(device: torch.device, *unused: object) -> None:
-    """Before a forward pass on CUDA; a function of the module, so that the model can be pickled."""
+    """Runs before a forward pass on CUDA; a function of the module, so that the model can be pickled."""
     devices.wait_for_last(device)

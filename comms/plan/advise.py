@@ -113,7 +113,7 @@ class Workload:
 
     @property
     def silent_seconds(self) -> float:
-        """Of a step, before the backward pass that sends."""
+        """Seconds of a step before the backward pass that sends."""
         return (self.accumulate - 1) * (self.micro_seconds or self.backward_seconds)
 
 

@@ -233,7 +233,7 @@ def _useful(layer: LayerCosts, budget: float) -> list[int]:
 
 
 def _slacks(layers: Sequence[LayerCosts], choice: Sequence[int]) -> list[float]:
-    """By how much each layer could take longer before the step does, the others as they are."""
+    """The time by which each layer could take longer before the step does, the others as they are."""
     ends, done = [], 0.0
     for layer, number in zip(layers, choice, strict=True):
         done = max(done, layer.arrival) + layer.seconds[number]

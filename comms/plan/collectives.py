@@ -75,7 +75,7 @@ class CollectivePlan:
         return Route(plan, tuple(chunks), ((0, 0), *hops), turn, direct=False)
 
     def own_runs(self, rank: int) -> list[tuple[int, int]]:
-        """Of a reduce_scatter, the runs of elements that sums are made in on one rank, ascending and apart."""
+        """The runs of elements that a reduce_scatter makes sums in on one rank, ascending and apart."""
         runs = [
             (transfer.start + transfer.bounds[place], transfer.start + transfer.bounds[place + 1])
             for steps in self.chunks
@@ -95,7 +95,7 @@ class CollectivePlan:
 
 @lru_cache(maxsize=64)
 def stand_ins(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """For each node and piece the rank that stands for the piece in that node: in its own node its owner."""
+    """The rank that stands for a piece in a node, for each node and piece: in its own node its owner."""
     nodes = cluster.nodes
     found = [[0] * cluster.size for _ in nodes]
     for home in nodes:
@@ -313,14 +313,14 @@ def _broadcast(cluster: Cluster, root: int, start: int, stop: int, align: int) -
 
 
 def _holders(ranks: Sequence[int], parts: int) -> list[int]:
-    """For each part of a broadcast the rank of a node that carries it between nodes."""
+    """The rank of a node that carries each part of a broadcast between nodes."""
     shares = child_shares(parts, len(ranks))
     return [ranks[bisect_right(shares, part) - 1] for part in range(parts)]
 
 
 @lru_cache(maxsize=128)
 def _costs(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, tuple[PhaseCost, ...], tuple[PhaseCost, ...]]:
-    """Of one byte of tensor: inside the nodes (all phases together), between them hop by hop, and all of that."""
+    """Costs of one byte of tensor: inside the nodes (all phases together), between them hop by hop, and all of that."""
     model = CostModel(cluster, {})
     inside = model.phase(Phase(ALL_GATHER if op == ALL_GATHER else REDUCE_SCATTER, 0, cluster.widest(0)))
     if op == BROADCAST:

@@ -169,7 +169,7 @@ class CostModel:
         return PhaseCost(alpha_seconds, taken, egress, min(1.0, busy / taken) if taken else 1.0)
 
     def shares(self, level: int) -> Floats:
-        """For each rank the part of the bucket that it stands for at a level: the regions that it owns by then."""
+        """The part of the bucket that each rank stands for at a level: the regions that it owns by then."""
         shares = np.ones(self.cluster.size)
         for below in range(level):
             fractions = partial(_fractions, self.parts.get(below, 1), self.part_shares.get(below, ()))
@@ -235,7 +235,7 @@ class CostModel:
 
 
 def busiest(cluster: Cluster, costs: Iterable[tuple[PhaseCost, float]]) -> dict[str, float]:
-    """For each level's name the bytes of the busiest unit, all phases together.
+    """The bytes of each level's busiest unit, all phases together, by the level's name.
 
     Args:
         cluster: The one that the costs were worked out for.

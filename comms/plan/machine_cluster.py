@@ -1,4 +1,4 @@
-"""From one described machine to a cluster of many like it: what the planner needs to know about each level."""
+"""A cluster of many machines like one that is described: what the planner needs to know about each level."""
 
 from dataclasses import replace
 

@@ -42,7 +42,7 @@ def compute_seconds(step: float, exchange: float) -> float:
 
 
 def least_compute_seconds(nodes: int, exchange_seconds: float) -> float:
-    """From which step of one node on, several nodes train more than one of them does.
+    """The step of one node from which on several nodes train more than one of them does.
 
     They train n t / (t / 3 + max(2 t / 3, e)) times as much, which is 1 where t (n - 1 / 3) is e.
 

@@ -282,7 +282,7 @@ class Routes(dict[RouteKey, Route]):
         return tuple(found)
 
     def return_groups(self) -> tuple[tuple[int, ...], ...]:
-        """On CUDA, the sets of ranks of `groups` between which owners of unequal parts send back what they have summed.
+        """The sets of ranks between which, on CUDA, owners of unequal parts send back what they have summed.
 
         Also where the first buckets are too small for such owners: larger ones may have them, and nothing may connect
         during a step. They do so through communicators of their own: see `RETURN_LANE` in transport/groups.py.

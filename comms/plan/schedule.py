@@ -1,4 +1,4 @@
-"""From a plan to transfers: which ranks run which collective on which elements.
+"""The transfers of a plan: which ranks run which collective on which elements.
 
 Regions. Before the first phase there is one region, the bucket. A reduce_scatter at level l cuts every region into
 `parts` smaller ones, one for each rail (a rail is a set of ranks, one in each unit, that own the same region). Inside

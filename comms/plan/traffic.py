@@ -62,11 +62,11 @@ class Shape:
             self.counts.append(count[ids])
 
     def parents(self, level: int) -> Ints:
-        """For each rank the number of the unit in which the units below `level` are siblings."""
+        """The number, for each rank, of the unit in which the units below `level` are siblings."""
         return self.unit_ids[level + 1] if level + 1 < self.depth else np.zeros(self.size, dtype=np.intp)
 
     def by_child(self, level: int, values: Callable[[int], Sequence[float]]) -> Floats:
-        """For each rank a value that depends on its place among the siblings at one level.
+        """A value for each rank that depends on its place among the siblings at one level.
 
         Args:
             level: Of the siblings' parent: 0 for ranks inside a node.
@@ -79,7 +79,7 @@ class Shape:
         return found
 
     def crossings(self, sources: Ints, targets: Ints) -> Ints:
-        """For each message the highest level whose link it takes; 0 inside a node."""
+        """The highest level whose link each message takes; 0 inside a node."""
         crossed = np.zeros(len(sources), dtype=np.intp)
         for level in range(1, self.depth):
             crossed[self.unit_ids[level][sources] != self.unit_ids[level][targets]] = level
@@ -105,7 +105,7 @@ class Shape:
 
 
 def nbytes_by_level(cluster: Cluster, transfers: Iterable[Transfer], element_nbytes: int) -> dict[str, float]:
-    """For each level's name the bytes that leave its busiest unit in some transfers, all of them together.
+    """The bytes that leave each level's busiest unit in some transfers, all of them together, by the level's name.
 
     Slices travel straight to their owner or from it, an all_reduce around a ring, a broadcast down a chain.
 
@@ -173,7 +173,7 @@ def shape_of(cluster: Cluster) -> Shape:
 
 
 def _among_siblings(parents: Ints) -> tuple[Ints, Ints]:
-    """For each child, given the number of its parent, its place among the parent's children and how many there are."""
+    """The place of each child, given the number of its parent, among the parent's children, and how many there are."""
     order = np.argsort(parents, kind="stable")
     counts = np.bincount(parents)
     starts = np.cumsum(counts) - counts

@@ -196,7 +196,7 @@ class Executor(ABC):
 
     @abstractmethod
     def extremes(self) -> list[Tensor]:
-        """On CUDA, 0-dim: least and largest average of each compressed launch since the last call. `release` first."""
+        """The least and largest average of each compressed launch since the last call: CUDA, 0-dim. `release` first."""
 
     @abstractmethod
     def interrupt(self, error: Exception) -> None:
@@ -212,7 +212,7 @@ class Executor(ABC):
 
     @abstractmethod
     def spoil(self, bucket: Bucket) -> None:
-        """On CUDA: has the device make one average NaN where gradwire gives up before the step's last bucket has ended.
+        """Has the device make one average NaN where gradwire gives up before the step's last bucket has ended, on CUDA.
 
         The host may have issued the optimizer's step by then. Changes nothing otherwise; the current stream waits for
         the bucket, as DDP has it do in any case.

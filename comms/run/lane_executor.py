@@ -1,4 +1,4 @@
-"""On a CPU: one thread serves each lane, takes the chunk whose turn it is, and issues its collectives phase by phase.
+"""One thread serves each lane on a CPU, takes the chunk whose turn it is, and issues its collectives phase by phase.
 
 A chunk stays in the lane it is in as long as its collectives are done when they return (shared memory); after an
 asynchronous phase it goes on in the next lane, which waits for what is under way. All of that is in the plan, so all

@@ -157,7 +157,7 @@ class Ledger:
             )
 
     def phase_seconds(self) -> dict[PhaseKey, tuple[float, int, int]]:
-        """For each phase, by its place, collective and level: seconds and calls so far that were timed, bytes so far.
+        """The timed seconds and calls and the bytes of each phase so far, by its place, collective and level.
 
         On CUDA as far as they have been read. Waits for nothing.
         """

@@ -1,4 +1,4 @@
-"""On CUDA there are no threads: the caller issues everything at once, and streams keep it in order."""
+"""The caller issues everything at once on CUDA, where there are no threads, and streams keep it in order."""
 
 import logging
 import time
@@ -37,7 +37,7 @@ CLOSED = "gradwire is closed on this rank: make a new HookState, or a new proces
 
 @dataclass(slots=True, eq=False)
 class _HeldChunk:
-    """On CUDA: a chunk whose all-gathers are issued behind the way up of the chunk that follows it."""
+    """A chunk whose all-gathers are issued behind the way up of the chunk that follows it, on CUDA."""
 
     run: RunningLaunch
     walk: Iterator[Hop]

@@ -54,7 +54,7 @@ class Members(Protocol):
 
 
 class TorchMembers:
-    """By torch's own groups: on CUDA they are in the order of the current stream.
+    """Members that use torch's own groups: on CUDA they are in the order of the current stream.
 
     Args:
         group: Of these ranks.
@@ -89,7 +89,7 @@ class TorchMembers:
 
 
 class LinkedMembers:
-    """By gradwire's transports on the CPU: shared memory inside a node, both directions at once between nodes.
+    """Members on gradwire's transports on the CPU: shared memory in a node, both directions at once between nodes.
 
     Args:
         communicator: Of all ranks that share parameters.
@@ -151,7 +151,7 @@ class ShardNodes:
     numbers: tuple[int, ...]
 
     def describe(self) -> str:
-        """In a few words, for a report."""
+        """The members in a few words, for a report."""
         nodes, width = len(self.members), len(self.members[0])
         if nodes == 1:
             return f"{width} ranks of one node, exact"

@@ -1,4 +1,4 @@
-"""On CPUs: collectives between the ranks that share parameters, in a thread of their own while the model computes.
+"""Collectives between the ranks that share parameters, on CPUs: in a thread of their own while the model computes.
 
 FSDP2 calls them one after another and waits for each; on CUDA a stream makes that harmless. Here all-gathers return at
 once, and torch waits for them where it needs the weights: so those that it asks for ahead of time, in the backward pass

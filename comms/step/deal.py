@@ -118,7 +118,7 @@ class HasWeights(Protocol):
 
     @property
     def communicator(self) -> "HasPlace":
-        """Of the ranks."""
+        """The communicator of the ranks."""
 
 
 class HasPlace(Protocol):

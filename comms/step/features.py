@@ -69,7 +69,7 @@ def choose_compressors(
 
 
 def weigh_by_samples(listeners: Listeners, communicator: Communicator, config: Config) -> "SampleWeights | None":
-    """With `reduction="samples"`: what tells each step's weights; else None."""
+    """What tells each step's weights with `reduction="samples"`; else None."""
     if config.sums.kind != SAMPLES:
         return None
     from gradwire.comms.step.samples import SampleWeights

@@ -62,7 +62,7 @@ class Deals(Protocol):
 
     @property
     def checksum(self) -> int:
-        """Of how samples are dealt out from here on, in 32 bits."""
+        """The checksum of how samples are dealt out from here on, in 32 bits."""
 
     def heard(self, told: Sequence[Told]) -> None:
         """Takes in what all ranks have told, in their order; the same on all of them, once a step."""

@@ -111,7 +111,7 @@ class TorchIssuer:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
+    """The number of a CUDA device's multiprocessors."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -1,4 +1,4 @@
-"""Between machines on CPU tensors: MPI through mpi4py, for clusters whose MPI knows the network better than TCP does.
+"""MPI between machines, through mpi4py on CPU tensors, for clusters whose MPI knows the network better than TCP does.
 
 MPI moves bytes; gradwire adds. MPI's own reductions know no bfloat16 and promise equal bits on all ranks only as advice
 to implementors (MPI 4.1, section 6.9.1), so sums are made here in rank order, each slice on one rank. An all_reduce is

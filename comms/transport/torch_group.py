@@ -298,7 +298,7 @@ class GlooTransport(TorchTransport):
             connection.shut_down()
 
     def leave_to_parent(self) -> None:
-        """In a forked child, whose copies of gloo's sockets would hide the end of the parent from its peers."""
+        """Closes a forked child's copies of gloo's sockets, which would hide the end of the parent from its peers."""
         for connection in (*self._connections, *self._listening):
             connection.leave_to_parent()
 

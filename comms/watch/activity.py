@@ -54,7 +54,7 @@ def activity_of(frame: FrameType | None) -> str:
 
 
 def queue_seconds(thread: int) -> float:
-    """For how long a thread of this process has waited for a processor; 0 where the kernel does not say.
+    """Seconds that a thread of this process has waited for a processor; 0 where the kernel does not say.
 
     Args:
         thread: As the kernel numbers it.

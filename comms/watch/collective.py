@@ -51,7 +51,7 @@ class TimelinePart:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> "TimelinePart":
-        """From what `dataclasses.asdict` has made, by way of JSON."""
+        """Made of what `dataclasses.asdict` has made, by way of JSON."""
         groups = {name: [IssuedCollective(**each) for each in some] for name, some in found["groups"].items()}
         return cls(found["question"], found["seconds"], groups)
 

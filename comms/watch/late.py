@@ -63,7 +63,7 @@ class LateRank:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Between two moments of a group's life.
+    """The time between two moments of a group's life.
 
     Attributes:
         seconds: How long it took.
@@ -81,7 +81,7 @@ class _Slice:
         return max(min(end, until) - max(end - self.seconds, since), 0.0) / self.seconds
 
     def behind(self) -> list[float]:
-        """For each rank how much less it waited than the median one; of two in the middle the one that waits more."""
+        """How much less each rank waited than the median one; of two in the middle the one that waits more."""
         middle = sorted(self.waited)[len(self.waited) // 2]
         return [middle - each for each in self.waited]
 
@@ -147,7 +147,7 @@ class GroupWaits:
         return len(last) == slices and late >= slices - strays
 
     def waits_for_others(self, rank: int, since: float, until: float) -> float | None:
-        """For how many seconds a rank has waited longer than the one that waits least.
+        """The seconds that a rank has waited longer than the one that waits least.
 
         Args:
             rank: In the default group.

@@ -69,7 +69,7 @@ class RankWord:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> "RankWord":
-        """From what `dataclasses.asdict` has made, by way of JSON."""
+        """Made of what `dataclasses.asdict` has made, by way of JSON."""
         groups = {
             name: GroupState(**{**state, "quiet": tuple(QuietPoint(*point.values()) for point in state["quiet"])})
             for name, state in found["groups"].items()

@@ -38,7 +38,7 @@ def clock_offsets(parts: Mapping[int, TimelinePart]) -> dict[int, Offset]:
 
 
 def _bounds(parts: Mapping[int, TimelinePart], near: int, far: int) -> tuple[float, float]:
-    """Between which the difference of two ranks' clocks lies; infinite where nothing says so."""
+    """The bounds of the difference of two ranks' clocks; infinite where nothing says so."""
     low, high = -math.inf, math.inf
     for name in set(parts[near].groups) & set(parts[far].groups):
         theirs = {each.number: each for each in parts[far].groups[name]}

@@ -61,7 +61,7 @@ def find_stuck(
 
 
 def origin(stuck: Sequence[Stuck]) -> Stuck | None:
-    """Of several groups that hang the one that the others wait for: whose missing ranks wait in no other one."""
+    """The group that others which hang wait for: its missing ranks wait in no other one."""
     waiting = {rank for each in stuck for rank in each.waiting}
     roots = [each for each in stuck if not set(each.missing) & waiting]
     return next(iter(roots or stuck), None)

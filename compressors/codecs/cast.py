@@ -40,7 +40,7 @@ class CastCodec(BlockCodec):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values in a payload."""
+        """The dtype of the values in a payload."""
         return CAST_DTYPES[self.name]
 
     @property

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Around printing alone: `| head` is no error, and the exit status stays what was found out.
+    """Brackets printing alone: `| head` is no error, and the exit status stays what was found out.
 
     What is left unprinted goes nowhere, or Python would complain about it when it ends.
     """

@@ -104,7 +104,7 @@ class Gains:
 
 
 def break_even(nodes: int, advice: Advice) -> str:
-    """From which step on the nodes beat one of them, where how long a step takes was not given; empty for one node.
+    """The step from which on the nodes beat one of them, where how long one takes was not given; empty for one node.
 
     By the model of `comms/plan/overlap.py`.
 

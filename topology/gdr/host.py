@@ -134,7 +134,7 @@ class Host:
 
     @cached_property
     def best_pairs(self) -> tuple[Pair, ...]:
-        """For every GPU the pairs with its nearest NICs."""
+        """The pairs of every GPU with its nearest NICs."""
         best: list[Pair] = []
         for gpu in self.gpus:
             mine = {pair: path for pair, path in self.distances.items() if pair[0] == gpu.bus_id}

@@ -1,1 +1,1 @@
-"""From what a machine says about itself to a Machine: one reader for each format."""
+"""What a machine says about itself becomes a Machine: one reader for each format."""

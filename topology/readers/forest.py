@@ -1,4 +1,4 @@
-"""From a list of PCI functions, as sysfs or lspci show them, to the switches, GPUs and NICs of a machine.
+"""The switches, GPUs and NICs of a machine, from a list of PCI functions, as sysfs or lspci show them.
 
 Source: NCCL v2.30 src/graph/xml.cc (a switch is two bridges, upstream and downstream port, so the tree is climbed two
 bridges at a time; the functions of a multi-port card and its virtual functions are one NIC).

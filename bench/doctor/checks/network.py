@@ -469,7 +469,7 @@ def _used(first: RankFacts) -> NetworkInterface | None:
 
 
 def _share(mtu: int) -> float:
-    """Of a wire's bytes, those that are payload."""
+    """The share of a wire's bytes that is payload."""
     return (mtu - HEADERS_NBYTES) / (mtu + FRAME_NBYTES)
 
 

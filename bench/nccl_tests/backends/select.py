@@ -1,4 +1,4 @@
-"""From the command line to the backends that are measured: one for each algorithm and compressor asked for."""
+"""The command line gives the backends that are measured: one for each algorithm and compressor asked for."""
 
 import argparse
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""From the files of csrc/cuda to kernels: one text for each file, compiled by NVRTC, kept on disk, loaded by CuPy.
+"""The kernels of csrc/cuda: one text for each file, compiled by NVRTC, kept on disk, loaded by CuPy.
 
 CuPy's own compilation adds -ftz=true after the caller's options (cupy issue 9576), which would turn subnormal numbers
 into zero, so that payloads would differ from the CPU's. So NVRTC is called directly, through CuPy's binding of it, and

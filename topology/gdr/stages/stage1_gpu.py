@@ -182,7 +182,7 @@ def nvlink(host: Host) -> Finding:
 
 
 def fabric_manager(host: Host) -> Finding:
-    """With NVSwitches CUDA works only once the fabric manager has finished (else error 802).
+    """CUDA works with NVSwitches only once the fabric manager has finished (else error 802).
 
     Command: `systemctl is-active nvidia-fabricmanager; nvidia-smi -q | grep -A4 Fabric`
     Source: NVIDIA Fabric Manager user guide; NVML API reference, nvmlDeviceGetGpuFabricInfoV.

@@ -122,7 +122,7 @@ def _ports(host: Host) -> list[tuple[str, RdmaPort]]:
 
 
 def port_state(host: Host) -> Finding:
-    """At least one port is ACTIVE.
+    """One port is ACTIVE, or more.
 
     Command: `ibstat | grep -E "State|CA '"; cat /sys/class/infiniband/*/ports/*/state`
     Source: Linux Documentation/ABI/stable/sysfs-class-infiniband (state, phys_state).
@@ -378,7 +378,7 @@ def shared_memory(host: Host) -> Finding:
 
 
 def container_network(host: Host) -> Finding:
-    """In a container the network interfaces behind the RoCE addresses are there too.
+    """The network interfaces behind the RoCE addresses are there in a container, too.
 
     Command: `ls /sys/class/net; cat /sys/class/infiniband/*/ports/*/gid_attrs/ndevs/*`
     Source: nccl issue 1573.

@@ -166,7 +166,7 @@ def _registers(host: Host, read: Callable[[ConfigSpace], bool | None]) -> tuple[
 
 
 def address_translation(host: Host) -> Finding:
-    """In a virtual machine ATS lets traffic between devices skip the host's IOMMU.
+    """ATS lets traffic between devices skip the host's IOMMU in a virtual machine.
 
     Command: `lspci -vvv -s NIC | grep ATSCtl; mlxconfig -d NIC q ATS_ENABLED`
     Source: NCCL user guide, Troubleshooting, section PCI Access Control Services (virtual machines).
@@ -182,7 +182,7 @@ def address_translation(host: Host) -> Finding:
 
 
 def _ats_remedy(host: Host, names: list[str]) -> str:
-    """By the maker of the cards: NVIDIA's tool knows NVIDIA's cards alone."""
+    """The remedy by the maker of the cards: NVIDIA's tool knows NVIDIA's cards alone."""
     makers = {nic.function.vendor for nic in host.nics if nic.name in names}
     if makers <= {MELLANOX}:
         return "mlxconfig -d NIC set ATS_ENABLED=1 on the host, reboot"
@@ -192,7 +192,7 @@ def _ats_remedy(host: Host, names: list[str]) -> str:
 
 
 def _ats(config: ConfigSpace) -> bool | None:
-    """Without the capability ATS is as good as off."""
+    """The state of ATS: without the capability it is as good as off."""
     return False if config.ats_enabled is None and config.extended else config.ats_enabled
 
 

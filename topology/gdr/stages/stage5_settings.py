@@ -158,7 +158,7 @@ def dmabuf_switched_off(host: Host) -> Finding:
 
 
 def gid_index(host: Host) -> Finding:
-    """From NCCL 2.21 on the GID is picked at run time; a fixed index breaks in containers.
+    """The GID is picked at run time from NCCL 2.21 on; a fixed index breaks in containers.
 
     Command: `env | grep NCCL_IB_GID_INDEX; show_gids`
     Source: NCCL user guide, NCCL_IB_GID_INDEX (default -1 since 2.21).
