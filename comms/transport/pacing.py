@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from gradwire.comms.links.distance import LEAST_ROUND_TRIP_SECONDS
 
 GAIN = 1.15
-"""Over the largest rate seen."""
+"""The factor over the largest rate seen."""
 
 LIMITED, GROWTH = 0.9, 1.5
 """What carried this share of what it was held to was held back by that alone, and is held to so much more."""
