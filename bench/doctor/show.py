@@ -1,11 +1,13 @@
 """What the doctor prints: the answer first, then what was measured, then what could not be looked at."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradwire.bench.doctor.checks.basis import BASES
 from gradwire.bench.doctor.checks.steps import step_split
 from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
@@ -197,6 +199,12 @@ def _print_one(number: int, each: Diagnosis, console: Console) -> None:
     console.print(seen, highlight=False)
     for line in each.remedy:  # commands are to be copied: a terminal wraps them, we do not
         console.print(f"   do:   {escape(line)}", highlight=False, soft_wrap=True)
+    basis = BASES[each.key]
+    when = Table.grid()
+    when.add_column(no_wrap=True)
+    when.add_column(overflow="fold")
+    when.add_row("   if:   ", escape(f"{basis.holds} [{basis.source}]"))
+    console.print(when, highlight=False)
     console.print()
 
 
@@ -246,7 +254,7 @@ def as_record(facts: JobFacts, found: Sequence[Diagnosis], status: int, took_sec
     return {
         "exit_status": status,
         "seconds": took_seconds,
-        "findings": [to_record(each) for each in found],
+        "findings": [{**to_record(each), **asdict(BASES[each.key])} for each in found],
         "nodes": [{"name": name, "ranks": [each.rank for each in node]}
                   for name, node in zip(facts.names, facts.nodes, strict=True)],
         "verdict": verdict(facts, found),

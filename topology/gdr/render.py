@@ -9,8 +9,9 @@ from rich.table import Table
 
 from gradwire.topology.gdr.host import Host, Pair
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog
-from gradwire.topology.gdr.model import CheckOutcome, Verdict
+from gradwire.topology.gdr.model import CheckOutcome, CheckResult, Verdict
 from gradwire.topology.gdr.runner import GdrReport, usable_gpus
+from gradwire.topology.gdr.stages.basis import HOLDS, source_of
 from gradwire.topology.readers.affinity import ranges
 
 DIRECTIONS = ("send", "receive")
@@ -65,6 +66,12 @@ def print_report(host: Host, report: GdrReport, console: Console, all_pairs: boo
         console.print(f"[bold red]first cause[/]: {report.cause.check.name} {_plain(report.cause.finding.text)}")
         if report.cause.finding.remedy:
             console.print(f"[bold]remedy[/] (not applied): {_plain(report.cause.finding.remedy)}")
+            console.print(f"[bold]if[/]: {_plain(_basis(report.cause))}")
+
+
+def _basis(result: CheckResult) -> str:
+    """When a check's remedy holds, and where that is written."""
+    return f"{HOLDS[result.check.name]} [{source_of(result.check)}]"
 
 
 def _check_table(report: GdrReport) -> Table:
@@ -74,6 +81,8 @@ def _check_table(report: GdrReport) -> Table:
     for result in report.results:
         finding = result.finding
         found = _plain(finding.text) + (f"\n[bold]remedy:[/] {_plain(finding.remedy)}" if finding.remedy else "")
+        if finding.remedy and finding.outcome in (CheckOutcome.WARN, CheckOutcome.FAIL) and result != report.cause:
+            found += f"\n[bold]if:[/] {_plain(_basis(result))}"  # that of the first cause stands below
         table.add_row(result.check.name, result.check.title, _coloured(finding.outcome), found)
     return table
 
@@ -140,6 +149,8 @@ def report_json(host: Host, report: GdrReport, status: int) -> dict[str, object]
                 "outcome": str(result.finding.outcome),
                 "text": result.finding.text,
                 "remedy": result.finding.remedy,
+                "holds": HOLDS[result.check.name] if result.finding.remedy else None,
+                "source": source_of(result.check),
             }
             for result in report.results
         ],

@@ -8,6 +8,7 @@ from pathlib import Path
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
 from gradwire.topology.readers import hwloc, lspci, nccl_xml, smi
+from gradwire.topology.readers.kinds import tool_of, unwrapped
 from gradwire.topology.show import json_form
 
 MAX_NBYTES = 16 << 20
@@ -59,48 +60,11 @@ _XML = re.compile(r"^[ \t]*<(?:\?xml\b|!DOCTYPE\b|(?:system|graphs|topology)\b)"
 """Where an XML document of a known kind begins; a shell prompt or a ticket's text may stand before it."""
 _OBJECT = re.compile(r"^[ \t]*(?=\{\s*(?:[\"}]|\Z))", re.MULTILINE)
 """Where a line begins with a JSON object."""
-_HEAD_CHARACTERS = 1 << 16
-_OTHER_TOOLS = (
-    (r"NCCL (?:INFO|WARN)", "a log of NCCL", "`gradwire gdr-check --nccl-log FILE` reads it"),
-    (
-        r"^GPU \d+: .*\n\s+Link \d+:",
-        "`nvidia-smi nvlink -s`",
-        "`gradwire gdr-check` reads it; here `nvidia-smi topo -m`",
-    ),
-    (r"^GPU \d+: .*\(UUID: ", "`nvidia-smi -L`", "give `nvidia-smi topo -m`"),
-    (r"NVIDIA-SMI \d|^\| +GPU +Name ", "the table of `nvidia-smi`", "give `nvidia-smi topo -m`"),
-    (r"^-\[[0-9a-f]{4}:[0-9a-f]{2}\]-|^\s*[+\\]-[0-9a-f]{2}\.[0-9a-f]", "`lspci -t`", "give `lspci -vvv`, as root"),
-    (
-        r"^\[ *\d+\.\d+\]|^\[[A-Z][a-z]{2} [A-Z][a-z]{2} +\d+ [\d:]+ \d{4}\]",
-        "the kernel's log",
-        "`gradwire gdr-check` reads it on the host",
-    ),
-    (
-        r"^CA '\w+'|^\s*CA type:",
-        "`ibstat`",
-        "`gradwire topo` reads /sys/class/infiniband itself; or give `nvidia-smi topo -m`",
-    ),
-    (r"^hca_id:", "`ibv_devinfo`", "`gradwire topo` reads /sys/class/infiniband itself; or give `nvidia-smi topo -m`"),
-    (r"^link \w+/\d+ .*state \w+", "`rdma link`", "`gradwire topo` reads /sys/class/infiniband itself"),
-    (r"HL-SMI|hl-smi", "`hl-smi`", "Gaudi is not known here; `lspci -vvv` shows its place in the machine"),
-    (r"ROCm System Management Interface|^=+ ROCm", "`rocm-smi`", "give `rocm-smi --showtopo`"),
-    (
-        r"^\| +\| GPU \d+/\d+ ",
-        "`xpu-smi topology`",
-        "Intel's GPUs are not known here; `lspci -vvv` shows their place in the machine",
-    ),
-    (r"^Architecture: +\w", "`lscpu`", "`gradwire topo` reads that itself; or give `lstopo file.xml`"),
-    (r"^available: \d+ nodes \(", "`numactl -H`", "`gradwire topo` reads that itself; or give `lstopo file.xml`"),
-    (r"^Module +Size +Used by", "`lsmod`", "`gradwire gdr-check` reads that itself"),
-    (r"^\d+: [\w.@-]+: <[A-Z]", "`ip link`", "`gradwire topo` reads that itself; or give `nvidia-smi topo -m`"),
-    (r"^Settings for [\w.-]+:", "`ethtool`", "`gradwire topo` reads that itself; or give `nvidia-smi topo -m`"),
-    (
-        r"neuron-device|instance-type: (?:inf|trn)",
-        "`neuron-ls`",
-        "Neuron is not known here; `lspci -vvv` shows its place",
-    ),
-)
-"""First lines of what people have at hand: a pattern, what prints it, what to do with it."""
+_SPACES = re.compile("[\u00a0\u2007\u202f]")
+"""What web pages put in place of spaces."""
+_GRAPH = re.compile(r'"graph"\s*:')
+"""In this project's own JSON, whose texts may quote anything."""
+_PAGE = re.compile(r"<html\b", re.IGNORECASE)
 _DECLARATION = re.compile(r"<\?xml\b[^>]{0,200}\?>")
 
 
@@ -113,18 +77,34 @@ def machine_of(text: str) -> Machine:
     Raises:
         TopologyError: The text is of no known kind, or broken.
     """
+    text = _SPACES.sub(" ", text)
+    if not text.strip():
+        raise TopologyError("the text is empty")
+    note = ""
+    if not _is_known(text):
+        text, note = unwrapped(text, _is_known)
+    machine = _machine_of_known(text)
+    return replace(machine, notes=(*machine.notes, note)) if note else machine
+
+
+def _is_known(text: str) -> bool:
+    """Returns whether a text has a part that describes a machine."""
+    return bool(_XML.search(text)) or smi.looks_like_smi(text) or lspci.looks_like_lspci(text)
+
+
+def _machine_of_known(text: str) -> Machine:
     document = _XML.search(text)
-    if document is not None:
+    if document is not None and not _PAGE.search(text):
         return _machine_of_xml(text, document.start())
     if smi.looks_like_smi(text):
         return smi.read(text)
     if lspci.looks_like_lspci(text):
         return lspci.read(text)
+    if (found := tool_of(text)) is not None and not _GRAPH.search(text):
+        tool, instead = found
+        raise TopologyError(f"this looks like {tool}, which does not say how devices are connected; {instead}")
     if _OBJECT.search(text):
         return json_form.read(_json_part(text))
-    for pattern, tool, instead in _OTHER_TOOLS:
-        if re.search(pattern, text[:_HEAD_CHARACTERS], re.MULTILINE):
-            raise TopologyError(f"this looks like {tool}, which does not say how devices are connected; {instead}")
     start = text.lstrip()[:1]
     if start in ("{", "["):
         return json_form.read(_json_part(text))

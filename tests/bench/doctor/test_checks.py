@@ -1,16 +1,20 @@
 """Laws of the doctor's checks on drawn jobs: nothing is found on a healthy one, and one fault is named first."""
 
+import ast
 import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from gradwire.bench.doctor import show
+from gradwire.bench.doctor import checks, show
 from gradwire.bench.doctor.checks import diagnose
+from gradwire.bench.doctor.checks.basis import BASES
 from gradwire.bench.doctor.checks.network import doubtful_pairs
+from gradwire.bench.doctor.checks.settings import HARMFUL
 from gradwire.bench.doctor.facts import (
     BackendTime,
     GpuState,
@@ -22,6 +26,12 @@ from gradwire.bench.doctor.facts import (
 from support.doctor import everywhere, healthy, interface, on_node, slowed
 
 SEEDS = range(20)
+
+PUBLIC = re.compile(
+    r"github\.com/|user guide|documentation|Documentation/|RFC \d|\(\d\)|reference|release notes|NCCL src/"
+    r"|programming guide|, 20\d\d|tuning guide|CUDA semantics"
+)
+"""What a public source looks like: a repository, a manual, a page of man, a paper."""
 
 
 def first_pair(facts: JobFacts, **changes: object) -> JobFacts:
@@ -226,6 +236,35 @@ def test_one_fault_is_named_first_and_alone(name: str) -> None:
         assert {each.key for each in found} == {key}, (seed, found)
         for each in found:
             assert 0 < each.sure <= 1 and each.cost_seconds >= 0 and each.evidence and each.remedy, each
+
+
+def test_each_finding_says_when_its_remedy_holds_and_who_says_so() -> None:
+    """Of every call in the checks' own source, so that none is left out, and none is explained that is never found."""
+    files = [file for file in Path(checks.__file__).parent.glob("*.py") if file.stem != "basis"]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    calls = [each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func) == "Diagnosis"]
+    keys = [next(each.value for each in call.keywords if each.arg == "key") for call in calls]
+    written = {key.value for key in keys if isinstance(key, ast.Constant)}
+    handed_on = {ast.unparse(key) for key in keys if not isinstance(key, ast.Constant)}
+    assert handed_on == {"worst.key", "key"}, "of `_merged`, and of `_share_of_step`, whose keys are these"
+    assert written | {"slow_loader", "checkpoints"} == set(BASES)
+    for basis in BASES.values():
+        assert len(basis.holds.split()) > 4, basis
+        assert PUBLIC.search(basis.source) or basis is BASES["variable"], basis
+    for rule in HARMFUL:
+        assert PUBLIC.search(rule.source) and (not rule.cures or PUBLIC.search(rule.cures)), rule.name
+
+
+def test_the_report_says_them_under_each_remedy_within_the_terminal() -> None:
+    facts = FAULTS["a missing rank"][1](healthy(3, nodes=2))
+    console = Console(width=72)
+    with console.capture() as capture:
+        show.print_report(facts, diagnose(facts), console, 20.0)
+    lines = capture.get().splitlines()
+    said = [line for line in lines if line.startswith("   if:   ")]
+    assert len(said) == len(diagnose(facts)) and all(len(line) <= 72 for line in said)
+    record = show.as_record(facts, diagnose(facts), 1, 20.0)
+    assert all(each["holds"] and each["source"] for each in record["findings"])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("variables", "idle_on_cpus", "idle_on_gpus"), [

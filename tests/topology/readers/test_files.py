@@ -165,7 +165,7 @@ def test_each_kind_is_recognised_by_its_content(tmp_path: Path, fixtures: Path) 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not recognised"), (b"\x7fELF\0\0", "NUL bytes"), (b"hello", "not recognised"), 
+        (b"", "the text is empty"), (b"\x7fELF\0\0", "NUL bytes"), (b"hello", "not recognised"), 
         (b"[1]", "without the key"),
         (b"{}", "without the key `graph`"), (b"{", "line 1: not JSON"), (b"[" * 100_000, "not JSON"),
     ],
@@ -228,9 +228,58 @@ def test_the_tree_prints_hostile_names_as_they_are(capsys: pytest.CaptureFixture
         ("Module                  Size  Used by\nnvidia_peermem  16384  0\n", "gdr-check"),
         ("2: eth0: <BROADCAST,MULTICAST,UP> mtu 1500 qdisc mq\n", "topo -m"),
         ("Settings for enp1s0f0:\n\tSpeed: 100000Mb/s\n", "topo -m"),
+        ("==============NVSMI LOG==============\nAttached GPUs : 8\n", "topo -m"),
+        ("LINK TYPE TABLE:\n             0000:0c:00.0 0000:22:00.0\n0000:0c:00.0 SELF XGMI\n", "rocm-smi --showtopo"),
+        ("         GPU 0/0  GPU 1/0  CPU Affinity\nGPU 0/0  S        XL16     0-23\n", "Intel's GPUs"),
+        ("PATH=/usr/bin\nNCCL_DEBUG=INFO\n", "--env FILE"),
+        ("<!DOCTYPE html>\n<html><body>GPU0 GPU1</body></html>", "raw"),
+        ("Machine (1008GB total)\n  Package L#0\n    NUMANode L#0 (P#0 504GB)\n", "lstopo file.xml"),
+        ('{"tool": "gradwire gdr-check", "format": 1}', "--compare"),
+        ("The GPUs that have an affinity with CPU 0 are:\n0, 1\n", "topo -m"),
     ],
 )
 def test_what_another_tool_prints_is_named_with_what_to_give_instead(text: str, instead: str) -> None:
     with pytest.raises(TopologyError, match=r"this looks like ") as refused:
         files.machine_of(text)
     assert instead in str(refused.value)
+
+
+@pytest.mark.parametrize("form", ["quoted", "pdsh", "srun", "mpirun", "compose", "nbsp", "pipes"])
+def test_what_pasting_puts_around_a_matrix_is_taken_off(form: str) -> None:
+    plain = draw.matrix(pcie_box())
+    around = {
+        "quoted": "> {}",
+        "pdsh": "gpu-01: {}",
+        "srun": "0: {}",
+        "mpirun": "[1,0]<stdout>:{}",
+        "compose": "node-1  | {}",
+    }
+    lines = [line for line in plain.splitlines() if line.strip()]
+    if form in around:
+        text = "\n".join(around[form].format(line) for line in lines)
+    elif form == "nbsp":
+        text = plain.expandtabs(8).replace(" ", "\u00a0")
+    else:
+        rows = [line.split("\t") for line in lines[: 1 + len(pcie_box().gpus) + len(pcie_box().nics)]]
+        ruled = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+        text = "\n".join(f"| {' | '.join(row)} |" for row in ruled)
+    found, wanted = files.machine_of(text), files.machine_of(plain)
+    assert [each.key for each in found.gpus] == [each.key for each in wanted.gpus]
+    assert {(each.a, each.b): each.name for each in found.given_paths} == {
+        (each.a, each.b): each.name for each in wanted.given_paths
+    }
+
+
+def test_of_several_hosts_under_a_parallel_shell_the_first_is_shown_and_the_others_are_said() -> None:
+    one, other = draw.matrix(pcie_box()), draw.matrix(dgx_h100())
+    mixed = [f"a: {line}" for line in one.splitlines()] + [f"b: {line}" for line in other.splitlines()]
+    for seed in range(4):
+        order = list(mixed)
+        if seed:  # as a parallel shell mixes them: each host's own lines stay in order
+            lines = {"a": iter(mixed[: one.count(chr(10))]), "b": iter(mixed[one.count(chr(10)) :])}
+            hosts = [line[0] for line in mixed]
+            random.Random(seed).shuffle(hosts)
+            order = [next(lines[host], "") for host in ["a", *hosts]]
+        found = files.machine_of("\n".join(order))
+        assert len(found.gpus) == len(files.machine_of(one).gpus)
+        assert any("Lines of b: were left out" in note for note in found.notes)

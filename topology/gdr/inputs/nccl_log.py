@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from gradwire.topology.gdr.inputs.nccl_warnings import KnownWarning, read_warning
 from gradwire.topology.gdr.nccl import Version, named_distance, parse_level, parse_version, within
+from gradwire.topology.readers.kinds import HEAD_CHARACTERS, tool_of
 
 _MAX_NBYTES = 256 << 20
 _MAX_SECONDS = 20.0
@@ -18,7 +19,7 @@ _SAY_EVERY_LINES = 1 << 16
 _MAX_LINE = 4096
 _OF_INTEREST = re.compile(
     rb"NCCL version|Using network|GPU Direct|via (?:NET|P2P|SHM|NVLS)/|(?:GPU|NET)/|set by environment|ACS is enabled"
-    rb"|NCCL WARN|eligible provider|isabling GDR|GDR disabled|NET plugin|libnccl-net"
+    rb"|NCCL WARN|Watchdog caught|eligible provider|isabling GDR|GDR disabled|NET plugin|libnccl-net"
 )
 """One of these stands in every line that `_read_line` makes something of, and in few of the others."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -51,6 +52,10 @@ class NcclLog:
     """Counts and facts from one log."""
 
     lines: int = 0
+    spoken: int = 0
+    """Lines that NCCL wrote."""
+    other_tool: str = ""
+    """What the file looks like instead, where NCCL wrote none of it; empty where nobody knows."""
     version: Version | None = None
     networks: set[str] = field(default_factory=set)
     hosts_without_device: set[str] = field(default_factory=set)
@@ -99,9 +104,9 @@ class NcclLog:
 
     @property
     def fatal(self) -> tuple[str, KnownWarning] | None:
-        """The first warning that ends a job, with what it means."""
-        found = ((text, known) for text, known in self.warnings.items() if known is not None and known.ends_job)
-        return next(found, None)
+        """The first warning that ends a job, with what it means; one that follows from others where it is alone."""
+        found = [(text, known) for text, known in self.warnings.items() if known is not None and known.ends_job]
+        return min(found, key=lambda each: each[1].follows, default=None)
 
     @property
     def reasons(self) -> list[str]:
@@ -132,6 +137,7 @@ def parse_nccl_log(lines: Iterable[str]) -> NcclLog:
         if "\x1b" in line:
             line = _ANSI.sub("", line)
         log.lines += 1
+        log.spoken += "NCCL" in line
         if "NCCL" in line or "GPU Direct" in line or "via " in line:
             _read_line(log, line)
     return log
@@ -152,6 +158,12 @@ def read_nccl_log(path: Path, say: Callable[[str], None] = lambda _: None) -> Nc
     with path.open("rb") as file:
         log = parse_nccl_log(_bounded(file, say, path.stat().st_size))
         log.truncated = bool(file.read(1))
+        if not log.spoken:
+            file.seek(0)
+            head = file.read(HEAD_CHARACTERS)
+            log.spoken = head.count(b"NCCL INFO")
+            tool = None if log.spoken or b"\0" in head else tool_of(head.decode("utf-8", "replace"))
+            log.other_tool = "" if tool is None else tool[0]
     return log
 
 
@@ -162,6 +174,7 @@ def merged_logs(logs: Sequence[NcclLog]) -> NcclLog | None:
     whole = NcclLog()
     for log in logs:
         whole.lines += log.lines
+        whole.spoken += log.spoken
         whole.version = whole.version or log.version
         whole.networks |= log.networks
         whole.hosts_without_device |= log.hosts_without_device

@@ -199,8 +199,8 @@ def link_layer_and_speed(host: Host) -> Finding:
     """The ports are alike, and no NIC's PCIe link is slower than its port.
 
     Command: `ibstat | grep -E "Rate|Link layer"; cat /sys/class/infiniband/*/ports/*/rate`
-    Source: Linux Documentation/ABI/stable/sysfs-class-infiniband (rate, link_layer); PCIe encoding as in P9; for two
-    halves of one port `half_ports`.
+    Source: Linux Documentation/ABI/stable/sysfs-class-infiniband (rate, link_layer); PCIe Base 5.0 section 4.2
+    (encoding); geerlingguy/sbc-reviews issue 92 (two halves of one port).
     """
     halves = half_ports(host)
     split = {nic.bus_id for group in halves for nic in group}

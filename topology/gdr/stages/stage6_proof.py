@@ -8,6 +8,7 @@ from gradwire.topology.gdr.glue import no_gpu_has_gdr
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.inputs.facts import Registration
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog
+from gradwire.topology.gdr.inputs.nccl_warnings import TORCH_SPEAKS
 from gradwire.topology.gdr.model import (
     CheckOutcome,
     Finding,
@@ -99,7 +100,8 @@ def nccl_log(host: Host) -> Finding:
         return unknown(host.proof_error or "no log given", "--nccl-log FILE")
     if log.fatal is not None:
         text, known = log.fatal
-        return failed(f"the job failed: {known.cause} (NCCL WARN {text[:100]})", known.remedy)
+        who = "torch" if text.startswith(TORCH_SPEAKS) else "NCCL WARN"
+        return failed(f"the job failed: {known.cause} ({who}: {text[:100]})", f"{known.remedy} [{known.source}]")
     finding = _by_channels(host, log)
     unclear = next((text for text, known in log.warnings.items() if known is None), None)
     if unclear is not None and finding.outcome in (CheckOutcome.PASS, CheckOutcome.UNKNOWN):
@@ -131,6 +133,7 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
         if no_gpu_has_gdr(host):
             return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", _NO_GDR_REMEDY)
         remedy = _HCA_REMEDY if False in log.hcas.values() else _level_remedy(log) if log.far_pairs else remedy
+        remedy = _notes(log) or remedy
         return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", remedy)
     if log.staged_channels:
         staged = [
@@ -156,12 +159,21 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
 
 def _sockets(log: NcclLog) -> str:
     """What to do where sockets are used: what a plug-in's own note asks for comes first."""
-    notes = [known.remedy for known in log.warnings.values() if known is not None]
-    return notes[0] if notes else "see R1, R2, R3, V1"
+    return _notes(log) or "see R1, R2, R3, V1"
+
+
+def _notes(log: NcclLog) -> str:
+    """What the first note of a plug-in, or warning, asks for; empty where there is none."""
+    found = (f"{known.remedy} [{known.source}]" for known in log.warnings.values() if known is not None)
+    return next(found, "")
 
 
 def _without_channels(log: NcclLog, remedy: str) -> Finding:
     """A log without channel lines of a network: it may still say that NCCL cannot, or will not."""
+    if not log.spoken and not log.network_channels:
+        tool = f"; it looks like {log.other_tool}" if log.other_tool else ""
+        found = f"{log.lines} lines, none of them NCCL's{tool}" if log.lines else "the file is empty"
+        return unknown(found, "the job's output with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH")
     if log.hcas and not any(log.hcas.values()):
         return failed("; ".join(log.reasons), _HCA_REMEDY)
     if log.far_pairs:

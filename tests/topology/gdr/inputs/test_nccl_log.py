@@ -1,5 +1,6 @@
 """NCCL logs: channels by rank and direction, the reasons, and the two real logs that fool other tools."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -306,3 +307,68 @@ def test_a_line_of_one_host_is_not_everybodys(tmp_path: Path) -> None:
     assert judged([NO_CARD, *HEALTHY_CHANNELS], tmp_path).outcome is CheckOutcome.PASS
     other = NO_CARD.replace("n:1", "m:1")
     assert judged([other, *HEALTHY_CHANNELS], tmp_path).outcome is CheckOutcome.FAIL
+
+
+WATCHDOG = (
+    "[rank1]:[E1 ProcessGroupNCCL.cpp:633] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, "
+    "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+)
+CLOSED = "n0:1:2 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer n1<41234>"
+
+
+@pytest.mark.parametrize(
+    ("line", "cause", "remedy"),
+    [
+        (WATCHDOG, "a rank did not come", "GRADWIRE_WATCH=1"),
+        (CLOSED, "another rank had ended before", "first error of that host"),
+        (
+            "n0:1:2 [0] init.cc:943 NCCL WARN Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 3d000",
+            "same GPU",
+            "LOCAL_RANK",
+        ),
+        ("n0:1:2 [0] include/alloc.h:228 NCCL WARN Cuda failure 2 'out of memory'", "no memory left", "smaller batch"),
+        (
+            "n0:1:2 [0] transport/nvls.cc:244 NCCL WARN Cuda failure 801 'operation not supported'",
+            "multicast",
+            "one run with NCCL_NVLS_ENABLE=0",
+        ),
+        (
+            "n0:1:2 [0] init.cc:9 NCCL WARN Mismatched NCCL version detected : rank 0 version 22703 rank 1 version 228",
+            "unlike releases",
+            "one environment",
+        ),
+    ],
+)
+def test_what_ended_a_job_outside_the_network_is_named_too(line: str, cause: str, remedy: str, tmp_path: Path) -> None:
+    lines = [channel(0, 1, "send"), channel(0, 1, "receive"), line]
+    finding = judged(lines, tmp_path)
+    assert finding.outcome is CheckOutcome.FAIL and cause in finding.text and remedy in finding.remedy
+
+
+def test_what_follows_from_another_error_gives_way_to_it(tmp_path: Path) -> None:
+    memlock = "n1:1:2 [0] misc/ibvwrap.cc:297 NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory"
+    for lines in ([CLOSED, WATCHDOG, memlock], [memlock, CLOSED, WATCHDOG]):
+        assert "locked memory" in judged([channel(0, 1, "send"), *lines], tmp_path).text
+    path = tmp_path / "job.log"
+    path.write_text("\n".join([channel(0, 1, "send"), channel(0, 1, "receive"), WATCHDOG]))
+    assert read_nccl_log(path).fatal is not None, "the filter of long logs lets it pass"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "the file is empty"), ("epoch 1 loss 2.3\nepoch 2 loss 2.2\n", "2 lines, none of them NCCL's"),
+     ("CA 'mlx5_0'\n\tCA type: MT4129\n", "it looks like `ibstat`")],
+)  # fmt: skip
+def test_a_file_that_nccl_did_not_write_is_no_log(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_text(text)
+    machine = ExampleMachine(tmp_path)
+    host = replace(machine.host(), log=read_nccl_log(path))
+    finding = nccl_log(host)
+    assert finding.outcome is CheckOutcome.UNKNOWN and words in finding.text and "NCCL_DEBUG=INFO" in finding.remedy
+
+
+def test_a_plug_ins_note_brings_its_own_remedy(tmp_path: Path) -> None:
+    lines = ["n0:1:2 [0] NCCL INFO NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR",
+             channel(0, 1, "send", "NET/AWS Libfabric/0")]  # fmt: skip
+    assert judged(lines, tmp_path).remedy.startswith("fi_info -p efa -c FI_HMEM")

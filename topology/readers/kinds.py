@@ -1,0 +1,124 @@
+"""What a text is that somebody has at hand: what prints it, where it is no topology, and what pasting put around it."""
+
+import re
+from collections.abc import Callable, Iterator
+
+HEAD_CHARACTERS = 1 << 16
+OTHER_TOOLS = (
+    (r"NCCL (?:INFO|WARN)", "a log of NCCL", "`gradwire gdr-check --nccl-log FILE` reads it"),
+    (
+        r"^GPU \d+: .*\n\s+Link \d+:",
+        "`nvidia-smi nvlink -s`",
+        "`gradwire gdr-check` reads it; here `nvidia-smi topo -m`",
+    ),
+    (r"^GPU \d+: .*\(UUID: ", "`nvidia-smi -L`", "give `nvidia-smi topo -m`"),
+    (r"^=+NVSMI LOG=+", "`nvidia-smi -q`", "give `nvidia-smi topo -m`"),
+    (
+        r"^The GPUs? that (?:have|has) an affinity|^The (?:NIC|device)s? .*(?:GPU|connect)",
+        "`nvidia-smi topo` with another option",
+        "give `nvidia-smi topo -m`",
+    ),
+    (r"NVIDIA-SMI \d|^\| +GPU +Name ", "the table of `nvidia-smi`", "give `nvidia-smi topo -m`"),
+    (r"^-\[[0-9a-f]{4}:[0-9a-f]{2}\]-|^\s*[+\\]-[0-9a-f]{2}\.[0-9a-f]", "`lspci -t`", "give `lspci -vvv`, as root"),
+    (
+        r"^\[ *\d+\.\d+\]|^\[[A-Z][a-z]{2} [A-Z][a-z]{2} +\d+ [\d:]+ \d{4}\]",
+        "the kernel's log",
+        "`gradwire gdr-check` reads it on the host",
+    ),
+    (
+        r"^CA '\w+'|^\s*CA type:",
+        "`ibstat`",
+        "`gradwire topo` reads /sys/class/infiniband itself; or give `nvidia-smi topo -m`",
+    ),
+    (r"^hca_id:", "`ibv_devinfo`", "`gradwire topo` reads /sys/class/infiniband itself; or give `nvidia-smi topo -m`"),
+    (r"^link \w+/\d+ .*state \w+", "`rdma link`", "`gradwire topo` reads /sys/class/infiniband itself"),
+    (r"HL-SMI|hl-smi", "`hl-smi`", "Gaudi is not known here; `lspci -vvv` shows its place in the machine"),
+    (
+        r"^(?:ACCESS|WEIGHT|HOPS|LINK TYPE|NUMA BW|LINK STATUS) TABLE:",
+        "`amd-smi topology`",
+        "give `rocm-smi --showtopo`, which has the NUMA nodes, too",
+    ),
+    (r"AMD-SMI \d|^\| AMD-SMI ", "the table of `amd-smi`", "give `rocm-smi --showtopo`"),
+    (r"ROCm System Management Interface|^=+ ROCm", "`rocm-smi`", "give `rocm-smi --showtopo`"),
+    (
+        r"\bGPU \d+/\d+\b.*(?:GPU \d+/\d+|CPU Affinity)",
+        "`xpu-smi topology`",
+        "Intel's GPUs are not known here; `lspci -vvv` shows their place in the machine",
+    ),
+    (r"^Architecture: +\w", "`lscpu`", "`gradwire topo` reads that itself; or give `lstopo file.xml`"),
+    (r"^available: \d+ nodes \(", "`numactl -H`", "`gradwire topo` reads that itself; or give `lstopo file.xml`"),
+    (r"^Module +Size +Used by", "`lsmod`", "`gradwire gdr-check` reads that itself"),
+    (r"^\d+: [\w.@-]+: <[A-Z]", "`ip link`", "`gradwire topo` reads that itself; or give `nvidia-smi topo -m`"),
+    (r"^Settings for [\w.-]+:", "`ethtool`", "`gradwire topo` reads that itself; or give `nvidia-smi topo -m`"),
+    (r"<!DOCTYPE html|<html\b", "a web page", "give the file itself, as `raw` shows it"),
+    (r"^Machine \(\d+\w+ total|^ +(?:Package|NUMANode) L#\d", "the text of `lstopo`", "give `lstopo file.xml`"),
+    (r'"tool": "gradwire gdr-check"', "the JSON of `gradwire gdr-check`", "its `--compare` reads it"),
+    (
+        r"^Collecting environment information|^PyTorch version: ",
+        "`torch.utils.collect_env`",
+        "give `nvidia-smi topo -m`",
+    ),
+    (r"^(?:\w+=.*\n){0,200}(?:NCCL|PATH|HOME)\w*=", "the output of `env`", "`gradwire gdr-check --env FILE` reads it"),
+    (
+        r"neuron-device|instance-type: (?:inf|trn)",
+        "`neuron-ls`",
+        "Neuron is not known here; `lspci -vvv` shows its place",
+    ),
+)
+"""First lines of what people have at hand: a pattern, what prints it, what to do with it."""
+
+
+def tool_of(text: str) -> tuple[str, str] | None:
+    """Names what printed a text that describes no topology.
+
+    Args:
+        text: Of any kind.
+
+    Returns:
+        What it is, and what to do with it or give instead; None where nobody here knows it.
+    """
+    found = (
+        (tool, do) for pattern, tool, do in OTHER_TOOLS if re.search(pattern, text[:HEAD_CHARACTERS], re.MULTILINE)
+    )
+    return next(found, None)
+
+
+_PREFIX = re.compile(r"> ?|\[[\w,. -]{1,40}\](?:<std\w+>)?:? ?|[\w.-]{1,64}(?:\[[\w,-]{1,64}\])?: ?|[\w.-]{1,64} +\| ")
+"""What stands before each line: a quotation, `[1,0]<stdout>:` of mpirun, `3: ` of srun -l, `node1: ` of pdsh and
+clush, `name | ` of docker compose."""
+_RULE = re.compile(r"\s*\|?[\s:|-]*-[\s:|-]*\|?\s*")
+_LEAST_LINES = 2
+
+
+def unwrapped(text: str, is_known: Callable[[str], bool]) -> tuple[str, str]:
+    """Takes off what pasting or a parallel shell put around the lines of a text.
+
+    Args:
+        text: That nobody recognises as it is.
+        is_known: Whether somebody recognises a text.
+
+    Returns:
+        The text without it, and a note where lines of others, other hosts perhaps, were left out; the text as it was
+        where nothing helps.
+    """
+    for inner, note in _layers(text):
+        if is_known(inner):
+            return inner, note
+    return text, ""
+
+
+def _layers(text: str) -> Iterator[tuple[str, str]]:
+    """Yields what a text may be, without what may be around it."""
+    lines = text[: 1 << 20].splitlines()
+    piped = [line for line in lines if line.strip().startswith("|")]
+    if len(piped) >= _LEAST_LINES:
+        rows = (line.strip().strip("|").replace("|", "\t") for line in piped if not _RULE.fullmatch(line))
+        yield "\n".join("\t".join(cell.strip() for cell in row.split("\t")) for row in rows), ""
+    prefixes = [match[0] for line in lines if (match := _PREFIX.match(line))]
+    for prefix in dict.fromkeys(prefixes):
+        if prefixes.count(prefix) < _LEAST_LINES:
+            continue
+        inner = "\n".join(line[len(prefix) :] for line in lines if line.startswith(prefix))
+        others = [each.strip() for each in dict.fromkeys(prefixes) if each != prefix and prefixes.count(each) > 1]
+        note = f"Lines of {', '.join(others[:4])} were left out: only those of {prefix.strip()} are shown."
+        yield inner, note if others else ""
