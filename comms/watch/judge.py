@@ -9,6 +9,7 @@ from gradwire.comms.report import duration
 from gradwire.comms.watch.board import WatchBoard
 from gradwire.comms.watch.collective import IssuedCollective, one_in_words
 from gradwire.comms.watch.late import Lateness, LateRank
+from gradwire.comms.watch.links import LinkWatch, SlowLink
 from gradwire.comms.watch.rank import RankWord
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport
 from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS, TimelineWriter
@@ -47,6 +48,7 @@ class Judge:
         self._last_question = 0
         self._words: dict[int, RankWord] = {}
         self._known: set[str] = set()
+        self._links = LinkWatch()
         self._drawing = None if trace is None else TimelineWriter(board, size, trace)
 
     def look(self) -> None:
@@ -60,6 +62,7 @@ class Judge:
         self._summarize(now)
         if self._late is not None:
             self._judge_late(self._late.hear(self._words), now)
+            self._judge_links(now)
         if self._question is None:
             self._judge_stall(now)
         else:
@@ -112,6 +115,18 @@ class Judge:
             log.warning("watch: %s", episode)
         for episode in open_.values():
             episode.ended = now - self._began
+
+    def _judge_links(self, now: float) -> None:
+        self._links.hear({rank: word.links for rank, word in self._words.items()}, self._hosts, now)
+        self.report.links = self._links.summaries()
+        slow = self._links.slow()
+        for link in self.report.slow_links:
+            if link.ended is None and slow.pop(link.which, None) is None:
+                link.ended = now - self._began
+        for which, slowness in slow.items():
+            link = SlowLink(which, slowness, now - self._began)
+            self.report.slow_links.append(link)
+            log.warning("watch: %s", link)
 
     def _silent(self, now: float) -> tuple[int, ...]:
         return tuple(

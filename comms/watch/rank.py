@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.comms.watch.flight import Progress
+from gradwire.comms.watch.links import LinkState
 
 QUIET_POINTS = 128
 """Of a group, that a rank says at a time; each word repeats what the one before said, so one may be missed."""
@@ -57,6 +58,7 @@ class RankWord:
         lines: What its main thread does -> the line where it does that most.
         at: The line where it is.
         leaves: It is about to end with this error; None while it runs.
+        links: What its connections with other hosts have sent: `own address>peer's` -> state.
     """
 
     beat: int
@@ -66,6 +68,7 @@ class RankWord:
     lines: Mapping[str, str]
     at: str | None = None
     leaves: str | None = None
+    links: Mapping[str, LinkState] = field(default_factory=dict)
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> "RankWord":
@@ -74,7 +77,8 @@ class RankWord:
             name: GroupState(**{**state, "quiet": tuple(QuietPoint(*point.values()) for point in state["quiet"])})
             for name, state in found["groups"].items()
         }
-        return cls(**{**found, "groups": groups})
+        links = {key: LinkState(**state) for key, state in found["links"].items()}
+        return cls(**{**found, "groups": groups, "links": links})
 
 
 @dataclass(slots=True)

@@ -6,7 +6,11 @@ from dataclasses import asdict, dataclass, field
 from gradwire.comms.report import duration
 from gradwire.comms.watch.collective import in_words, sender_of
 from gradwire.comms.watch.late import LateRank
+from gradwire.comms.watch.links import LinkSummary, SlowLink
 from gradwire.comms.watch.trouble import ranks_in_words
+
+MOST_LINKS = 8
+"""In a report for people, the busiest first."""
 
 
 @dataclass(slots=True)
@@ -65,6 +69,8 @@ class WatchReport:
         late: Ranks that were late, in order.
         stalls: What hung, in words.
         disagreements: Which ranks disagreed, in words.
+        links: What each host has sent to each other one over TCP.
+        slow_links: Links that were slower than the others, in order.
     """
 
     seconds: float
@@ -72,6 +78,8 @@ class WatchReport:
     late: list[Episode] = field(default_factory=list)
     stalls: list[str] = field(default_factory=list)
     disagreements: list[str] = field(default_factory=list)
+    links: list[LinkSummary] = field(default_factory=list)
+    slow_links: list[SlowLink] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"watched for {duration(self.seconds)}"]
@@ -84,10 +92,15 @@ class WatchReport:
                 f"{in_words(group.name)}: {count}; {what} for {low / self.seconds:.0%} to {high / self.seconds:.0%} of "
                 "the time"
             )
+        busiest = sorted(self.links, key=lambda each: -each.busy_seconds)
+        lines += [each.in_words(self.seconds) for each in busiest[:MOST_LINKS]]
+        if len(busiest) > MOST_LINKS:
+            lines.append(f"and {len(busiest) - MOST_LINKS} links that were less busy")
         lines += [str(each) for each in self.late]
+        lines += [str(each) for each in self.slow_links]
         lines += [f"stall: {text}" for text in self.stalls]
         lines += self.disagreements
-        if not (self.late or self.stalls or self.disagreements):
+        if not (self.late or self.slow_links or self.stalls or self.disagreements):
             lines.append("no rank was late, nothing hung, all ranks issued the same collectives")
         return "\n".join(lines)
 
@@ -111,6 +124,12 @@ class WatchReport:
             for each in self.late
             if each.ended is None
         ]
+        for name, kind in (("bytes", "nbytes"), ("busy_seconds", "busy_seconds")):
+            lines.append(f"# TYPE gradwire_watch_link_{name} counter")
+            lines += [
+                f'gradwire_watch_link_{name}{{source="{each.source}",target="{each.target}"}} {getattr(each, kind):.6g}'
+                for each in self.links
+            ]
         lines += ["# TYPE gradwire_watch_stalls counter", f"gradwire_watch_stalls {len(self.stalls)}"]
         lines += [
             "# TYPE gradwire_watch_disagreements counter",

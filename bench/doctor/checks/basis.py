@@ -78,7 +78,7 @@ BASES = {
     ),
     "slow_exchange": Basis(
         "the links were measured at the same time of day: other jobs may have come since",
-        "Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005 (the bound)",
+        "Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005 (the bound)",
     ),
     "rank_order": Basis(
         "the launcher may place ranks as it likes; a scheduler that shares nodes may not",

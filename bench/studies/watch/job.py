@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 import gradwire
 from gradwire.comms.bootstrap.compat import Store
@@ -40,7 +41,7 @@ TIMEOUT = timedelta(seconds=30)
 """After which ranks that disagree give up; a watch has spoken long before."""
 
 KINDS = ("ddp", "fsdp", "hsdp", "tensor_parallel", "zero1", "own", "pipeline")
-FAULTS = ("none", "late", "skip", "order", "shape", "dtype", "hang")
+FAULTS = ("none", "late", "loader", "skip", "order", "shape", "dtype", "hang")
 HANG_SECONDS = 100.0
 """How long a rank stands still at most, a few steps before the end: until the watch has said so, and drawn it."""
 SAID = "planted/said"
@@ -133,6 +134,26 @@ def disagree(fault: str, faulty: bool) -> None:
         dist.broadcast(torch.ones(3), 0)
 
 
+class SlowSamples(Dataset[torch.Tensor]):
+    """Samples that take a while to come, as from a network file system.
+
+    Args:
+        seconds: Each.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        """As many as nobody asks for."""
+        return 1 << 30
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        """One sample."""
+        time.sleep(self._seconds)
+        return torch.ones(WIDTH)
+
+
 class TellsStall(logging.StreamHandler[TextIO]):
     """Prints what the watch logs, and tells the rank that stands still that the watch has named the line where it does.
 
@@ -179,7 +200,10 @@ def train(kind: str, fault: str, rank: int, steps: int, step_seconds: float = ST
     """
     train_step = training(kind)
     faulty = dist.get_rank() == rank
+    slow = iter(DataLoader(SlowSamples(DELAY_SECONDS), batch_size=1))
     for step in range(steps):
+        if fault == "loader" and faulty and step >= FAULT_STEP:
+            next(slow)
         time.sleep(step_seconds + (DELAY_SECONDS if fault == "late" and faulty and step >= FAULT_STEP else 0.0))
         if fault == "hang" and step == steps - FAULT_STEP:
             if faulty:

@@ -7,6 +7,7 @@ what DDP imports with it take half a minute of processor time.
 import json
 import os
 import re
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from gradwire.bench.studies.watch.forked import run_ranks
 from gradwire.bench.studies.watch.job import FAULT_STEP
 from gradwire.bench.studies.watch.planted import LIMIT_SECONDS, RANKS, STALL_SECONDS, run
 from gradwire.comms.backend.register import register
-from gradwire.comms.watch.activity import QUEUE
+from gradwire.comms.watch.activity import LOADER, QUEUE
 from support.processes import Processes
 
 pytestmark = pytest.mark.slow
@@ -71,6 +72,16 @@ def test_in_tensor_and_data_parallel_training_the_late_rank_alone_is_named(
     assert not report["stalls"] and not report["disagreements"], text
 
 
+def test_a_rank_that_is_late_in_its_data_loader_is_said_to_be_so_with_the_line(
+    processes: Processes, tmp_path: Path
+) -> None:
+    report, text = run_forked(processes, tmp_path, "ddp", "loader", 1, FAULT_STEP + 40, STALL_SECONDS="60")
+    assert report is not None, text
+    late = [each["late"] for each in report["late"] if each["late"]["busy_with"] != QUEUE]
+    assert [(each["rank"], each["busy_with"]) for each in late[:1]] == [(1, LOADER)], text
+    assert late[0]["line"].startswith("job.py:") and late[0]["line"].endswith(" in __getitem__"), text
+
+
 @pytest.mark.parametrize("fault", ["skip", "order", "shape", "dtype"])
 def test_ranks_that_disagree_are_named_with_the_lines_that_asked(
     fault: str, processes: Processes, tmp_path: Path
@@ -109,3 +120,32 @@ def test_report_timeline_and_metrics_of_one_job_and_whose_gradients_were_waited_
     metrics = files["METRICS"].read_text()
     assert re.search(r'gradwire_watch_collectives\{group="default"\} \d{3}', metrics), metrics
     assert f"gradwire_watch_stalls {len(report['stalls'])}\n" in metrics, metrics
+
+
+EXCHANGE = """
+import time, torch, torch.distributed as dist, gradwire
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+gradients, go_on, until = torch.ones(500_000), torch.ones(1), time.monotonic() + 100
+while go_on.item():
+    time.sleep(0.05)
+    dist.all_reduce(gradients.fill_(1.0))
+    report = gradwire.watch().report
+    go_on.fill_(float(time.monotonic() < until and not (report and report.slow_links)))
+    dist.all_reduce(go_on, dist.ReduceOp.MIN)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.netns
+def test_the_link_that_all_ranks_wait_for_is_named(tmp_path: Path) -> None:
+    script, file = tmp_path / "exchange.py", tmp_path / "watch.json"
+    script.write_text(EXCHANGE)
+    emulate = (sys.executable, "-m", "gradwire", "emulate", "--nodes", "3", "--nic", "100mbit,100mbit,25mbit", "--")
+    watched = ("env", "GRADWIRE_WATCH=1", f"GRADWIRE_WATCH_JSON={file}", sys.executable, str(script))
+    ended = subprocess.run((*emulate, *watched), capture_output=True, text=True, timeout=200, check=False)
+    text = ended.stdout + ended.stderr
+    report = json.loads(file.read_text())
+    assert [each["which"] for each in report["slow_links"]] == ["of node2"], text
+    assert "watch: the link of node2 is slow, from " in text, text
+    assert {(each["source"], each["target"]) for each in report["links"]} >= {("node0", "node2"), ("node2", "node1")}
