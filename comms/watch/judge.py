@@ -47,7 +47,6 @@ class Judge:
         self._question: tuple[int, float, Stuck | None] | None = None
         self._last_question = 0
         self._words: dict[int, RankWord] = {}
-        self._known: set[str] = set()
         self._links = LinkWatch()
         self._drawing = None if trace is None else TimelineWriter(board, size, trace)
 
@@ -173,8 +172,7 @@ class Judge:
         log.warning("watch: stall: %s", text)
 
     def _add(self, kept: list[str], text: str) -> None:
-        if text not in self._known:
-            self._known.add(text)
+        if text not in kept:
             kept.append(text)
             self.draw_soon()
             log.warning("watch: %s", text)
