@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradwire.bench.doctor.checks.basis import BASES
+from gradwire.bench.doctor.checks.settings import WANTED_HERE
 from gradwire.bench.doctor.checks.steps import step_split
 from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
@@ -199,12 +200,13 @@ def _print_one(number: int, each: Diagnosis, console: Console) -> None:
     console.print(seen, highlight=False)
     for line in each.remedy:  # commands are to be copied: a terminal wraps them, we do not
         console.print(f"   do:   {escape(line)}", highlight=False, soft_wrap=True)
-    basis = BASES[each.key]
-    when = Table.grid()
-    when.add_column(no_wrap=True)
-    when.add_column(overflow="fold")
-    when.add_row("   if:   ", escape(f"{basis.holds} [{basis.source}]"))
-    console.print(when, highlight=False)
+    if not any(line.startswith(WANTED_HERE) for line in each.evidence):  # that is the condition, with its source
+        basis = BASES[each.key]
+        when = Table.grid()
+        when.add_column(no_wrap=True)
+        when.add_column(overflow="fold")
+        when.add_row("   if:   ", escape(f"{basis.holds} [{basis.source}]"))
+        console.print(when, highlight=False)
     console.print()
 
 

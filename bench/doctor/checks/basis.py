@@ -127,7 +127,7 @@ BASES = {
     ),
     "variable": Basis(
         "a short run without the variable ends, and is faster: what it would bring was not measured",
-        "named beside the variable",
+        "beside the variable",
     ),
     "variables_differ": Basis(
         "the nodes are to run one job with one NCCL",

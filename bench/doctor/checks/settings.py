@@ -11,6 +11,8 @@ from gradwire.bench.doctor.checks.words import listed
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 
 NCCL_GUIDE = "NCCL user guide, Environment Variables"
+WANTED_HERE = "it may be wanted here: "
+"""How the evidence begins that is a condition by itself."""
 TORCH_GUIDE = "documentation of torch.distributed"
 
 
@@ -73,7 +75,7 @@ class HarmfulVariable:
     @property
     def caution(self) -> tuple[str, ...]:
         """The line of the evidence that says where the variable is wanted."""
-        return (f"it may be wanted here: {self.cures}",) if self.cures else ()
+        return (f"{WANTED_HERE}{self.cures}",) if self.cures else ()
 
 
 _ACS = (
