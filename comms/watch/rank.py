@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.comms.watch.flight import Progress
-from gradwire.comms.watch.links import LinkState
+from gradwire.comms.watch.links import LINKS_SECONDS, LinkState, connection_states
 
 QUIET_POINTS = 128
 """Of a group, that a rank says at a time; each word repeats what the one before said, so one may be missed."""
@@ -99,6 +99,8 @@ class RankLog:
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
         self._last: float | None = None
+        self._links: Mapping[str, LinkState] = {}
+        self._next_links = 0.0
 
     @property
     def waits(self) -> bool:
@@ -124,6 +126,17 @@ class RankLog:
                 group.progress, group.moved = now, seconds
             if not now.waits and (not group.quiet or group.quiet[-1].number != now.ended):
                 group.quiet.append(QuietPoint(now.ended, round(group.waited, 4), round(seconds, 4)))
+
+    def links(self, seconds: float) -> Mapping[str, LinkState]:
+        """What this process's connections with other hosts have sent, as of the last second.
+
+        Args:
+            seconds: Now.
+        """
+        if seconds >= self._next_links:
+            self._next_links = seconds + LINKS_SECONDS
+            self._links = connection_states()
+        return self._links
 
     def states(self) -> Iterator[tuple[str, GroupState]]:
         """Yields (name, state) for each group, as of the last look."""

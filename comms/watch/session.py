@@ -108,6 +108,7 @@ class Session:
                 self._activity.lines(),
                 line_of_thread(self._thread),
                 self._leaves,
+                self._log.links(self._last),
             )
             question = self._speaker.answer(
                 self._issued, lambda: self._flight.issued(lines=False) | self._messages.issued()

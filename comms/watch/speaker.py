@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gradwire.comms.watch.board import WatchBoard
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
+from gradwire.comms.watch.links import LinkState
 from gradwire.comms.watch.rank import GroupState, RankWord
 
 Issued = Callable[[], dict[str, list[IssuedCollective]]]
@@ -42,10 +43,11 @@ class Speaker:
         lines: Mapping[str, str],
         at: str | None,
         leaves: str | None,
+        links: Mapping[str, LinkState],
     ) -> None:
         """Leaves a word, with its number and the time; see `RankWord`."""
         self._beats += 1
-        self._board.say(RankWord(self._beats, time.monotonic(), groups, activity, lines, at, leaves))
+        self._board.say(RankWord(self._beats, time.monotonic(), groups, activity, lines, at, leaves, links))
 
     def answer(self, issued: Issued, timeline: Issued) -> int:
         """Answers what has been asked since.
