@@ -25,6 +25,9 @@ _TCP_INFO_NBYTES = 220
 _AGAIN, _ACKED, _SENT, _BUSY, _SENT_TWICE = 100, 120, 156, 168, 216
 _DESCRIPTORS = Path("/proc/self/fd")
 
+_AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
+"""With it Python leaves a descriptor's mode alone, whatever `socket.setdefaulttimeout` says: it is shared with torch."""
+
 Pair = tuple[str, str]
 """The host that sends, and the one that receives."""
 
@@ -90,7 +93,7 @@ def connection_states() -> dict[str, LinkState]:
         try:
             if not str((_DESCRIPTORS / str(number)).readlink()).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(number)) as connection:
+            with socket.socket(type=_AS_IT_IS, fileno=os.dup(number)) as connection:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 own, peer = connection.getsockname()[0], connection.getpeername()[0]

@@ -1,5 +1,6 @@
 """Laws of slow links: the one that all wait for is named, whoever is late, and nobody where all are alike."""
 
+import os
 import random
 import socket
 import threading
@@ -79,7 +80,13 @@ def test_what_a_kernel_counts_is_read_from_this_processs_own_connections() -> No
         sender.sendall(bytes(3 << 20))
         sender.shutdown(socket.SHUT_WR)
         taker.join()
-        found = connection_states()
+        before = [os.get_blocking(each.fileno()) for each in (sender, receiver, server)]
+        socket.setdefaulttimeout(5.0)
+        try:
+            found = connection_states()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert [os.get_blocking(each.fileno()) for each in (sender, receiver, server)] == before == [True] * 3
         sender.close()
         receiver.close()
     if not found:
