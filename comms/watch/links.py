@@ -26,7 +26,7 @@ _AGAIN, _ACKED, _SENT, _BUSY, _SENT_TWICE = 100, 120, 156, 168, 216
 _DESCRIPTORS = Path("/proc/self/fd")
 
 _AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
-"""With it Python leaves a descriptor's mode alone, whatever `socket.setdefaulttimeout` says: it is shared with torch."""
+"""With it Python leaves a descriptor's mode alone, whatever `setdefaulttimeout` says: it is shared with torch's."""
 
 Pair = tuple[str, str]
 """The host that sends, and the one that receives."""
