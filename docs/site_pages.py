@@ -38,7 +38,7 @@ def change(app: Sphinx, page: str, source: list[str]) -> None:
     """Changes the source of a page before it is read; Sphinx passes it as a list of one text."""
     if page == "index":
         source[0] = readme() + "\n# All pages\n" + navigation(source[0])
-        app.env.dependencies[page].add(str(README))  # or a later build would keep the old README
+        app.env.note_dependency(str(README))  # or a later build would keep the old README
     elif page == "reference/api":
         source[0] = API_ITEM.sub(lambda item: directive(item[1], item[2]), source[0])
 

@@ -180,11 +180,11 @@ def test_no_page_shows_directives_where_a_forge_shows_it() -> None:
 def test_the_site_begins_with_the_readme_and_is_made_again_when_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sphinx", reason="it comes with the extra `docs`")
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    dependencies: dict[str, set[str]] = {"index": set()}
+    noted: list[str] = []
     source = [(ROOT / "docs" / "index.md").read_text()]
     site_pages: Any = importlib.import_module("site_pages")
-    site_pages.change(SimpleNamespace(env=SimpleNamespace(dependencies=dependencies)), "index", source)
-    assert dependencies == {"index": {str(ROOT / "README.md")}}
+    site_pages.change(SimpleNamespace(env=SimpleNamespace(note_dependency=noted.append)), "index", source)
+    assert noted == [str(ROOT / "README.md")]
     first = (ROOT / "README.md").read_text().split("\n\n")[:2]
     assert source[0].startswith("\n\n".join(first)) and "# All pages" in source[0]
 
