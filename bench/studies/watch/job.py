@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import gradwire
-from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.compat import Store, store_of
 from gradwire.comms.config import watch_options
+from gradwire.comms.watch.board import WatchBoard
 
 WIDTH, LAYERS, BATCH = 32, 4, 8
 MICRO_BATCHES = 4
@@ -122,6 +123,22 @@ def average_by_hand(model: torch.nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
+def wait_until_watched() -> None:
+    """Waits until the watches of all ranks look: in a job's first moments, before that, none can name anything.
+
+    Raises:
+        RuntimeError: They do not come.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    board = WatchBoard(store_of(group), dist.get_rank(), dist.get_world_size())
+    until = time.monotonic() + HANG_SECONDS
+    while len(board.words()) < dist.get_world_size():
+        if time.monotonic() > until:
+            raise RuntimeError(f"only the ranks {sorted(board.words())} are watched after {HANG_SECONDS:.0f} s")
+        time.sleep(STEP_SECONDS)
+
+
 def disagree(fault: str, faulty: bool) -> None:
     """A collective of the script's own, in which the faulty rank does something else."""
     if fault == "skip" and faulty:
@@ -213,6 +230,8 @@ def train(kind: str, fault: str, rank: int, steps: int, step_seconds: float = ST
                 os.kill(os.getpid(), signal.SIGUSR2)  # as somebody would who wonders
         train_step()
         if fault in ("skip", "order", "shape", "dtype") and step >= FAULT_STEP:
+            if step == FAULT_STEP:
+                wait_until_watched()
             if faulty and step == FAULT_STEP:
                 print(f"{FAULT_AT} {time.time()}", flush=True)
             disagree(fault, faulty and step == FAULT_STEP)
