@@ -24,6 +24,10 @@ os.environ.setdefault("GRADWIRE_PROBE", "0")
 """For the suite's time: hundreds of states are made for nodes of one machine, and a look at their links before each
 takes 0.1 to 0.4 s. Tests of that look say `probe=None`, or make the Config themselves."""
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+"""OpenMP's threads sleep where they wait for each other: where the machine has more to do than cores, they spend twenty
+times what they compute on looking. Read when torch is loaded; how many they are, and all bits, stay."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -45,13 +49,14 @@ def no_gpu() -> str | None:
     return None if torch.cuda.is_available() else f"no CUDA device (torch {torch.__version__})"
 
 
-SLOW_FIXTURES = {"processes", "_server", "ranks_of_scripts"}
+SLOW_FIXTURES = {"processes", "_server", "ranks_of_scripts", "ranks_of_torch"}
 """Tests that use them start ranks as processes."""
 SLOW_FOLDERS = (
     "tests/bench/doctor/test_doctor.py::test_alone",
     "tests/bench/doctor/test_doctor.py::test_a_script_is_measured",
     "tests/bench/nccl_tests/test_command.py::test_all_types_and_operations_are_exact",
     "tests/bench/studies",
+    "tests/bench/test_import_option.py::test_the_bench_takes",
     "tests/bench/train",
     "tests/comms/autotune/test_probe.py",
     "tests/comms/backend/test_conformance.py",
@@ -63,11 +68,15 @@ SLOW_FOLDERS = (
     "tests/comms/bootstrap/test_lost_rank_on_cuda.py",
     "tests/comms/elastic",
     "tests/comms/plan/test_rank_order.py",
+    "tests/comms/plan/test_sharded.py::test_nothing_is_recommended",
     "tests/comms/test_communicator.py::test_a_rank_that_gives_up",
+    "tests/comms/transport/test_cards.py::test_where_there_is_one_card_nothing_of_it_is_loaded",
     "tests/comms/transport/test_nccl_calls.py",
     "tests/comms/transport/test_shm_failure.py",
     "tests/csrc",
     "tests/cli/test_gdr",
+    "tests/cli/test_predict_models.py",
+    "tests/cli/test_without_torch.py",
     "tests/digests",
     "tests/fake_cuda/test_compressed_streams.py",
     "tests/fake_cuda/test_hook_streams.py",

@@ -62,17 +62,17 @@ OFF = (
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[ForkServer]:
+def ranks_of_torch() -> Iterator[ForkServer]:
     """Ranks that have torch, and nothing of ours."""
     with fork_server(TORCH) as server:
         yield server
 
 
 @pytest.mark.parametrize("size", MOST_MODULES)
-def test_a_plain_exact_hook_loads_no_feature_that_is_off(size: int, ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_plain_exact_hook_loads_no_feature_that_is_off(size: int, ranks_of_torch: ForkServer, tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
-    done = ranks.run(script, [], size, tmp_path)
+    done = ranks_of_torch.run(script, [], size, tmp_path)
     assert done.statuses == [0] * size, done.errors
     for out in done.outputs:
         loaded = out.split()
