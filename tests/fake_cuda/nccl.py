@@ -31,9 +31,9 @@ from fake_cuda.machine import device_index, machine
 from fake_cuda.streams import FakeEvent, FakeFuture, FakeStream, FakeStreamContext, blocks_of, current_stream
 from fake_cuda.tensor import FakeTensor, plain, view_of
 
-PATIENCE_SECONDS = 20.0
-"""How long a rank waits for the others of a collective; more than any test needs, and the last resort against a hang:
-where all ranks wait for each other it is seen at once."""
+PATIENCE_SECONDS = 300.0
+"""How long a rank waits for the others of a collective; more than any test needs on a machine with much other work, and
+the last resort against a hang: where all ranks wait for each other it is seen at once."""
 SHOWN = 12
 """Collectives of each member in an error."""
 
