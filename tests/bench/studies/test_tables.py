@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradwire.bench.studies.tables import __main__ as command
@@ -44,6 +44,7 @@ def test_no_figure_stands_in_a_table_by_hand(page: Path) -> None:
     assert "┃" not in text, "a table as a terminal shows it is wider than a page"
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 5).flatmap(lambda width: st.lists(st.lists(cells, min_size=width, max_size=width), min_size=2)))
 def test_what_is_written_is_read_and_shown(tmp_path_factory: pytest.TempPathFactory, rows: list[list[str]]) -> None:
     folder = tmp_path_factory.mktemp("data")
