@@ -26,20 +26,20 @@ _AGAIN, _ACKED, _SENT, _BUSY, _SENT_TWICE = 100, 120, 156, 168, 216
 _DESCRIPTORS = Path("/proc/self/fd")
 
 _AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
-"""With it Python leaves a descriptor's mode alone, whatever `setdefaulttimeout` says: it is shared with torch's."""
+"""Has Python leave a descriptor's mode alone, whatever `setdefaulttimeout` says: it is shared with torch's."""
 
 Pair = tuple[str, str]
 """The host that sends, and the one that receives."""
 
 LINKS_SECONDS = 1.0
-"""Between two readings of one rank: 1.5 ms for 40 connections and 30 files (AMD EPYC, 2026-11-24, at a load of 50)."""
+"""Time between two readings of one rank: 1.5 ms for 40 connections and 30 files (AMD EPYC, 2026-11-24, at a load of 50)."""
 SLICE_SECONDS = 3.0
 SLICES = 3
-"""In all of the last ones a link has to be slow before it is named."""
+"""A link has to be slow in all of the last ones before it is named."""
 LEAST_NBYTES = 1 << 20
-"""Of a link in a slice: less is waiting for answers, whatever the rate."""
+"""Least bytes of a link in a slice: less is waiting for answers, whatever the rate."""
 BUSY_SHARE = 0.25
-"""Of a slice, in which a slow link has something to send."""
+"""Share of a slice in which a slow link has something to send."""
 ALIKE, SLOWER = 0.5, 2.0
 """A slow link carries this share of what the others do at least, and is busy so many times as long for each byte."""
 
@@ -61,7 +61,7 @@ class LinkState:
     again: int = 0
 
     def __add__(self, other: "LinkState") -> "LinkState":
-        """Of two connections, or two processes, that use one link together: at the same time, so the busier counts."""
+        """Joins two connections, or two processes, that use one link at the same time: the busier counts."""
         return LinkState(
             max(self.busy_seconds, other.busy_seconds),
             self.nbytes + other.nbytes,
@@ -148,7 +148,7 @@ class LinkSummary:
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """Of a link that is slower than others.
+    """How slow a link is beside others.
 
     Attributes:
         bytes_per_second: While it sends.

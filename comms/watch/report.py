@@ -10,7 +10,7 @@ from gradwire.comms.watch.links import LinkSummary, SlowLink
 from gradwire.comms.watch.trouble import ranks_in_words
 
 MOST_LINKS = 8
-"""In a report for people, the busiest first."""
+"""Most of a report for people, the busiest first."""
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ _OBJECT = re.compile(r"^[ \t]*(?=\{\s*(?:[\"}]|\Z))", re.MULTILINE)
 _SPACES = re.compile("[\u00a0\u2007\u202f]")
 """What web pages put in place of spaces."""
 _GRAPH = re.compile(r'"graph"\s*:')
-"""In this project's own JSON, whose texts may quote anything."""
+"""A key of this project's own JSON, whose texts may quote anything."""
 _PAGE = re.compile(r"<html\b", re.IGNORECASE)
 _DECLARATION = re.compile(r"<\?xml\b[^>]{0,200}\?>")
 

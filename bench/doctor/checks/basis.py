@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Of the remedies of one kind of finding.
+    """What the remedies of one kind of finding rest on.
 
     Attributes:
         holds: The condition under which they help, to go on after `this holds where`.
