@@ -61,7 +61,7 @@ class LinkState:
     again: int = 0
 
     def __add__(self, other: "LinkState") -> "LinkState":
-        """Joins two connections, or two processes, that use one link at the same time: the busier counts."""
+        """Joins two connections, or two processes, that use one link at a time: the busier counts."""
         return LinkState(
             max(self.busy_seconds, other.busy_seconds),
             self.nbytes + other.nbytes,
