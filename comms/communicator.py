@@ -168,7 +168,7 @@ class Communicator:
             device, f"gradwire {name}", self._groups, rank, cluster, compressor, board, config.timeout
         )
         self._ring = _ring(self.executor, store, rank, size, board) if oversight is None else None
-        self._held = None if compressor is None else _held_state(loaded=False)
+        self._held = _held_state(compressor, loaded=False)
 
     def _presence(self, door: Door, store_host: str | None, size: int) -> Presence:
         config = self.config
@@ -269,8 +269,8 @@ class Communicator:
         Raises:
             ValueError: A part of it does not fit, or its layout does not fit it.
         """
-        takes = self.compressor is not None and planned(self.compressor).takes(launch.parts[0].dtype)
-        layout = launch.layout if takes else None
+        held = self._held
+        layout = launch.layout if held is not None and held.takes(launch.parts[0].dtype) else None
         for part in launch.parts:
             self._check(part, scale * after)
         if not self._connected:
@@ -280,8 +280,8 @@ class Communicator:
             route = self.routes[launch.numel, launch.parts[0].dtype, layout]
         else:
             route = self.routes.unlisted(launch.numel, launch.parts[0].dtype)
-        if layout is not None and self._held is not None and self._held.has_moved(layout):
-            self.executor.migrate(layout, route, self.device, ask=self._held.asks)
+        if layout is not None and held is not None and layout not in held.settled and held.has_moved(layout):
+            self.executor.migrate(layout, route, self.device, ask=held.asks)
         self.executor.start(launch, route, scale, flush, hold=hold, after=after)
 
     def start_sparse(self, bucket: Bucket, *, scale: float = 1.0, as_dense: bool | str = "auto") -> None:
@@ -440,7 +440,7 @@ class Communicator:
 
     def state_loaded(self) -> None:
         """Says that the compressor's state has been replaced by one from elsewhere; all ranks, between two steps."""
-        self._held = _held_state(loaded=True)
+        self._held = _held_state(self.compressor, loaded=True)
         self.routes.clear()  # where a compressor's shards are cut may be part of its state
 
     def _check(self, flat: Tensor, scale: float) -> None:
@@ -496,10 +496,12 @@ def _ring(executor: Executor, store: PollingStore, rank: int, size: int, board: 
     return LivenessRing(store, rank, size, board.alarm, executor.interrupt, deadline.overdue, lambda: executor.launches)
 
 
-def _held_state(*, loaded: bool) -> "HeldState":
+def _held_state(compressor: Compressor | None, *, loaded: bool) -> "HeldState | None":
+    if compressor is None:
+        return None
     from gradwire.comms.migration import HeldState  # here: exact gradients leave nothing behind
 
-    return HeldState(loaded=loaded)
+    return HeldState(planned(compressor).takes, loaded=loaded)
 
 
 def _cards(presences: Presences, rank: int, config: Config) -> "Cards | None":

@@ -5,7 +5,7 @@ elements to other ranks of the same node; a sum over the node, in which each ran
 elsewhere, moves all of it at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -79,17 +79,21 @@ class HeldState:
     this process itself has trained is exchanged without a question, and in the first step there is nothing.
 
     Args:
+        takes: See `Planned.takes`.
         loaded: The state comes from elsewhere.
 
     Attributes:
+        takes: See above.
+        settled: Layouts in which nothing is to be moved.
         asks: Whether the ranks ask each other before they move what `has_moved` has just said moves.
     """
 
-    def __init__(self, *, loaded: bool = False) -> None:
+    def __init__(self, takes: Callable[[torch.dtype], bool], *, loaded: bool = False) -> None:
+        self.takes = takes
         self.asks = False
         self._loaded = loaded
         self._layout_of: dict[str, Layout] = {}
-        self._settled: set[Layout] = set()
+        self.settled: set[Layout] = set()
 
     def has_moved(self, layout: Layout) -> bool:
         """Whether state is to be moved before a bucket is compressed; notes that its parameters travel so from now on.
@@ -97,13 +101,13 @@ class HeldState:
         Args:
             layout: Of the bucket.
         """
-        if layout in self._settled:
+        if layout in self.settled:
             return False
         known = [self._layout_of.get(item.name) for item in layout.slices]
         had, moves = any(each is not None for each in known), False
         if any(each is not layout and each != layout for each in {id(each): each for each in known}.values()):
             self._layout_of.update((item.name, layout) for item in layout.slices)
-            self._settled.clear()
+            self.settled.clear()
             moves, self.asks = had or self._loaded, not had
-        self._settled.add(layout)
+        self.settled.add(layout)
         return moves
