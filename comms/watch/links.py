@@ -32,7 +32,7 @@ Pair = tuple[str, str]
 """The host that sends, and the one that receives."""
 
 LINKS_SECONDS = 1.0
-"""Time between two readings of one rank: 1.5 ms for 40 connections and 30 files (AMD EPYC, 2026-11-24, at a load of 50)."""
+"""Time between two readings of one rank: 1.5 ms for 40 connections and 30 files (AMD EPYC, 2026-11-24, load 50)."""
 SLICE_SECONDS = 3.0
 SLICES = 3
 """A link has to be slow in all of the last ones before it is named."""
