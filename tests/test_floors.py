@@ -261,7 +261,7 @@ def test_docstrings_say_first_what_a_thing_is() -> None:
             for number, each in enumerate(body if isinstance(body, list) else []):
                 text = each.value.value if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) else ""
                 if PREPOSITIONS.match(str(text).lstrip()):
-                    assert number > 0, f"{file.relative_to(ROOT)}:{each.lineno} begins with a preposition: {text}"
+                    assert number > 0, f"{file.relative_to(ROOT)}:{each.lineno} begins with a preposition: {text!r}"
                     notes += 1
     assert notes <= NOTES_OF_WHAT, f"{notes} notes begin with a preposition, {NOTES_OF_WHAT} did"
 
