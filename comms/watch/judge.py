@@ -3,12 +3,13 @@
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from gradwire.comms.report import duration
 from gradwire.comms.watch.board import WatchBoard
-from gradwire.comms.watch.collective import IssuedCollective, one_in_words
-from gradwire.comms.watch.late import Lateness, LateRank
+from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
+from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
 from gradwire.comms.watch.links import LinkWatch, SlowLink
 from gradwire.comms.watch.rank import RankWord
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport
@@ -19,6 +20,27 @@ log = logging.getLogger("gradwire")
 
 SILENT_SECONDS = 5.0
 """A rank whose word is older is frozen or lost."""
+
+ASK_SECONDS = (1.0, 5.0, 15.0)
+"""Seconds from naming a late rank to asking all in which collective they stand for it; again while it is not known
+whose gradients that one carries, as models are looked for only now and then."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenQuestion:
+    """What all ranks have been asked for: their last collectives.
+
+    Attributes:
+        number: Its number on the board.
+        until: Monotonic seconds; who has not answered by then is left out.
+        stuck: What hangs, where that is why.
+        compares: Ranks that disagree are looked for. Not in a job that goes on, where ranks may ask from unlike lines.
+    """
+
+    number: int
+    until: float
+    stuck: Stuck | None = None
+    compares: bool = True
 
 
 class Judge:
@@ -44,7 +66,7 @@ class Judge:
         self._hosts: dict[int, str] = {}
         self._late: Lateness | None = None
         self._beats: dict[int, tuple[int, float]] = {}
-        self._question: tuple[int, float, Stuck | None] | None = None
+        self._question: OpenQuestion | None = None
         self._last_question = 0
         self._words: dict[int, RankWord] = {}
         self._links = LinkWatch()
@@ -64,6 +86,7 @@ class Judge:
             self._judge_links(now)
         if self._question is None:
             self._judge_stall(now)
+            self._ask_what_is_waited_in(now)
         else:
             self._judge_answers(now)
         if self._drawing is not None and self._members:
@@ -78,7 +101,7 @@ class Judge:
         """Takes over a question that a rank has asked which is about to end."""
         if number > self._last_question:
             self._last_question = number
-            self._question = number, time.monotonic() + ANSWER_SECONDS, None
+            self._question = OpenQuestion(number, time.monotonic() + ANSWER_SECONDS)
 
     def _meet(self) -> None:
         names = {name for word in self._words.values() for name in word.groups}
@@ -115,6 +138,19 @@ class Judge:
         for episode in open_.values():
             episode.ended = now - self._began
 
+    def _unnamed(self) -> list[Episode]:
+        """Ranks that are late, and others stand for them in a collective of which it is not known what it carries."""
+        late = [each for each in self.report.late if each.ended is None and sender_of(each.late.group) is None]
+        return [each for each in late if each.waited_in is None or each.waited_in.holds is None]
+
+    def _ask_what_is_waited_in(self, now: float) -> None:
+        for each in self._unnamed() if self._question is None else ():
+            if each.asked < len(ASK_SECONDS) and now - self._began >= each.began + ASK_SECONDS[each.asked]:
+                each.asked += 1
+                self._last_question = self._board.ask()
+                self._question = OpenQuestion(self._last_question, now + ANSWER_SECONDS, compares=False)
+                return
+
     def _judge_links(self, now: float) -> None:
         self._links.hear({rank: word.links for rank, word in self._words.items()}, self._hosts, now)
         self.report.links = self._links.summaries()
@@ -144,21 +180,26 @@ class Judge:
         elif longest >= self._next_stall:
             self._next_stall = 2 * longest
             self._last_question = self._board.ask()
-            self._question = self._last_question, now + ANSWER_SECONDS, stuck
+            self._question = OpenQuestion(self._last_question, now + ANSWER_SECONDS, stuck)
 
     def _judge_answers(self, now: float) -> None:
         assert self._question is not None
-        number, until, stuck = self._question
-        answers = self._board.answers(number)
-        if len(answers) < self._size and now < until:
+        question, answers = self._question, self._board.answers(self._question.number)
+        if len(answers) < self._size and now < question.until:
             return
         self._question = None
-        disagreements = list(find_disagreements(answers))
+        for episode in self._unnamed():
+            issued = {rank: answer.get(episode.late.group, []) for rank, answer in answers.items()}
+            episode.waited_in = longest_waited_in(issued, episode.late.waiting)
+            if episode.waited_in is not None and episode.waited_in.holds is not None:
+                log.warning("watch: rank %d is waited for%s", episode.late.rank, episode.longest_in())
+        compares = question.compares or any(word.leaves is not None for word in self._words.values())
+        disagreements = list(find_disagreements(answers)) if compares else []
         for each in disagreements:
             self._add(self.report.disagreements, str(each))
-        if stuck is not None:
-            self._add_stall(stuck, answers, disagree=bool(disagreements))
-        self._board.conclude(number)
+        if question.stuck is not None:
+            self._add_stall(question.stuck, answers, disagree=bool(disagreements))
+        self._board.conclude(question.number)
 
     def _add_stall(
         self, stuck: Stuck, answers: Mapping[int, Mapping[str, list[IssuedCollective]]], *, disagree: bool

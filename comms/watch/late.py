@@ -17,11 +17,12 @@ looked at instead. Nor is it named before all of another group have said how lon
 """
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradwire.comms.watch.activity import QUEUE
+from gradwire.comms.watch.collective import IssuedCollective
 from gradwire.comms.watch.rank import QuietPoint, RankWord
 
 SLICE_SECONDS = 0.5
@@ -59,6 +60,26 @@ class LateRank:
     waiting: tuple[int, ...]
     busy_with: str | None = None
     line: str | None = None
+
+
+def longest_waited_in(
+    issued: Mapping[int, Sequence[IssuedCollective]], ranks: Sequence[int]
+) -> IssuedCollective | None:
+    """The collective in which these ranks have stood longest, of those that a group issues again and again.
+
+    Args:
+        issued: Rank -> its last collectives of one group. Those that carry the same, for the same line, are one.
+        ranks: Those that wait.
+
+    Returns:
+        One of them, without its number and times; None where none has ended.
+    """
+    seconds: dict[IssuedCollective, float] = defaultdict(float)
+    for rank in ranks:
+        for each in issued.get(rank, ()):
+            if each.ended is not None:
+                seconds[replace(each, number=0, began=0.0, ended=None)] += each.ended - each.began
+    return max(seconds, key=seconds.__getitem__, default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from gradwire.comms.report import duration
-from gradwire.comms.watch.collective import in_words, sender_of
+from gradwire.comms.watch.collective import IssuedCollective, in_words, sender_of
 from gradwire.comms.watch.late import LateRank
 from gradwire.comms.watch.links import LinkSummary, SlowLink
 from gradwire.comms.watch.trouble import ranks_in_words
@@ -22,12 +22,16 @@ class Episode:
         host: Of the rank.
         began: Seconds since the watch began.
         ended: When it was no longer late; None while it is.
+        waited_in: The collective in which the others stand longest for it; None while nobody has been asked.
+        asked: How often all ranks were asked for that.
     """
 
     late: LateRank
     host: str
     began: float
     ended: float | None = None
+    waited_in: IssuedCollective | None = None
+    asked: int = 0
 
     def __str__(self) -> str:
         late = self.late
@@ -38,8 +42,12 @@ class Episode:
         return (
             f"rank {late.rank} on {self.host} is late, {when}: {ranks_in_words(late.waiting)} of "
             f"{in_words(late.group)} {'waits' if len(late.waiting) == 1 else 'wait'} for it {late.seconds:.0%} of the "
-            f"time{why}"
+            f"time{self.longest_in()}{why}"
         )
+
+    def longest_in(self) -> str:
+        """`, longest in all_reduce of [72] Float, gradients of 1.bias to 1.weight`; empty where that is not known."""
+        return "" if self.waited_in is None else f", longest in {self.waited_in}"
 
 
 @dataclass(slots=True)

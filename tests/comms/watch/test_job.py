@@ -80,6 +80,9 @@ def test_a_rank_that_is_late_in_its_data_loader_is_said_to_be_so_with_the_line(
     late = [each["late"] for each in report["late"] if each["late"]["busy_with"] != QUEUE]
     assert [(each["rank"], each["busy_with"]) for each in late[:1]] == [(1, LOADER)], text
     assert late[0]["line"].startswith("job.py:") and late[0]["line"].endswith(" in __getitem__"), text
+    waited_in = next(each["waited_in"] for each in report["late"] if each["late"]["rank"] == 1)
+    assert re.fullmatch(r"gradients of \d\.(bias|weight) to \d\.(bias|weight)", waited_in["holds"]), text
+    assert "watch: rank 1 is waited for, longest in all_reduce of [" in text and not report["disagreements"], text
 
 
 @pytest.mark.parametrize("fault", ["skip", "order", "shape", "dtype"])

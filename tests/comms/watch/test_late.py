@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from gradwire.comms.watch.activity import QUEUE
-from gradwire.comms.watch.late import Lateness, LateRank
+from gradwire.comms.watch.collective import IssuedCollective
+from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
 from gradwire.comms.watch.rank import RankWord
 from support.watched import Collective, SimulatedJob
 
@@ -112,3 +113,20 @@ def test_a_rank_that_waits_for_a_processor_is_said_to() -> None:
                 {r: replace(word, activity={**word.activity, **queues[r]}) for r, word in words.items()}
             )
     assert [(each.rank, each.busy_with) for each in found] == [(3, QUEUE)]
+
+
+def test_the_collective_that_is_waited_in_longest_is_found_by_what_it_carries() -> None:
+    """Those of one bucket count together; what is under way, and what the late rank says, do not."""
+
+    def step(number: int, head: float, body: float) -> list[IssuedCollective]:
+        began = 10.0 * number
+        return [
+            IssuedCollective(2 * number, "all_reduce of [9] Float", "train.py:3", began, began + head, "head"),
+            IssuedCollective(2 * number + 1, "all_reduce of [4] Float", "train.py:3", began, began + body, "body"),
+        ]
+
+    waits = [*step(0, 0.3, 0.1), *step(1, 0.3, 0.1), IssuedCollective(4, "barrier", "train.py:9", 20.0, 20.5)]
+    late = [*step(0, 0.0, 9.0), IssuedCollective(2, "broadcast", None, 10.0)]
+    found = longest_waited_in({0: waits, 1: waits, 2: late}, (0, 1))
+    assert found == IssuedCollective(0, "all_reduce of [9] Float", "train.py:3", holds="head")
+    assert longest_waited_in({2: late[2:]}, (2, 3)) is None
