@@ -4,6 +4,7 @@ They end as under torchrun: when one has failed the others get SIGTERM. Each wat
 """
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -95,6 +96,7 @@ def _fork(rank: int, port: int, parent: int, output: int, main: Callable[[int, i
 
 
 def _be_rank(rank: int, port: int, parent: int, output: int, main: Callable[[int, int], None]) -> NoReturn:
+    gc.freeze()  # garbage of whoever forks may have threads that are not here, and cannot be ended
     status = 1
     try:
         die_with_parent(parent)
