@@ -93,6 +93,6 @@ def test_what_a_kernel_counts_is_read_from_this_processs_own_connections() -> No
         pytest.skip("this kernel does not count for how long a connection is busy (Linux 5.4)")
     state = found["127.0.0.2>127.0.0.1"]
     assert len(took) == 3 << 20
-    assert (3 << 20) - (64 << 10) <= state.nbytes <= (3 << 20) + 1 and state.segments > 0
+    assert (3 << 20) - (64 << 10) <= state.nbytes <= (3 << 20) + 2 and state.segments > 0  # SYN and FIN count
     assert found["127.0.0.1>127.0.0.2"].nbytes == 0
     assert "127.0.0.2>127.0.0.1" not in connection_states(), "what is closed is gone"
