@@ -221,6 +221,16 @@ def test_a_silent_stranger_keeps_no_connection_of_a_long_path_waiting(callers: C
     listener.close()
 
 
+def has_address(family: socket.AddressFamily, address: str) -> bool:
+    """Whether this host has it."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
 def own_ports() -> list[tuple[str, int]]:
     """(address, port) at which this process listens, gloo and the store's server included."""
     inodes = set()
@@ -230,7 +240,8 @@ def own_ports() -> list[tuple[str, int]]:
         except OSError:
             continue
     found = []
-    for table, family, loopback in (("tcp", socket.AF_INET, "127.0.0.1"), ("tcp6", socket.AF_INET6, "::1")):
+    any_6 = "::1" if has_address(socket.AF_INET6, "::1") else "127.0.0.1"  # who listens on all IPv6 hears IPv4, too
+    for table, family, loopback in (("tcp", socket.AF_INET, "127.0.0.1"), ("tcp6", socket.AF_INET6, any_6)):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and int(words[9]) in inodes:  # TCP_LISTEN
