@@ -23,6 +23,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+CODE = {"bench", "comms", "compressors", "csrc", "gradwire", "topology"}
+"""Folders that who has the wheel has elsewhere."""
 MOST_NOT_RUN = 6
 """Blocks that are marked as not run: each is a promise that nobody checks, but for the four of frameworks.md, whose
 lines the jobs of tests/adapters hold."""
@@ -163,6 +165,8 @@ def test_links_between_pages_lead_somewhere(name: str) -> None:
         path, _, anchor = target.partition("#")
         file = (page.parent / path) if path else page
         assert file.exists(), f"{name} links to {target}, which is not there"
+        room = file.resolve().relative_to(ROOT).parts[0]
+        assert room not in CODE, f"{name} links to {target}: who has the wheel has no such file; name it"
         assert not anchor or anchor in _anchors(file), f"{name} links to {target}, which has no such heading"
 
 
