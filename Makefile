@@ -1,6 +1,7 @@
 # make run    the main job: .venv, torch, gradwire with its compiled part, then plain DDP against gradwire
 #             DEVICE=cuda: on GPUs, with a torch that has CUDA (PYTHON=...)
-# make test   the same environment, then the whole test suite      ARGS="-k emulate" goes to pytest
+# make test   the same environment, then the test suite, all but test-long      ARGS="-k emulate" goes to pytest
+# make test-long   what takes long and seldom fails alone: the CUDA path and its kernels on the CPU, the studies' own jobs
 # make test-fast   what needs no process, emulated cluster or compiler: the inner loop, under 90 seconds
 # make hosts  the jobs of the suite once more, on emulated hosts without names and without a route   HOSTS=fd77::/64
 # make lint   ruff and mypy
@@ -36,7 +37,7 @@ WORKERS ?= 3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run help test test-fast hosts mpi adapters real-scripts lint floors conformance wheel fresh-debian torch-versions clean always
+.PHONY: run help test test-long test-fast hosts mpi adapters real-scripts lint floors conformance wheel fresh-debian torch-versions clean always
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -92,11 +93,18 @@ endif
 help:
 	@sed -n '/^# make run/,/^$$/s/^# \{0,1\}//p' Makefile
 
+# Thousands of short processes import what others have compiled before them, and pytest rewrites each test's file once.
+export PYTHONDONTWRITEBYTECODE :=
+
+# A mark in ARGS takes the place of this one.
 test: $(stamp)test
-	$(python) -m pytest -n $(WORKERS) --dist loadfile $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
+	$(python) -m pytest -n $(WORKERS) --dist loadfile -m "not long" $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
+
+test-long: $(stamp)test
+	$(python) -m pytest -n $(WORKERS) --dist loadfile -m long $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
 
 test-fast: $(stamp)test
-	$(python) -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+	$(python) -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not long" $(ARGS)
 
 # Another network than the one that the emulated cluster has by default.
 HOSTS ?= 10.201.0.0/16

@@ -88,10 +88,19 @@ SLOW_FOLDERS = (
     "tests/topology/gdr/test_probe_command.py",
     "tests/topology/readers/test_files.py",
 )
+LONG_FOLDERS = (
+    "tests/bench/studies/test_convergence.py",
+    "tests/bench/studies/test_predict_check.py",
+    "tests/bench/studies/test_queue.py",
+    "tests/csrc",
+    "tests/fake_cuda",
+    "tests/fake_cupy",
+)
+"""The CUDA path and its kernels on the CPU, and the jobs of studies: a third of the suite's time."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what `make test-fast` leaves out: processes, emulated clusters, studies, compilers, long laws."""
+    """Marks what `make test-fast` and `make test` leave out."""
     if config.getoption("--hosts-network"):
         items[:] = [item for item in items if "processes" in getattr(item, "fixturenames", ())]
     for item in items:
@@ -99,6 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         emulated = item.get_closest_marker("netns") or item.get_closest_marker("mpi")
         if starts_ranks or emulated or item.nodeid.startswith(SLOW_FOLDERS):
             item.add_marker(pytest.mark.slow)
+        if item.nodeid.startswith(LONG_FOLDERS):
+            item.add_marker(pytest.mark.long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
