@@ -7,6 +7,11 @@ before the last one has come; so the difference of two ranks' waits is the diffe
 clocks say. Of transfers the time of the rank that entered a phase last counts, which waited for nobody: what is left is
 the link.
 
+That moment is not the same where packets are lost: the last message of a bucket may reach a rank a second after the
+others have its sum, and then that rank waits longer, arrives later in the next step, and is at no fault in either. Over
+many steps this falls on all ranks. A single long wait is therefore not explained by waits, but by what the ranks took
+by themselves: each from the end of the step before, on its own clock, to a bucket's arrival.
+
 **What is sent.** In a pulse, every `PULSE_STEPS` steps (in fast steps less often), four numbers a rank; all ranks then
 decide alike, from the same numbers, whether to look closer: two to four numbers a bucket, in the step after. Without a
 reason every `every` steps. Everything travels in one small all-reduce that nobody waits for.
@@ -89,11 +94,14 @@ class Sample:
         step: Its number.
         waits: For each bucket the seconds from its arrival to its reduction.
         phases: For each phase the seconds in it, summed over the step.
+        own: For each bucket the seconds from the end of the step before, on this rank, to its arrival; negative where
+            that end is not known.
     """
 
     step: int
     waits: tuple[float, ...]
     phases: tuple[float, ...]
+    own: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +134,8 @@ class Look:
         low: For each column the shortest wait of the window, outliers left out. Empty without a window.
         middle: The median.
         high: The longest, outliers left out.
-        once: The wait in the step that was asked about; negative where nothing was asked.
+        once: What the rank took by itself until then in the step that was asked about, see `Sample`; negative where
+            nothing was asked.
     """
 
     step_seconds: float
@@ -193,12 +202,14 @@ class _Ended:
     Attributes:
         step: Its number.
         buckets: Times of its buckets.
+        previous: Of the last bucket of the step before; None where that was not timed.
         before: Seconds so far in each phase, when its last bucket had arrived.
         after: A step later.
     """
 
     step: int
     buckets: Sequence[Times]
+    previous: Times | None
     before: list[float]
     after: list[float] = field(default_factory=list)
 
@@ -249,13 +260,21 @@ def _reference(looks: Sequence[Look], column: int) -> int:
 
 
 def late_once(looks: Sequence[Look]) -> Late | None:
-    """The rank that the others waited for in the one step that was asked about; None where that cannot be said."""
+    """The rank that the others waited for in the one step that was asked about.
+
+    Args:
+        looks: Of all ranks.
+
+    Returns:
+        The rank that took so much longer by itself than the one in the middle, of two the faster one; None where no
+        rank did: then a link kept them waiting.
+    """
     found: Late | None = None
     for column in range(min(len(look.once) for look in looks)):
-        waits = [look.once[column] for look in looks]
-        first, second = min(waits), sorted(waits)[len(waits) // 2]
-        if first >= 0 and second - first > max(LONG_SECONDS, found.seconds * 1.1 if found else 0.0):
-            found = Late(waits.index(first), column, second - first, strong=True)
+        own = [look.once[column] for look in looks]
+        last, middle = max(own), sorted(own)[(len(own) - 1) // 2]
+        if min(own) >= 0 and last - middle > max(LONG_SECONDS, found.seconds * 1.1 if found else 0.0):
+            found = Late(own.index(last), column, last - middle, strong=True)
     return found
 
 
@@ -332,7 +351,8 @@ class StragglerWatch:
                 self._unread.append(last)
                 self._fresh += 1
                 self._timed += 1
-            self._last = _Ended(step, buckets, seconds) if timed else None
+            previous = last.buckets[-1] if last is not None and last.step == step - 1 else None
+            self._last = _Ended(step, buckets, previous, seconds) if timed else None
         self._count = len(buckets)
         if self._pending is not None:
             self._hear(step)
@@ -366,12 +386,17 @@ class StragglerWatch:
             )
             if len(waits) < len(ended.buckets):  # of what failed, or is under way
                 continue
+            end = ended.previous.reduced if ended.previous is not None else None
+            own = tuple(
+                between(end, each.arrived) if end is not None and each.arrived is not None else -1.0
+                for each in ended.buckets
+            )
             phases = [0.0] * MOST_PHASES
             before = chain(ended.before, repeat(0.0))  # a phase may be new
             for (place, _, _), seconds, had in zip(keys, ended.after, before, strict=False):
                 if place < MOST_PHASES:
                     phases[place] += seconds - had
-            self._samples.append(Sample(ended.step, waits, tuple(phases)))
+            self._samples.append(Sample(ended.step, waits, tuple(phases), own))
         self._unread.clear()
 
     def _start(self, step: int, numbers: list[float], *, look: bool) -> None:
@@ -441,7 +466,7 @@ class StragglerWatch:
         if asked is None or len(asked.waits) != self._count:
             once = tuple(-1.0 for _ in columns)
         else:
-            once = tuple(asked.waits[column] for column in columns)
+            once = tuple(asked.own[column] for column in columns)
         none = tuple(-1.0 for _ in columns)
         if len(window) < WINDOW:
             unknown = (-1.0,) * MOST_PHASES

@@ -35,6 +35,7 @@ class Job:
         places = tuple((rank // 2,) for rank in range(size))
         cluster = Cluster(places, (Level(LEVEL_NAMES[0], link), Level(LEVEL_NAMES[1], link)))
         self.phases: list[dict[tuple[int, str, str], tuple[float, int, int]]] = [{} for _ in range(size)]
+        self.released = [0.0] * size
         self.shared: dict[int, list[list[float]]] = {}
         self.values = 0
         self.watches = [
@@ -66,17 +67,29 @@ class Job:
         self.values += len(values)
         return SimpleNamespace(read=lambda: rows if len({len(row) for row in rows}) == 1 else pytest.fail("lengths"))
 
-    def step(self, computes: Arrivals, transfer: float = 1e-3, phases: Sequence[float] = ()) -> None:
-        """A step in which a bucket is reduced `transfer` seconds after its last arrival and after the one before it."""
+    def step(
+        self,
+        computes: Arrivals,
+        transfer: float = 1e-3,
+        phases: Sequence[float] = (),
+        lost: Callable[[int, int], float] = lambda step, rank: 0.0,
+    ) -> None:
+        """A step in which a bucket is reduced `transfer` seconds after its last arrival and after the one before it.
+
+        The last bucket's last message comes to a rank `lost` seconds later than to the others.
+        """
         self.steps += 1
         times: list[list[Times]] = [[] for _ in range(self.size)]
-        at, ended = [self.now] * self.size, self.now
+        at, ended = list(self.released), 0.0
         for bucket in range(self.buckets):
             at = [begun + computes(self.steps, rank, bucket) for rank, begun in enumerate(at)]
             ended = max(max(at), ended) + transfer
             for rank in range(self.size):
                 times[rank].append(Times(at[rank], ended))
-        self.now = ended
+        self.released = [ended + lost(self.steps, rank) for rank in range(self.size)]
+        for rank, own in enumerate(times):
+            own[-1] = Times(own[-1].arrived, self.released[rank])
+        self.now = max(self.released)
         for rank, seconds in enumerate(phases):
             key = (1, "all_reduce", LEVEL_NAMES[1])
             had = self.phases[rank].get(key, (0.0, 0, 0))
@@ -147,6 +160,18 @@ def test_one_long_wait_is_explained_and_names_nobody_for_good(long: int, caplog:
     assert once.seconds == pytest.approx(2.97, abs=0.01)
     assert not job.found
     assert [str(once)] == [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("long", range(30, 30 + PULSE_STEPS))
+def test_a_message_that_comes_late_names_nobody(size: int, long: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Its packets were lost several times: the rank goes on 3 s after the others, which wait for it a step later."""
+    job = Job(size)
+    for _ in range(60):
+        job.step(evenly, lost=lambda step, rank: 3.0 if (step, rank) == (long, size - 1) else 0.0)
+    assert [watch.once for watch in job.watches] == [None] * size
+    assert not job.found
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("rail_only", [True, False], ids=["one rail", "all links"])
