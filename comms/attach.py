@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.comms.automatic import automatic_of
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, comm_hook_name, why_no_ddp_hook
 from gradwire.comms.checkpoint import Checkpoint, find_own, load_file, rank_file, save_file
-from gradwire.comms.compression import LossScaler
 from gradwire.comms.config import Config
 from gradwire.comms.hook import HookState, comm_hook
+from gradwire.comms.loss_scale import LossScaler
 
 if TYPE_CHECKING:
     from gradwire.comms.elastic.ddp import OnChange

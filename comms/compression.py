@@ -6,14 +6,13 @@ ranks hold the same averaged gradient, so all of them decide alike without askin
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gradwire._native import all_finite
-from gradwire.comms.bootstrap.compat import device_scale_of
 from gradwire.comms.checkpoint import PREFIX
+from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.resume import to_rows
 from gradwire.comms.run.launches import Bucket
 from gradwire.comms.streams import LateFlag
@@ -22,13 +21,6 @@ from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue,
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule, rules_from
-
-
-class LossScaler(Protocol):
-    """What gradwire needs of torch.amp.GradScaler."""
-
-    def get_scale(self) -> float:
-        """The factor on the loss of the step that begins."""
 
 
 class Compression:
@@ -41,6 +33,9 @@ class Compression:
         rank: This rank.
         size: Number of ranks.
         budget: `error_budget`, for the compressor "auto".
+
+    Attributes:
+        loss_scale: Of the gradients; what the compressor holds back follows it.
     """
 
     def __init__(
@@ -60,46 +55,11 @@ class Compression:
         self.flushing = False
         self._rank = rank
         self._size = size
-        self._scaler: LossScaler | None = None
-        self._loss_scale: float | Tensor = 0.0
+        self.loss_scale = LossScale(self.compressor.rescale)
         self._undecided: tuple[LateFlag, bool] | None = None
         self._last_transfers: list[Layout] = []
         self._saved_transfers: Tensor | None = None
         self._dirty = False
-
-    def watch(self, scaler: LossScaler) -> None:
-        """Rescales residuals from now on whenever `scaler` changes its scale."""
-        self._scaler = scaler
-
-    @property
-    def follows_scaler(self) -> bool:
-        """Whether `begin_step` has anything to do."""
-        return self._scaler is not None
-
-    def begin_step(self) -> None:
-        """Runs before the first bucket of a step. The host waits for no device: its scale stays there."""
-        if self._scaler is None:
-            return
-        scale = device_scale_of(self._scaler)
-        if scale is None:
-            self.set_loss_scale(self._scaler.get_scale())
-            return
-        if isinstance(self._loss_scale, Tensor) or self._loss_scale:
-            self.compressor.rescale(scale / self._loss_scale)
-        self._loss_scale = scale.clone()  # the scaler changes it in place
-
-    def set_loss_scale(self, scale: float) -> None:
-        """Sets the factor that the next gradients carry; residuals follow a change of it.
-
-        Raises:
-            ValueError: `scale` is not a positive number.
-        """
-        if not 0 < scale < float("inf"):
-            raise ValueError(f"`scale` is {scale}; wanted a positive number")
-        before = float(self._loss_scale)
-        if before and scale != before:
-            self.compressor.rescale(scale / before)
-        self._loss_scale = scale
 
     def renumber(self, rank: int, size: int) -> None:
         """Notes that this rank is another one, of others, from now on."""
@@ -110,18 +70,18 @@ class Compression:
         own: StateDict = {
             key: value for key, value in self.compressor.state_dict().items() if not isinstance(value, Tensor)
         }
-        return own | {PREFIX + "loss_scale": float(self._loss_scale), PREFIX + "dirty": int(self.dirty)}
+        return own | {PREFIX + "loss_scale": float(self.loss_scale.value), PREFIX + "dirty": int(self.dirty)}
 
     def take_progress(self, progress: Mapping[str, StateValue]) -> None:
         """Goes on where other ranks are, without residuals."""
         own = {key: value for key, value in progress.items() if not key.startswith(PREFIX)}
         self.compressor.load_state_dict(own)
-        self._loss_scale = float(progress[PREFIX + "loss_scale"])
+        self.loss_scale.value = float(progress[PREFIX + "loss_scale"])
         self._dirty = bool(progress[PREFIX + "dirty"])
 
     def held_norm(self) -> float:
         """The norm of what this rank holds back of the gradients, as they come out of backward, without loss scale."""
-        return math.sqrt(planned(self.compressor).held_square()) / (float(self._loss_scale) or 1.0)
+        return math.sqrt(planned(self.compressor).held_square()) / (float(self.loss_scale.value) or 1.0)
 
     def take_saved_transfers(self) -> Tensor | None:
         """The transfers of the step before this one, where that step is in a state that was just loaded; else None."""
@@ -205,7 +165,7 @@ class Compression:
             PREFIX + "rank": self._rank,
             PREFIX + "size": self._size,
             PREFIX + "dirty": int(self._dirty),
-            PREFIX + "loss_scale": float(self._loss_scale),
+            PREFIX + "loss_scale": float(self.loss_scale.value),
             PREFIX + "transfers": transfers,
         }
         return own | self.compressor.state_dict()
@@ -218,10 +178,11 @@ class Compression:
         """
         if any(PREFIX + key not in state for key in ("dirty", "loss_scale", "transfers")):
             raise ValueError("`state` lacks entries of gradwire's hook: it is damaged")
+        refuse_odd_scale(float(state[PREFIX + "loss_scale"]))
         refuse_not_finite(state)
         self.compressor.load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
         self._undecided = None
-        self._loss_scale = float(state[PREFIX + "loss_scale"])
+        self.loss_scale.value = float(state[PREFIX + "loss_scale"])
         self._dirty = bool(state[PREFIX + "dirty"])
         transfers = torch.as_tensor(state[PREFIX + "transfers"])
         self._saved_transfers = transfers if transfers.numel() else None
@@ -231,11 +192,8 @@ def refuse_not_finite(state: Mapping[str, StateValue]) -> None:
     """Refuses a state that would make every gradient NaN from its first step on, for ever.
 
     Raises:
-        ValueError: A tensor holds a NaN or an infinity, or the loss scale is no number; the message says which.
+        ValueError: A tensor holds a NaN or an infinity; the message says which.
     """
-    scale = float(state[PREFIX + "loss_scale"])
-    if not 0 <= scale < float("inf"):
-        raise ValueError(f"`state` has a loss scale of {scale}; wanted a positive number, or 0 where there is none")
     for name, value in state.items():
         odd = (
             value.is_floating_point() and not is_finite(value)

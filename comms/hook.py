@@ -402,9 +402,9 @@ class HookState(Face[GradientSession]):
             communicator.executor.ledger.timing = is_timed(self.steps) or connection.listeners.wants_times
         self._timed = connection.listeners.wants_arrivals or communicator.executor.ledger.timing
         if connection.compression is not None:
-            if connection.compression.follows_scaler:
+            if connection.compression.loss_scale.follows_scaler:
                 with communicator.alone():
-                    connection.compression.begin_step()
+                    connection.compression.loss_scale.follow()
             saved = connection.compression.take_saved_transfers()
             self._resume = None if saved is None else _resume(saved)
         if connection.weights is not None:

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from gradwire.comms.autotune.job_advice import JobAdvice
     from gradwire.comms.bootstrap.agree import Agreement
     from gradwire.comms.checkpoint import Checkpoint
-    from gradwire.comms.compression import Compression, LossScaler
+    from gradwire.comms.compression import Compression
+    from gradwire.comms.loss_scale import LossScale, LossScaler
 
 _numbers: "dict[tuple[str, str], count[int]]" = {}
 """(Kind, process group) -> numbers for what is made of that kind on it, in the same order on all ranks."""
@@ -453,7 +454,8 @@ class Face(Generic[S]):
         Raises:
             ValueError: There is no compressor, or no model yet.
         """
-        self._compressed().watch(scaler)
+        for each in self._loss_scales():
+            each.watch(scaler)
 
     def set_loss_scale(self, scale: float) -> None:
         """Sets the factor that the next gradients carry, where no GradScaler does; call it before backward.
@@ -461,7 +463,12 @@ class Face(Generic[S]):
         Raises:
             ValueError: There is no compressor, or no model yet; or `scale` is not a positive number.
         """
-        self._compressed().set_loss_scale(scale)
+        for each in self._loss_scales():
+            each.set(scale)
+
+    def _loss_scales(self) -> "list[LossScale]":
+        """Those that what is held back of gradients follows."""
+        return [self._compressed().loss_scale]
 
     def flush(self) -> None:
         """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.

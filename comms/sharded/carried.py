@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradwire.comms.compression import refuse_not_finite
+from gradwire.comms.loss_scale import LossScale
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
 from gradwire.comms.sharded.rows import gather_runs, scatter_runs
 from gradwire.compressors.rules import Rule
@@ -32,6 +34,9 @@ class LeftOut:
         shards: All of the unit's, in their order in a row.
         rules: Which of them travel as they are.
         others: How many rows are sent.
+
+    Attributes:
+        loss_scale: Of the gradients that this unit's rows are of; what was left out follows it.
     """
 
     def __init__(self, shards: Sequence[NamedShard], rules: Sequence[Rule], others: int) -> None:
@@ -40,6 +45,7 @@ class LeftOut:
         self._rules = tuple(rules)
         self._others = others
         self._rows: Tensor | None = None
+        self.loss_scale = LossScale(self._rescale)
         self.holds = False
         """Whether anything may be held back; the same on all ranks."""
 
@@ -49,14 +55,15 @@ class LeftOut:
         return self._rows
 
     def check(self, rows: Tensor | None) -> None:
-        """Refuses what was saved of another model.
+        """Refuses what was saved of another model, or is damaged.
 
         Raises:
-            ValueError: The rows are of another number or length.
+            ValueError: The rows are of another number or length, or not finite.
         """
         wanted = (self._others, runs_of(self._shards, self._rules).compressed_numel)
         if rows is not None and tuple(rows.shape) != wanted:
             raise ValueError(f"`state` has rows of {tuple(rows.shape)} that were left out; wanted {wanted}")
+        refuse_not_finite({LEFT_OUT: rows} if rows is not None else {})
 
     def restore(self, rows: Tensor | None) -> None:
         """Takes over what was saved, and has been checked; None begins anew."""
@@ -90,6 +97,11 @@ class LeftOut:
             row.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             if places is not None:
                 scatter_runs(row, kept, places)
+
+    def _rescale(self, factor: float | Tensor) -> None:
+        if self._rows is not None:
+            rows = self._rows.to(factor.device) if isinstance(factor, Tensor) else self._rows
+            self._rows = rows.mul_(factor)
 
     def _places(self, present: Sequence[NamedShard]) -> list[tuple[int, int]] | None:
         """Where the compressed elements of these parameters are among all; None for all of them."""

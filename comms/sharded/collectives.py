@@ -210,6 +210,7 @@ class GradientReduceScatter(ReduceScatter):
         if self.left_out is not None:
             flushing, self.left_out.flushing = self.left_out.flushing, False
             self.left_out.holds = not flushing
+            self.left_out.loss_scale.follow()
 
         def run() -> None:
             mine = self._sum_inside(input_tensor.view(nodes.size, -1))

@@ -30,6 +30,7 @@ from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import is_finite
 from gradwire.comms.config import COMPRESSION, PLANNING, WATCHING, Config
+from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
@@ -56,6 +57,9 @@ ROUNDING = PREFIX + "rounding"
 
 CARRIED_ON = PREFIX + "carried/"
 """Begins the keys in a rank's entry of what collectives carry on; kind and number of the unit follow."""
+
+SCALE_OF = PREFIX + "loss_scale/"
+"""Begins the keys in a rank's entry of the loss scale that rows which were left out are of; see `CARRIED_ON`."""
 
 OF_SHARDS = ", of the ranks that share parameters"
 """Behind a level's name in a report's rows."""
@@ -203,6 +207,11 @@ class FsdpState(Face[AveragingSession]):
                 each.restore(None)
         return bool(self._shards.carried)
 
+    def _loss_scales(self) -> list[LossScale]:
+        shards = [each.loss_scale for each in self._shards.carried.values() if isinstance(each, LeftOut)]
+        between_replicas = self._connection is not None and self._connection.compression is not None
+        return [*shards, *(super()._loss_scales() if between_replicas or not shards else [])]
+
     @property
     def dirty(self) -> bool:
         """Whether something is held back, so that the state fits these ranks alone; the same on all of them."""
@@ -229,6 +238,8 @@ class FsdpState(Face[AveragingSession]):
         for key, each in self._shards.carried.items():
             if each.rows is not None:
                 own[CARRIED_ON + key] = each.rows.clone()  # they change in place
+            if isinstance(each, LeftOut):
+                own[SCALE_OF + key] = float(each.loss_scale.value)
         return own | {SHARDS: self._shard_count}
 
     @property
@@ -251,12 +262,17 @@ class FsdpState(Face[AveragingSession]):
         calls = own.pop(ROUNDING, None)
         saved = {key: own.pop(key) for key in list(own) if key.startswith(CARRIED_ON)}
         rows = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
+        scales = {key: float(own.pop(key)) for key in list(own) if key.startswith(SCALE_OF)}
         for key, each in self._shards.carried.items():
             each.check(rows.get(CARRIED_ON + key))
+        for scale in scales.values():
+            refuse_odd_scale(scale)
         if self._connection is not None:
             self._connection.load_state_dict(own)
         for key, each in self._shards.carried.items():
             each.restore(rows.get(CARRIED_ON + key))
+            if isinstance(each, LeftOut):
+                each.loss_scale.value = scales.get(SCALE_OF + key, 0.0)
         if self._shards.rounding is not None and calls is not None:
             self._shards.rounding.calls = int(calls)
 
@@ -358,9 +374,9 @@ class FsdpState(Face[AveragingSession]):
         communicator, compression = connection.communicator, connection.compression
         if communicator.device.type == "cuda":
             communicator.executor.ledger.timing = is_timed(self.steps) or connection.listeners.wants_times
-        if compression is not None and compression.follows_scaler:
+        if compression is not None and compression.loss_scale.follows_scaler:
             with communicator.alone():
-                compression.begin_step()
+                compression.loss_scale.follow()
         connection.listeners.step_began(self.steps)
 
     def _refuse_late_units(self) -> None:

@@ -66,7 +66,7 @@ class Rank:
         gradients = {name: gradient(self.rank, number, name) * scale for name in SHAPES}
         if poison and self.rank == 0:
             gradients["second.weight"][5] = float("inf")
-        self.compression.begin_step()
+        self.compression.loss_scale.follow()
         results = {}
         waiting: list[Bucket] = []
         for names in buckets:
@@ -186,9 +186,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
 
 def test_a_changed_loss_scale_rescales_what_was_held_back() -> None:
     def body(end: Rank) -> Tensor:
-        end.compression.set_loss_scale(1024.0)
+        end.compression.loss_scale.set(1024.0)
         total = end.step(0, ONE_BUCKET, scale=1024.0) / 1024.0
-        end.compression.set_loss_scale(512.0)
+        end.compression.loss_scale.set(512.0)
         end.compression.flushing = True
         return total + end.step(1, ONE_BUCKET, scale=512.0) / 512.0
 

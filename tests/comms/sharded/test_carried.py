@@ -1,8 +1,10 @@
 """Laws of four bits both ways: nothing is lost for good, all ranks have the same bits, the backward pass is free."""
 
 import itertools
+import math
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -104,6 +106,21 @@ def test_rows_of_another_model_are_refused() -> None:
             raise AssertionError(each)
 
 
+def test_what_is_left_out_carries_the_scale_of_the_next_gradients() -> None:
+    shards = [NamedShard("a", (64, 64), (32, 64), 2048)]
+    left = LeftOut(shards, DEFAULT_RULES, 1)
+    left.loss_scale.set(1024.0)
+    (row,) = left.take(shards, torch.device("cpu"))
+    left.put(shards, [row.fill_(3.0)])
+    left.loss_scale.set(512.0)
+    (row,) = left.take(shards, torch.device("cpu"))
+    assert torch.equal(row, torch.full((2048,), 1.5))
+    with pytest.raises(ValueError, match="`scale` is nan"):
+        left.loss_scale.set(math.nan)
+    with pytest.raises(ValueError, match="holds a NaN or an infinity in 'left_out'"):
+        left.check(torch.full((1, 2048), torch.nan))
+
+
 def both_ways(mesh: DeviceMesh, **options: Any) -> tuple[Tiny, FsdpState]:
     model = sharded(mesh, **options.pop("fsdp", {}))
     return model, gradwire.fsdp.apply(model, **{"shards": CARRIED, "weights": CARRIED, **options})
@@ -122,6 +139,7 @@ def carried_cases(rank: int) -> None:
         resumes_bit_for_bit(mesh)
         flushed(mesh)
         skips(mesh)
+        follows_the_loss_scale(mesh)
 
 
 def near_exact(mesh: DeviceMesh) -> None:
@@ -136,6 +154,45 @@ def near_exact(mesh: DeviceMesh) -> None:
             there = [torch.empty_like(found) for _ in range(4)]
             dist.all_gather(there, found)
             assert all(torch.equal(found, other) for other in there)
+
+
+class Scale:
+    """What gradwire asks of a GradScaler."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+def follows_the_loss_scale(mesh: DeviceMesh) -> None:
+    """Powers of two change no bit, also where the scale has changed between a save and a load."""
+
+    def run(scales: list[float], resumed: bool = False) -> dict[str, torch.Tensor]:
+        model, state = both_ways(mesh)
+        scale = Scale()
+        state.watch(scale)
+
+        def step(one: Any, number: int) -> None:
+            scale.scale = scales[number]
+            if resumed and number == 2:
+                saved = state.state_dict()
+                for each in state._loss_scales():
+                    each.value = 7.0
+                state.load_state_dict(saved)
+            (one(batch(number)).square().mean() * scale.scale).backward()
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale.scale)
+
+        train(model, 4, step)
+        return weights(model)
+
+    expected = run([1.0, 1.0, 1.0, 1.0])
+    assert not differs(run([1024.0, 512.0, 2048.0, 256.0]), expected)
+    assert not differs(run([1024.0, 512.0, 2048.0, 256.0], resumed=True), expected)
 
 
 def backward_is_free(mesh: DeviceMesh) -> None:

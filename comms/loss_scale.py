@@ -1,0 +1,76 @@
+"""The factor on the loss that gradients carry: what is held back of them carries that of the step that left it."""
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from gradwire.comms.bootstrap.compat import device_scale_of
+
+
+class LossScaler(Protocol):
+    """What gradwire needs of torch.amp.GradScaler."""
+
+    def get_scale(self) -> float:
+        """The factor on the loss of the step that begins."""
+
+
+class LossScale:
+    """The factor of the gradients that come next, and has what is held back follow its changes.
+
+    Args:
+        rescale: Multiplies what is held back.
+
+    Attributes:
+        value: The factor; 0.0 where none is known.
+    """
+
+    def __init__(self, rescale: Callable[[float | Tensor], None]) -> None:
+        self.value: float | Tensor = 0.0
+        self._rescale = rescale
+        self._scaler: LossScaler | None = None
+
+    def watch(self, scaler: LossScaler) -> None:
+        """Follows `scaler` from now on."""
+        self._scaler = scaler
+
+    @property
+    def follows_scaler(self) -> bool:
+        """Whether `follow` has anything to do."""
+        return self._scaler is not None
+
+    def follow(self) -> None:
+        """Runs before the first gradient of a step. The host waits for no device: its scale stays there."""
+        if self._scaler is None:
+            return
+        scale = device_scale_of(self._scaler)
+        if scale is None:
+            self.set(self._scaler.get_scale())
+            return
+        if isinstance(self.value, Tensor) or self.value:
+            self._rescale(scale / self.value)
+        self.value = scale.clone()  # the scaler changes it in place
+
+    def set(self, scale: float) -> None:
+        """Sets the factor; what is held back follows a change of it.
+
+        Raises:
+            ValueError: `scale` is not a positive number.
+        """
+        if not 0 < scale < math.inf:
+            raise ValueError(f"`scale` is {scale}; wanted a positive number")
+        before = float(self.value)
+        if before and scale != before:
+            self._rescale(scale / before)
+        self.value = scale
+
+
+def refuse_odd_scale(scale: float) -> None:
+    """Refuses a saved factor that is none.
+
+    Raises:
+        ValueError: It is neither positive nor 0, which stands for none.
+    """
+    if not 0 <= scale < math.inf:
+        raise ValueError(f"`state` has a loss scale of {scale}; wanted a positive number, or 0 where there is none")
