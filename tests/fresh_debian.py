@@ -6,18 +6,23 @@
 
 Needs root, debootstrap and git. In each root: the committed state of this checkout is cloned; `make` must first say in
 one message all that is missing, before it downloads anything; its own apt-get line is followed; then the targets run.
-A root is one folder, entered through mount and process namespaces of its own: whatever happens, nothing stays mounted,
-nothing goes on running, and the folder is deleted. pip is set up as on this machine, with the local folders it names.
+A root is one folder, made and entered in mount and process namespaces of their own: nothing stays mounted, nothing goes
+on running, and the folder is deleted, also where SIGINT, SIGTERM or SIGHUP ends this. pip is set up as on this machine,
+with the local folders it names.
 """
 
 import argparse
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +71,39 @@ def pip_settings() -> tuple[dict[str, str], list[str], list[str]]:
     return variables, named, sorted({word for word in words if Path(word).is_file()})
 
 
+@contextmanager
+def contained(words: Sequence[str | Path], output: int) -> Iterator[subprocess.Popen[str]]:
+    """Runs a command in namespaces of its own: its mounts and its processes end with the block.
+
+    Args:
+        words: The command, process 1 of its namespace.
+        output: For `subprocess.Popen`, of both streams.
+    """
+    command: list[str | Path] = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--mount-proc"]
+    command += ["--kill-child=KILL", "--uts", *words]
+    with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        except BaseException:
+            # A namespace's process 1 has ended when all others in it have, and unshare ends after it.
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for child in map(int, children):
+                os.kill(child, signal.SIGKILL)
+            if not children:
+                process.kill()
+            raise
+
+
+def end_in_order(number: int, _frame: object) -> None:
+    """Ends this process by way of its `with` blocks; a signal handler. What comes after the first one is left out."""
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """How a command in a root ended.
@@ -100,7 +138,9 @@ class Root:
             making = ["debootstrap", "--variant=minbase", release, str(self.path)]
             if base is not None:
                 making = ["cp", "--archive", str(base / release), str(self.path)]
-            subprocess.run(making, check=True, stdout=subprocess.DEVNULL)
+            with contained(making, subprocess.PIPE) as process:
+                said, _ = process.communicate()
+            checked(Done(process.returncode, said, 0.0))
             for name in ("etc/resolv.conf", "etc/hosts"):
                 shutil.copy(f"/{name}", self.path / name)
             if torch is not None:
@@ -133,13 +173,12 @@ class Root:
         folder = "/root" if user == "root" else f"/home/{user}"
         switch = [] if user == "root" else ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
         path = "/usr/local/bin:/usr/bin:/bin" + (":/usr/sbin:/sbin" if user == "root" else "")
-        words = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child=KILL", "--uts"]
-        words += ["sh", "-c", _ENTER, "sh", str(self.path), *self.folders, "--", *switch]
+        words = ["sh", "-c", _ENTER, "sh", str(self.path), *self.folders, "--", *switch]
         words += ["env", "-i", f"PATH={path}", f"HOME={folder}", "LANG=C.UTF-8", *settings]
         words += ["sh", "-c", f"cd {folder} && {command}"]
         start = time.monotonic()
         lines = []
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        with contained(words, subprocess.PIPE) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 lines.append(line)
@@ -225,6 +264,8 @@ def main(argv: list[str]) -> int:
         "--torch", type=Path, metavar="FOLDER", help="its builds for CUDA are torch's CPU builds inside"
     )
     options = parser.parse_args(argv)
+    for each in ENDING:
+        signal.signal(each, end_in_order)
     failed = False
     for release in options.release or RELEASES:
         outcomes = try_release(
