@@ -493,7 +493,8 @@ def _ring(executor: Executor, store: PollingStore, rank: int, size: int, board: 
         return None
     from gradwire.comms.bootstrap.liveness import LivenessRing
 
-    return LivenessRing(store, rank, size, board.alarm, executor.interrupt, deadline.overdue, lambda: executor.launches)
+    sources, launches = (deadline.overdue,), lambda: executor.launches
+    return LivenessRing(store, rank, size, board.losses, executor.interrupt, sources, launches)
 
 
 def _held_state(compressor: Compressor | None, *, loaded: bool) -> "HeldState | None":

@@ -238,6 +238,24 @@ def test_nobody_asks_for_a_class_of_another_folder() -> None:
         assert not asked, f"{where} asks for {sorted(asked)}"
 
 
+def test_a_lost_rank_is_noticed_by_one_mechanism() -> None:
+    """Whatever notices a loss says so as a `Loss`: its module stands in the table at the head of losses.py."""
+    losses = "gradwire.comms.bootstrap.losses"
+    head = ast.get_docstring(ast.parse((ROOT / "comms/bootstrap/losses.py").read_text())) or ""
+    asks = {losses, "gradwire.comms.bootstrap.kernel.look_at", "gradwire.comms.bootstrap.liveness.look_at_rank"}
+    found = {str(file.relative_to(ROOT / "comms")) for file in FILES if asks & set(imports(file))}
+    unnamed = [each for each in found if each.removeprefix("bootstrap/") not in head]
+    assert len(found) >= 5 and not unnamed, f"{unnamed} have something to say of lost ranks, and losses.py names none"
+
+
+def test_what_links_give_is_kept_in_one_place() -> None:
+    """`Links` alone says which rates count, and a communicator's routes alone tell it of new ones."""
+    told = {"Links", "self.links.decide", "self.links.learn"}
+    for file in (file for file in FILES if file.is_relative_to(ROOT / "comms")):
+        made = {ast.unparse(each.func) for each in nodes_of(file) if isinstance(each, ast.Call)} & told
+        assert not made or file == ROOT / "comms/plan/routes.py", f"{file.relative_to(ROOT)} calls {sorted(made)}"
+
+
 def test_plans_ask_no_compressor_for_its_class() -> None:
     """A compressor declares what plans go by: `Planned`. Whether it packs is asked of what it can do, no class."""
     apart = {"Packer"}

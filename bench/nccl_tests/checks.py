@@ -130,7 +130,7 @@ _TIMED_CODINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class CodingLoss:
     """What one size lost and saved.
 
     Attributes:
@@ -210,7 +210,7 @@ class LossyCheck:
         self._ranks = ranks
         self._device = device
         self._control = control
-        self.losses: list[Loss] = []
+        self.losses: list[CodingLoss] = []
         """The losses of the out-of-place halves, in the order of the rows."""
 
     def wrong(
@@ -242,7 +242,7 @@ class LossyCheck:
         codec: Codec | None = getattr(compressor, "codec", None)
         encode, decode = coding_seconds(codec, inputs[0][:shard].to(self._device)) if codec else (None, None)
         self.losses.append(
-            Loss(
+            CodingLoss(
                 nbytes=result.numel() * 4,
                 bound=bound_of(compressor.name),
                 relative_error=float((result.double() - total).norm() / total.norm()),

@@ -21,7 +21,7 @@ from gradwire.bench.machine import machine_line, memory_line, processor
 from gradwire.bench.nccl_tests import output
 from gradwire.bench.nccl_tests.backends.backend import Backend
 from gradwire.bench.nccl_tests.backends.select import BackendSpec, backend_specs, check_device, connect, device_of
-from gradwire.bench.nccl_tests.checks import Case, ExactCheck, Loss, LossyCheck, ResultCheck, cases
+from gradwire.bench.nccl_tests.checks import Case, CodingLoss, ExactCheck, LossyCheck, ResultCheck, cases
 from gradwire.bench.nccl_tests.collectives import COLLECTIVES
 from gradwire.bench.nccl_tests.options import parse, sizes
 from gradwire.bench.nccl_tests.output import BenchBlock, fresh_name, now, to_json, write_csv
@@ -246,7 +246,7 @@ class Bench:
             for line in lines:
                 print(line, flush=True)
 
-    def _show_losses(self, compressor: str, losses: list[Loss]) -> None:
+    def _show_losses(self, compressor: str, losses: list[CodingLoss]) -> None:
         """Shows losses on stderr: parsers of nccl-tests' output read stdout."""
         if not self._options.json:
             CleanConsole(stderr=True, highlight=False).print(loss_table(compressor, losses))
@@ -283,7 +283,7 @@ def _create(path: Path, text: str) -> None:
         file.write(text)
 
 
-def loss_table(compressor: str, losses: list[Loss]) -> Table:
+def loss_table(compressor: str, losses: list[CodingLoss]) -> Table:
     """What was lost and saved, as a table of its own."""
     table = Table(title=f"{compressor}: {losses[0].bound}; times in us", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in (

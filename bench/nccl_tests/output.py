@@ -7,7 +7,7 @@ import datetime
 import sys
 from pathlib import Path
 
-from gradwire.bench.nccl_tests.checks import Loss
+from gradwire.bench.nccl_tests.checks import CodingLoss
 from gradwire.bench.nccl_tests.ranks import World
 from gradwire.bench.nccl_tests.rows import IterationTimes, RowHalf, TableRow
 from gradwire.bench.terminal import fitting_width
@@ -184,7 +184,7 @@ class BenchBlock:
 
     facts: dict[str, str]
     rows: list[TableRow] = dataclasses.field(default_factory=list)
-    losses: list[Loss] = dataclasses.field(default_factory=list)
+    losses: list[CodingLoss] = dataclasses.field(default_factory=list)
 
 
 def now() -> str:

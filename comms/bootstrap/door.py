@@ -4,7 +4,6 @@ Where the store is gone nobody can say who is missing. The kernel can: nobody li
 ended, however it ended, and a process that is stopped, or cut off, does not answer.
 """
 
-import json
 import logging
 import os
 import socket
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
 from gradwire.comms.bootstrap.kernel import look_at, to_call
+from gradwire.comms.bootstrap.losses import Loss
 from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.bootstrap.threads import BackgroundThread
 
@@ -42,7 +42,7 @@ WITNESSES = 2
 
 HERE, LEFT = b"+", b"-"
 ASK, TELL = b"?", b"!"
-"""First byte behind the name of a rank: whether it is here, or what has happened, as 4 bytes of length and JSON."""
+"""First byte behind the name of a rank: whether it is here, or what has happened, as 4 bytes of length and a `Loss`."""
 
 LONGEST_WORD_NBYTES = 1 << 16
 """Of what a rank is told."""
@@ -63,7 +63,7 @@ class Door:
         self._listener = listener(1024)
         self._users = 0
         self._names: set[bytes] = set()
-        self._heard: dict[bytes, tuple[str, tuple[int, ...]]] = {}
+        self._heard: dict[bytes, Loss] = {}
         self._closed = False
         self.port: int = self._listener.getsockname()[1]
         BackgroundThread("gradwire door", self._serve, awaited=False).start()
@@ -104,8 +104,8 @@ class Door:
         self._names.discard(_name(start, rank))
         self._heard.pop(_name(start, rank), None)
 
-    def heard(self, start: str, rank: int) -> tuple[str, tuple[int, ...]] | None:
-        """What that rank was told first: a reason to give up, and the ranks that are missing."""
+    def heard(self, start: str, rank: int) -> Loss | None:
+        """What that rank was told first."""
         return self._heard.get(_name(start, rank))
 
     def _serve(self) -> None:
@@ -139,8 +139,7 @@ class Door:
         caller.settimeout(ANSWER_SECONDS)
         name, kind, word = said[: NAME_NBYTES + 4], said[NAME_NBYTES + 4 :][:1], said[NAME_NBYTES + 9 :]
         if name in self._names and kind == TELL:
-            reason, missing = json.loads(word)
-            self._heard.setdefault(name, (str(reason), tuple(map(int, missing))))
+            self._heard.setdefault(name, Loss.unpacked(word))
         caller.sendall(HERE if name in self._names else LEFT)
 
 
@@ -216,19 +215,18 @@ class Directory:
                 hosts[place.kernel].append(rank)
         return [rank for few in hosts.values() for rank in few]
 
-    def tell(self, ranks: Sequence[int], reason: str, missing: Sequence[int]) -> None:
-        """Gives some ranks a reason to give up; those that cannot be reached hear nothing.
+    def tell(self, ranks: Sequence[int], loss: Loss) -> None:
+        """Tells some ranks of a loss; those that cannot be reached hear nothing.
 
         Args:
             ranks: At most `CALLS` of them are told.
-            reason: In words.
-            missing: The ranks that are gone.
+            loss: Which.
         """
-        said = json.dumps([reason[:1000], list(missing)[:CALLS]]).encode()
+        said = loss.packed()
         self._all(ranks, TELL + len(said).to_bytes(4, "big") + said)
 
-    def heard(self) -> tuple[str, tuple[int, ...]] | None:
-        """What another rank has told this one first: why it gives up, and who is missing."""
+    def heard(self) -> Loss | None:
+        """What another rank has told this one first."""
         return None if self.door is None else self.door.heard(self.start, self.rank)
 
     def _all(self, ranks: Sequence[int], said: bytes) -> dict[int, str]:

@@ -3,17 +3,7 @@
 A dead rank cannot speak, so the survivors do: each one that sees a collective fail publishes that it is alive and what
 it saw, waits a moment for the others to do the same, and names those that said nothing.
 
-Who notices what, everywhere in gradwire:
-
-- Whether a process has ended, its kernel says: `kernel.look_at` asks it, of a port that is open as long as the process
-  lives. Nothing else counts as an end but that, a connection that its kernel closed, or silence for long.
-- Each process has one such port for all its communicators, the `door`; whoever is called there says that it is here.
-- Where a rank may wait for others for ever without an error (a device, a computing neighbour in elastic training),
-  `liveness.LivenessRing` keeps a connection to the next rank: its end shows within a second, and a rank that never
-  comes, or says nothing, shows as well. What has been under way for too long, a `liveness.Deadline` tells the ring.
-- Transports raise what their connections tell them, and ask a board's `alarm` while they wait.
-- What came of it is asked of a `Board`: this one names the missing and ends the job; that of elastic training has the
-  ranks agree on who is left (`elastic.membership`).
+What notices a loss, everywhere in gradwire, and how it is told, is in `losses`.
 """
 
 import json
@@ -30,8 +20,9 @@ from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, REFUSED, SILENT, WITNESSES, Directory, Door, Place
 from gradwire.comms.bootstrap.kernel import own_kernel
+from gradwire.comms.bootstrap.losses import FAILED, OVERDUE, Loss, Losses
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
-from gradwire.comms.errors import OverdueError, PeerError
+from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 
 log = logging.getLogger("gradwire")
@@ -83,18 +74,21 @@ class Board(ABC):
 
     Args:
         rank: This rank, as the board numbers it.
+        losses: What is known of those whom the board is for.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, losses: Losses) -> None:
         self.rank = rank
+        self.losses = losses
 
-    @abstractmethod
     def alarm(self) -> str | None:
         """Why another rank has given up; None while none has."""
+        loss = self.losses.look()
+        return None if loss is None else loss.reason
 
-    @abstractmethod
     def warn(self, reason: str) -> None:
         """Raises the alarm, and waits for nobody: the other ranks give up with this reason."""
+        self.losses.take(Loss(reason, FAILED))
 
     @abstractmethod
     def diagnose(
@@ -108,6 +102,50 @@ class Board(ABC):
         waiting: bool = True,
     ) -> CollectiveError:
         """Tells the others of a failure, and says what happened; the arguments are those of `FailureBoard.diagnose`."""
+
+
+class _StoreAlarm:
+    """What the ranks of a group tell each other of a loss through their store: the first one counts. Any thread.
+
+    Args:
+        store: As of a `FailureBoard`.
+        rank: This rank.
+    """
+
+    def __init__(self, store: PollingStore, rank: int) -> None:
+        self._store = store.within(STORE_PATIENCE)
+        self._asked = store.within(ALARM_PATIENCE)
+        self._rank = rank
+        self._store_is_gone = False
+
+    def told(self) -> Loss | None:
+        """The loss; None where nobody has given up, or where the store is gone (connections break then)."""
+        if self._store_is_gone or not self._store.is_answering:
+            return None
+        try:
+            return Loss.unpacked(self._store.read("alarm")) if self._asked.check(["alarm"]) else None
+        except StoreUnreachableError as error:  # stopped or cut off, it may be back; torch says what is broken
+            log.debug("the store cannot be asked for alarms: %s", error)
+            return None
+        except RuntimeError as error:  # it stays so, and torch logs the whole stack for every question
+            self._store_is_gone = True
+            log.debug("the store cannot be asked for alarms any more: %s", error)
+            return None
+
+    def tell(self, loss: Loss) -> None:
+        """Tells the others of a loss, if the store is there."""
+        try:
+            self.set(loss)
+        except RuntimeError as error:
+            log.debug("the store was gone before rank %d could raise the alarm: %s", self._rank, error)
+
+    def set(self, loss: Loss) -> None:
+        """As `tell`.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        self._store.compare_set("alarm", "", loss.packed(self._rank).decode())
 
 
 class FailureBoard(Board):
@@ -129,15 +167,14 @@ class FailureBoard(Board):
         everybody: Callable[[], Iterable[int]] | None = None,
         directory: Directory | None = None,
     ) -> None:
-        super().__init__(rank)
         polling = store if isinstance(store, PollingStore) else PollingStore(store, STORE_PATIENCE, ranks=size)
+        self._alarm = _StoreAlarm(polling, rank)
+        self._directory = directory or Directory("", rank, {})
+        super().__init__(rank, Losses((self._directory.heard, self._alarm.told), self._alarm.tell))
         self._store = polling.within(STORE_PATIENCE)
-        self._asked_for_alarms = polling.within(ALARM_PATIENCE)
         self._size = size
         self._everybody = everybody or (lambda: range(size))
         self._group: Sequence[int] = range(size)
-        self._directory = directory or Directory("", rank, {})
-        self._store_is_gone = False
 
     def of_group(self, ranks: Sequence[int]) -> "FailureBoard":
         """The same board for one of several groups.
@@ -159,31 +196,7 @@ class FailureBoard(Board):
         door.answer_for(start, self.rank)
         self._store.set(f"door/{self.rank}", json.dumps([door.port, own_addresses(self._store.host), own_kernel()]))
         self._directory = Directory(start, self.rank, {}, door=door)
-
-    def alarm(self) -> str | None:
-        """Why another rank has given up; None while none has, or where the store is gone (connections break then)."""
-        if (told := self._directory.heard()) is not None:
-            return told[0]
-        if self._store_is_gone or not self._store.is_answering:
-            return None
-        try:
-            if not self._asked_for_alarms.check(["alarm"]):
-                return None
-            return self._store.read("alarm").decode()
-        except StoreUnreachableError as error:  # stopped or cut off, it may be back; torch says what is broken
-            log.debug("the store cannot be asked for alarms: %s", error)
-            return None
-        except RuntimeError as error:  # it stays so, and torch logs the whole stack for every question
-            self._store_is_gone = True
-            log.debug("the store cannot be asked for alarms any more: %s", error)
-            return None
-
-    def warn(self, reason: str) -> None:
-        """Raises the alarm, and waits for nobody: the other ranks give up with this reason."""
-        try:
-            self._store.compare_set("alarm", "", reason)
-        except RuntimeError as error:
-            log.debug("the store was gone before rank %d could raise the alarm: %s", self.rank, error)
+        self.losses.ask(self._directory.heard)
 
     def diagnose(
         self,
@@ -213,7 +226,7 @@ class FailureBoard(Board):
         missing_of = error.missing if isinstance(error, PeerError) and members else ()
         dead = {self._group[members[index]] for index in missing_of}
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        overdue = isinstance(error, OverdueError)
+        overdue = Loss.of(error).source == OVERDUE
         word = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
         try:
             self._store.give_up_if_silent(STORE_PATIENCE)  # the stall watch has asked it, or a look for alarms
@@ -235,8 +248,8 @@ class FailureBoard(Board):
         """
         reason = str(store_error).splitlines()[0].rstrip(".")
         if (told := self._directory.heard()) is not None:
-            missing = tuple(sorted({*dead, *told[1]} - {self.rank}))
-            return CollectiveError(f"{what}: {self._who(missing)}{reason}. {told[0]}. Cause: {cause}", missing)
+            missing = tuple(sorted({*dead, *told.ranks} - {self.rank}))
+            return CollectiveError(f"{what}: {self._who(missing)}{reason}. {told.reason}. Cause: {cause}", missing)
         found = self._directory.call(self._directory.choice(members))
         of = {
             outcome: [rank for rank, each in found.items() if each == outcome]
@@ -256,7 +269,7 @@ class FailureBoard(Board):
             heard += " (who refuses them has ended, or a firewall rejects them)"
         if not found:
             heard = "No rank could be called"
-        self._directory.tell(of[ANSWERS], heard, missing)
+        self._directory.tell(of[ANSWERS], Loss(heard, FAILED, missing, self.rank))
         return CollectiveError(f"{what}: {self._who(missing)}{reason}. {heard}. Cause: {cause}", missing)
 
     def _who(self, missing: Sequence[int]) -> str:
@@ -268,9 +281,9 @@ class FailureBoard(Board):
         The first rank to come collects all words and publishes the verdict, which the others wait for: if
         everybody collected, the store would be asked as many questions as there are pairs of ranks.
         """
-        alarm = f"rank {self.rank} saw {word['phase']} fail: {cause}"
+        source = OVERDUE if word["overdue"] else FAILED
         self._store.set(f"word/{self.rank}", json.dumps(word))
-        self._store.compare_set("alarm", "", alarm)
+        self._alarm.set(Loss(f"rank {self.rank} saw {word['phase']} fail: {cause}", source))
         first = int(self._store.compare_set("collector", "", str(self.rank))) == self.rank
         deadline = time.monotonic() + PATIENCE.total_seconds() + look_seconds(self._size)
         if not first:

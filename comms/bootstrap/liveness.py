@@ -16,9 +16,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -28,10 +28,24 @@ from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.failure import LOOK_SECONDS, look_seconds
 from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS, UNKNOWN, look_at, own_kernel, to_call
+from gradwire.comms.bootstrap.losses import (
+    ABSENT,
+    BROKEN,
+    LEFT,
+    OVER,
+    OVERDUE,
+    SILENT,
+    UNREACHED,
+    Loss,
+    Losses,
+    LostError,
+    Source,
+)
+from gradwire.comms.bootstrap.losses import ENDED as HAS_ENDED
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.strangers import accept, to_turn_away
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.errors import OverdueError, PeerError
+from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
 
@@ -75,12 +89,8 @@ COMING_SECONDS = (0.3, 1.0, 3.0)
 """After the beginning of a ring whose ranks wait for each other: when a rank asks its kernel whether the next one is
 still there that it has not reached yet. One that ends before it is reached is seen by this alone."""
 
-UNREACHED = "cannot be reached"
-"""In the reason of an alarm that names nobody: a rank, on another host, say, has not been reached for long."""
-
-
 Lost = Callable[[Exception], None]
-"""Called once, from the ring's thread, with what happened; `missing` holds ranks where they are known."""
+"""Called once, from the ring's thread, with what happened: a `LostError`, or what a source has raised."""
 
 
 def look_at_rank(store: Store, rank: int) -> str:
@@ -162,9 +172,9 @@ class LivenessRing:
         store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
         rank: This rank.
         size: Number of ranks.
-        alarm: Returns why another rank has given up; None while none has.
+        losses: What this rank knows of losses; the ring ends with the first one.
         lost: Called when a rank is gone.
-        overdue: Asked as often as the alarm; what it returns, this rank gives up for.
+        sources: Asked once a second besides, by the ring's thread alone.
         launches: How many launches this rank has started; all ranks start the same ones.
         waited: For how many seconds this rank has been waiting for others. With it neighbours tell each other that they
             are there, and who says nothing is missed: the process may be stopped. None leaves that to time-outs.
@@ -180,9 +190,9 @@ class LivenessRing:
         store: Store,
         rank: int,
         size: int,
-        alarm: Callable[[], str | None],
+        losses: Losses,
         lost: Lost,
-        overdue: Callable[[], str | None] = lambda: None,
+        sources: Sequence[Source] = (),
         launches: Callable[[], int] = lambda: 0,
         waited: Callable[[], float] | None = None,
         across: int | None = None,
@@ -192,9 +202,9 @@ class LivenessRing:
         self._store = store
         self._rank = rank
         self._neighbours = [_Neighbour(each) for each in dict.fromkeys([(rank + 1) % size, across]) if each is not None]
-        self._alarm = alarm
+        self._losses = losses
         self._lost = lost
-        self._overdue = overdue
+        self._sources = sources
         self._launches = launches
         self._waited = waited
         self._look_seconds = look_seconds(size)
@@ -327,20 +337,21 @@ class LivenessRing:
         self._look_for_next()
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + self._look_seconds
-            if reason := self._alarm():
-                raise PeerError(reason)
-            if reason := self._overdue():
-                raise OverdueError(reason)
+            for source in (self._losses.look, *self._sources):
+                if (loss := source()) is not None:
+                    raise LostError(replace(loss, ranks=()))  # whom, they have been told who can tell
             if self._waited is not None:
                 self._listen(selector, 0)  # what came while the store was asked
                 self._miss_silent(self._waited())
+        if (known := self._losses.first) is not None:  # heard of by another thread first
+            raise LostError(replace(known, ranks=()))
         started = self._launches()
         for rank, launches in self._left.items():
             if started > launches:
-                raise PeerError(
-                    f"rank {rank} has left after {launches} launches, and rank {self._rank} has started the next one",
-                    (rank,),
+                reason = (
+                    f"rank {rank} has left after {launches} launches, and rank {self._rank} has started the next one"
                 )
+                raise _loss(reason, LEFT, rank)
 
     def _look_for_next(self) -> None:
         """Misses the next rank where it has ended before it was reached, or cannot be reached for long.
@@ -354,11 +365,11 @@ class LivenessRing:
         if following.answered or self._has_left(following.rank):
             return
         if look_at_rank(self._store, following.rank) == ENDED:
-            raise PeerError(f"the process of rank {following.rank} has ended", (following.rank,))
+            raise _loss(f"the process of rank {following.rank} has ended", HAS_ENDED, following.rank)
         if last and not self._store.check([f"alive/{following.rank}"]):
-            raise PeerError(f"rank {following.rank} has not come")
+            raise _loss(f"rank {following.rank} has not come", ABSENT)
         if last and not following.may_be_unreached:
-            raise PeerError(f"rank {following.rank} {UNREACHED}")
+            raise _loss(f"rank {following.rank} cannot be reached", UNREACHED)
 
     def _miss_silent(self, waited: float) -> None:
         """Misses a neighbour that says nothing while this rank waits, and while this process runs."""
@@ -367,7 +378,7 @@ class LivenessRing:
             silent = time.monotonic() - max(peer.last, self._resumed)
             if peer.known and waited > patience and silent > patience:
                 rank = _sure(peer.rank)
-                raise PeerError(f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", (rank,))
+                raise _loss(f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", SILENT, rank)
 
     def _hear(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         peer = self._peers[connection]
@@ -411,8 +422,7 @@ class LivenessRing:
             self._left[_sure(peer.rank)] = int.from_bytes(said[:8], "big")
             return False
         if kind == LOST and len(said) >= 4 and len(said) >= 4 + int.from_bytes(said[:4], "big"):
-            reason, missing = json.loads(said[4 : 4 + int.from_bytes(said[:4], "big")])
-            raise PeerError(reason, tuple(missing))
+            raise LostError(Loss.unpacked(said[4 : 4 + int.from_bytes(said[:4], "big")]))
         return True
 
     def _miss(self, rank: int, ended: str) -> None:
@@ -429,13 +439,13 @@ class LivenessRing:
             for seconds in CLOSING_LOOKS:
                 time.sleep(seconds)
                 if look_at_rank(self._store, rank) != LISTENS:
-                    raise PeerError(ended.format(rank), (rank,))
-            raise PeerError(f"the connection to rank {rank} has ended, and its process has not")
+                    raise _loss(ended.format(rank), HAS_ENDED, rank)
+            raise _loss(f"the connection to rank {rank} has ended, and its process has not", BROKEN)
         except PeerError:
             raise
         except RuntimeError as error:
             log.debug("the store cannot say whether rank %d has left in order: %s", rank, error)
-        raise PeerError(ended.format(rank), (rank,))
+        raise _loss(ended.format(rank), HAS_ENDED, rank)
 
     def _has_left(self, rank: int) -> bool:
         """Whether a rank has said goodbye in the store; notes how many launches it had started.
@@ -454,19 +464,17 @@ class LivenessRing:
 
     def _pass_on(self, error: Exception) -> None:
         """Tells the neighbours before this rank asks who is left: the store may be gone."""
-        missing = error.missing if isinstance(error, PeerError) else ()
-        said = json.dumps([f"{error}".splitlines()[0] if f"{error}" else type(error).__name__, missing]).encode()
+        said = Loss.of(error).packed()
         for connection, peer in self._peers.items():
             if peer.known:
                 self._tell(connection, LOST + len(said).to_bytes(4, "big") + said)
 
     def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
         """Also to a rank whose connection waits to be accepted, and through the store to one that comes later."""
-        try:
-            launches = self._launches()
-        except PeerError as error:  # what this ring is for has failed, and all ranks have been told
-            log.debug("rank %d leaves without a goodbye: %s", self._rank, error)
+        if (known := self._losses.first) is not None and known.source != OVER:
+            log.debug("rank %d leaves without a goodbye: all have been told that %s", self._rank, known.reason)
             return
+        launches = self._launches()
         goodbye = GOODBYE + launches.to_bytes(8, "big")
         try:
             self._store.set(f"left/{self._rank}", str(launches))
@@ -604,7 +612,7 @@ class Deadline:
             self._drop_passed()
             return bool(self._marks)
 
-    def overdue(self) -> str | None:
+    def overdue(self) -> Loss | None:
         """Why to give up; None while there is time.
 
         The device is asked only when there is no time left: the question, from another thread, would break a capture
@@ -617,7 +625,8 @@ class Deadline:
                 self._drop_passed()
             if not self._is_late():
                 return None
-        return f"no progress for {self._seconds:g} s: a rank is late, or has issued other collectives"
+        reason = f"no progress for {self._seconds:g} s: a rank is late, or has issued other collectives"
+        return Loss(reason, OVERDUE)
 
     def _is_late(self) -> bool:
         return bool(self._marks) and time.monotonic() - self._marks[0][0] >= self._seconds
@@ -629,6 +638,10 @@ class Deadline:
     def _on_device(self) -> AbstractContextManager[object]:
         """A thread that has set no device would make a context of its own on the first one."""
         return nullcontext() if self._device is None else torch.cuda.device(self._device)
+
+
+def _loss(reason: str, source: str, *ranks: int) -> LostError:
+    return LostError(Loss(reason, source, ranks))
 
 
 def _sure(rank: int | None) -> int:

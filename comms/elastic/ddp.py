@@ -190,8 +190,8 @@ class ElasticTraining:
         prefix = f"gradwire/elastic/{name}/{communicator.presences.start}"
         outside = unprefixed(communicator.plain_store)
         said = {name: packed(each) for name, each in zip(view.members, communicator.presences, strict=True)}
-        membership = Membership(PrefixStore(prefix, outside), view, self._state.config.timeout, said)
-        first.board.membership = membership
+        place, timeout = PrefixStore(prefix, outside), self._state.config.timeout
+        membership = Membership(place, view, timeout, said, first.board.losses)
         if self._carries:
             self._requests = self._open_door(PrefixStore(prefix, outside), device)
             if view.rank == 0:

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,8 @@ from functools import partial
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
-from gradwire.comms.bootstrap.liveness import UNREACHED, LivenessRing, look_at_rank
+from gradwire.comms.bootstrap.liveness import LivenessRing, look_at_rank
+from gradwire.comms.bootstrap.losses import OVER, UNREACHED, Loss, Losses
 from gradwire.comms.bootstrap.store import PollingStore, Result
 from gradwire.comms.elastic.introductions import next_across
 from gradwire.comms.errors import PeerError
@@ -122,6 +123,7 @@ class Membership:
         view: The first epoch's.
         timeout: For the other ranks' answers where nothing shorter is said.
         said: What each member of the view has said about itself when it came.
+        losses: What is known of losses in the first epoch.
 
     Attributes:
         said: As given, and of all that have joined since, by name.
@@ -129,17 +131,24 @@ class Membership:
             or so, so it costs the training thread nothing.
         on_alarm: Called with the reason when the epoch that the training thread is in is over: wakes it where it waits
             in a collective. From a ring's thread.
-        overdue: Asked once a second why to give up, on CUDA; None where there is time.
+        overdue: Asked once a second, on CUDA, whether work on the device takes too long.
         waited: For how many seconds the training thread has been in an operation that takes all ranks.
         started: How many operations this rank has started; the same on all ranks at the same point.
     """
 
-    def __init__(self, store: Store, view: View, timeout: timedelta, said: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        view: View,
+        timeout: timedelta,
+        said: Mapping[str, str] | None = None,
+        losses: Losses | None = None,
+    ) -> None:
         self.said = dict(said or {})
         self.note: str | None = None
         self._noted: str | None = None
         self.on_alarm: Callable[[str], None] = lambda reason: None
-        self.overdue: Callable[[], str | None] = lambda: None
+        self.overdue: Callable[[], Loss | None] = lambda: None
         self.waited: Callable[[], float] = lambda: 0.0
         self.started: Callable[[], int] = lambda: 0
         self._plain = store
@@ -148,7 +157,7 @@ class Membership:
         self._closed = False
         self._changed = threading.Condition()
         self._failure: Exception | None = None
-        self._current = self._latest = _Epoch(view)
+        self._current = self._latest = _Epoch(view, losses or Losses())
         self._begin(self._latest)
 
     @property
@@ -161,16 +170,10 @@ class Membership:
         """The store for what the ranks of this epoch tell each other."""
         return PrefixStore(f"{self.view.epoch}/ranks", self._plain)
 
-    def alarm(self, number: int) -> str | None:
-        """Why an epoch is over, as far as this rank knows; asks nobody."""
-        epoch = self._current
-        return epoch.reason if epoch.view.epoch == number else f"epoch {number} is over"
-
-    def report(self, number: int, reason: str) -> None:
-        """Says that an operation of an epoch has failed here: it is over, for all ranks."""
-        epoch = self._current
-        if epoch.view.epoch == number:
-            self._raise_alarm(epoch, reason, ())
+    @property
+    def losses(self) -> Losses:
+        """What this rank knows of losses in the epoch that the training thread is in; the first one ends it for all."""
+        return self._current.losses
 
     def was_first(self, view: View) -> bool:
         """Whether this rank was the first to say that an epoch is over: it has failed, or a connection of its own.
@@ -182,7 +185,7 @@ class Membership:
             Whether it was; true where the store is gone, which was to say so.
         """
         try:
-            first, _ = _read_alarm(self._store, view.epoch)
+            first = Loss.unpacked(self._store.read(f"{view.epoch}/alarm")).said_by
         except RuntimeError as error:
             log.debug("the store cannot say who has ended epoch %d: %s", view.epoch, error)
             return True
@@ -203,8 +206,10 @@ class Membership:
             if self._failure is not None:
                 raise GivenUpError(str(self._failure)) from self._failure
             if self._latest is epoch:
-                raise GivenUpError(f"no agreement in {seconds:g} s on which ranks are left: {epoch.reason}")
+                reason = epoch.losses.first.reason if epoch.losses.first is not None else "all live"
+                raise GivenUpError(f"no agreement in {seconds:g} s on which ranks are left: {reason}")
             self._current = self._latest
+        epoch.losses.take(Loss(f"epoch {epoch.view.epoch} is over", OVER), told=True)
         return self._current.view
 
     def admit(self, newcomers: Mapping[str, str]) -> View:
@@ -224,7 +229,7 @@ class Membership:
             word = {"left": list(range(self.view.size)), "joined": dict(newcomers)}
             self._store.compare_set(key, "", json.dumps(word))
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while self._latest is epoch and epoch.reason is None:
+        while self._latest is epoch and epoch.losses.first is None:
             if self._store.check([key]):
                 epoch.close()
                 self._enter(epoch)
@@ -250,45 +255,40 @@ class Membership:
             latest = self._latest
         latest.close(orderly=orderly)
 
-    def _raise_alarm(self, epoch: "_Epoch", reason: str, missing: Sequence[int]) -> None:
-        with self._changed:
-            epoch.dead.update(missing)
-            epoch.reason = epoch.reason or reason
+    def _raise_alarm(self, view: View, loss: Loss) -> None:
+        """Tells the other ranks of an epoch that it is over."""
         try:
-            self._store.compare_set(f"{epoch.view.epoch}/alarm", "", json.dumps([epoch.view.rank, reason]))
+            self._store.compare_set(f"{view.epoch}/alarm", "", loss.packed(view.rank).decode())
         except RuntimeError as error:
             log.debug("the store was gone before an alarm could be raised: %s", error)
 
     def _begin(self, epoch: "_Epoch") -> None:
         """Joins the ring of an epoch."""
         view = epoch.view
+        epoch.losses.tell = partial(self._raise_alarm, view)
         if view.size == 1:
             return
         key, ring = f"{view.epoch}/alarm", self._ring_store(view)
 
-        def alarm() -> str | None:
+        def told() -> Loss | None:
             if (note := self.note) is not None and note is not self._noted:
                 self._store.set(f"note/{view.members[view.rank]}", note)
                 self._noted = note
-            if epoch.reason is None and self._store.check([key]):
-                return _read_alarm(self._store, view.epoch)[1]
-            return epoch.reason
+            return Loss.unpacked(self._store.read(key)) if self._store.check([key]) else None
 
         def started() -> int:
-            if epoch.reason is not None:  # heard of by the training thread first
-                raise PeerError(epoch.reason, tuple(epoch.dead))
             return self.started() if epoch is self._current else 0
 
-        def overdue() -> str | None:
+        def overdue() -> Loss | None:
             return self.overdue() if epoch is self._current else None
 
         epoch.ring = LivenessRing(
             ring,
             view.rank,
             view.size,
-            alarm,
+            epoch.losses,
             lambda error: self._lost(epoch, error),
-            overdue,
+            (told, overdue),
             started,
             lambda: self.waited(),
             next_across(view.members, view.rank, self.said),
@@ -298,10 +298,10 @@ class Membership:
 
     def _lost(self, epoch: "_Epoch", error: Exception) -> None:
         """Runs the agreement; in the ring's thread, once in an epoch."""
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self._raise_alarm(epoch, reason, error.missing if isinstance(error, PeerError) else ())
+        loss = Loss.of(error)
+        epoch.losses.take(loss)
         if epoch is self._current:
-            self.on_alarm(reason)
+            self.on_alarm(loss.reason)
         try:
             self._agree(epoch)
             if not self._closed:  # else nobody may have written down who is left, and nothing reads it any more
@@ -329,8 +329,8 @@ class Membership:
             )
         members = (*(view.members[rank] for rank in left), *joined)
         lost = tuple(name for name in view.members if name not in members)
-        following = _Epoch(View(view.epoch + 1, left.index(view.rank), members, lost, joined))
-        following.knows_unreached = UNREACHED in (epoch.reason or "")
+        following = _Epoch(View(view.epoch + 1, left.index(view.rank), members, lost, joined), Losses())
+        following.knows_unreached = epoch.losses.first is not None and epoch.losses.first.source == UNREACHED
         with self._changed:
             if self._latest is not epoch or self._closed:
                 return
@@ -345,7 +345,7 @@ class Membership:
             RuntimeError: The store is gone.
         """
         number, rank = epoch.view.epoch, epoch.view.rank
-        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(epoch.dead)))
+        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(epoch.losses.ranks)))
         self._store.add(f"{number}/heard", 1)
         key = f"{number}/members"
         for attempt in range(epoch.view.size):
@@ -375,7 +375,7 @@ class Membership:
         number, everybody = epoch.view.epoch, set(range(epoch.view.size))
         began = time.monotonic()
         looks = _Looks(began)
-        gone, here = set(epoch.dead), {epoch.view.rank}
+        gone, here = set(epoch.losses.ranks), {epoch.view.rank}
         while time.monotonic() < began + SILENCE_SECONDS:
             if self._store.add(f"{number}/heard", 0) > len(here):
                 for rank in everybody - here:
@@ -422,16 +422,6 @@ class Membership:
         return self._store.below(f"{view.epoch}/ring")
 
 
-def _read_alarm(store: PollingStore, number: int) -> tuple[int, str]:
-    """Which rank was the first to say that an epoch is over, and why.
-
-    Raises:
-        RuntimeError: The store is gone, or nobody has.
-    """
-    rank, reason = json.loads(store.read(f"{number}/alarm"))
-    return int(rank), str(reason)
-
-
 class _Looks:
     """When a rank looks at those that say nothing, while ranks agree.
 
@@ -461,12 +451,11 @@ class _Looks:
 
 
 class _Epoch:
-    """What this rank knows of an epoch: why it is over, who is missing, and its end of the ring."""
+    """What this rank knows of an epoch: who is lost, and its end of the ring."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, losses: Losses) -> None:
         self.view = view
-        self.reason: str | None = None
-        self.dead: set[int] = set()
+        self.losses = losses
         self.ring: LivenessRing | None = None
         self.knows_unreached = False
         """Who cannot be reached has just said that it is here: nobody raises an alarm for that again."""

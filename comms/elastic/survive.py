@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
+from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.elastic.introductions import presences
 from gradwire.comms.elastic.joining import Newcomer, Requests
@@ -108,23 +109,9 @@ class EpochBoard(Board):
     """Where a failure of one epoch's communicator is told: the membership finds out who is left.
 
     Args:
-        epoch: Its number.
         rank: This rank in it.
+        losses: What is known of losses in it.
     """
-
-    def __init__(self, epoch: int, rank: int) -> None:
-        super().__init__(rank)
-        self._epoch = epoch
-        self.membership: Membership | None = None
-
-    def alarm(self) -> str | None:
-        """Why the epoch is over; None while it is not."""
-        return None if self.membership is None else self.membership.alarm(self._epoch)
-
-    def warn(self, reason: str) -> None:
-        """Ends the epoch for all ranks."""
-        if self.membership is not None:
-            self.membership.report(self._epoch, reason)
 
     def diagnose(
         self,
@@ -142,23 +129,15 @@ class EpochBoard(Board):
         return CollectiveError(f"{phase} failed: {cause}", ())
 
 
-@dataclass(frozen=True, slots=True)
-class EpochOversight(Oversight):
-    """Who hears of a failure among the ranks of one epoch."""
-
-    board: EpochBoard
-
-
-def first_oversight(rank: int, size: int, timeout: timedelta) -> EpochOversight:
-    """What the communicator of the first epoch reports to; its board's `membership` is set later."""
-    board = EpochBoard(0, rank)
-    return EpochOversight(board, lambda store: EpochStore(store, timeout, board.alarm, ranks=size))
+def first_oversight(rank: int, size: int, timeout: timedelta) -> Oversight:
+    """What the communicator of the first epoch reports to; the membership that is made later takes its `losses`."""
+    board = EpochBoard(rank, Losses())
+    return Oversight(board, lambda store: EpochStore(store, timeout, board.alarm, ranks=size))
 
 
 def oversight(view: View, membership: Membership, timeout: timedelta) -> Oversight:
     """What a communicator of a later epoch reports to."""
-    board = EpochBoard(view.epoch, view.rank)
-    board.membership = membership
+    board = EpochBoard(view.rank, membership.losses)
     return Oversight(
         board,
         lambda store: EpochStore(store, timeout, board.alarm, ranks=view.size),
@@ -274,8 +253,8 @@ class Survivor:
         Raises:
             GivenUpError: This rank cannot go on.
         """
-        if reason := self.membership.alarm(self.view.epoch):
-            self._recover(RuntimeError(reason), None)
+        if (loss := self.membership.losses.first) is not None:
+            self._recover(RuntimeError(loss.reason), None)
 
     def admit(self, newcomers: Sequence[Newcomer], requests: Requests) -> bool:
         """Enters an epoch with new ranks; all ranks, between the same two operations.
@@ -334,8 +313,8 @@ class Survivor:
         while not passed.query():  # type: ignore[no-untyped-call]
             time.sleep(POLL_SECONDS)
         self.communicator.executor.release()
-        if reason := self.membership.alarm(self.view.epoch):
-            raise RuntimeError(reason)
+        if (loss := self.membership.losses.first) is not None:
+            raise RuntimeError(loss.reason)
 
     def close(self) -> None:
         """Leaves the others: in order between two operations, else they go on without this rank."""
@@ -349,7 +328,7 @@ class Survivor:
         since = self._waits_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def _overdue(self) -> str | None:
+    def _overdue(self) -> Loss | None:
         deadline = self.communicator.executor.deadline
         return None if deadline is None else deadline.overdue()
 
@@ -367,7 +346,7 @@ class Survivor:
             if before.size == 1:
                 raise GivenUpError(f"no other rank is left, and this one has failed: {reason}") from error
             watch = _Stopwatch()
-            self.membership.report(before.epoch, reason)
+            self.membership.losses.take(Loss(reason, FAILED))
             self.communicator.abandon(reason)
             self.communicator.close(LANES_SECONDS)
             if not self.communicator.executor.has_ended:  # it may write to gradients that are to be sent again

@@ -68,10 +68,23 @@ class Word:
     where: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StallVerdict:
+    """What the words of all ranks mean.
+
+    Attributes:
+        text: In one sentence.
+        late: The ranks that the others wait for, late or silent; none where all have come.
+    """
+
+    text: str
+    late: tuple[int, ...] = ()
+
+
 def verdict(
     words: Mapping[int, Word], hostnames: Sequence[str], ranks: Sequence[int], *, on_cuda: bool = False
-) -> str | None:
-    """What the words of all ranks mean, in one sentence; None where no rank waits for another.
+) -> StallVerdict | None:
+    """What the words of all ranks mean; None where no rank waits for another.
 
     Args:
         words: Of the ranks that left one.
@@ -120,7 +133,7 @@ def verdict(
             "link is slow or broken"
         )
     doing = [f"rank {ranks[rank]} is at {words[rank].where}" for rank in late[:4] if words[rank].where]
-    return "; ".join([text, *doing])
+    return StallVerdict("; ".join([text, *doing]), (*late, *silent))
 
 
 def _ranks(members: Sequence[int], hostnames: Sequence[str], ranks: Sequence[int]) -> str:
@@ -278,15 +291,15 @@ class StallWatch:
         stall.passes = 0
         if job.on_cuda:
             words = self._with_buckets(words)
-        text = verdict(words, job.hostnames, job.ranks, on_cuda=job.on_cuda)
-        if text is None:
+        found = verdict(words, job.hostnames, job.ranks, on_cuda=job.on_cuda)
+        if found is None:
             return
-        nobody_late = text.startswith("all ranks")
-        log.log(logging.INFO if nobody_late and self._all_here_said else logging.WARNING, "stall: %s", text)
-        self._all_here_said |= nobody_late
+        repeated = not found.late and self._all_here_said
+        log.log(logging.INFO if repeated else logging.WARNING, "stall: %s", found.text)
+        self._all_here_said |= not found.late
         stall.warned = True
-        self._heard(text)
-        self._store.set(VERDICT, text)
+        self._heard(found.text)
+        self._store.set(VERDICT, found.text)
 
     def _with_buckets(self, words: Mapping[int, Word]) -> dict[int, Word]:
         """Names the bucket that the last rank has not come to, where this one has (on CUDA)."""

@@ -26,7 +26,7 @@ from gradwire.comms.config import COMPRESSION, ENVIRONMENT_PREFIX, PLANNING, Con
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
-from gradwire.comms.elastic.survive import EpochOversight, Survivor, first_oversight
+from gradwire.comms.elastic.survive import Survivor, first_oversight
 from gradwire.comms.hook import HookState
 from gradwire.comms.outer.choose import ALONE_EVERY, CHOSEN, OuterChoice, OuterLink, in_words
 from gradwire.comms.outer.exchange import OuterExchange, agreement_of
@@ -348,7 +348,7 @@ class Outer(Face[AveragingSession]):
 
     def _connect(
         self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]]
-    ) -> tuple[AveragingSession, EpochOversight | None]:
+    ) -> tuple[AveragingSession, Oversight | None]:
         self._group = group
         self._exchanged = replace(self.config.only(OF_EXCHANGES), probe=False, straggler_every=0)
         self._survivor: Survivor | None = None
@@ -363,14 +363,13 @@ class Outer(Face[AveragingSession]):
         connection.observer.phase = "exchange"
         return connection, first
 
-    def _survive(self, first: EpochOversight, agreement: Agreement) -> None:
+    def _survive(self, first: Oversight, agreement: Agreement) -> None:
         """Has this rank's exchanges go on where others are lost."""
         communicator = self._connected("elastic").communicator
         view = View(0, communicator.rank, tuple(f"rank {rank}" for rank in range(communicator.size)))
         place = PrefixStore(f"gradwire/{ELASTIC}/{communicator.presences.start}", unprefixed(communicator.plain_store))
         said = {name: packed(each) for name, each in zip(view.members, communicator.presences, strict=True)}
-        membership = Membership(place, view, self.config.timeout, said)
-        first.board.membership = membership
+        membership = Membership(place, view, self.config.timeout, said, first.board.losses)
         this = weakref.ref(self)
 
         def rebuild(view: View, store: Store, oversight: Oversight) -> Communicator:

@@ -45,8 +45,8 @@ ELASTIC = (
     Mutation(
         "an alarm names no rank",
         _MEMBERS,
-        "json.dumps([epoch.view.rank, reason])",
-        "json.dumps([0, reason])",
+        "loss.packed(view.rank)",
+        "loss.packed(0)",
         "Rank 0 leaves for the failure of another one.",
         (_AGAIN,),
     ),
@@ -134,8 +134,8 @@ ELASTIC = (
     Mutation(
         "a failure here is told to nobody",
         _SURVIVE,
-        "            self.membership.report(before.epoch, reason)\n            self.communicator.abandon(reason)\n",
-        "            self.communicator.abandon(reason)\n",
+        "            self.membership.losses.take(Loss(reason, FAILED))\n",
+        "",
         "The others never agree on the next epoch.",
         (_AGAIN,),
     ),
@@ -166,7 +166,7 @@ ELASTIC = (
     Mutation(
         "a rank says nothing of itself while the others agree",
         _MEMBERS,
-        '        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(epoch.dead)))\n',
+        '        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(epoch.losses.ranks)))\n',
         "",
         "Every other rank is given up by the leader.",
         (_LOSSES,),
@@ -182,8 +182,8 @@ ELASTIC = (
     Mutation(
         "survivors are numbered as before",
         _MEMBERS,
-        "left.index(view.rank), members, lost, joined))",
-        "view.rank, members, lost, joined))",
+        "left.index(view.rank), members, lost, joined), Losses())",
+        "view.rank, members, lost, joined), Losses())",
         "Ranks have numbers beyond the size.",
         (_LOSSES,),
     ),
@@ -198,7 +198,7 @@ ELASTIC = (
     Mutation(
         "an alarm stays here",
         _MEMBERS,
-        '            self._store.compare_set(f"{epoch.view.epoch}/alarm", "", json.dumps([epoch.view.rank, reason]))\n',
+        '            self._store.compare_set(f"{view.epoch}/alarm", "", loss.packed(view.rank).decode())\n',
         "            pass\n",
         "Ranks that are no neighbours of the lost one wait on.",
         (_AGAIN, _LOSSES),
@@ -206,8 +206,8 @@ ELASTIC = (
     Mutation(
         "nobody looks for an alarm",
         _MEMBERS,
-        "            if epoch.reason is None and self._store.check([key]):\n",
-        "            if False:\n",
+        "            return Loss.unpacked(self._store.read(key)) if self._store.check([key]) else None\n",
+        "            return None\n",
         "A failure that has ended no process is heard of by nobody.",
         (_AGAIN,),
     ),
@@ -223,7 +223,7 @@ ELASTIC = (
         "who has never come may be unreached",
         _RING,
         '        if last and not self._store.check([f"alive/{following.rank}"]):\n'
-        '            raise PeerError(f"rank {following.rank} has not come")\n',
+        '            raise _loss(f"rank {following.rank} has not come", ABSENT)\n',
         "",
         "Who left between an agreement and the next ring is waited for.",
         (_ENDING,),

@@ -16,7 +16,7 @@ from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.communicator import Oversight
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.membership import Membership, View
-from gradwire.comms.elastic.survive import Survivor
+from gradwire.comms.elastic.survive import EpochBoard, Survivor
 from simulated.simulation import LATENCY_SECONDS, Process, Simulation
 
 TIMEOUT = timedelta(seconds=60)
@@ -208,10 +208,7 @@ class Job:
         diary = self.diaries[name]
         try:
             membership = Membership(self.store, view, TIMEOUT, said)
-            board = SimpleNamespace(
-                alarm=lambda: membership.alarm(view.epoch), warn=lambda reason: membership.report(view.epoch, reason)
-            )
-            first = self._communicator(view, board)
+            first = self._communicator(view, EpochBoard(view.rank, membership.losses))
             diary.views.append(view)
 
             def rebuild(view: View, store: Store, oversight: Oversight) -> Any:

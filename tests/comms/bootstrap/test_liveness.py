@@ -23,6 +23,7 @@ from gradwire.comms.bootstrap.compat import HashStore, store_of
 from gradwire.comms.bootstrap.door import Directory, Door
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
+from gradwire.comms.bootstrap.losses import FAILED, OVERDUE, Loss, Losses, Source
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import OverdueError, PeerError
 from support.processes import Processes
@@ -70,7 +71,7 @@ class Breaking(PollingStore):
 
 def ring(
     size: int,
-    overdue: Callable[[], str | None] = lambda: None,
+    overdue: Source = lambda: None,
     launches: Callable[[int], int] = lambda rank: 0,
     store: PollingStore | None = None,
 ) -> tuple[list[LivenessRing], list[Heard]]:
@@ -82,9 +83,9 @@ def ring(
             store,
             rank,
             size,
-            boards[rank].alarm,
+            boards[rank].losses,
             heard[rank],
-            overdue if rank == 0 else lambda: None,
+            [overdue] if rank == 0 else [],
             partial(launches, rank),
         )
         for rank in range(size)
@@ -134,15 +135,15 @@ def test_an_alarm_in_the_store_reaches_ranks_that_are_no_neighbours() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
     board = FailureBoard(store, 0, 1)
-    store.set("alarm", "rank 7 saw an all-reduce fail")
-    alone = LivenessRing(store, 0, 1, board.alarm, heard)
+    store.set("alarm", Loss("rank 7 saw an all-reduce fail", FAILED).packed(7))
+    alone = LivenessRing(store, 0, 1, board.losses, heard)
     assert heard.told.wait(SECONDS)
     assert "rank 7 saw" in str(heard.error)
     alone.close()
 
 
 def test_what_takes_too_long_is_given_up() -> None:
-    rings, heard = ring(2, overdue=lambda: "no progress for 3 s")
+    rings, heard = ring(2, overdue=lambda: Loss("no progress for 3 s", OVERDUE))
     assert heard[0].told.wait(SECONDS)
     assert "no progress" in str(heard[0].error)
     for each in rings:
@@ -156,7 +157,7 @@ def die(rank: int) -> str:
     assert group is not None
     heard = Heard()
     store = PollingStore(store_of(group), timedelta(seconds=SECONDS))
-    LivenessRing(store, rank, 3, lambda: None, heard)
+    LivenessRing(store, rank, 3, Losses(), heard)
     dist.barrier()
     if rank == 2:
         time.sleep(1.0)
@@ -192,7 +193,8 @@ def test_the_oldest_event_that_has_not_passed_decides(monkeypatch: pytest.Monkey
     deadline.watch(second.query)
     assert deadline.overdue() is None
     now = 6.0
-    assert deadline.overdue() == "no progress for 5 s: a rank is late, or has issued other collectives"
+    reason = "no progress for 5 s: a rank is late, or has issued other collectives"
+    assert deadline.overdue() == Loss(reason, OVERDUE)
     first.passed = True
     assert deadline.overdue() is None
     assert deadline.is_under_way
@@ -291,7 +293,7 @@ def test_a_loss_goes_along_the_ring_where_the_store_is_gone() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_an_error_of_the_device_is_told_to_the_others() -> None:
-    def overdue() -> str | None:
+    def overdue() -> Loss | None:
         if sick.is_set():
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return None
@@ -326,7 +328,7 @@ def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: py
     with socket.create_server(("127.0.0.1", 0)) as service:
         where = [service.getsockname()[1], ["127.0.0.1"], kernel.own_kernel(), "ab" * liveness.TOKEN_NBYTES]
         store.set("alive/1", json.dumps(where))
-        alone = LivenessRing(store, 0, 2, lambda: None, heard)
+        alone = LivenessRing(store, 0, 2, Losses(), heard)
         accepted, _ = service.accept()
         with accepted:
             accepted.sendall(b"220 ready\r\n")
@@ -339,9 +341,9 @@ def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: py
 def test_a_next_rank_that_never_comes_keeps_nobody_from_hearing_an_alarm() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
-    alone = LivenessRing(store, 0, 2, FailureBoard(store, 0, 2).alarm, heard)
+    alone = LivenessRing(store, 0, 2, FailureBoard(store, 0, 2).losses, heard)
     time.sleep(0.1)
-    store.set("alarm", "rank 7 saw an all-reduce fail")
+    store.set("alarm", Loss("rank 7 saw an all-reduce fail", FAILED).packed(7))
     assert heard.told.wait(SECONDS)
     alone.close()
 
@@ -363,7 +365,7 @@ def hold_the_gil(rank: int) -> tuple[str, list[str]]:
     heard, warned = Heard(), Warned()
     logging.getLogger("gradwire").addHandler(warned)
     store = PollingStore(store_of(group), timedelta(seconds=SECONDS))
-    own = LivenessRing(store, rank, 2, FailureBoard(store, rank, 2).alarm, heard)
+    own = LivenessRing(store, rank, 2, FailureBoard(store, rank, 2).losses, heard)
     if rank == 1:
         ctypes.PyDLL(None).sleep(HELD_SECONDS)
     dist.barrier()

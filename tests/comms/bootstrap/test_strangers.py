@@ -24,6 +24,7 @@ from gradwire.comms.bootstrap import strangers
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.door import ANSWERS, ENDED, Directory, Door, Place
 from gradwire.comms.bootstrap.liveness import LivenessRing
+from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.errors import PeerError
@@ -172,11 +173,11 @@ def test_strangers_keep_nobody_from_a_door(callers: Callers, few: int) -> None:
         callers.call(door.port, b"start".ljust(16, b"\0") + (2).to_bytes(4, "big") + word)
     directory = Directory("start", 1, {2: Place(door.port, ("127.0.0.1",))}, door=door)
     assert directory.call([2]) == {2: ANSWERS}
-    directory.tell([2], "the reason", [3])
+    directory.tell([2], Loss("the reason", FAILED, (3,)))
     deadline = time.monotonic() + SECONDS
     while door.heard("start", 2) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert door.heard("start", 2) == ("the reason", (3,))
+    assert door.heard("start", 2) == Loss("the reason", FAILED, (3,))
     door.forget("start", 2)
     door.close()
 
@@ -193,7 +194,7 @@ def test_strangers_neither_fill_a_ring_nor_keep_it_from_leaving(callers: Callers
 
         return note
 
-    rings = [LivenessRing(store, rank, 2, lambda: None, hear(rank)) for rank in range(2)]
+    rings = [LivenessRing(store, rank, 2, Losses(), hear(rank)) for rank in range(2)]
     port = rings[0]._listener.getsockname()[1]
     silent = callers.crowd(port, 3 * few)
     assert all(is_turned_away(each) for each in silent[: 2 * few])

@@ -12,6 +12,7 @@ import pytest
 
 from gradwire.comms.bootstrap import liveness
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, Store
+from gradwire.comms.bootstrap.losses import FAILED, OVER, SILENT, Loss
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
@@ -20,6 +21,7 @@ from gradwire.comms.elastic.membership import (
     Membership,
     View,
 )
+from gradwire.comms.elastic.survive import EpochBoard
 from gradwire.comms.errors import PeerError
 from support.threads import run_ranks
 
@@ -77,10 +79,12 @@ def test_all_survivors_name_the_same_members(seed: int) -> None:
 def test_who_joins_is_among_the_members_of_all_or_of_none() -> None:
     store = HashStore()
     made = members(store, 3)
+    before = [each.losses for each in made]
     views = run_ranks(3, lambda rank: made[rank].admit({"new": "says this"}))
     assert {view.members for view in views} == {("rank 0", "rank 1", "rank 2", "new")}
     assert {view.joined for view in views} == {("new",)}
     assert [each.said["new"] for each in made] == ["says this"] * 3
+    assert [str(each.first and each.first.source) for each in before] == [OVER] * 3
     # It never comes: the ranks that wait for it go on without it.
     views = run_ranks(3, lambda rank: made[rank].next(SECONDS))
     assert {view.members for view in views} == {("rank 0", "rank 1", "rank 2")}
@@ -102,7 +106,7 @@ def test_another_rank_leads_where_the_leader_is_lost(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Membership, "_collect", die)
     began = time.monotonic()
     for each in made:
-        each.report(0, "an operation has failed")
+        each.losses.take(Loss("an operation has failed", FAILED))
     left = run_ranks(3, lambda rank: None if made[rank] in dead or died(made[rank]) else made[rank].view)
     assert sum(view is None for view in left) == 1
     assert time.monotonic() - began < SILENCE_SECONDS + LEADER_SECONDS
@@ -131,15 +135,18 @@ def test_a_lost_member_leaves_its_note() -> None:
 def test_a_failure_ends_the_epoch_for_all_and_its_store_says_why() -> None:
     store = HashStore()
     made = members(store, 2)
-    told = EpochStore(store, TIMEOUT, lambda: made[0].alarm(0))
+    board, losses = EpochBoard(0, made[0].losses), [each.losses for each in made]
+    told = EpochStore(store, TIMEOUT, board.alarm)
     assert not told.check(["anything"])
-    made[0].report(0, "a connection broke")
+    board.warn("a connection broke")
     with pytest.raises(PeerError, match="a connection broke"):
         told.wait(["anything"])
     views = run_ranks(2, lambda rank: made[rank].next(SECONDS))
     assert {view.members for view in views} == {("rank 0", "rank 1")}
-    assert made[0].alarm(0) == "epoch 0 is over"
-    assert made[0].alarm(1) is None
+    said = [each.first for each in losses]
+    assert [(each.reason, each.source, each.ranks) for each in said if each] == [("a connection broke", FAILED, ())] * 2
+    assert said[1] is not None and said[1].said_by == 0
+    assert [each.losses.first for each in made] == [None, None]
     lose(made, [0, 1])
 
 
@@ -167,9 +174,11 @@ def test_who_waits_for_the_store_is_not_taken_for_frozen(
     time.sleep(2.0)
     answers.set()
     time.sleep(0.3)
-    assert [each.alarm(0) for each in made] == [None] * 4
+    assert [each.losses.first for each in made] == [None] * 4
     monkeypatch.setattr(rings[2], "_tell", lambda *said: None)
-    until(lambda: "rank 2 has said nothing" in str(made[0].alarm(0)))
+    losses = made[0].losses
+    until(lambda: losses.first is not None and "rank 2 has said nothing" in losses.first.reason)
+    assert losses.first is not None and (losses.first.source, losses.ranks) == (SILENT, {2})
     for each in made:
         each.close(orderly=False)
 
@@ -178,7 +187,7 @@ def test_who_was_given_up_is_told_so() -> None:
     store = HashStore()
     made = members(store, 2)
     PrefixStore("0", store).set("members", '{"left": [1], "joined": []}')
-    made[0].report(0, "silence")
+    made[0].losses.take(Loss("silence", FAILED))
     with pytest.raises(GivenUpError, match="rank 0 was given up by the others"):
         made[0].next(SECONDS)
     assert made[1].next(SECONDS).members == ("rank 1",)

@@ -10,7 +10,7 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.observe import observer as observer_module
 from gradwire.comms.observe import stall
-from gradwire.comms.observe.stall import Word, verdict
+from gradwire.comms.observe.stall import StallVerdict, Word, verdict
 from support.observed import Steps, on_ranks
 
 HOSTS = ["a", "a", "b", "b"]
@@ -25,24 +25,27 @@ def waiting(number: int, phase: str, seconds: float = 12.0) -> Word:
 def test_the_rank_that_has_not_come_is_named_with_what_the_others_wait_in() -> None:
     words = {rank: waiting(70, "reduce_scatter intra_node") for rank in (0, 1, 3)}
     words[2] = Word(70, 12.0, where="train.py:88 in load")
-    assert verdict(words, HOSTS, RANKS) == (
+    assert verdict(words, HOSTS, RANKS) == StallVerdict(
         "rank 2 on node b has not reached bucket 7 (`layers.3.mlp.weight`), 12 s late; all others wait in "
-        "reduce_scatter intra_node; rank 2 is at train.py:88 in load"
+        "reduce_scatter intra_node; rank 2 is at train.py:88 in load",
+        (2,),
     )
 
 
 def test_a_silent_rank_is_told_from_a_late_one() -> None:
     words = {rank: waiting(70, "all_reduce inter_node") for rank in (0, 1)} | {3: Word(69, 11.0)}
-    assert verdict(words, HOSTS, [10, 11, 12, 13]) == (
+    assert verdict(words, HOSTS, [10, 11, 12, 13]) == StallVerdict(
         f"rank 13 on node b has not reached {BUCKET}, 12 s late; rank 12 on node b says nothing, and is missed in "
-        f"{BUCKET}, 12 s late; all others wait in all_reduce inter_node"
+        f"{BUCKET}, 12 s late; all others wait in all_reduce inter_node",
+        (3, 2),
     )
 
 
 def test_where_all_have_come_no_rank_is_blamed() -> None:
     words = {rank: waiting(70, "all_reduce inter_node") for rank in RANKS}
-    text = verdict(words, HOSTS, RANKS)
-    assert text is not None
+    found = verdict(words, HOSTS, RANKS)
+    assert found is not None and not found.late
+    text = found.text
     assert text.startswith(f"all ranks have reached {BUCKET}")
     assert "no rank is late" in text
 
@@ -51,8 +54,9 @@ def test_the_launch_that_holds_up_the_others_counts() -> None:
     """Rank 1 waits in an earlier launch than ranks 2 and 3: rank 0, which has started neither, is late for that one."""
     words = {0: Word(70, 12.0), 1: waiting(70, "reduce_scatter intra_node")}
     words |= {rank: waiting(71, "all_reduce inter_node") for rank in (2, 3)}
-    text = verdict(words, HOSTS, RANKS)
-    assert text is not None
+    found = verdict(words, HOSTS, RANKS)
+    assert found is not None and found.late == (0,)
+    text = found.text
     assert text.startswith("rank 0 on node a has not reached")
     assert "all_reduce inter_node (2 ranks) and reduce_scatter intra_node (1 rank)" in text
 
@@ -64,9 +68,9 @@ def test_ranks_that_are_all_idle_do_not_wait() -> None:
 def test_on_cuda_the_number_of_launches_decides() -> None:
     words = {rank: Word(71, 12.0, bucket=BUCKET) for rank in RANKS}
     assert verdict(words, HOSTS, RANKS, on_cuda=True) is None
-    text = verdict(words | {1: Word(70, 12.0)}, HOSTS, RANKS, on_cuda=True)
-    assert text is not None
-    assert text.startswith(f"rank 1 on node a has not reached {BUCKET}, 12 s late; all others wait for it")
+    found = verdict(words | {1: Word(70, 12.0)}, HOSTS, RANKS, on_cuda=True)
+    assert found is not None and found.late == (1,)
+    assert found.text.startswith(f"rank 1 on node a has not reached {BUCKET}, 12 s late; all others wait for it")
 
 
 def hesitate(comes: threading.Event) -> None:
