@@ -13,7 +13,7 @@ from rich.console import Console
 
 import gradwire.__main__ as gradwire_main
 from gradwire.bench.compare.report import ContenderResult, table
-from gradwire.bench.nccl_tests.checks import Loss
+from gradwire.bench.nccl_tests.checks import CodingLoss
 from gradwire.bench.nccl_tests.command import loss_table
 from gradwire.topology.presets import dgx_h100
 from gradwire.topology.show import json_form
@@ -88,7 +88,7 @@ def test_the_tables_of_long_measurements_do_not_wrap() -> None:
     found = printed_lines(table(rows))
     assert sum(line.startswith(" torch quantization per channel") for line in found) == 1
     assert len([line for line in found if line.strip()]) == 2 + 2, found  # heading, line, two that ran
-    loss = Loss(2**30, "|e_i| <= 1", 1e-3, 0.999, 2.0**30, 2.0**28, 12345e-6, 12345e-6)
+    loss = CodingLoss(2**30, "|e_i| <= 1", 1e-3, 0.999, 2.0**30, 2.0**28, 12345e-6, 12345e-6)
     assert len([line for line in printed_lines(loss_table("int8", [loss])) if line.strip()]) == 4
 
 
