@@ -19,7 +19,6 @@ from torch import nn
 from gradwire.bench.doctor import show
 from gradwire.bench.train import main_job
 from gradwire.cli.predict import OPTIMIZERS
-from gradwire.cli.predict_show import write_line
 from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
     HARMLESS_FIRST,
@@ -161,7 +160,7 @@ def test_a_compressor_that_takes_the_momentum_is_recommended_with_the_line_that_
     taking = [each for each in found if each.recommend.compressor in SGD_ONLY]
     assert taking, "on the slowest links SGD is told of one"
     for each in taking:
-        assert "compressor_options=gradwire.take_momentum(optimizer)" in write_line(each)
+        assert "compressor_options=gradwire.take_momentum(optimizer)" in each.recommend.write
         assert condition_of(each.recommend.compressor, "sgd") in each.recommend.why
 
 

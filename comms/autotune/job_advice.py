@@ -40,6 +40,7 @@ class JobAdvice:
         headroom_seconds: The step without communication: the best that anything could reach.
         accumulate: As many micro-batches a step were asked about as one of the observed steps has, times this.
         assumed: The links whose rates nobody knows, in words; `print` then gives no recommendation.
+        running: What the observed steps ran; None where it was not said.
     """
 
     advice: Advice
@@ -47,6 +48,7 @@ class JobAdvice:
     headroom_seconds: float
     accumulate: int = 1
     assumed: str = ""
+    running: Running | None = None
 
     def __str__(self) -> str:
         return wrapped(self._text())
@@ -70,7 +72,12 @@ class JobAdvice:
                 f"with {self.accumulate} times as many micro-batches a step: {ms(exact.step_seconds)} ms without "
                 f"compression, {ms(share)} ms for what is a step now\n"
             )
-        return f"{step}recommended: plan {verdict.plan}, compressor {verdict.compressor}. {verdict.why}"
+        kept = self.running == Running(verdict.plan, verdict.compressor)
+        return (
+            f"{step}recommended: plan {verdict.plan}, compressor {verdict.compressor}. {verdict.why}\n"
+            f"write: {'nothing: it is what runs' if kept else verdict.write}\n"
+            "predicted from these steps and the rates of the links, not measured"
+        )
 
 
 def advise_job(
@@ -112,6 +119,7 @@ def advise_job(
         observed.headroom_seconds,
         accumulate,
         "" if _slowest_is_known(cluster) else presumed(cluster),
+        running,
     )
 
 

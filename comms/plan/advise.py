@@ -155,6 +155,18 @@ class Recommendation:
     compressor: str
     why: str
 
+    @property
+    def write(self) -> str:
+        """What to put into a script for it."""
+        if self.compressor in SGD_ONLY:
+            momentum = "compressor_options=gradwire.take_momentum(optimizer)"
+            return f'state = gradwire.HookState(model, compressor="{self.compressor}", {momentum})'
+        if self.compressor != "none":
+            return f'state = gradwire.HookState(model, compressor="{self.compressor}")'
+        if self.plan == "flat":
+            return "nothing: plain DDP is as fast"
+        return "state = gradwire.HookState(model)"
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:

@@ -141,7 +141,7 @@ def plan_all_reduce(
         return with_reason(rival, f"No hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster{against}.")
     than = "a flat ring" if rival is flat else "NCCL's tree"
     if assumed:
-        return with_reason(taken, f"Faster than {than} by the rates assumed: no clock chooses a plan.")
+        return with_reason(taken, f"Faster than {than} at the rate assumed {assumed}.")
     return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
 
 

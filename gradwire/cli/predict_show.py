@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.comms.plan.advise import SAY_OPTIMIZER, SGD_ONLY, Advice, Offer, Workload, ms
+from gradwire.comms.plan.advise import SAY_OPTIMIZER, Advice, Offer, Workload, ms
 from gradwire.comms.plan.overlap import least_compute_seconds
 from gradwire.topology.cluster import Cluster
 
@@ -47,7 +47,7 @@ def as_json(
             "plan": advice.recommend.plan,
             "compressor": advice.recommend.compressor,
             "why": advice.recommend.why,
-            "write": write_line(advice),
+            "write": advice.recommend.write,
         },
         "against_one_node": None
         if gains is None
@@ -121,23 +121,6 @@ def break_even(nodes: int, advice: Advice) -> str:
     return said + (f", {ms(best)} ms with what is recommended" if best < 0.99 * flat else "") + "."
 
 
-def write_line(advice: Advice) -> str:
-    """What to put into a script for what is recommended.
-
-    Args:
-        advice: What was found.
-    """
-    chosen = advice.recommend
-    if chosen.compressor in SGD_ONLY:
-        momentum = "compressor_options=gradwire.take_momentum(optimizer)"
-        return f'state = gradwire.HookState(model, compressor="{chosen.compressor}", {momentum})'
-    if chosen.compressor != "none":
-        return f'state = gradwire.HookState(model, compressor="{chosen.compressor}")'
-    if chosen.plan == "flat":
-        return "nothing: plain DDP is as fast"
-    return "state = gradwire.HookState(model)"
-
-
 def _exact(advice: Advice) -> list[Offer]:
     return [
         offer for offer in advice.offers if offer.compressor == "none" and (offer.available or offer.name == "flat")
@@ -181,7 +164,7 @@ def as_table(
     if first:
         console.print(f"{first} Predicted, not measured.\n", style="bold", highlight=False)
     console.print(f"recommended: plan {chosen.plan}, compressor {chosen.compressor}", style="bold", highlight=False)
-    console.print(f"write: {write_line(advice)}", highlight=False, markup=False)
+    console.print(f"write: {advice.recommend.write}", highlight=False, markup=False)
     console.print(f"{chosen.why}\n", highlight=False)
     console.print(
         f"{describe_cluster(cluster)}"
