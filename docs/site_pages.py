@@ -1,7 +1,8 @@
 """What the site makes of two pages that read as plain Markdown on a forge.
 
 - `index.md` begins with what README.md says, and its lists become the site's navigation.
-- In `reference/api.md` an item that begins with a name becomes that name's signature and docstring.
+- In `reference/api.md` an item that begins with a name becomes that name's signature and docstring. Docstrings have
+  code in single backticks, as Markdown has it.
 """
 
 import importlib
@@ -25,12 +26,17 @@ OPTIONS = {
 RETURNED = ("gradwire.fsdp.FsdpState",)
 """Users are given one, and make none: no signature is shown."""
 
+CODE = re.compile(r":[\w:]+:`[^`]*`|``[^`]+``|`([^`]+)`(?!_)(?=(\w?))")
+"""Between single backticks, with the letter that follows (`Rule`s); roles and code between two come first."""
+
 API_ITEM = re.compile(r"^- `(gradwire[\w.]*)`(?:: (.+))?$", re.MULTILINE)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("source-read", change)
+    app.setup_extension("sphinx.ext.autodoc")  # whose event it is
+    app.connect("autodoc-process-docstring", show_code)
     return {"parallel_read_safe": True}
 
 
@@ -41,6 +47,15 @@ def change(app: Sphinx, page: str, source: list[str]) -> None:
         app.env.note_dependency(str(README))  # or a later build would keep the old README
     elif page == "reference/api":
         source[0] = API_ITEM.sub(lambda item: directive(item[1], item[2]), source[0])
+
+
+def show_code(app: Sphinx, kind: str, name: str, documented: object, options: object, lines: list[str]) -> None:
+    """Changes the lines of a docstring in place: in reStructuredText code has two backticks, and no letter after it."""
+
+    def shown(code: re.Match[str]) -> str:
+        return f"``{code[1]}``" + ("\\ " if code[2] else "") if code[1] else code[0]
+
+    lines[:] = [CODE.sub(shown, line) for line in lines]
 
 
 def readme() -> str:
