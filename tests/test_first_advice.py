@@ -5,11 +5,13 @@ the check at the optimizer's first step, its warnings and its log.
 """
 
 import copy
+import csv
 import inspect
 import logging
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from gradwire.comms.plan.advise import (
     SGD_ONLY,
     TRIED_OPTIMIZERS,
     UNLIKE_OPTIMIZERS,
+    UNTRAINED,
     Advice,
     Workload,
     advise,
@@ -162,6 +165,21 @@ def test_a_compressor_that_takes_the_momentum_is_recommended_with_the_line_that_
     for each in taking:
         assert "compressor_options=gradwire.take_momentum(optimizer)" in each.recommend.write
         assert condition_of(each.recommend.compressor, "sgd") in each.recommend.why
+
+
+def test_what_was_never_trained_under_an_optimizer_is_recommended_with_these_words() -> None:
+    """By the table of docs/results/compressors.md, whose empty cells are what no training was made of."""
+    table = Path(__file__).parents[1] / "docs" / "results" / "data" / "compressors" / "quality.csv"
+    titles = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
+    for row in csv.DictReader(table.read_text().splitlines()):
+        name = row["compressor"].split("`")[1]
+        for optimizer, title in titles.items():
+            if not caution_of(name, optimizer) and row["bits"] != "2.9 over a run":  # powersgd not at its own rank
+                said = f"No training with it was made under {title}." in condition_of(name, optimizer)
+                assert said == (not row[title]) == (optimizer in UNTRAINED.get(name, ())), (name, optimizer)
+    for name, reasons in recommended(ANY_OPTIMIZER).items():
+        words = "No training with it was made under"
+        assert all((words in each) == (name in UNTRAINED) for each in reasons), (name, reasons)
 
 
 def test_predict_knows_every_optimizer_that_advice_tells_apart() -> None:

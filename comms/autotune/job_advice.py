@@ -40,7 +40,7 @@ class JobAdvice:
         headroom_seconds: The step without communication: the best that anything could reach.
         accumulate: As many micro-batches a step were asked about as one of the observed steps has, times this.
         assumed: The links whose rates nobody knows, in words; `print` then gives no recommendation.
-        running: What the observed steps ran; None where it was not said.
+        kept: Whether what is recommended is what the observed steps ran.
     """
 
     advice: Advice
@@ -48,7 +48,7 @@ class JobAdvice:
     headroom_seconds: float
     accumulate: int = 1
     assumed: str = ""
-    running: Running | None = None
+    kept: bool = False
 
     def __str__(self) -> str:
         return wrapped(self._text())
@@ -72,10 +72,9 @@ class JobAdvice:
                 f"with {self.accumulate} times as many micro-batches a step: {ms(exact.step_seconds)} ms without "
                 f"compression, {ms(share)} ms for what is a step now\n"
             )
-        kept = self.running == Running(verdict.plan, verdict.compressor)
         return (
             f"{step}recommended: plan {verdict.plan}, compressor {verdict.compressor}. {verdict.why}\n"
-            f"write: {'nothing: it is what runs' if kept else verdict.write}\n"
+            f"write: {'nothing: it is what runs' if self.kept else verdict.write}\n"
             "predicted from these steps and the rates of the links, not measured"
         )
 
@@ -113,13 +112,15 @@ def advise_job(
         rest_seconds=max(0.0, observed.headroom_seconds - observed.backward_seconds),
     )
     advice = advise(cluster, workload, prices(len(cluster.nodes), library), library=library)
+    if accumulate == 1:
+        advice = _never_slower(advice, running, observed, optimizer)
     return JobAdvice(
-        advice if accumulate > 1 else _never_slower(advice, running, observed, optimizer),
+        advice,
         observed,
         observed.headroom_seconds,
         accumulate,
         "" if _slowest_is_known(cluster) else presumed(cluster),
-        running,
+        kept=running == Running(advice.recommend.plan, advice.recommend.compressor),
     )
 
 

@@ -58,8 +58,11 @@ ANY_OPTIMIZER = "any"
 """Nobody has said which: then only what is known to fit all that were tried is recommended."""
 SAY_OPTIMIZER = "; say which optimizer is yours"
 """Ends a caution that does not hold for every optimizer, if nobody has said which it is."""
-TRIED_OPTIMIZERS = ("sgd", "adamw")
+NAMES = {"sgd": "SGD", "adamw": "AdamW"}
+TRIED_OPTIMIZERS = tuple(NAMES)
 """Those that docs/results/convergence.md has trainings with."""
+UNTRAINED = {"waterfill5": ("sgd", "adamw"), "waterfill4": ("sgd",), "waterfill3": ("sgd",), "waterfill2": ("sgd",)}
+"""Compressor -> those of `TRIED_OPTIMIZERS` under which nobody has trained with it: docs/results/compressors.md."""
 UNLIKE_OPTIMIZERS = ("muon",)
 """Those whose trainings end behind with much that fits `TRIED_OPTIMIZERS`: docs/results/optimizers.md."""
 
@@ -317,8 +320,13 @@ def condition_of(compressor: str, optimizer: str) -> str:
     """
     if compressor in SGD_ONLY:
         return "It takes over SGD's momentum: compressor_options=gradwire.take_momentum(optimizer)."
-    others = [each for each in UNLIKE_OPTIMIZERS if _caution(compressor, each)] if optimizer == ANY_OPTIMIZER else []
-    return f"Under {others[0].title()} it ends behind: say which optimizer is yours." if others else ""
+    anyone = optimizer == ANY_OPTIMIZER
+    asked = TRIED_OPTIMIZERS if anyone else (optimizer.lower(),)
+    untrained = [NAMES[each] for each in asked if each in UNTRAINED.get(compressor, ())]
+    behind = [each.title() for each in UNLIKE_OPTIMIZERS if anyone and _caution(compressor, each)]
+    said = [f"No training with it was made under {' or '.join(untrained)}."] if untrained else []
+    said += [f"Under {behind[0]} it ends behind: say which optimizer is yours."] if behind else []
+    return " ".join(said)
 
 
 def _enough_gain(cluster: Cluster, exact: Offer, flat: Offer) -> bool:

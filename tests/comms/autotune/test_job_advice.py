@@ -80,6 +80,17 @@ def test_what_runs_faster_than_anything_is_predicted_is_kept(monkeypatch: pytest
         job_advice.advise_job(SLOW, [NBYTES], observed, "sgd", "gloo", job_advice.Running("hierarchical", "int8"))
     )
     assert "recommended: plan hierarchical, compressor int8. Keep what runs" in text and "350 ms" in text
+    assert "write: nothing: it is what runs\n" in text
+
+
+def test_what_to_write_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
+    observed = Observed(step_seconds=3.0, backward_seconds=0.01, exposed_seconds=2.9, steps=50)
+    found = job_advice.advise_job(SLOW, [NBYTES], observed, "adamw", "gloo", job_advice.Running("hierarchical", "none"))
+    compressor = found.advice.recommend.compressor
+    assert compressor != "none"
+    assert f'write: state = gradwire.HookState(model, compressor="{compressor}")\n' in str(found)
+    assert str(found).endswith("not measured")
 
 
 @pytest.mark.parametrize("columns", [60, 100])
