@@ -24,7 +24,7 @@ from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore, epoch_store
-from gradwire.comms.config import ALL_NICS, NIC_PER_RANK, Config
+from gradwire.comms.config import ALL_NICS, NIC_PER_RANK, Config, job_is_on_one_host
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
@@ -172,8 +172,9 @@ class Communicator:
 
     def _presence(self, door: Door, store_host: str | None, size: int) -> Presence:
         config = self.config
-        alone = size == 1 and not config.elastic and config.nics != NIC_PER_RANK
-        nobody = Hardware(None, None, None) if alone else None  # whom links would lead to
+        on_one_host = config.hostname is None and self.device.type == "cpu" and job_is_on_one_host()
+        needless = (size == 1 or on_one_host) and not config.elastic and config.nics != NIC_PER_RANK
+        nobody = Hardware(None, None, None) if needless else None  # whom links would lead to
         own = Presence.here(self.rank, size, config, self.device, known=nobody)
         return replace(own, port=door.port, addresses=tuple(own_addresses(store_host)))
 

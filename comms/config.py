@@ -683,6 +683,12 @@ def local_rank() -> int | None:
     return int(text) if text is not None and _is_number(text) else None
 
 
+def job_is_on_one_host() -> bool:
+    """Whether the launcher says that all of its ranks are here; false where it does not say."""
+    local, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    return local is not None and local == world
+
+
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= 10
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gradwire.topology.cluster import GpuFabric
-from gradwire.topology.host_summary import host_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,8 @@ def hardware(local_rank: int | None, device_type: str) -> Hardware:
         local_rank: Index of this rank on its host; None where the launcher did not say.
         device_type: `cpu` or `cuda`: where the gradients are.
     """
+    from gradwire.topology.host_summary import host_summary  # here: ranks of one host have nobody to reach
+
     host = host_summary(local_rank)
     return Hardware(
         intra_node=host.intra_node_bytes_per_second if device_type == "cuda" else None,

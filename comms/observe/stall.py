@@ -23,7 +23,6 @@ from typing import Any
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.observe.stack import line_of_thread
 from gradwire.comms.report import bucket_words, duration
 from gradwire.comms.run.executor import Executor
 
@@ -260,6 +259,8 @@ class StallWatch:
 
     def _say(self, passed: float) -> None:
         """Leaves this rank's word, and finds out who reads them."""
+        from gradwire.comms.observe.stack import line_of_thread  # here: most jobs hang nowhere
+
         waiting = self._executor.oldest()
         launches, where = self._executor.launches, line_of_thread(self._watched)
         if waiting is not None:
