@@ -8,7 +8,8 @@ Source: Tang et al., 1-bit Adam, ICML 2021, section 4.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -61,33 +62,35 @@ class Parts:
     numel: int
     size: int
     shares: tuple[int, ...] = ()
+    width: int = field(init=False)
+    """Elements of a full piece; the last ones may be shorter or empty."""
+    pieces: int = field(init=False)
+    """How many there are."""
+    full: int = field(init=False)
+    """Number of pieces of the full width."""
+    owned: tuple[int, ...] = field(init=False)
+    """Which pieces each owner has: `size + 1` ascending numbers; empty for one each."""
 
-    @property
-    def width(self) -> int:
-        """Elements of a full piece; the last ones may be shorter or empty."""
+    def __post_init__(self) -> None:
+        """Derives the rest."""
+        units, align = (sum(self.shares), SHARD_ALIGN) if self.shares else (self.size, PART_ALIGN)
+        width = -(-self.numel // (units * align)) * align
         if self.shares:
-            return max(1, -(-self.numel // (sum(self.shares) * SHARD_ALIGN))) * SHARD_ALIGN
-        return -(-self.numel // (self.size * PART_ALIGN)) * PART_ALIGN
-
-    @property
-    def pieces(self) -> int:
-        """How many there are."""
-        return max(1, -(-self.numel // self.width)) if self.shares else self.size
-
-    @property
-    def full(self) -> int:
-        """Number of pieces of the full width."""
-        return self.numel // self.width if self.numel else 0
-
-    @property
-    def owned(self) -> tuple[int, ...]:
-        """Which pieces each owner has: `size + 1` ascending numbers; empty for one each."""
-        return weighted_bounds(self.pieces, self.shares) if self.shares else ()
+            width = max(align, width)
+        pieces = max(1, -(-self.numel // width)) if self.shares else self.size
+        derived = {"width": width, "pieces": pieces, "full": self.numel // width if self.numel else 0}
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "owned", weighted_bounds(pieces, self.shares) if self.shares else ())
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Returns the first element of the rank's part, and one past its last."""
         first, last = (rank, rank + 1) if not self.shares else self.owned[rank : rank + 2]
         return min(self.numel, first * self.width), min(self.numel, last * self.width)
+
+
+parts_of = lru_cache(maxsize=1024)(Parts)
+"""The same, made once: every step has the same shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +136,11 @@ def two_stage(
     Yields:
         Two collectives: all-to-all, all-gather.
     """
-    parts = Parts(source.numel(), group.size, group.shares)
-    payloads = _blank(codec, parts.pieces, codec.wire_nbytes(parts.width), parts.full, source.device)
+    parts = parts_of(source.numel(), group.size, group.shares)
+    there_nbytes = back_nbytes = codec.wire_nbytes(parts.width)
+    if return_codec is not codec:
+        back_nbytes = return_codec.wire_nbytes(parts.width)
+    payloads = _blank(codec, parts.pieces, there_nbytes, parts.full, source.device)
     encode_pieces(codec, source, residuals.worker, residuals.new_worker, payloads, parts.width)
     start, stop = parts.bounds(group.rank)
     own = parts.owned[group.rank + 1] - parts.owned[group.rank] if group.shares else 1
@@ -142,18 +148,20 @@ def two_stage(
     yield Collective(ALL_TO_ALL, (received, payloads), parts.owned)
 
     full = (stop - start) // max(parts.width, 1)
-    reduced = _blank(return_codec, own, return_codec.wire_nbytes(parts.width), full, source.device)
+    reduced = _blank(return_codec, own, back_nbytes, full, source.device)
     for piece in range(own):
         low = piece * parts.width
         numel = min(stop - start - low, parts.width)
+        if numel < parts.width:
+            there_nbytes, back_nbytes = codec.wire_nbytes(numel), return_codec.wire_nbytes(numel)
         old, new = residuals.server, residuals.new_server
         reduce_encode(
             codec,
             return_codec,
-            received[piece::own, : codec.wire_nbytes(numel)],
+            received[piece::own, :there_nbytes],
             old if old is None or own == 1 else old[low : low + numel],
             new if new is None or own == 1 else new[low : low + numel],
-            reduced[piece, : return_codec.wire_nbytes(numel)],
+            reduced[piece, :back_nbytes],
             numel,
         )
     all_reduced = torch.empty(parts.pieces, reduced.shape[1], dtype=torch.uint8, device=source.device)

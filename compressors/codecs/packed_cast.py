@@ -14,7 +14,7 @@ from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels
 from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, exponents_most_nbytes, exponents_nbytes
 from gradwire.compressors.kernels.reference.exponents import HEADER_NBYTES as EXPONENTS_HEADER_NBYTES
-from gradwire.compressors.two_stage import Parts, Residuals, TwoStage, two_stage
+from gradwire.compressors.two_stage import Residuals, TwoStage, parts_of, two_stage
 
 logger = logging.getLogger("gradwire")
 
@@ -95,7 +95,7 @@ def _packed_two_stage(
         Bytes of the longest payload and of the longest reduced one, together, and of both in bf16; the same on all
         ranks.
     """
-    parts, numel = Parts(source.numel(), group.size, group.shares), source.numel()
+    parts, numel = parts_of(source.numel(), group.size, group.shares), source.numel()
     pieces, width, most = parts.pieces, parts.width, exponents_most_nbytes(parts.width)
     words = torch.empty(pieces * width, dtype=torch.bfloat16)
     codec.encode_residual(source, residuals.worker, residuals.new_worker, words[:numel].view(torch.uint8))
