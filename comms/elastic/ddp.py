@@ -88,6 +88,66 @@ class Averaging(Protocol):
         ...
 
 
+class TrainingState:
+    """What a process that joins takes over from one that trains.
+
+    Args:
+        state: Of the model's gradients.
+        carries: As for `HookState`.
+    """
+
+    def __init__(self, state: Averaging, carries: Sequence[Carried]) -> None:
+        self.carries = tuple(carries)
+        self._state = state
+
+    def given(self, model: DistributedDataParallel) -> dict[str, object]:
+        """What a process that joins has to know.
+
+        Args:
+            model: Which is trained.
+        """
+        compression = self._session().compression
+        return {
+            "steps": self._state.steps,
+            "model": model.module.state_dict(),
+            "carried": [each.state_dict() for each in self.carries],
+            "compression": {} if compression is None else compression.progress(),
+        }
+
+    def take(self, model: DistributedDataParallel, found: Mapping[str, Any]) -> None:
+        """Goes on from another rank's state.
+
+        Args:
+            model: Which is trained.
+            found: What that rank has given.
+
+        Raises:
+            ValueError: `carries` is another one here.
+        """
+        load_module(model.module, found["model"])
+        if len(found["carried"]) != len(self.carries):
+            raise ValueError(
+                f"`carries` has {len(self.carries)} entries here and {len(found['carried'])} in the running job; "
+                "wanted the same objects in the same order"
+            )
+        for number, (each, state) in enumerate(zip(self.carries, found["carried"], strict=True)):
+            try:
+                each.load_state_dict(state)
+            except Exception as error:
+                raise ValueError(
+                    f"`carries` has a {type(each).__name__} as number {number} here, which does not take the state "
+                    f"that the running job has there: {error}"
+                ) from error
+        self._state.steps = found["steps"]
+        compression = self._session().compression
+        if compression is not None:
+            compression.take_progress(found["compression"])
+
+    def _session(self) -> GradientSession:
+        assert self._state.session is not None
+        return self._state.session
+
+
 class ElasticTraining:
     """Elastic training of one model, on one rank.
 
@@ -103,7 +163,7 @@ class ElasticTraining:
     def __init__(self, state: Averaging, carries: Sequence[Carried], on_change: OnChange | None) -> None:
         self.survivor: Survivor | None = None
         self._state = state
-        self._carries = tuple(carries)
+        self._own = TrainingState(state, carries)
         self._on_change = on_change
         self._kept: GradientBackup | None = None
         self._told: View | None = None
@@ -192,7 +252,7 @@ class ElasticTraining:
         said = {name: packed(each) for name, each in zip(view.members, communicator.presences, strict=True)}
         place, timeout = PrefixStore(prefix, outside), self._state.config.timeout
         membership = Membership(place, view, timeout, said, first.board.losses)
-        if self._carries:
+        if self._own.carries:
             self._requests = self._open_door(PrefixStore(prefix, outside), device)
             if view.rank == 0:
                 outside.set(job_key(name), prefix)
@@ -221,7 +281,7 @@ class ElasticTraining:
         known = presences([*membership.view.members, name], {**membership.said, name: said})
         cluster_of(known, self._state.config)
         interface_of(known, 0, self._state.config)
-        check_state(self._own_state)
+        check_state(lambda: self._own.given(self._bound()))
 
     def _shared(self, device: torch.device) -> dict[str, str]:
         """What a process that joins must have in common with the others."""
@@ -230,7 +290,7 @@ class ElasticTraining:
 
     def _join(self, address: str, group: dist.ProcessGroup, device: torch.device) -> None:
         """Joins a running job: waits until it takes this process in, and takes over its state."""
-        if not self._carries:
+        if not self._own.carries:
             raise ValueError("`join` is set and `carries` is empty; wanted the optimizer in it, as in the running job")
         name = SessionRanks.name_in(group, "hook")
         store = find_job(address, name, self._state.config.timeout)
@@ -361,7 +421,7 @@ class ElasticTraining:
             handed.clear()
             if set(names) & set(survivor.view.members):
                 transfer = StateTransfer(survivor.communicator, survivor.wait)
-                handed.append(transfer.run(self._own_state, self._last_rows, wanted=joins))
+                handed.append(transfer.run(lambda: self._own.given(model), self._last_rows, wanted=joins))
             return survivor.wait(survivor.communicator.all_reduce(torch.zeros_like(like)))
 
         like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)
@@ -375,39 +435,7 @@ class ElasticTraining:
         elif found.state is None:
             raise ValueError(f"the running job cannot take this process in: {found.refused}")
         else:
-            self._take_state(model, found.state)
-
-    def _own_state(self) -> dict[str, object]:
-        """What a process that joins has to know."""
-        model = self._model() if self._model else None
-        compression = self._session().compression
-        assert model is not None
-        return {
-            "steps": self._state.steps,
-            "model": model.module.state_dict(),
-            "carried": [each.state_dict() for each in self._carries],
-            "compression": {} if compression is None else compression.progress(),
-        }
-
-    def _take_state(self, model: DistributedDataParallel, found: Mapping[str, Any]) -> None:
-        load_module(model.module, found["model"])
-        if len(found["carried"]) != len(self._carries):
-            raise ValueError(
-                f"`carries` has {len(self._carries)} entries here and {len(found['carried'])} in the running job; "
-                "wanted the same objects in the same order"
-            )
-        for number, (each, state) in enumerate(zip(self._carries, found["carried"], strict=True)):
-            try:
-                each.load_state_dict(state)
-            except Exception as error:
-                raise ValueError(
-                    f"`carries` has a {type(each).__name__} as number {number} here, which does not take the state "
-                    f"that the running job has there: {error}"
-                ) from error
-        self._state.steps = found["steps"]
-        compression = self._session().compression
-        if compression is not None:
-            compression.take_progress(found["compression"])
+            self._own.take(model, found.state)
 
     def tell_change(self) -> None:
         """Tells the user that other ranks have made this step than the one before."""

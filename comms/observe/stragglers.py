@@ -293,92 +293,54 @@ def pulses_differ(pulses: Sequence[Pulse], known: frozenset[int]) -> bool:
     return less != known
 
 
-class StragglerWatch:
-    """One rank's part in finding out who is late. Every rank makes one, and tells it of every step.
+class _OwnSteps:
+    """What a rank's own steps have taken, and what it says of that to the others.
 
     Args:
         communicator: Of the gradients.
-        every: Steps between two looks that have no reason.
-        names: What a bucket holds.
-        ranks: In the default group, of all ranks: what messages and reports name.
+
+    Attributes:
+        count: Buckets of the step that has ended last.
+        unread: Steps whose numbers nobody has wanted yet.
     """
 
-    def __init__(self, communicator: Communicator, every: int, names: Names, ranks: Sequence[int]) -> None:
+    def __init__(self, communicator: Communicator) -> None:
+        self.count = 0
+        self.unread: list[_Ended] = []
         self._communicator = communicator
-        self._ranks = tuple(ranks)
-        self._every = every
-        self._names = names
         self._samples: deque[Sample] = deque(maxlen=KEPT_STEPS)
-        self._unread: list[_Ended] = []
         self._lengths: deque[float] = deque(maxlen=WINDOW)
         self._last: _Ended | None = None
         self._ended: float | None = None
-        self._pending: tuple[int, Shared, bool, tuple[int, ...]] | None = None
-        self._count = 0
-        self._fresh = 0
-        self._timed = 0
-        self._pulsed_at = self._looked_at = self._unseen_from = 0
-        self._stride = PULSE_STEPS
-        self._asked_step: int | None = None
-        self._look_next = False
-        self._suspects: frozenset[int] = frozenset()
-        self._missed = 0
-        self._slow_link: _SlowLink | None = None
-        self._least_waits: deque[float] = deque(maxlen=USUAL_PULSES)
-        self._confirm_link = False
-        self.found: tuple[Straggler, ...] = ()
-        """What the last look found; the same on all ranks."""
-        self.once: Straggler | None = None
-        """The last single long wait."""
 
-    def step_ended(self, step: int, buckets: Sequence[Times]) -> None:
-        """Notes the end of a backward pass; all ranks, at the same point of the sequence of launches.
+    def note(self, step: int, buckets: Sequence[Times]) -> bool:
+        """Notes the end of a step; whether the one before is known by now.
 
         Args:
-            step: Its number, ascending by one.
-            buckets: Times of its buckets, in the order in which they arrived.
+            step: Its number.
+            buckets: Times of its buckets.
         """
         now = time.perf_counter()
         if self._ended is not None:
             self._lengths.append(now - self._ended)
         self._ended = now
-        executor, last = self._communicator.executor, self._last
-        timed = executor.ledger.timing and bool(buckets)
+        self.count = len(buckets)
+        ledger, last = self._communicator.executor.ledger, self._last
+        timed = ledger.timing and bool(buckets)
         if timed or last is not None:
-            seconds = executor.ledger.seconds_of_phases()
+            seconds = ledger.seconds_of_phases()
             if last is not None:  # only now its buckets have been reduced
                 last.after = seconds
-                self._unread.append(last)
-                self._fresh += 1
-                self._timed += 1
+                self.unread.append(last)
             previous = last.buckets[-1] if last is not None and last.step == step - 1 else None
             self._last = _Ended(step, buckets, previous, seconds) if timed else None
-        self._count = len(buckets)
-        if self._pending is not None:
-            self._hear(step)
-            if self._pending is not None:
-                return
-        due = self._fresh > 0 and step - self._looked_at >= max(self._every, self._stride)
-        if self._look_next or due:
-            self._look_next = False
-            self._read()
-            self._start(step, self._look().numbers(), look=True)
-            self._fresh, self._pulsed_at, self._looked_at = 0, step, step
-        elif self._timed >= WINDOW and self._fresh >= 3 and step - self._pulsed_at >= self._stride:
-            self._read()
-            pulse = self._pulse(self._unseen_from)
-            self._fresh, self._pulsed_at, self._unseen_from = 0, step, step
-            self._start(
-                step, [pulse.wait_seconds, pulse.longest_seconds, pulse.longest_step, pulse.step_seconds], look=False
-            )
-        elif len(self._unread) >= MOST_UNREAD:
-            self._read()
+        return last is not None
 
-    def _read(self) -> None:
+    def read(self) -> None:
         """Takes in the steps since the last time: nothing is computed at the end of a step in which nothing is sent."""
         between = self._communicator.clock.between
         keys = list(self._communicator.executor.ledger.phase_seconds())
-        for ended in self._unread:
+        for ended in self.unread:
             waits = tuple(
                 between(each.arrived, each.reduced)
                 for each in ended.buckets
@@ -397,55 +359,25 @@ class StragglerWatch:
                 if place < MOST_PHASES:
                     phases[place] += seconds - had
             self._samples.append(Sample(ended.step, waits, tuple(phases), own))
-        self._unread.clear()
-
-    def _start(self, step: int, numbers: list[float], *, look: bool) -> None:
-        self._pending = step, Shared(self._communicator, numbers), look, self._columns()
-
-    def _hear(self, step: int) -> None:
-        """Takes in what was shared a step before; on a device two, when the stream that computes has passed it."""
-        assert self._pending is not None
-        if step - self._pending[0] <= self._communicator.clock.lag:
-            return
-        (_, shared, look, columns), self._pending = self._pending, None
-        rows = shared.read()
-        if rows is None:
-            return
-        if look:
-            self._judge([Look.of(row) for row in rows], columns)
-            return
-        pulses = [Pulse(*row) for row in rows]
-        length = statistics.median(pulse.step_seconds for pulse in pulses)
-        self._stride = max(PULSE_STEPS, ceil(PULSE_SECONDS / length)) if length > 0 else PULSE_STEPS
-        longest = max(pulses, key=lambda pulse: pulse.longest_seconds)
-        self._asked_step = int(longest.longest_step) if longest.longest_seconds >= LONG_SECONDS else None
-        differ = pulses_differ(pulses, self._named())
-        asked = self._asked_step is not None
-        self._look_next = differ or asked or self._waits_grow(pulses, length) or bool(self._suspects)
-        self._look_next |= self._confirm_link
-        self._confirm_link = False
-
-    def _waits_grow(self, pulses: Sequence[Pulse], length: float) -> bool:
-        """Whether links seem to have become slow."""
-        least = min(pulse.wait_seconds for pulse in pulses)
-        if least < 0:
-            return False
-        usual = statistics.median(self._least_waits) if self._least_waits else least
-        self._least_waits.append(least)
-        return _is_slow(least, usual, length)
+        self.unread.clear()
 
     def _window(self) -> list[Sample]:
         """The last steps with as many buckets as the one that has just ended."""
-        return [sample for sample in self._samples if len(sample.waits) == self._count][-WINDOW:]
+        return [sample for sample in self._samples if len(sample.waits) == self.count][-WINDOW:]
 
-    def _columns(self) -> tuple[int, ...]:
+    def columns(self) -> tuple[int, ...]:
         """The buckets that numbers are sent for: all, or the last of each group; the same on all ranks."""
-        count = self._count
+        count = self.count
         most = MOST_BUCKETS if self._communicator.size <= MANY_RANKS else FEW_BUCKETS
         group = max(1, ceil(count / most))
         return tuple(min(first + group, count) - 1 for first in range(0, count, group))
 
-    def _pulse(self, since: int) -> Pulse:
+    def pulse(self, since: int) -> Pulse:
+        """What is said now and then.
+
+        Args:
+            since: The first step whose long waits nobody has been told of.
+        """
         window = self._window()
         length = _median(sorted(self._lengths)) if self._lengths else 0.0
         if len(window) < WINDOW:
@@ -453,17 +385,22 @@ class StragglerWatch:
         usual = [_median(sorted(column)) for column in zip(*(sample.waits for sample in window), strict=True)]
         longest, step = 0.0, -1
         for sample in self._samples:
-            if sample.step >= since and len(sample.waits) == self._count:
+            if sample.step >= since and len(sample.waits) == self.count:
                 excess = max(map(sub, sample.waits, usual))
                 if excess > longest:
                     longest, step = excess, sample.step
         return Pulse(_median(sorted(sum(sample.waits) for sample in window)), longest, step, length)
 
-    def _look(self) -> Look:
-        window, columns = self._window(), self._columns()
+    def look(self, asked_step: int | None) -> Look:
+        """What is said where the others want to know more.
+
+        Args:
+            asked_step: The step that they ask about; None where they ask about none.
+        """
+        window, columns = self._window(), self.columns()
         length = _median(sorted(self._lengths)) if self._lengths else 0.0
-        asked = next((sample for sample in self._samples if sample.step == self._asked_step), None)
-        if asked is None or len(asked.waits) != self._count:
+        asked = next((sample for sample in self._samples if sample.step == asked_step), None)
+        if asked is None or len(asked.waits) != self.count:
             once = tuple(-1.0 for _ in columns)
         else:
             once = tuple(asked.own[column] for column in columns)
@@ -487,7 +424,7 @@ class StragglerWatch:
 
     def _usual(self) -> tuple[float, ...]:
         """Seconds of a step in each phase that three quarters of the steps before the window did not exceed."""
-        before = [sample for sample in self._samples if len(sample.waits) == self._count][:-WINDOW]
+        before = [sample for sample in self._samples if len(sample.waits) == self.count][:-WINDOW]
         if len(before) < USUAL_STEPS:
             return (-1.0,) * MOST_PHASES
         ordered = (sorted(seconds) for seconds in zip(*(each.phases for each in before), strict=True))
@@ -495,7 +432,7 @@ class StragglerWatch:
 
     def _since(self) -> int:
         """The first step since when this rank has waited as it does now, as far back as is known."""
-        sums = [(sample.step, sum(sample.waits)) for sample in self._samples if len(sample.waits) == self._count]
+        sums = [(sample.step, sum(sample.waits)) for sample in self._samples if len(sample.waits) == self.count]
         now = _median(sorted(wait for _, wait in sums[-WINDOW:]))
         least = min(
             _median(sorted(wait for _, wait in sums[first : first + WINDOW]))
@@ -511,9 +448,41 @@ class StragglerWatch:
                 break
         return since
 
-    def _judge(self, looks: Sequence[Look], columns: tuple[int, ...]) -> None:
-        """Draws the conclusion from all ranks' looks; every rank the same."""
-        asked, self._asked_step = self._asked_step, None
+
+class _Judge:
+    """What the looks of all ranks mean; the same on every rank.
+
+    Args:
+        communicator: Of the gradients.
+        names: What a bucket holds.
+        ranks: In the default group, of all ranks.
+
+    Attributes:
+        found: What the last look found.
+        once: The last single long wait.
+        suspects: Ranks that were late in the last look, and are to be looked at once more.
+        confirms_link: Whether a link is to be looked at once more.
+    """
+
+    def __init__(self, communicator: Communicator, names: Names, ranks: Sequence[int]) -> None:
+        self.found: tuple[Straggler, ...] = ()
+        self.once: Straggler | None = None
+        self.suspects: frozenset[int] = frozenset()
+        self.confirms_link = False
+        self._communicator = communicator
+        self._names = names
+        self._ranks = tuple(ranks)
+        self._missed = 0
+        self._slow_link: _SlowLink | None = None
+
+    def judge(self, looks: Sequence[Look], columns: tuple[int, ...], asked: int | None) -> None:
+        """Draws the conclusion.
+
+        Args:
+            looks: Of all ranks.
+            columns: The buckets that they are of.
+            asked: The step that was asked about; None where none was.
+        """
         length = statistics.median(look.step_seconds for look in looks)
         repeated = self.once is not None and self.once.since_step == asked
         if asked is not None and not repeated and (late := late_once(looks)) is not None:
@@ -533,16 +502,16 @@ class StragglerWatch:
         if any(not look.low or look.low[0] < 0 for look in looks):
             return
         late_now = late_ranks(looks)
-        named = self._named()
-        sure = [late for late in late_now if late.strong or late.rank in self._suspects | named]
-        self._suspects = frozenset(late.rank for late in late_now) - {late.rank for late in sure}
+        named = self.named()
+        sure = [late for late in late_now if late.strong or late.rank in self.suspects | named]
+        self.suspects = frozenset(late.rank for late in late_now) - {late.rank for late in sure}
         found = self._stragglers(sure, looks, columns, length)
         if not late_now:
             found += self._links_of(looks, length)
         if not found and self.found:
             self._missed += 1
             if self._missed < 2:
-                self._suspects |= named
+                self.suspects |= named
                 return
         self._missed = 0
         self._change(found)
@@ -597,7 +566,7 @@ class StragglerWatch:
             if known is None:  # once more, then it is believed
                 since = int(statistics.median_low(look.since_step for look in looks))
                 self._slow_link = known = _SlowLink(phase, since, before)
-                self._confirm_link = True
+                self.confirms_link = True
                 return []
             members = sorted({rank for group in found for rank in group})
             return [
@@ -646,7 +615,7 @@ class StragglerWatch:
             if key not in now and self._communicator.rank == 0:
                 log.info("no longer: %s", each)
 
-    def _named(self) -> frozenset[int]:
+    def named(self) -> frozenset[int]:
         """The ranks that the last look found late, by their place in the group."""
         named = {rank for each in self.found if each.cause == COMPUTES_LATE for rank in each.ranks}
         return frozenset(place for place, rank in enumerate(self._ranks) if rank in named)
@@ -662,3 +631,104 @@ class StragglerWatch:
 
     def _node(self, rank: int) -> str:
         return self._communicator.hostnames[rank]
+
+
+class StragglerWatch:
+    """One rank's part in finding out who is late. Every rank makes one, and tells it of every step.
+
+    Args:
+        communicator: Of the gradients.
+        every: Steps between two looks that have no reason.
+        names: What a bucket holds.
+        ranks: In the default group, of all ranks: what messages and reports name.
+    """
+
+    def __init__(self, communicator: Communicator, every: int, names: Names, ranks: Sequence[int]) -> None:
+        self._communicator = communicator
+        self._every = every
+        self._steps = _OwnSteps(communicator)
+        self._judge = _Judge(communicator, names, ranks)
+        self._pending: tuple[int, Shared, bool, tuple[int, ...]] | None = None
+        self._fresh = 0
+        self._timed = 0
+        self._pulsed_at = self._looked_at = self._unseen_from = 0
+        self._stride = PULSE_STEPS
+        self._asked_step: int | None = None
+        self._look_next = False
+        self._least_waits: deque[float] = deque(maxlen=USUAL_PULSES)
+
+    @property
+    def found(self) -> tuple[Straggler, ...]:
+        """What the last look found; the same on all ranks."""
+        return self._judge.found
+
+    @property
+    def once(self) -> Straggler | None:
+        """The last single long wait."""
+        return self._judge.once
+
+    def step_ended(self, step: int, buckets: Sequence[Times]) -> None:
+        """Notes the end of a backward pass; all ranks, at the same point of the sequence of launches.
+
+        Args:
+            step: Its number, ascending by one.
+            buckets: Times of its buckets, in the order in which they arrived.
+        """
+        if self._steps.note(step, buckets):
+            self._fresh += 1
+            self._timed += 1
+        if self._pending is not None:
+            self._hear(step)
+            if self._pending is not None:
+                return
+        due = self._fresh > 0 and step - self._looked_at >= max(self._every, self._stride)
+        if self._look_next or due:
+            self._look_next = False
+            self._steps.read()
+            self._start(step, self._steps.look(self._asked_step).numbers(), look=True)
+            self._fresh, self._pulsed_at, self._looked_at = 0, step, step
+        elif self._timed >= WINDOW and self._fresh >= 3 and step - self._pulsed_at >= self._stride:
+            self._steps.read()
+            pulse = self._steps.pulse(self._unseen_from)
+            self._fresh, self._pulsed_at, self._unseen_from = 0, step, step
+            self._start(
+                step, [pulse.wait_seconds, pulse.longest_seconds, pulse.longest_step, pulse.step_seconds], look=False
+            )
+        elif len(self._steps.unread) >= MOST_UNREAD:
+            self._steps.read()
+
+    def _start(self, step: int, numbers: list[float], *, look: bool) -> None:
+        self._pending = step, Shared(self._communicator, numbers), look, self._steps.columns()
+
+    def _hear(self, step: int) -> None:
+        """Takes in what was shared a step before; on a device two, when the stream that computes has passed it."""
+        assert self._pending is not None
+        if step - self._pending[0] <= self._communicator.clock.lag:
+            return
+        (_, shared, look, columns), self._pending = self._pending, None
+        rows = shared.read()
+        if rows is None:
+            return
+        if look:
+            asked, self._asked_step = self._asked_step, None
+            self._judge.judge([Look.of(row) for row in rows], columns, asked)
+            return
+        pulses = [Pulse(*row) for row in rows]
+        length = statistics.median(pulse.step_seconds for pulse in pulses)
+        self._stride = max(PULSE_STEPS, ceil(PULSE_SECONDS / length)) if length > 0 else PULSE_STEPS
+        longest = max(pulses, key=lambda pulse: pulse.longest_seconds)
+        self._asked_step = int(longest.longest_step) if longest.longest_seconds >= LONG_SECONDS else None
+        differ = pulses_differ(pulses, self._judge.named())
+        asked = self._asked_step is not None
+        self._look_next = differ or asked or self._waits_grow(pulses, length) or bool(self._judge.suspects)
+        self._look_next |= self._judge.confirms_link
+        self._judge.confirms_link = False
+
+    def _waits_grow(self, pulses: Sequence[Pulse], length: float) -> bool:
+        """Whether links seem to have become slow."""
+        least = min(pulse.wait_seconds for pulse in pulses)
+        if least < 0:
+            return False
+        usual = statistics.median(self._least_waits) if self._least_waits else least
+        self._least_waits.append(least)
+        return _is_slow(least, usual, length)
