@@ -27,16 +27,18 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.elastic.survive import Survivor
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
+from gradwire.comms.outer.saved import Pending, Saved, held_before, read, written
+from gradwire.comms.outer.words import Words
 from gradwire.comms.plan.plan import Plan
+from gradwire.comms.plan.routes import Routes
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.session import AveragingSession
 from gradwire.comms.step.listeners import EndedStep
-from gradwire.compressors.base import Layout, StateDict, StateValue
+from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.residual import keep_until_read
 
 log = logging.getLogger("gradwire")
@@ -48,13 +50,6 @@ meet."""
 TELL_SECONDS = 0.2
 """That a rank waits for a result before it says so, to ranks that may have taken fewer steps: the store is on the link
 that is waited for."""
-
-FIXED = ("fragments", "warmup_steps", "warmup_every")
-"""Settings that a state keeps: they tell which fragment an exchange is of, and whether it is of the warm-up. The others
-may change from one run to the next."""
-
-SEPARATOR = "|"
-"""The separator between the parts of a key in a state; parameter names are attribute paths and cannot hold it."""
 
 
 def agreement_of(store: Store, rank: int, size: int, timeout: timedelta) -> Agreement:
@@ -70,35 +65,6 @@ def agreement_of(store: Store, rank: int, size: int, timeout: timedelta) -> Agre
 
 
 @dataclass(slots=True)
-class Pending:
-    """An exchange under way.
-
-    Attributes:
-        number: Which fragment.
-        due: The step after which it is taken up.
-        flat: (numel) the pseudo-gradient, in place its average over all ranks.
-        sent: (numel) the parameters when it began; None where it is taken up at once.
-        future: Of the average; None where it is there.
-        finite: Whether the average is finite; None while it is under way.
-        error: Why there is none and will be none.
-        communicator: With which it was begun.
-        bucket: What travels; None where nothing does.
-        before: What the compressor held before it, where that was saved; else None.
-    """
-
-    number: int
-    due: int
-    flat: Tensor
-    sent: Tensor | None
-    future: FutureTensor | None
-    finite: bool | None = None
-    error: RuntimeError | None = None
-    communicator: Communicator | None = None
-    bucket: Bucket | None = None
-    before: StateDict | None = None
-
-
-@dataclass(slots=True)
 class LeavingBytes:
     """Bytes that have left a node's card.
 
@@ -109,6 +75,59 @@ class LeavingBytes:
 
     exchanged: float = 0.0
     synchronized: float = 0.0
+
+
+class _Memory:
+    """Memory for exchanges: one is under way at a time, so all fragments share it."""
+
+    def __init__(self) -> None:
+        self._fragments: Sequence[Fragment] = ()
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, fragments: Sequence[Fragment], number: int) -> tuple[Tensor, Tensor]:
+        """What the exchange of one fragment takes: twice its size.
+
+        Args:
+            fragments: Of the model: others, once they have been chosen.
+            number: Which of them.
+        """
+        if self._fragments is not fragments:
+            self._fragments, self._parts = fragments, []
+            large: dict[torch.dtype, Fragment] = {}
+            for fragment in fragments:
+                known = large.setdefault(fragment.anchor.dtype, fragment)
+                large[fragment.anchor.dtype] = max(known, fragment, key=lambda each: each.numel)
+            both = {dtype: (fragment.empty(), fragment.empty()) for dtype, fragment in large.items()}
+            for fragment in fragments:
+                first, second = (whole[: fragment.numel] for whole in both[fragment.anchor.dtype])
+                self._parts.append((fragment.keep(first), fragment.keep(second)))
+        return self._parts[number]
+
+
+class _Leaving:
+    """What leaves the busiest node, as the plans say; on one node, the busiest rank."""
+
+    def __init__(self) -> None:
+        self._known: dict[Layout | None, tuple[Plan, float]] = {}
+
+    def nbytes(self, routes: Routes, flat: Tensor, layout: Layout | None) -> float:
+        """Bytes that leave the busiest node in the exchange of `flat`.
+
+        Args:
+            routes: By which it travels.
+            flat: The pseudo-gradient.
+            layout: Of a compressed one; None for one in full precision.
+        """
+        if layout is None:
+            plan = routes.unlisted(flat.numel(), flat.dtype).plan
+        else:
+            plan = routes[flat.numel(), flat.dtype, layout].plan
+        known = self._known.get(layout)
+        if known is None or known[0] is not plan:
+            names = routes.cluster.level_names
+            level = names[1 if len(names) > 1 and len(routes.cluster.nodes) > 1 else 0]
+            known = self._known[layout] = plan, plan.bytes_by_level.get(level, 0.0)
+        return known[1]
 
 
 class OuterExchange:
@@ -151,15 +170,12 @@ class OuterExchange:
         self.steps = self.begun = self.done = self.skipped = 0
         self.waited_seconds, self.card = 0.0, LeavingBytes()
         self._pending: Pending | None = None
-        self._memory: list[tuple[Tensor, Tensor]] = []
-        self._leaving: dict[Layout | None, tuple[Plan, float]] = {}
-        self._meetings = self._loads = 0
+        self._memory, self._leaving = _Memory(), _Leaving()
         self._halfway = False
-        self._met: Communicator | None = None
         self.agreement = agreement or agreement_of(
             communicator.plain_store, communicator.rank, communicator.size, communicator.config.timeout
         )
-        self._store = PollingStore(communicator.plain_store, communicator.config.timeout, ranks=communicator.size)
+        self._words = Words(communicator)
         self._survivor: Survivor | None = None
         self._session: AveragingSession | None = None
         if session is not None:
@@ -185,8 +201,7 @@ class OuterExchange:
             agreement: Of the same ones.
         """
         self.communicator, self.agreement = communicator, agreement
-        self._store = PollingStore(communicator.plain_store, communicator.config.timeout, ranks=communicator.size)
-        self._meetings = 0
+        self._words.reconnect(communicator)
         self.alone = communicator.size == 1
         if self.compression is not None:
             self.compression.renumber(communicator.rank, communicator.size)
@@ -288,34 +303,14 @@ class OuterExchange:
         there, too: where others had not begun it yet when they saved, it is made again.
         """
         self._refuse_halfway()
-        pending, before, held = self._pending, {}, {}
+        pending, held = self._pending, {}
         if pending is not None:
             self._settle(pending, saving=True)
-            before = pending.before or {}
         if self.compression is not None:
             held = self.compression.state_dict()
             self.communicator.rejoin()
-        state: StateDict = {"steps": self.steps, "begun": self.begun}
-        state |= {name: getattr(self.settings, name) for name in FIXED}
-        for fragment in self.fragments:
-            for kind, flat in (("anchor", fragment.anchor), ("momentum", fragment.momentum)):
-                if flat is not None:
-                    views = zip(fragment.names, fragment.views(flat), strict=True)
-                    state |= {f"{kind}{SEPARATOR}{name}": view.clone() for name, view in views}
-        if pending is not None:
-            state |= {
-                "pending|number": pending.number,
-                "pending|due": pending.due,
-                "pending|flat": pending.flat.clone(),
-                "pending|finite": int(bool(pending.finite)),
-                "pending|new": "\n".join(key for key in held if key not in before),
-            }
-            if pending.sent is not None:
-                state["pending|sent"] = pending.sent.clone()
-            changed = {key: value for key, value in before.items() if not _same(held.get(key), value)}
-            state |= {f"before{SEPARATOR}{key}": value for key, value in changed.items()}
-        state |= {f"compression{SEPARATOR}{key}": value for key, value in held.items()}
-        return state
+        saved = Saved(self.steps, self.begun, [(each.anchor, each.momentum) for each in self.fragments], pending, held)
+        return written(saved, self.fragments, self.settings)
 
     @torch.no_grad()
     def load_state_dict(self, state: StateDict | ValueError) -> None:
@@ -334,12 +329,18 @@ class OuterExchange:
         try:
             if isinstance(state, ValueError):
                 raise state
-            counts, loaded, pending, held = self._checked(state)
+            saved = read(state, self.fragments, self.settings)
+            if (self.compression is None) != (not saved.held):
+                raise ValueError(
+                    f"`compressor` is {self.communicator.config.compressor!r}, and `state` was saved "
+                    f"{'with' if saved.held else 'without'} one; wanted the compressor that saved it"
+                )
+            self._try_on([saved.held] if saved.pending is None else [saved.held, held_before(state)])
         except ValueError as error:
             self.agreement.gather(json.dumps({"error": str(error)}))
             raise
-        steps, begun = counts
-        again = self._agree_on(steps, begun, pending)
+        pending, held = saved.pending, saved.held
+        again = self._agree_on(saved.steps, saved.begun, pending)
         self._halfway = True
         if again and pending is not None:
             held, pending.finite = held_before(state), None
@@ -347,14 +348,12 @@ class OuterExchange:
             with self.communicator.alone():
                 self.compression.load_state_dict(held)
             self.communicator.state_loaded()
-        self.steps, self.begun = steps, begun
+        self.steps, self.begun = saved.steps, saved.begun
         self._pending = pending
-        for fragment, (anchor, momentum) in zip(self.fragments, loaded, strict=True):
-            assert anchor is not None
+        for fragment, (anchor, momentum) in zip(self.fragments, saved.flats, strict=True):
             fragment.anchor.copy_(anchor)
             fragment.momentum = momentum
-        self._loads += 1
-        self._meetings = 0
+        self._words.forget()
         if again and pending is not None and pending.sent is not None:
             self.fragments[pending.number].progress(pending.sent, pending.flat)
             self._launch(pending)
@@ -398,43 +397,6 @@ class OuterExchange:
                 "of steps (a GradScaler skips some), call synchronize() before state_dict()"
             )
         return begun == int(ahead["begun"])
-
-    def _checked(
-        self, state: StateDict
-    ) -> tuple[tuple[int, int], list[tuple[Tensor | None, ...]], Pending | None, StateDict]:
-        """Steps and exchanges begun, anchors and momenta, the exchange under way, and what the compressor saved.
-
-        Raises:
-            ValueError: The state is of another model or other settings, or is damaged.
-        """
-        steps, begun = (state.get(key) for key in ("steps", "begun"))
-        if not (isinstance(steps, int) and isinstance(begun, int)):
-            raise ValueError(  # noqa: TRY004  # the state is damaged, whatever it holds there
-                "`state` lacks the counts of gradwire's Outer: wanted what Outer.state_dict() returned"
-            )
-        for name in FIXED:
-            own, saved = getattr(self.settings, name), state.get(name, "none")
-            if own != saved:
-                raise ValueError(
-                    f"`{name}` is {own}, and `state` was saved with {saved}; wanted the same: make Outer with "
-                    f"`{name}={saved}`, or train on from the model without the state"
-                )
-        loaded = [
-            tuple(self._loaded(fragment, kind, state) for kind in ("anchor", "momentum")) for fragment in self.fragments
-        ]
-        pending = self._loaded_pending(state)
-        held = {
-            key.removeprefix(f"compression{SEPARATOR}"): value
-            for key, value in state.items()
-            if key.startswith(f"compression{SEPARATOR}")
-        }
-        if (self.compression is None) != (not held):
-            raise ValueError(
-                f"`compressor` is {self.communicator.config.compressor!r}, and `state` was saved "
-                f"{'with' if held else 'without'} one; wanted the compressor that saved it"
-            )
-        self._try_on([held] if pending is None else [held, held_before(state)])
-        return (steps, begun), loaded, pending, held
 
     def _try_on(self, states: Sequence[StateDict]) -> None:
         """Has the compressor say whether it can load each of some states; then it is as it was.
@@ -483,8 +445,8 @@ class OuterExchange:
 
         def attempt() -> Tensor:
             self._decide(False, self.fragments)  # what an attempt before this one has staged
-            if self._met is not self.communicator:  # others may not have seen that all have met before a rank was lost
-                self._announce()
+            if not self._words.announced:  # others may not have seen that all have met before a rank was lost
+                self._words.announce(self.steps, self.begun)
             averages, unfinished = self._averages_now()
             mark = averages[0].new_tensor([names.index(unfinished)], dtype=wide)
             return torch.cat([mark, *(average.to(wide) for average in averages)])
@@ -532,7 +494,7 @@ class OuterExchange:
             own: In memory of its own; else in that which all exchanges take turns in.
         """
         fragment = self.fragments[number]
-        flat, sent = (fragment.empty(), fragment.empty()) if own else self._memory_of(number)
+        flat, sent = (fragment.empty(), fragment.empty()) if own else self._memory.of(self.fragments, number)
         kept = sent if delay else None
         fragment.set_out(flat, kept)
         return Pending(number, self.steps + delay, flat, kept, None)
@@ -553,7 +515,7 @@ class OuterExchange:
         launch = Launch((flat,), fragment.layout if self.compression is not None else None, (bucket,), alone=True)
         self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
         pending.future = bucket.result()
-        self.card.exchanged += self._leaving_nbytes(flat, None if flush else launch.layout)
+        self.card.exchanged += self._leaving.nbytes(self.communicator.routes, flat, None if flush else launch.layout)
 
     def _take_back(self, fragment: Fragment, flat: Tensor) -> None:
         """Adds to a pseudo-gradient what the compressor has held back of it: with nobody else left it travels no more.
@@ -572,33 +534,6 @@ class OuterExchange:
         self.communicator.rejoin()
         keep_until_read(held)
         flat.add_(held)
-
-    def _memory_of(self, number: int) -> tuple[Tensor, Tensor]:
-        """Memory for the exchange of a fragment, twice its size: one is under way at a time, so they share it."""
-        if not self._memory:
-            large: dict[torch.dtype, Fragment] = {}
-            for fragment in self.fragments:
-                known = large.setdefault(fragment.anchor.dtype, fragment)
-                large[fragment.anchor.dtype] = max(known, fragment, key=lambda each: each.numel)
-            both = {dtype: (fragment.empty(), fragment.empty()) for dtype, fragment in large.items()}
-            for fragment in self.fragments:
-                first, second = (whole[: fragment.numel] for whole in both[fragment.anchor.dtype])
-                self._memory.append((fragment.keep(first), fragment.keep(second)))
-        return self._memory[number]
-
-    def _leaving_nbytes(self, flat: Tensor, layout: Layout | None) -> float:
-        """Bytes that leave the busiest node in the exchange of `flat`."""
-        routes = self.communicator.routes
-        if layout is None:
-            plan = routes.unlisted(flat.numel(), flat.dtype).plan
-        else:
-            plan = routes[flat.numel(), flat.dtype, layout].plan
-        known = self._leaving.get(layout)
-        if known is None or known[0] is not plan:
-            names = routes.cluster.level_names
-            level = names[1 if len(names) > 1 and len(routes.cluster.nodes) > 1 else 0]
-            known = self._leaving[layout] = plan, plan.bytes_by_level.get(level, 0.0)
-        return known[1]
 
     def _take_up(self) -> None:
         """Waits for the exchange that is under way, and has it take effect; where it is not finite, none at all.
@@ -678,12 +613,12 @@ class OuterExchange:
         if self._survivor is None:
             assert pending.future is not None
             if self.communicator.device.type == "cuda":
-                self._tell()
+                self._words.tell(self.begun)
             elif not pending.future.done():
                 arrived = threading.Event()
                 pending.future.add_done_callback(lambda _: arrived.set())
                 if not arrived.wait(TELL_SECONDS):
-                    self._tell()
+                    self._words.tell(self.begun)
             pending.future.wait()
             return
         average = self._survivor.complete(lambda: self._attempt(pending), like=pending.flat)
@@ -699,13 +634,9 @@ class OuterExchange:
             fragment.progress(now, pending.flat)
             self._launch(pending)
         if pending.future is not None:
-            self._tell()
+            self._words.tell(self.begun)
             self._wait(pending.future)
         return pending.flat.clone()
-
-    def _tell(self) -> None:
-        """Leaves word that this rank waits for the others to begin as many exchanges."""
-        self._store.set(f"{self._place}/begun/{self.communicator.rank}", str(self.begun))
 
     def _mean_of(self, flat: Tensor) -> Tensor:
         """The average of a small tensor over all ranks: a new one.
@@ -734,11 +665,6 @@ class OuterExchange:
             self._wait(bucket.result())
         return flat
 
-    @property
-    def _place(self) -> str:
-        """Where this rank's counts lie in the store; those from before a state was loaded lie elsewhere."""
-        return f"outer/{self._loads}"
-
     def _meet(self) -> None:
         """Returns when all ranks have come here and begun the same number of exchanges, with the same count of steps.
 
@@ -750,22 +676,22 @@ class OuterExchange:
         """
         timeout = self.communicator.config.timeout
         deadline = time.monotonic() + timeout.total_seconds()
-        self._met = None
+        self._words.announced = False
         while True:
             if self._survivor is not None:
                 self._survivor.follow()
             if self.alone:
                 return
-            if self._met is not self.communicator:
-                place, ranks = self._announce(), range(self.communicator.size)
-                arrived: dict[int, int] = {}
-            arrived |= self._counts(place, [each for each in ranks if each not in arrived])
-            waiting = self._counts(f"{self._place}/begun", [each for each in ranks if each not in arrived])
+            if not self._words.announced:
+                self._words.announce(self.steps, self.begun)
+                ranks, arrived = range(self.communicator.size), dict[int, int]()
+            arrived |= self._words.arrived([each for each in ranks if each not in arrived])
+            waiting = self._words.waiting([each for each in ranks if each not in arrived])
             if max((*arrived.values(), *waiting.values())) > self.begun:
                 self._begin(0)
                 self._take_up()
             elif len(arrived) == len(ranks):  # turns go by steps: who has caught up goes on where the furthest is
-                self.steps = max(self._counts(f"{place}/steps", ranks).values())
+                self.steps = max(self._words.steps(ranks).values())
                 return
             elif time.monotonic() > deadline:
                 missing = ", ".join(str(each) for each in ranks if each not in arrived)
@@ -774,70 +700,3 @@ class OuterExchange:
                 )
             else:
                 time.sleep(LOOK_SECONDS)
-
-    def _announce(self) -> str:
-        """Says that this rank has come to the meeting; returns where all say so."""
-        place, rank = f"{self._place}/meeting{self._meetings}", self.communicator.rank
-        self._meetings += 1
-        self._met = self.communicator
-        self._store.set(f"{place}/steps/{rank}", str(self.steps))
-        self._store.set(f"{place}/{rank}", str(self.begun))
-        return place
-
-    def _counts(self, place: str, ranks: Sequence[int]) -> dict[int, int]:
-        """Exchanges begun by those of some ranks that have left a word."""
-        return {
-            rank: int(self._store.read(f"{place}/{rank}")) for rank in ranks if self._store.check([f"{place}/{rank}"])
-        }
-
-    def _loaded(self, fragment: Fragment, kind: str, state: StateDict) -> Tensor | None:
-        if kind == "momentum" and fragment.momentum is None:
-            return None
-        flat = torch.empty_like(fragment.anchor)
-        for name, view in zip(fragment.names, fragment.views(flat), strict=True):
-            value = state.get(f"{kind}{SEPARATOR}{name}")
-            if not isinstance(value, Tensor) or value.shape != view.shape:
-                found = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "none"
-                raise ValueError(
-                    f"`state` holds {found} as the {kind} of `{name}`; wanted shape {tuple(view.shape)}: load the "
-                    "state of this model, saved by this rank with the same settings"
-                )
-            view.copy_(value)
-        return flat
-
-    def _loaded_pending(self, state: StateDict) -> Pending | None:
-        if "pending|number" not in state:
-            return None
-        number, due, finite = (state.get(f"pending{SEPARATOR}{key}") for key in ("number", "due", "finite"))
-        flat, sent = (state.get(f"pending{SEPARATOR}{key}") for key in ("flat", "sent"))
-        if (
-            not isinstance(number, int)
-            or not isinstance(due, int)
-            or finite not in (0, 1)
-            or not isinstance(state.get("pending|new"), str)
-            or not 0 <= number < len(self.fragments)
-            or not isinstance(flat, Tensor)
-            or not isinstance(sent, Tensor)
-            or not flat.shape == sent.shape == self.fragments[number].anchor.shape
-        ):
-            raise ValueError("`state` holds an exchange under way that does not fit this model: it is damaged")
-        like = self.fragments[number].anchor
-        pending = Pending(number, due, flat.to(like, copy=True), sent.to(like, copy=True), None, bool(finite))
-        pending.before = held_before(state)
-        return pending
-
-
-def held_before(state: StateDict) -> StateDict:
-    """What the compressor held before the exchange that was under way when a state was saved."""
-    new = set(str(state.get("pending|new", "")).split("\n"))
-    found: StateDict = {}
-    for kind in ("compression", "before"):
-        parts = ((key.partition(SEPARATOR), value) for key, value in state.items())
-        found |= {rest: value for (first, _, rest), value in parts if first == kind and rest not in new}
-    return found
-
-
-def _same(one: StateValue | None, other: StateValue) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    return type(one) is type(other) and one == other

@@ -73,7 +73,7 @@ ELASTIC = (
         "                    raise\n",
         "",
         "A connection that a firewall forbids keeps all ranks in the recovery.",
-        (_MEET,),
+        (f"{_MEET}[300.0]",),
     ),
     Mutation(
         "members that do not meet at once give up",

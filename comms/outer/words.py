@@ -1,0 +1,72 @@
+"""What ranks that have taken different numbers of steps leave in the store, so that they can meet."""
+
+from collections.abc import Sequence
+
+from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.communicator import Communicator
+
+
+class Words:
+    """One rank's words to the others, and theirs. Those from before a state was loaded lie elsewhere.
+
+    Args:
+        communicator: Of the ranks.
+
+    Attributes:
+        announced: Whether this rank has said among the present ranks that it has come to the meeting.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._loads = 0
+        self.reconnect(communicator)
+
+    def reconnect(self, communicator: Communicator) -> None:
+        """Goes on among other ranks.
+
+        Args:
+            communicator: Of the ranks that are left.
+        """
+        self.announced = False
+        self._rank = communicator.rank
+        self._store = PollingStore(communicator.plain_store, communicator.config.timeout, ranks=communicator.size)
+        self._meetings = 0
+        self._place = ""
+
+    def forget(self) -> None:
+        """Begins anew: a state has been loaded, on all ranks."""
+        self._loads += 1
+        self._meetings = 0
+
+    def tell(self, begun: int) -> None:
+        """Leaves word that this rank waits for the others to begin as many exchanges."""
+        self._store.set(f"outer/{self._loads}/begun/{self._rank}", str(begun))
+
+    def announce(self, steps: int, begun: int) -> None:
+        """Says that this rank has come to the next meeting.
+
+        Args:
+            steps: That it has taken.
+            begun: Exchanges that it has begun.
+        """
+        self._place = f"outer/{self._loads}/meeting{self._meetings}"
+        self._meetings += 1
+        self.announced = True
+        self._store.set(f"{self._place}/steps/{self._rank}", str(steps))
+        self._store.set(f"{self._place}/{self._rank}", str(begun))
+
+    def arrived(self, ranks: Sequence[int]) -> dict[int, int]:
+        """Exchanges begun by those of some ranks that have come to the meeting."""
+        return self._counts(self._place, ranks)
+
+    def waiting(self, ranks: Sequence[int]) -> dict[int, int]:
+        """Exchanges begun by those of some ranks that wait in one."""
+        return self._counts(f"outer/{self._loads}/begun", ranks)
+
+    def steps(self, ranks: Sequence[int]) -> dict[int, int]:
+        """Steps taken by those of some ranks that have come to the meeting."""
+        return self._counts(f"{self._place}/steps", ranks)
+
+    def _counts(self, place: str, ranks: Sequence[int]) -> dict[int, int]:
+        return {
+            rank: int(self._store.read(f"{place}/{rank}")) for rank in ranks if self._store.check([f"{place}/{rank}"])
+        }
