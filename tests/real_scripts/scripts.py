@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from real_scripts import data
@@ -316,4 +316,10 @@ DION = Script(
     ),
 )  # fmt: skip
 
-SCRIPTS = (NANOGPT, DDP_EXAMPLE, MINGPT, IMAGENET, FSDP2_EXAMPLE, FABRIC, TRAINER, GAN, TIMM, RUN_CLM, RAY, DION)
+MUON = replace(
+    DION,
+    name="microsoft/dion: train.py, Muon",
+    command=tuple(word.replace("--optimizer=dion", "--optimizer=muon") for word in DION.command),
+)
+
+SCRIPTS = (NANOGPT, DDP_EXAMPLE, MINGPT, IMAGENET, FSDP2_EXAMPLE, FABRIC, TRAINER, GAN, TIMM, RUN_CLM, RAY, DION, MUON)
