@@ -534,12 +534,12 @@ def _connections(config: Config, routes: Routes, cards: "Cards | None") -> Calla
 
     def choose(round_trip_seconds: float) -> int:
         from gradwire.comms.links.distance import connections_for
-        from gradwire.comms.transport.streams import LEAST_RATE, MOST_UNSEEN_RATE  # as above
+        from gradwire.comms.transport.streams import LEAST_RATE, UNSEEN_RATE  # as above
 
-        link = routes.cluster.levels[-1].link
-        rate = link.bytes_per_second
+        level = routes.links.priced.levels[-1]  # what the look at the start has seen: no bit depends on it
+        rate = max(level.unit_rates or (level.link.bytes_per_second,))
         if config.nic_bytes_per_second is None:
-            rate = MOST_UNSEEN_RATE if link.presumed else max(rate, LEAST_RATE)
+            rate = UNSEEN_RATE if level.link.presumed else max(rate, LEAST_RATE)
         return connections_for(round_trip_seconds, rate)
 
     return choose

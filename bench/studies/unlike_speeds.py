@@ -2,12 +2,14 @@
 
 Feeds docs/results/diagnosis.md.
 
-    python -m gradwire.bench.studies.unlike_speeds --json unlike.json
+    sudo python -m gradwire.bench.studies.unlike_speeds --json unlike.json
+    python -m gradwire.bench.studies.unlike_speeds --slow-by rest --json unlike.json
 
-Ranks are processes on two logical nodes of this machine, with DDP and the hook. What a sample costs is a rest of fixed
-length, twice as long on the slow rank: a model of its clock, as not every machine has quotas of processors to give out
-and other jobs would count in them. Three trainings from the same weights take turns, a few steps each: equal shares,
-shares by measured speed, and the best shares, which know the speeds. The loss of a step is over all ranks' samples.
+Ranks are processes on two logical nodes of this machine, with DDP and the hook. Each computes in a cgroup with a quota
+of processor time, of which the slow rank has half as much: all it does is slow. Where no quotas can be given out, what
+a sample costs is a rest, twice as long on the slow rank: a model of its clock. Three trainings from the same weights
+take turns, a few steps each: equal shares, shares by measured speed, and the best shares, which know the speeds. The
+loss of a step is over all ranks' samples.
 """
 
 import argparse
@@ -17,7 +19,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,6 +38,57 @@ EQUAL, SPEED, BEST = WAYS = ("equal shares", "by speed", "best shares")
 SETTLED = 2
 """Turns that are not counted: speeds are measured in them."""
 
+QUOTA, REST = "quota", "rest"
+PERIOD_MICROSECONDS = 20_000
+"""Of a quota: short, as a step is to be many of them."""
+WEIGHT = 100
+"""Of a cgroup, against one of any other job: it is to have its quota when it wants it."""
+
+
+class Quota:
+    """A cgroup whose processes get a share of one processor.
+
+    Args:
+        name: Of the cgroup.
+        share: Of a processor.
+
+    Raises:
+        OSError: This user, or this kernel, gives out no quotas.
+    """
+
+    def __init__(self, name: str, share: float) -> None:
+        root = Path("/sys/fs/cgroup")
+        version_1 = (root / "cpu").is_dir()
+        self._folder = (root / "cpu" if version_1 else root) / name
+        self._folder.mkdir()
+        try:
+            quota = round(share * PERIOD_MICROSECONDS)
+            if version_1:
+                (self._folder / "cpu.cfs_period_us").write_text(f"{PERIOD_MICROSECONDS}")
+                (self._folder / "cpu.cfs_quota_us").write_text(f"{quota}")
+                (self._folder / "cpu.shares").write_text(f"{1024 * WEIGHT}")
+            else:
+                (self._folder / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
+                (self._folder / "cpu.weight").write_text(f"{100 * WEIGHT}")
+        except OSError:
+            self.remove()
+            raise
+
+    def enter(self) -> None:
+        """Puts this process in."""
+        (self._folder / "cgroup.procs").write_text(f"{os.getpid()}")
+
+    def remove(self) -> None:
+        """Removes the cgroup, whose processes have ended."""
+        self._folder.rmdir()
+
+
+def spin(seconds: float) -> None:
+    """Computes until this thread has had so much processor time."""
+    until, matrix = time.thread_time() + seconds, torch.ones(96, 96)
+    while time.thread_time() < until:
+        matrix @ matrix
+
 
 class DealtTraining:
     """One way of dealing, on one rank.
@@ -43,10 +97,13 @@ class DealtTraining:
         way: One of `WAYS`.
         dataset: Of all ranks.
         batch_size: Of all ranks together.
-        rest_seconds: A sample costs on a fast rank.
+        cost: Seconds that a sample costs on this rank.
+        spend: Spends seconds.
     """
 
-    def __init__(self, way: str, dataset: TensorDataset, batch_size: int, rest_seconds: float) -> None:
+    def __init__(
+        self, way: str, dataset: TensorDataset, batch_size: int, cost: float, spend: Callable[[float], None]
+    ) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
         self.model = DistributedDataParallel(model)
@@ -58,7 +115,7 @@ class DealtTraining:
             speeds = [1 / TIMES if rank == SLOW else 1.0 for rank in range(RANKS)]
             self.sampler.load_state_dict(self.sampler.state_dict() | {"deals": [(0, speeds)]})
         self._loader = DataLoader(dataset, batch_sampler=self.sampler)
-        self._rest = rest_seconds * (TIMES if dist.get_rank() == SLOW else 1.0)
+        self._cost, self._spend = cost, spend
         self._batches = self._endless()
 
     def _endless(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -73,7 +130,7 @@ class DealtTraining:
         inputs, labels = next(self._batches)
         began = time.perf_counter()
         self.state.samples = len(labels)
-        time.sleep(self._rest * len(labels))
+        self._spend(self._cost * len(labels))
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(inputs), labels)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -81,7 +138,7 @@ class DealtTraining:
         return time.perf_counter() - began, float(loss.detach()) * len(labels), len(labels)
 
 
-def rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
+def rank_main(rank: int, folder: str, options: argparse.Namespace, quota: Quota | None) -> None:
     """One rank; writes what it has seen."""
     torch.set_num_threads(1)
     place = f"file://{Path(folder, 'store')}"
@@ -89,7 +146,13 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
     torch.manual_seed(1)
     inputs = torch.randn(options.batch_size * 64, 64)
     dataset = TensorDataset(inputs, (inputs @ torch.randn(64, 10)).argmax(dim=1))
-    trainings = {way: DealtTraining(way, dataset, options.batch_size, options.rest_ms / 1e3) for way in WAYS}
+    cost, spend = options.cost_ms / 1e3, time.sleep if quota is None else spin
+    if quota is None and rank == SLOW:
+        cost *= TIMES
+    trainings = {way: DealtTraining(way, dataset, options.batch_size, cost, spend) for way in WAYS}
+    dist.barrier()
+    if quota is not None:
+        quota.enter()
     steps: dict[str, list[list[tuple[float, float, int]]]] = {way: [] for way in WAYS}
     for turn in range(options.turns):
         for way in WAYS if turn % 2 == 0 else reversed(WAYS):
@@ -102,7 +165,7 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def result(folder: str) -> dict[str, object]:
+def result(folder: str, slow_by: str) -> dict[str, object]:
     """Medians of the turns that count, and how far the losses of a step are apart."""
     ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
     seconds = {
@@ -125,6 +188,7 @@ def result(folder: str) -> dict[str, object]:
         "equal over by speed": [min(to_equal), statistics.median(to_equal), max(to_equal)],
         "loss_first_last": {way: [each[0], each[-1]] for way, each in losses.items()},
         "loss_apart": max(abs(one - other) / one for one, other in pairs),
+        "slow by": slow_by,
         "load": os.getloadavg()[0],
         "machine": machine_line(),
     }
@@ -134,21 +198,36 @@ def main() -> None:
     """Runs the ranks, and prints what they have found."""
     parser = argparse.ArgumentParser(description="One of four ranks at half speed.")
     parser.add_argument("--batch-size", type=int, default=56, help="of all ranks together")
-    parser.add_argument("--rest-ms", type=float, default=10.0, help="that a sample costs on a fast rank")
+    parser.add_argument("--slow-by", choices=(QUOTA, REST), default=QUOTA)
+    parser.add_argument("--share", type=float, default=0.3, help="of a processor that a fast rank's quota is")
+    parser.add_argument(
+        "--cost-ms", type=float, default=10.0, help="of processor time, or rest, that a sample costs on a fast rank"
+    )
     parser.add_argument("--steps", type=int, default=12, help="in a turn")
     parser.add_argument("--turns", type=int, default=8, help=f"of each way; the first {SETTLED} do not count")
     parser.add_argument("--json", type=Path, help="where the result goes, besides the screen")
     options = parser.parse_args()
     context = multiprocessing.get_context("fork")  # torch is imported once
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=rank_main, args=(rank, folder, options)) for rank in range(RANKS)]
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        quotas: list[Quota | None] = [None] * RANKS
+        if options.slow_by == QUOTA:
+            for rank in range(RANKS):
+                share = options.share / (TIMES if rank == SLOW else 1.0)
+                try:
+                    quota = Quota(f"gradwire-{os.getpid()}-{rank}", share)
+                except OSError as error:
+                    parser.error(f"`--slow-by quota` needs a cgroup of its own: {error}; be root, or `--slow-by rest`")
+                stack.callback(quota.remove)
+                quotas[rank] = quota
+        ranks = [context.Process(target=rank_main, args=(rank, folder, options, quotas[rank])) for rank in range(RANKS)]
         for each in ranks:
             each.start()
         for each in ranks:
             each.join()
         if any(each.exitcode for each in ranks):
             raise SystemExit("a rank has failed; its own output says why")
-        found = json.dumps(result(folder), indent=1)
+        found = json.dumps(result(folder, options.slow_by), indent=1)
     print(found)
     if options.json is not None:
         options.json.write_text(found + "\n")

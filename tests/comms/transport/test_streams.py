@@ -5,6 +5,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -12,18 +13,23 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.communicator import _connections
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
+from gradwire.comms.links.distance import connections_for
+from gradwire.comms.plan.routes import Routes
 from gradwire.comms.transport import streams, torch_group
 from gradwire.comms.transport.streams import (
     LEAST_CHUNK_NBYTES,
     MOST_CHUNK_NBYTES,
+    UNSEEN_RATE,
     StreamListener,
     Streams,
     chunk_nbytes,
 )
 from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
 from gradwire.compressors.base import Work
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link
 from support.threads import run_ranks
 
 Pieces = Sequence[tuple[int, Tensor, Tensor]]
@@ -169,6 +175,19 @@ def test_ranks_agree_on_the_largest_number_that_any_wants() -> None:
         return found.count if found else None
 
     assert run_ranks(2, run) == [5, 5]
+
+
+def test_their_number_goes_by_the_rate_that_was_seen() -> None:
+    """A look at the links changes what is predicted and not what plans are chosen by; connections change no bit."""
+    unseen = Link(1e-4, 1.25e9, presumed=True)
+    cluster = Cluster(((0,), (1,)), (Level(LEVEL_NAMES[0], unseen), Level(LEVEL_NAMES[1], unseen)))
+    routes = Routes(cluster, 0, "cpu", Config(), None)
+    choose = _connections(Config(), routes, None)
+    assert choose is not None
+    assert choose(0.02) == connections_for(0.02, UNSEEN_RATE)
+    seen = replace(unseen, bytes_per_second=14e6, presumed=False)
+    routes.learned((cluster.levels[0], Level(LEVEL_NAMES[1], seen)), at_start=True)
+    assert choose(0.02) == connections_for(0.02, 14e6) < connections_for(0.02, UNSEEN_RATE)
 
 
 @pytest.mark.parametrize("count", [1, 0])
