@@ -165,6 +165,78 @@ class _Neighbour:
         return bool(self.looks) and time.monotonic() >= self.looks[0][0]
 
 
+class _Ends:
+    """One rank's port in the ring, and its ends of the connections with its neighbours.
+
+    Args:
+        rank: This rank.
+
+    Attributes:
+        token: What its neighbours show.
+        peers: Its connections.
+        listener: At its port.
+        selector: Of all of these, while the ring's thread runs.
+        telling: Held while something is said, or a connection is closed.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.token = secrets.token_bytes(TOKEN_NBYTES)
+        self.peers: dict[socket.socket, _Peer] = {}
+        self.selector: selectors.BaseSelector | None = None
+        self.telling = threading.Lock()
+        self._rank = rank
+        self._waker, self._woken = socket.socketpair()
+        self.listener = listener(8)
+        self.listener.setblocking(False)  # who has called may have gone before he is let in
+
+    def listen(self) -> None:
+        """Has the selector wake where somebody calls, or `wake` is called."""
+        assert self.selector is not None
+        self.selector.register(self._woken, selectors.EVENT_READ)
+        self.selector.register(self.listener, selectors.EVENT_READ)
+
+    def wake(self) -> None:
+        """Ends a wait of the selector; any thread."""
+        self._waker.close()
+
+    def close(self) -> None:
+        """Closes everything."""
+        for each in (*self.peers, self.listener, self._woken, self._waker):
+            each.close()
+
+    def accept(self) -> None:
+        """Lets in whoever has called."""
+        if (accepted := accept(self.listener)) is not None:
+            self.watch(accepted, _Peer(None, False, self.token, time.monotonic()))
+
+    def watch(self, connection: socket.socket, peer: _Peer) -> None:
+        """Takes in a connection that was made here, or let in."""
+        connection.settimeout(CONNECT_SECONDS)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.peers[connection] = peer
+        assert self.selector is not None
+        self.selector.register(connection, selectors.EVENT_READ)
+
+    def hang_up(self, connection: socket.socket) -> None:
+        """Closes a connection."""
+        assert self.selector is not None
+        self.selector.unregister(connection)
+        del self.peers[connection]
+        with self.telling:
+            connection.close()
+
+    def tell(self, connection: socket.socket, said: bytes) -> None:
+        """Says something to whoever is at the other end; any thread."""
+        try:
+            with self.telling:
+                connection.sendall(said)
+        except OSError as error:  # what has ended shows when it is read
+            log.debug("rank %d could not tell a neighbour: %s", self._rank, error)
+
+
 class LivenessRing:
     """One rank's end of the ring.
 
@@ -212,20 +284,14 @@ class LivenessRing:
         if waited is not None:
             self._neighbours[0].expect(comes_within, may_be_unreached)
         self._next_look = 0.0
-        self._token = secrets.token_bytes(TOKEN_NBYTES)
-        self._peers: dict[socket.socket, _Peer] = {}
-        self._selector: selectors.BaseSelector | None = None
+        self._ends = _Ends(rank)
         self.closed: set[int] = set()
         """Ranks whose connections have ended without a goodbye."""
         self._left: dict[int, int] = {}
         self._closed = threading.Event()
         self._ended = threading.Event()
-        self._telling = threading.Lock()
         self._resumed = time.monotonic()
         self._orderly = False
-        self._waker, self._woken = socket.socketpair()
-        self._listener = listener(8)
-        self._listener.setblocking(False)  # who has called may have gone before he is let in
         leave_to_parent(self)
         self.thread = BackgroundThread(f"gradwire liveness {rank}", self._run)
         self.thread.start()
@@ -242,23 +308,22 @@ class LivenessRing:
             return
         self._orderly = orderly
         self._closed.set()
-        self._waker.close()
+        self._ends.wake()
         if self.thread is not threading.current_thread():
             self.thread.join(2 * LOOK_SECONDS)
 
     def leave_to_parent(self) -> None:
         """Closes a forked child's copies: else nobody would hear of the end of the parent while the child lives."""
-        for each in (*self._peers, self._listener, self._woken, self._waker):
-            each.close()
+        self._ends.close()
 
     def look_for_closed(self) -> None:
         """Adds to `closed`, and waits for nothing. The ring's thread alone, once `lost` has been called."""
-        assert self._selector is not None
-        for key, _ in self._selector.select(0):
+        assert self._ends.selector is not None
+        for key, _ in self._ends.selector.select(0):
             connection = key.fileobj
-            if not isinstance(connection, socket.socket) or connection not in self._peers:
+            if not isinstance(connection, socket.socket) or connection not in self._ends.peers:
                 continue
-            peer = self._peers[connection]
+            peer = self._ends.peers[connection]
             try:
                 heard = connection.recv(1 << 16)
             except OSError as error:
@@ -271,20 +336,19 @@ class LivenessRing:
                 log.debug("rank %d has heard of it already: %s", self._rank, error)
                 peer.heard, stays = b"", True
             if not stays:
-                self._hang_up(self._selector, connection)
+                self._ends.hang_up(connection)
                 if peer.known and peer.rank not in self._left:
                     self.closed.add(_sure(peer.rank))
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            self._selector = selector
+            self._ends.selector = selector
             try:
-                selector.register(self._woken, selectors.EVENT_READ)
-                selector.register(self._listener, selectors.EVENT_READ)
+                self._ends.listen()
                 try:
                     self._publish()
                     while not self._closed.is_set():
-                        self._connect(selector)
+                        self._connect()
                         self._look(selector)
                 except Exception as error:  # noqa: BLE001 - also an error of the device: the other ranks must hear of it
                     if not self._closed.is_set():
@@ -294,9 +358,8 @@ class LivenessRing:
                     self._say_goodbye(selector)
             finally:
                 self._ended.set()
-                with self._telling:
-                    for each in (*self._peers, self._listener, self._woken, self._waker):
-                        each.close()
+                with self._ends.telling:
+                    self._ends.close()
 
     def _pulse(self) -> None:
         """Says that this process is there, whatever the ring's thread waits for: the store, or a connection.
@@ -310,20 +373,20 @@ class LivenessRing:
             if now - before > 2 * self._look_seconds:
                 self._resumed = now
             before = now
-            for connection, peer in list(self._peers.items()):
+            for connection, peer in list(self._ends.peers.items()):
                 if peer.known:
-                    self._tell(connection, HERE)
+                    self._ends.tell(connection, HERE)
 
     def _listen(self, selector: selectors.BaseSelector, seconds: float) -> None:
         """Takes in what has come, and waits for it at most so long. Raises a PeerError where a rank is gone."""
         ready = [key.fileobj for key, _ in selector.select(seconds)]
         for found in ready:
-            if isinstance(found, socket.socket) and found in self._peers:
-                self._hear(selector, found)
-        if self._listener in ready:  # behind those who have said who they are: they are strangers no more
-            self._accept(selector)
-        for each in to_turn_away({one: peer.since for one, peer in self._peers.items() if peer.rank is None}):
-            self._hang_up(selector, each)
+            if isinstance(found, socket.socket) and found in self._ends.peers:
+                self._hear(found)
+        if self._ends.listener in ready:  # behind those who have said who they are: they are strangers no more
+            self._ends.accept()
+        for each in to_turn_away({one: peer.since for one, peer in self._ends.peers.items() if peer.rank is None}):
+            self._ends.hang_up(each)
 
     def _look(self, selector: selectors.BaseSelector) -> None:
         """Raises a PeerError where a rank is gone."""
@@ -374,14 +437,14 @@ class LivenessRing:
     def _miss_silent(self, waited: float) -> None:
         """Misses a neighbour that says nothing while this rank waits, and while this process runs."""
         patience = max(FROZEN_SECONDS, 3 * self._look_seconds)
-        for peer in self._peers.values():
+        for peer in self._ends.peers.values():
             silent = time.monotonic() - max(peer.last, self._resumed)
             if peer.known and waited > patience and silent > patience:
                 rank = _sure(peer.rank)
                 raise _loss(f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", SILENT, rank)
 
-    def _hear(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        peer = self._peers[connection]
+    def _hear(self, connection: socket.socket) -> None:
+        peer = self._ends.peers[connection]
         ended = "the process of rank {} has ended"
         try:
             heard = connection.recv(4096)
@@ -390,7 +453,7 @@ class LivenessRing:
         peer.heard += heard
         peer.last = time.monotonic()
         if not heard or not self._understand(connection, peer):
-            self._hang_up(selector, connection)
+            self._ends.hang_up(connection)
             if not heard and peer.known:
                 self._miss(_sure(peer.rank), ended)
 
@@ -414,7 +477,7 @@ class LivenessRing:
                     each.reached = each.reached or each.answered
             else:
                 peer.rank = int.from_bytes(peer.heard[TOKEN_NBYTES:wanted], "big")
-                self._tell(connection, self._token)
+                self._ends.tell(connection, self._ends.token)
             peer.heard = peer.heard[wanted:]
         peer.heard = peer.heard.lstrip(HERE)
         kind, said = peer.heard[:1], peer.heard[1:]
@@ -458,16 +521,12 @@ class LivenessRing:
         self._left[rank] = int(self._store.get(f"left/{rank}"))
         return True
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        if (accepted := accept(self._listener)) is not None:
-            self._watch(selector, accepted, _Peer(None, False, self._token, time.monotonic()))
-
     def _pass_on(self, error: Exception) -> None:
         """Tells the neighbours before this rank asks who is left: the store may be gone."""
         said = Loss.of(error).packed()
-        for connection, peer in self._peers.items():
+        for connection, peer in self._ends.peers.items():
             if peer.known:
-                self._tell(connection, LOST + len(said).to_bytes(4, "big") + said)
+                self._ends.tell(connection, LOST + len(said).to_bytes(4, "big") + said)
 
     def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
         """Also to a rank whose connection waits to be accepted, and through the store to one that comes later."""
@@ -481,48 +540,41 @@ class LivenessRing:
         except RuntimeError as error:
             log.debug("the store was gone before rank %d said goodbye: %s", self._rank, error)
         for _ in range(CLOSING_CALLERS):
-            if not any(key.fileobj is self._listener for key, _ in selector.select(0)):
+            if not any(key.fileobj is self._ends.listener for key, _ in selector.select(0)):
                 break
-            self._accept(selector)
+            self._ends.accept()
         patience = time.monotonic() + CLOSING_SECONDS
-        for connection, peer in self._peers.items():
+        for connection, peer in self._ends.peers.items():
             if peer.known:
-                self._tell(connection, goodbye)
+                self._ends.tell(connection, goodbye)
             elif not peer.dialled:
                 connection.settimeout(max(LEAST_CLOSING_SECONDS, patience - time.monotonic()))
                 try:  # what was not read when a connection is closed takes along what was sent
                     peer.heard += connection.recv(4096)
                 except OSError as error:
                     log.debug("who has just called rank %d says nothing: %s", self._rank, error)
-                if peer.heard.startswith(self._token):
-                    self._tell(connection, self._token + goodbye)
-
-    def _tell(self, connection: socket.socket, said: bytes) -> None:
-        try:
-            with self._telling:
-                connection.sendall(said)
-        except OSError as error:  # what has ended shows when it is read
-            log.debug("rank %d could not tell a neighbour: %s", self._rank, error)
+                if peer.heard.startswith(self._ends.token):
+                    self._ends.tell(connection, self._ends.token + goodbye)
 
     def _publish(self) -> None:
         """Says where this rank is, at once: what a resolver takes long for is left out."""
         toward = self._store.host if isinstance(self._store, PollingStore) else None
-        where = [self._listener.getsockname()[1], own_addresses(toward, 0.0), own_kernel(), self._token.hex()]
+        where = [self._ends.listener.getsockname()[1], own_addresses(toward, 0.0), own_kernel(), self._ends.token.hex()]
         self._store.set(f"alive/{self._rank}", json.dumps(where))
 
-    def _connect(self, selector: selectors.BaseSelector) -> None:
+    def _connect(self) -> None:
         """Goes on connecting to the neighbours; between two looks, because they may never come."""
         for neighbour in self._neighbours:
             if not neighbour.reached and (neighbour.addresses is not None or self._find(neighbour)):
-                self._call(selector, neighbour)
+                self._call(neighbour)
 
-    def _call(self, selector: selectors.BaseSelector, neighbour: _Neighbour) -> None:
+    def _call(self, neighbour: _Neighbour) -> None:
         """Tries the next address of a neighbour, unless it is to answer at the last one still."""
-        for connection, peer in list(self._peers.items()):
+        for connection, peer in list(self._ends.peers.items()):
             if peer.dialled and peer.rank == neighbour.rank:
                 if time.monotonic() - peer.since < ANSWER_SECONDS:
                     return
-                self._hang_up(selector, connection)
+                self._ends.hang_up(connection)
         while neighbour.addresses:
             address, port, token = neighbour.addresses.popleft()
             try:
@@ -533,7 +585,7 @@ class LivenessRing:
                 if neighbour.addresses and self._neighbours[0].is_due():
                     return  # and goes on behind that look
                 continue
-            self._watch(selector, made, _Peer(neighbour.rank, True, token, time.monotonic()))
+            self._ends.watch(made, _Peer(neighbour.rank, True, token, time.monotonic()))
             return
         neighbour.reached = True
         try:
@@ -564,21 +616,6 @@ class LivenessRing:
         neighbour.addresses = deque((each, port, bytes.fromhex(token)) for each in to_call(kernel, addresses))
         neighbour.tried = f"port {port} of {', '.join(addresses)}"
         return True
-
-    def _watch(self, selector: selectors.BaseSelector, connection: socket.socket, peer: _Peer) -> None:
-        connection.settimeout(CONNECT_SECONDS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._peers[connection] = peer
-        selector.register(connection, selectors.EVENT_READ)
-
-    def _hang_up(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        selector.unregister(connection)
-        del self._peers[connection]
-        with self._telling:
-            connection.close()
 
 
 class Deadline:

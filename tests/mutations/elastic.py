@@ -312,7 +312,7 @@ ELASTIC = (
     Mutation(
         "nobody says that it is there",
         _RING,
-        "                    self._tell(connection, HERE)\n",
+        "                    self._ends.tell(connection, HERE)\n",
         "                    pass\n",
         "Ranks that wait for a slow one take each other for stopped.",
         (f"{_LAWS}::test_a_rank_that_computes_for_long_is_waited_for",),

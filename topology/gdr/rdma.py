@@ -22,7 +22,6 @@ MODULES = {
     PENSANDO: "ionic_rdma",
 }
 """Kernel module that turns a vendor's function into an RDMA device."""
-LANE_RATES = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR10": 10, "FDR": 14, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
 
 _MAX_GIDS = 256
 

@@ -102,8 +102,6 @@ class SassCounts:
     """Accesses of warps to global memory."""
     sectors: int = 0
     """Sectors that those asked for; one that is asked for twice counts twice."""
-    shared_turns: int = 0
-    """Turns that accesses to shared memory took: one without a conflict of banks."""
 
     def issued(self) -> int:
         """Returns how many instructions warps have issued."""
@@ -780,7 +778,6 @@ def _load_store(kind: list[str], ops: list[str]) -> Step:
         place = at(warp)[lanes]
         if shared:
             memory = cta.shared
-            cta.counts.shared_turns += _turns(place, nbytes)
         else:
             memory, place = cta.memory.bytes, place - GLOBAL_BASE
             if place.min() < 0 or place.max() + nbytes > memory.size:
@@ -819,16 +816,9 @@ def _copy(kind: list[str], ops: list[str]) -> Step:
         sectors = np.unique(place // SECTOR)
         cta.counts.sectors += len(sectors)
         cta.memory.read[sectors] = True
-        cta.counts.shared_turns += _turns(to(warp)[lanes], nbytes)
         cta.shared[to(warp)[lanes][:, None] + np.arange(nbytes)] = cta.memory.bytes[place[:, None] + np.arange(nbytes)]
 
     return step
-
-
-def _turns(place: NDArray[np.int64], nbytes: int) -> int:
-    """How many turns an access to shared memory takes: as many as one bank has different words of 4 bytes."""
-    words = np.unique((place[:, None] + np.arange(0, max(nbytes, 4), 4)) // 4)
-    return int(np.bincount(words % 32).max())
 
 
 def _atomic(kind: list[str], ops: list[str]) -> Step:

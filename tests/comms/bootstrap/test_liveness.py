@@ -92,7 +92,7 @@ def ring(
     ]
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and not any(each.told.is_set() for each in heard):
-        if all(sum(peer.known for peer in list(each._peers.values())) == 2 for each in rings):
+        if all(sum(peer.known for peer in list(each._ends.peers.values())) == 2 for each in rings):
             break
         time.sleep(0.01)
     return rings, heard
@@ -123,9 +123,9 @@ def test_a_rank_that_leaves_in_order_is_not_missed() -> None:
 def test_a_goodbye_that_only_the_store_has_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said last to a neighbour is lost where its kernel resets the connection."""
     rings, heard = ring(3)
-    monkeypatch.setattr(rings[1], "_tell", lambda connection, said: None)
+    monkeypatch.setattr(rings[1]._ends, "tell", lambda connection, said: None)
     rings[1].close()
-    until(lambda: all(sum(peer.known for peer in list(rings[rank]._peers.values())) == 1 for rank in (0, 2)))
+    until(lambda: all(sum(peer.known for peer in list(rings[rank]._ends.peers.values())) == 1 for rank in (0, 2)))
     assert not any(each.told.wait(0.5) for each in heard)
     for each in rings:
         each.close()
@@ -237,7 +237,7 @@ def test_the_ring_listens_on_ipv6_where_there_is_any() -> None:
     rings, _ = ring(2)
     if socket.has_dualstack_ipv6():
         try:
-            socket.create_connection(("::1", rings[0]._listener.getsockname()[1]), 5.0).close()
+            socket.create_connection(("::1", rings[0]._ends.listener.getsockname()[1]), 5.0).close()
         except OSError as error:
             assert error.errno == errno.EADDRNOTAVAIL  # ::1 is switched off
     for each in rings:
@@ -312,7 +312,7 @@ def test_an_error_of_the_device_is_told_to_the_others() -> None:
 @pytest.mark.parametrize("said", [b"", b"SSH-2.0-strangers", b"." + bytes(8), bytes(40)])
 def test_strangers_are_turned_away(said: bytes) -> None:
     rings, heard = ring(2)
-    with socket.create_connection(("127.0.0.1", rings[0]._listener.getsockname()[1]), SECONDS) as stranger:
+    with socket.create_connection(("127.0.0.1", rings[0]._ends.listener.getsockname()[1]), SECONDS) as stranger:
         stranger.sendall(said)
     time.sleep(0.1)
     assert not any(each.told.is_set() for each in heard)

@@ -98,7 +98,7 @@ def test_another_rank_leads_where_the_leader_is_lost(monkeypatch: pytest.MonkeyP
     def die(leader: Membership, epoch: Any) -> list[int]:
         if not dead:  # the first one that leads ends before it has written down who is left
             dead.append(leader)
-            epoch.ring._listener.close()
+            epoch.ring._ends.listener.close()
             epoch.ring._pass_on = lambda error: None
             raise GivenUpError("lost")
         return collect(leader, epoch)
@@ -160,7 +160,7 @@ def test_who_waits_for_the_store_is_not_taken_for_frozen(
     rings = [each._current.ring for each in made]
     for each in made:
         each.waited = lambda: SECONDS
-    until(lambda: all(ring and sum(peer.known for peer in list(ring._peers.values())) == 2 for ring in rings))
+    until(lambda: all(ring and sum(peer.known for peer in list(ring._ends.peers.values())) == 2 for ring in rings))
     answers, asking = threading.Event(), set()
 
     def stall(rank: int, check: Callable[[list[str]], bool], keys: list[str]) -> bool:
@@ -175,7 +175,8 @@ def test_who_waits_for_the_store_is_not_taken_for_frozen(
     answers.set()
     time.sleep(0.3)
     assert [each.losses.first for each in made] == [None] * 4
-    monkeypatch.setattr(rings[2], "_tell", lambda *said: None)
+    assert rings[2] is not None
+    monkeypatch.setattr(rings[2]._ends, "tell", lambda *said: None)
     losses = made[0].losses
     until(lambda: losses.first is not None and "rank 2 has said nothing" in losses.first.reason)
     assert losses.first is not None and (losses.first.source, losses.ranks) == (SILENT, {2})
