@@ -279,10 +279,18 @@ class Report:
 
     def __str__(self) -> str:
         """Five lines, and one for each finding: what is chosen, who is waited for, what hung. `full()` has the rest."""
-        links = [each if len(each) <= COLUMNS else each.partition("; ")[0] for each in self.links[:1]]
-        short = [self._head(), *links, *self.summary, self._sent()]
-        lines = [_in_one_line(line) for line in short]
-        return "\n".join([*lines, *(in_columns(line) for text in self._findings() for line in text.splitlines())])
+        lines = [self._head(), *self._links(), *self.summary, self._sent()]
+        return "\n".join([*map(_in_one_line, lines), *self._found()])
+
+    def beside_others(self) -> str:
+        """Links and plan, a line each, and what was found: where others count steps and bytes."""
+        return "\n".join([*map(_in_one_line, [*self._links(), *self.summary[:1]]), *self._found()])
+
+    def _links(self) -> list[str]:
+        return [each if len(each) <= COLUMNS else each.partition("; ")[0] for each in self.links[:1]]
+
+    def _found(self) -> list[str]:
+        return [in_columns(line) for text in self._findings() for line in text.splitlines()]
 
     def _head(self) -> str:
         return f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps"

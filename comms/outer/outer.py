@@ -124,16 +124,27 @@ class OuterReport:
         return {**asdict(self), **reports, "units": units, **derived}
 
     def __str__(self) -> str:
+        """Five lines, and one for each finding. `full()` has the rest."""
+        settings = [f"exchange: {in_words(self.settings)}; report().full() says more"] if self.settings else []
+        return "\n".join([*map(in_columns, [self._head(), *settings, self._traffic()]), self.exchange.beside_others()])
+
+    def full(self) -> str:
+        """All of it: why these settings were chosen, and what `Report.full()` says of the exchanges."""
+        why = f": {self.chosen}" if self.chosen else ""
+        settings = [f"{in_words(self.settings)}{why}"] if self.settings else []
+        return "\n".join([*map(in_columns, [self._head(), *settings, self._traffic()]), self.exchange.full()])
+
+    def _head(self) -> str:
         skipped = f", {self.skipped} not finite and skipped" if self.skipped else ""
         sizes = ", ".join(str(len(unit)) for unit in self.units)
-        head = f"{len(self.units)} units of {sizes} ranks; {self.steps} steps, {self.exchanges} exchanges{skipped}"
-        shards = " for the shards of this rank" if self.sharded else ""
+        counts = f"{self.steps} steps, {self.exchanges} exchanges{skipped}"
+        return f"{len(self.units)} units of {sizes} ranks; {counts}, {self.wait_share:.1%} of the time waited for"
+
+    def _traffic(self) -> str:
         exchanged, extra = (self.card_nbytes - self.synchronized_nbytes) / 1e6, self.synchronized_nbytes / 1e6
-        traffic = f"each node sent {self.bits_per_parameter_and_step:.3g} bits a parameter and step in exchanges"
-        traffic += f", {exchanged:.3f} MB{shards}" + (f"; {extra:.3f} MB in synchronize()" if extra else "")
-        waited = f"this rank has waited for {self.wait_share:.1%} of the time"
-        chosen = [f"{in_words(self.settings)}: {self.chosen}"] if self.settings and self.chosen else []
-        return "\n".join([*map(in_columns, [head, *chosen, f"{traffic}; {waited}"]), str(self.exchange)])
+        shards = " for the shards of this rank" if self.sharded else ""
+        traffic = f"a node sent {self.bits_per_parameter_and_step:.3g} bits a parameter and step{shards}: "
+        return f"{traffic}{exchanged:.3g} MB" + (f"; {extra:.3g} MB in synchronize()" if extra else "")
 
 
 class Outer(Face[AveragingSession]):

@@ -170,13 +170,14 @@ def _against_nccl(flat: Plan, hierarchies: list[Plan]) -> Plan:
 
 def presumed(cluster: Cluster) -> str:
     """The levels in use of whose links nothing is known, in words; empty where there are none."""
-    places = {0: "inside the nodes", 1: "between the nodes"}
     unknown = [
-        places.get(number, level.name)
-        for number, level in enumerate(cluster.levels)
-        if level.link.presumed and cluster.widest(number) > 1
+        number for number, level in enumerate(cluster.levels) if level.link.presumed and cluster.widest(number) > 1
     ]
-    return " and ".join(unknown)
+    if unknown[:2] == [0, 1]:
+        places = ["inside and between the nodes"]
+    else:
+        places = [("inside the nodes", "between the nodes")[number] for number in unknown if number < 2]
+    return " and ".join(places + [cluster.levels[number].name for number in unknown if number > 1])
 
 
 def _most_chunks(plans: list[Plan], tolerance: float) -> Plan:
