@@ -61,7 +61,7 @@ SAY_OPTIMIZER = "; say which optimizer is yours"
 NAMES = {"sgd": "SGD", "adamw": "AdamW"}
 TRIED_OPTIMIZERS = tuple(NAMES)
 """Those that docs/results/convergence.md has trainings with."""
-UNTRAINED = {"waterfill5": ("sgd", "adamw"), "waterfill4": ("sgd",), "waterfill3": ("sgd",), "waterfill2": ("sgd",)}
+UNTRAINED = {"waterfill5": ("sgd", "adamw"), "waterfill3": ("sgd",), "waterfill2": ("sgd",)}
 """Compressor -> those of `TRIED_OPTIMIZERS` under which nobody has trained with it: docs/results/compressors.md."""
 UNLIKE_OPTIMIZERS = ("muon",)
 """Those whose trainings end behind with much that fits `TRIED_OPTIMIZERS`: docs/results/optimizers.md."""
