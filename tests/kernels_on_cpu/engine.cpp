@@ -27,6 +27,7 @@ Now now;
 namespace {
 
 constexpr size_t kStackNbytes = 64 << 10;
+constexpr size_t kStackShiftNbytes = 256, kStackShifts = 61;  // or what threads use most shares a set of the caches
 constexpr unsigned kMostThreads = 1024;
 
 struct Warp {
@@ -37,6 +38,10 @@ struct Warp {
 struct Fiber {
   jmp_buf place;  // where it paused
   bool started = false, done = false;
+  const unsigned* generation = nullptr;  // what it waits for: that this is no longer `before`
+  unsigned before = 0;
+
+  bool waits() const { return generation && *generation == before; }
 };
 
 struct Engine {
@@ -88,7 +93,7 @@ __attribute__((noinline)) void resume(unsigned index) {
   ucontext_t fresh;
   getcontext(&fresh);
   fresh.uc_stack.ss_sp = engine.stacks + index * kStackNbytes;
-  fresh.uc_stack.ss_size = kStackNbytes;
+  fresh.uc_stack.ss_size = kStackNbytes - index % kStackShifts * kStackShiftNbytes;
   fresh.uc_link = nullptr;
   makecontext(&fresh, run_bodies, 0);
   setcontext(&fresh);
@@ -96,7 +101,6 @@ __attribute__((noinline)) void resume(unsigned index) {
 
 template <class Passed>
 void wait(unsigned& arrived, unsigned& generation, unsigned members, Passed passed) {
-  const unsigned me = now.thread.x, before = generation;
   if (++arrived == members) {
     arrived = 0;
     ++generation;
@@ -104,7 +108,10 @@ void wait(unsigned& arrived, unsigned& generation, unsigned members, Passed pass
     passed();
     return;
   }
-  while (generation == before) pause(engine.fibers[me]);
+  Fiber& fiber = engine.fibers[now.thread.x];
+  fiber.generation = &generation, fiber.before = generation;
+  pause(fiber);
+  fiber.generation = nullptr;
 }
 
 void wait_lanes(Warp& warp, bool orders_memory) {
@@ -130,7 +137,7 @@ void run_block(std::vector<unsigned>& order) {
     for (const unsigned i : order) {
       if (engine.fibers[i].done) continue;
       running = true;
-      if (out >> i / kLanes % 64 & 1) continue;
+      if (engine.fibers[i].waits() || out >> i / kLanes % 64 & 1) continue;
       now.thread = {i, 0, 0};
       resume(i);
     }
