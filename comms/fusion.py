@@ -57,6 +57,10 @@ class FusionPlan:
             return len(sizes) in self.cuts
         return pending_nbytes >= self.threshold_nbytes
 
+    def cuts_up(self, flat: Tensor) -> bool:
+        """Whether a bucket, travelling alone, is larger than a piece."""
+        return self.piece_nbytes > 0 and flat.nbytes > self.piece_nbytes
+
     def pieces(self, flat: Tensor) -> list[tuple[int, int]]:
         """The runs of elements that a bucket, travelling alone, is cut into.
 
@@ -66,7 +70,7 @@ class FusionPlan:
         Returns:
             (start, stop) of each run, ascending and without gaps; one run where nothing is cut.
         """
-        if not self.piece_nbytes or flat.nbytes <= self.piece_nbytes:
+        if not self.cuts_up(flat):
             return [(0, flat.numel())]
         step = max(1, self.piece_nbytes // flat.element_size())
         return [(start, min(start + step, flat.numel())) for start in range(0, flat.numel(), step)]
@@ -108,13 +112,15 @@ class Fusion:
         Returns:
             What is to be launched now, in this order: nothing, as long as the plan ends no transfer here.
         """
-        parted = self._waiting and not self._plan.delayed and not _alike(self._waiting[0], bucket)
-        launches = self._join() if parted else []
-        nbytes = bucket.flat.nbytes
+        plan, nbytes = self._plan, bucket.flat.nbytes
         self._sizes.append(nbytes)
-        ends = self._plan.ends_transfer(self._sizes, nbytes + sum(each.flat.nbytes for each in self._waiting))
+        if not self._waiting and plan.ends_transfer(self._sizes, nbytes):
+            return self._pieces(bucket)  # as most do
+        parted = self._waiting and not plan.delayed and not _alike(self._waiting[0], bucket)
+        launches = self._join() if parted else []
+        ends = plan.ends_transfer(self._sizes, nbytes + sum(each.flat.nbytes for each in self._waiting))
         if ends and not self._waiting:
-            return launches + self._pieces(bucket)  # as most do
+            return launches + self._pieces(bucket)
         self._waiting.append(bucket)
         return launches + self._join() if ends else launches
 
@@ -155,9 +161,9 @@ class Fusion:
         return launches
 
     def _pieces(self, bucket: Bucket) -> list[Launch]:
-        runs = self._plan.pieces(bucket.flat)
-        if len(runs) == 1:
+        if not self._plan.cuts_up(bucket.flat):
             return [Launch((bucket.flat,), bucket.layout, (bucket,))]
+        runs = self._plan.pieces(bucket.flat)
         bucket.pending = len(runs)
         return [
             Launch((bucket.flat[start:stop],), bucket.layout.cut(start, stop) if bucket.layout else None, (bucket,))

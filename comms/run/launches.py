@@ -156,7 +156,8 @@ class Launch:
     @property
     def numel(self) -> int:
         """Elements of all parts."""
-        return sum(part.numel() for part in self.parts)
+        parts = self.parts
+        return parts[0].numel() if len(parts) == 1 else sum(part.numel() for part in parts)
 
 
 def pack(launch: Launch) -> Tensor:

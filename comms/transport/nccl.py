@@ -95,6 +95,38 @@ class NcclGroups:
     sums_in_switch: Callable[[tuple[int, ...]], bool] = _never
 
 
+class _Summing:
+    """How a group sums numbers of one dtype with one factor. Torch's options are made once: they cost what a call does.
+
+    Args:
+        operation: What NCCL sums with.
+        multiplies_first: Whether the tensor is multiplied before.
+    """
+
+    def __init__(self, operation: dist.ReduceOp, multiplies_first: bool) -> None:
+        self.operation = operation
+        self.multiplies_first = multiplies_first
+        self.all_reduce = dist.AllreduceOptions()
+        self.all_reduce.reduceOp = operation
+        self.reduce_scatter = dist.ReduceScatterOptions()
+        self.reduce_scatter.reduceOp = operation
+
+
+@lru_cache(maxsize=64)
+def _summing(dtype: torch.dtype, scale: float, size: int, in_switch: bool) -> _Summing:
+    """How so many ranks sum `scale` times a tensor; `in_switch`: where a switch sums, see `NcclTransport`."""
+    if scale == 1.0:
+        return _Summing(cast(dist.ReduceOp, dist.ReduceOp.SUM), False)
+    # Torch copies where a reduce-scatter has one rank (2.13), and leaves the factor out.
+    if size == 1 or in_switch or not multiplies_exactly(dtype, scale):
+        return _Summing(cast(dist.ReduceOp, dist.ReduceOp.SUM), True)
+    if scale == 1.0 / size:
+        return _Summing(cast(dist.ReduceOp, dist.ReduceOp.AVG), False)
+    if dtype == torch.bfloat16:  # see `premultiplied_sum`
+        return _Summing(cast(dist.ReduceOp, dist.ReduceOp.SUM), True)
+    return _Summing(premultiplied_sum(scale), False)
+
+
 class NcclCalls:
     """The calls of torch that make collectives of one group, each to be issued later.
 
@@ -110,42 +142,32 @@ class NcclCalls:
         self._group = group
         self._sums_in_switch = sums_in_switch
 
-    def own_slice(self, whole: Tensor, numel: int, *, sum_with: dist.ReduceOp | None = None) -> Call:
-        """Equal slices: each rank's on all, in place; with `sum_with`, what that makes of it on all, on its rank alone.
+    def own_slice(self, whole: Tensor, numel: int, *, summing: _Summing | None = None) -> Call:
+        """Equal slices: each rank's on all, in place; with `summing`, what that makes of it on all, on its rank alone.
 
         Args:
             whole: All slices, one after the other.
             numel: Elements of a slice.
-            sum_with: As `sum_of` returns it.
+            summing: How, where it is summed.
         """
         own = whole[self.rank * numel : (self.rank + 1) * numel]
-        if sum_with is None:
+        if summing is None:
             return lambda: getattr(self._group, ALL_GATHER_SINGLE)(whole, own, AllgatherOptions())
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = sum_with
+        options = summing.reduce_scatter
         return lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options)
-
-    def sum_of(self, tensor: Tensor, scale: float) -> dist.ReduceOp:
-        """What to sum with; where NCCL cannot multiply as it sums, or no switch would sum, `tensor` is multiplied."""
-        if scale == 1.0:
-            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
-        # Torch copies where a reduce-scatter has one rank (2.13), and leaves the factor out.
-        if self.size == 1 or self._sums_in_switch or not multiplies_exactly(tensor.dtype, scale):
-            tensor.mul_(scale)
-            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
-        if scale == 1.0 / self.size:
-            return cast(dist.ReduceOp, dist.ReduceOp.AVG)
-        if tensor.dtype == torch.bfloat16:  # see `premultiplied_sum`
-            tensor.mul_(scale)
-            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
-        return premultiplied_sum(scale)
 
     def all_reduce(self, tensor: Tensor, scale: float) -> Call:
         """The sum of `scale * tensor` over all ranks, in place."""
         flat = _real(tensor)[0]
-        options = dist.AllreduceOptions()
-        options.reduceOp = self.sum_of(flat, scale)
+        options = self.summing(flat, scale).all_reduce
         return lambda: self._group.allreduce([flat], options)
+
+    def summing(self, tensor: Tensor, scale: float) -> _Summing:
+        """How to sum `tensor`: multiplied here where NCCL cannot multiply as it sums, or no switch would sum then."""
+        summing = _summing(tensor.dtype, scale, self.size, self._sums_in_switch)
+        if summing.multiplies_first:
+            tensor.mul_(scale)
+        return summing
 
     def reduce(self, tensor: Tensor, root: int, operation: dist.ReduceOp) -> Call:
         """What `operation` makes of `tensor` on all ranks, on one of them."""
@@ -223,6 +245,7 @@ class NcclTransport:
         self.turns: Turns | None = None
         """Set where what the communicators of this device issue is to run one after the other."""
         self._group = group
+        self._options = None if owned else group.options
         self._owned = owned
         self._group_calls = group_calls
         self._calls = NcclCalls(group, rank, size, sums_in_switch=sums_in_switch)
@@ -295,14 +318,14 @@ class NcclTransport:
         """
         self._check()
         flat, bounds = _real(tensor, bounds)
-        operation = self._calls.sum_of(flat, scale)
+        summing = self._calls.summing(flat, scale)
         calls: list[Call] = []
         numel, rest = _divided(tuple(bounds))
         if numel:
             whole = flat[: self.size * numel] if rest else flat
-            calls.append(self._calls.own_slice(whole, numel, sum_with=operation))
+            calls.append(self._calls.own_slice(whole, numel, summing=summing))
         for root, start, stop in rest:
-            calls.append(self._calls.reduce(flat[start:stop], root, operation))
+            calls.append(self._calls.reduce(flat[start:stop], root, summing.operation))
         return self._issue(calls)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
@@ -454,7 +477,7 @@ class NcclTransport:
 
     def _watched_later(self) -> timedelta:
         """Has torch's watchdog leave what is issued next to gradwire; returns the time-out that the user has set."""
-        own: timedelta = self._group.options._timeout
+        own: timedelta = self._options._timeout
         self._group._set_default_timeout(own + WATCHDOG_MARGIN)
         return own
 
