@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -245,7 +245,7 @@ class NcclTransport:
         self.turns: Turns | None = None
         """Set where what the communicators of this device issue is to run one after the other."""
         self._group = group
-        self._options = None if owned else group.options
+        self._options: Any = None if owned else group.options
         self._owned = owned
         self._group_calls = group_calls
         self._calls = NcclCalls(group, rank, size, sums_in_switch=sums_in_switch)
