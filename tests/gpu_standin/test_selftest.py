@@ -67,9 +67,8 @@ def test_every_call_of_nccl_is_made(report: dict[str, Any]) -> None:
     assert written > 9
 
 
-def test_the_bandwidth_of_every_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figures mean nothing here. The kernel that keeps a device busy meanwhile is torch's own, and not modelled."""
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+def test_the_bandwidth_of_every_kernel_is_measured() -> None:
+    """The figures mean nothing here."""
     device = torch.device("cuda", torch.cuda.current_device())
     rows = [measure() for _, measure in bandwidths(cuda_kernels(device), 4096)]
     assert [row.kernel for row in rows] == list(CALLS)

@@ -60,3 +60,13 @@ def test_a_softmax_of_half_numbers_gives_float32(function: Callable[..., Tensor]
     assert result.dtype == torch.float32 and torch.allclose(result.cpu(), wanted)
     assert given.grad is not None and known.grad is not None
     assert given.grad.dtype == torch.float16 and torch.allclose(given.grad.cpu(), known.grad.half(), atol=1e-4)
+
+
+def test_a_stream_is_busy_for_the_cycles_of_sleep() -> None:
+    """The one kernel of torch's own that is launched here: whatever the machine does, the clock is not faster."""
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    torch.cuda._sleep(20_000_000)
+    ended.record()
+    ended.synchronize()
+    assert began.elapsed_time(ended) >= 20

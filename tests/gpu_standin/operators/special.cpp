@@ -11,11 +11,20 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <chrono>
 #include <set>
+#include <thread>
+
+#include "gpu_standin.h"
 
 namespace gpu_standin {
 
 namespace {
+
+/// The kernel of torch.cuda._sleep: its stream is busy for so many cycles, of a clock of 1 GHz.
+void spin(void** arguments, const unsigned*, const unsigned*, size_t) {
+  std::this_thread::sleep_for(std::chrono::nanoseconds(*static_cast<const int64_t*>(arguments[0])));
+}
 
 bool plain_memory_copy(const at::Tensor& destination, const at::Tensor& source) {
   return destination.scalar_type() == source.scalar_type() && destination.is_conj() == source.is_conj() && destination.is_neg() == source.is_neg() &&
@@ -104,6 +113,8 @@ void register_special(torch::Library& library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax_backward>());
   }
   register_batch_norm(library);
+  const size_t cycles_nbytes = sizeof(int64_t);
+  gpu_standin_register_kernel("at::cuda::(anonymous namespace)::spin_kernel(long)", &spin, &cycles_nbytes, 1);
 }
 
 }  // namespace gpu_standin

@@ -5,7 +5,7 @@
 
 namespace gpu_standin {
 
-/// Registers copies, dropout and the reading of numbers for dispatch key CUDA.
+/// Registers copies, dropout and the reading of numbers for dispatch key CUDA, and the one kernel that torch launches itself.
 void register_special(torch::Library& library);
 
 /// Whether register_special has `name`, an operator's name with its overload.

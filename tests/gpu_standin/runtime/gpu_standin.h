@@ -20,7 +20,8 @@ void gpu_standin_reset_counts(void);
 const char* gpu_standin_describe(void);
 
 /* A kernel that cudaLaunchKernel can run: called on the stream's thread with the launch's arguments, each a copy made
- * at the launch. `name` is the mangled name; `argument_nbytes` has the size of each argument. */
+ * at the launch. `name` is what c++filt makes of it, as a mangled name may hold a hash of the file; `argument_nbytes` has the
+ * size of each argument. */
 typedef void (*gpu_standin_kernel)(void** arguments, const unsigned grid[3], const unsigned block[3], size_t shared_nbytes);
 void gpu_standin_register_kernel(const char* name, gpu_standin_kernel run, const size_t* argument_nbytes, size_t arguments);
 

@@ -56,8 +56,7 @@ std::string name_of(const void* function) {
 }
 
 cudaError_t unknown(const std::string& kernel) {
-  std::string name = kernel.empty() ? "a function that was never registered" : demangled(kernel.c_str());
-  gpu_standin_unknown(("kernel " + name).c_str());
+  gpu_standin_unknown(("kernel " + (kernel.empty() ? "a function that was never registered" : kernel)).c_str());
   return cudaErrorInvalidDeviceFunction;
 }
 
@@ -65,7 +64,7 @@ cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments
                    cudaStream_t handle) {
   auto stream = find_stream(handle);
   if (!stream) return cudaErrorInvalidResourceHandle;
-  std::string name = name_of(function);
+  std::string name = demangled(name_of(function).c_str());
   HostKernel kernel{};
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
@@ -73,7 +72,7 @@ cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments
     if (found != registry().runnable.end()) kernel = found->second;
   }
   if (!kernel.run) return unknown(name);
-  if (tracing()) trace("kernel", demangled(name.c_str()));
+  if (tracing()) trace("kernel", name);
   auto copies = std::make_shared<std::vector<std::vector<char>>>();
   for (std::size_t i = 0; i < kernel.argument_nbytes.size(); ++i) {
     const char* bytes = static_cast<const char*>(arguments[i]);
