@@ -64,9 +64,9 @@ def test_a_softmax_of_half_numbers_gives_float32(function: Callable[..., Tensor]
 
 def test_a_stream_is_busy_for_the_cycles_of_sleep() -> None:
     """The one kernel of torch's own that is launched here: whatever the machine does, the clock is not faster."""
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     began.record()
-    torch.cuda._sleep(20_000_000)
+    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
     ended.record()
     ended.synchronize()
     assert began.elapsed_time(ended) >= 20
