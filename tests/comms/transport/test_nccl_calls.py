@@ -605,6 +605,7 @@ def test_abort_reaches_every_group_also_one_that_connects(maker: Maker) -> None:
     groups.abort("rank 4 is lost")
     thread.join(20)
     assert isinstance(failure[0], PeerError)
+    assert "rank 4 is lost" in str(failure[0])  # else it waited for the others as long as it may
     until(lambda: all(backend.aborts == 1 for backend in maker.backends))
     with pytest.raises(PeerError, match="rank 4 is lost"):
         groups[(0, 0), (0, 1)]
