@@ -124,8 +124,8 @@ class OuterReport:
         return {**asdict(self), **reports, "units": units, **derived}
 
     def __str__(self) -> str:
-        """Five lines, and one for each finding. `full()` has the rest."""
-        settings = [f"exchange: {in_words(self.settings)}; report().full() says more"] if self.settings else []
+        """Five lines or fewer, and one for each finding. `full()` has the rest."""
+        settings = [f"exchange: {in_words(self.settings)}; full() says more"] if self.settings else []
         return "\n".join([*map(in_columns, [self._head(), *settings, self._traffic()]), self.exchange.beside_others()])
 
     def full(self) -> str:

@@ -147,7 +147,7 @@ def use(rank: int) -> dict[str, Any]:
     said["chosen"] = (chosen.every, chosen.fragments, chosen.delay)
     said["report"] = outer.report().full()
     lines = str(outer.report()).splitlines()
-    assert len(lines) == 5 and max(map(len, lines)) <= 80, lines
+    assert len(lines) <= 5 and max(map(len, lines)) <= 80, "\n".join(lines)
     saved = [copy(each.state_dict()) for each in (outer, model, optimizer)]
     train(model, optimizer, range(LOOK_STEPS + 2, LOOK_STEPS + 12))
     after = digest(model)
