@@ -96,20 +96,23 @@ help:
 # Thousands of short processes import what others have compiled before them, and pytest rewrites each test's file once.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Workers take whole files, in the order in which tests/conftest.py has them.
+spread := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # A mark in ARGS takes the place of this one.
 test: $(stamp)test
-	$(python) -m pytest -n $(WORKERS) --dist loadfile -m "not long" $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
+	$(python) -m pytest $(spread) -m "not long" $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
 
 test-long: $(stamp)test
-	$(python) -m pytest -n $(WORKERS) --dist loadfile -m long $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
+	$(python) -m pytest $(spread) -m long $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
 
 test-fast: $(stamp)test
-	$(python) -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not long" $(ARGS)
+	$(python) -m pytest $(spread) -m "not slow and not long" $(ARGS)
 
 # Another network than the one that the emulated cluster has by default.
 HOSTS ?= 10.201.0.0/16
 hosts: $(stamp)test
-	$(python) -m pytest tests/comms -n $(WORKERS) --dist loadfile --hosts-network $(HOSTS) $(ARGS)
+	$(python) -m pytest tests/comms $(spread) --hosts-network $(HOSTS) $(ARGS)
 
 mpi: $(mpis:%=$(prefix)/mpi-%/ready)
 
@@ -143,7 +146,7 @@ test-gpu-standin: gpu-standin
 
 # Those that are still skipped are listed at the end, with the reason.
 test-on-gpu-standin: gpu-standin
-	$(prefix)/gpu-standin/bin/python -m pytest -n $(WORKERS) --dist loadfile -m gpu -rs $(ARGS)
+	$(prefix)/gpu-standin/bin/python -m pytest $(spread) -m gpu -rs $(ARGS)
 
 run-gpu-standin: gpu-standin
 	$(prefix)/gpu-standin/bin/python -m gradwire.bench.train.main_job --device cuda $(ARGS)

@@ -7,6 +7,7 @@ needed: most of the suite's folders do without it.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -100,7 +101,10 @@ LONG_FOLDERS = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what `make test-fast` and `make test` leave out."""
+    """Marks what `make test-fast` and `make test` leave out, and puts the files first that have most of it.
+
+    Their ranks wait for each other: last, with nothing else left to run beside them, they took half of the time.
+    """
     if config.getoption("--hosts-network"):
         items[:] = [item for item in items if "processes" in getattr(item, "fixturenames", ())]
     for item in items:
@@ -110,6 +114,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if item.nodeid.startswith(LONG_FOLDERS):
             item.add_marker(pytest.mark.long)
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])  # stable: within a file, and of files alike, the order stays
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
