@@ -177,6 +177,13 @@ def test_every_page_is_in_the_index() -> None:
     assert [page for page in pages if page != "index.md" and f"]({page}" not in index] == []
 
 
+def test_what_the_api_page_lists_is_there() -> None:
+    listed = re.findall(r"^- `(gradwire[\w.]*)`", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    parts = [name.rpartition(".") for name in listed]
+    gone = [name for module, _, name in parts if not hasattr(importlib.import_module(module), name)]
+    assert len(listed) > 20 and not gone
+
+
 def test_no_page_shows_directives_where_a_forge_shows_it() -> None:
     assert [name for name, page in zip(NAMES, PAGES, strict=True) if "```{" in page.read_text()] == []
 
