@@ -31,6 +31,7 @@ import gradwire.fsdp
 from gradwire.bench.contender import Contender, take_turns
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
@@ -163,7 +164,12 @@ def _measured(place: ForkedRank, arguments: list[str]) -> list[dict[str, object]
 
 
 def measure(
-    case: str, nic: str | None, rounds: int, batch: tuple[int, int], names: Sequence[str]
+    case: str,
+    nic: str | None,
+    rounds: int,
+    batch: tuple[int, int],
+    names: Sequence[str],
+    path: PathOptions | None = None,
 ) -> list[ShardedStepResult]:
     """Runs all settings on one emulated cluster.
 
@@ -173,13 +179,14 @@ def measure(
         rounds: Timed rounds.
         batch: (sequences, bytes in each) of a rank and step.
         names: Of the settings, plain FSDP2 and native HSDP among them.
+        path: Delay and loss between the nodes.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
     nodes = CASES[case]
     rate = 0.0 if nic is None else parse_rate(nic, "--nic") / 8
-    with EmulatedCluster([1] * len(nodes), nic) as cluster:
+    with EmulatedCluster([1] * len(nodes), nic, path=path) as cluster:
         outcome = run_forked(
             cluster,
             "gradwire.bench.studies.sharded_step",
@@ -224,6 +231,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--nic", default="200mbit", help="rate of each node's link, or `none` (default 200mbit)")
+    parser.add_argument("--delay", help="one way, between the nodes: 40ms")
+    parser.add_argument("--loss", help="of the packets that a node sends: 0.1%%")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument("--sequences", type=int, default=1, help="of a rank and step (default 1)")
     parser.add_argument("--tokens", type=int, default=32, help="bytes of text in a sequence (default 32)")
@@ -242,11 +251,14 @@ def main(argv: list[str]) -> int:
     wanted = options.setting or [""]
     names = [one.name for one in SETTINGS if one.name in (PLAIN, NATIVE) or any(words in one.name for words in wanted)]
     nic = None if options.nic == "none" else options.nic
+    path = PathOptions(delay=options.delay, loss=options.loss)
     results = []
     with clean_end():
         for case in options.cases or CASES:
-            results += measure(case, nic, options.rounds, (options.sequences, options.tokens), names)
+            results += measure(case, nic, options.rounds, (options.sequences, options.tokens), names, path)
     rate = "without a limit" if nic is None else f"of {format_rate(parse_rate(nic, '--nic'))}"
+    if options.delay or options.loss:
+        rate += f", {options.delay or 'no delay'} one way, {options.loss or 'no'} loss"
     title = (
         f"{options.sequences} x {options.tokens} bytes of text a rank, links {rate}, "
         f"median of {options.rounds} rounds; {machine_line()}"
@@ -257,6 +269,8 @@ def main(argv: list[str]) -> int:
             "kind": "sharded_step",
             "machine": machine_line(),
             "nic": options.nic,
+            "delay": options.delay,
+            "loss": options.loss,
             "rounds": options.rounds,
             "batch": [options.sequences, options.tokens],
             "results": [asdict(one) for one in results],

@@ -44,6 +44,7 @@ from gradwire.bench.contender import Contender, take_turns
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks, run_forked
 from gradwire.bench.emulation.launch import held_port
+from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.optimizers import MUON, optimizers_of
 from gradwire.bench.studies.convergence.tasks import TASKS, BatchedTask, FashionTask, Task, TaskFacts, share_of_peak
@@ -369,7 +370,13 @@ def _cost(task: Task, method: SlowLinkMethod, place: ForkedRank, steps: int) -> 
 
 
 def measure_speed(
-    task_name: str, nodes: Sequence[int], nic: str | None, methods: Sequence[SlowLinkMethod], rounds: int, batches: int
+    task_name: str,
+    nodes: Sequence[int],
+    nic: str | None,
+    methods: Sequence[SlowLinkMethod],
+    rounds: int,
+    batches: int,
+    path: PathOptions,
 ) -> object:
     """Times all methods in turns on an emulated cluster; returns what the record keeps.
 
@@ -378,7 +385,7 @@ def measure_speed(
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
-    with EmulatedCluster([1] * len(nodes), nic) as cluster:
+    with EmulatedCluster([1] * len(nodes), nic, path=path) as cluster:
         outcome = run_forked(
             cluster,
             "gradwire.bench.studies.convergence.outer",
@@ -393,6 +400,8 @@ def measure_speed(
         "task": task_name,
         "nodes": list(nodes),
         "nic": nic,
+        "delay": path.delay,
+        "loss": path.loss,
         "batches": batches,
         "machine": machine_line(),
         "load": os.getloadavg()[0],
@@ -519,6 +528,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--nic", help="of the emulated links (default: no limit)")
+    parser.add_argument("--delay", help="of speed: one way, between the nodes: 40ms")
+    parser.add_argument("--loss", help="of speed: of the packets that a node sends: 0.1%%")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=1, help="of speed: of how many ranks one takes those")
     parser.add_argument("--steps", type=int, help="default: those of the task")
@@ -534,7 +545,9 @@ def main(argv: list[str]) -> int:
         print(show(options.json))
         return 0
     if options.what == "speed":
-        _add(options.json, measure_speed(options.task, nodes, options.nic, methods, options.rounds, options.batches))
+        path = PathOptions(delay=options.delay, loss=options.loss)
+        found = measure_speed(options.task, nodes, options.nic, methods, options.rounds, options.batches, path)
+        _add(options.json, found)
         return 0
     if options.what == "cost":
         for method in methods:
