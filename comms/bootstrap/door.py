@@ -222,7 +222,7 @@ class Directory:
             ranks: At most `CALLS` of them are told.
             loss: Which.
         """
-        said = loss.packed()
+        said = loss.packed(self.rank)
         self._all(ranks, TELL + len(said).to_bytes(4, "big") + said)
 
     def heard(self) -> Loss | None:

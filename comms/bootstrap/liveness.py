@@ -523,7 +523,7 @@ class LivenessRing:
 
     def _pass_on(self, error: Exception) -> None:
         """Tells the neighbours before this rank asks who is left: the store may be gone."""
-        said = Loss.of(error).packed()
+        said = Loss.of(error).packed(self._rank)
         for connection, peer in self._ends.peers.items():
             if peer.known:
                 self._ends.tell(connection, LOST + len(said).to_bytes(4, "big") + said)

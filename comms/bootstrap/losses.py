@@ -92,13 +92,13 @@ class Loss:
         reason, source, ranks, said_by = json.loads(said)
         return cls(str(reason), str(source), tuple(map(int, ranks)), None if said_by is None else int(said_by))
 
-    def packed(self, said_by: int | None = None) -> bytes:
+    def packed(self, teller: int) -> bytes:
         """What is told to another rank.
 
         Args:
-            said_by: Who is the first to say so; None: whoever has told this rank.
+            teller: This rank: the first to say so where no other one has told it.
         """
-        by = self.said_by if said_by is None else said_by
+        by = teller if self.said_by is None else self.said_by
         return json.dumps([self.reason[:LONGEST_REASON], self.source, self.ranks[:MOST_RANKS], by]).encode()
 
 

@@ -23,7 +23,7 @@ from gradwire.comms.bootstrap.compat import HashStore, store_of
 from gradwire.comms.bootstrap.door import Directory, Door
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
-from gradwire.comms.bootstrap.losses import FAILED, OVERDUE, Loss, Losses, Source
+from gradwire.comms.bootstrap.losses import FAILED, OVERDUE, Loss, Losses, LostError, Source
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import OverdueError, PeerError
 from support.processes import Processes
@@ -140,6 +140,21 @@ def test_an_alarm_in_the_store_reaches_ranks_that_are_no_neighbours() -> None:
     assert heard.told.wait(SECONDS)
     assert "rank 7 saw" in str(heard.error)
     alone.close()
+
+
+def test_who_has_said_it_first_is_told_along_the_ring() -> None:
+    size = 4
+    rings, heard = ring(size)
+    for each in rings:
+        each._losses.tell = lambda loss: None  # the store says nothing
+    rings[2]._losses.take(Loss("an operation has failed", FAILED))
+    for rank in range(size):
+        assert heard[rank].told.wait(SECONDS)
+        error = heard[rank].error
+        assert isinstance(error, LostError)
+        assert Loss.unpacked(error.loss.packed(rank)).said_by == 2
+    for each in rings:
+        each.close()
 
 
 def test_what_takes_too_long_is_given_up() -> None:

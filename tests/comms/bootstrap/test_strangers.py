@@ -177,7 +177,7 @@ def test_strangers_keep_nobody_from_a_door(callers: Callers, few: int) -> None:
     deadline = time.monotonic() + SECONDS
     while door.heard("start", 2) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert door.heard("start", 2) == Loss("the reason", FAILED, (3,))
+    assert door.heard("start", 2) == Loss("the reason", FAILED, (3,), said_by=1)
     door.forget("start", 2)
     door.close()
 
