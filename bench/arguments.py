@@ -27,6 +27,20 @@ class CommandParser(argparse.ArgumentParser):
         """Prints what went wrong and ends with status 2."""
         super().error(printable(message))
 
+    def parse_naming(self, argv: Sequence[str], option: str) -> argparse.Namespace:
+        """Parses the words of a command that takes a file by an option alone; ends with status 2 where it cannot.
+
+        Args:
+            argv: The words behind the command.
+            option: Which one that is; who gives the file without it is told: `--from`.
+        """
+        options, left = self.parse_known_args(argv)
+        if files := [word for word in left if not word.startswith("-")]:
+            self.error(f"`{option}`: found {files[0]} without it; wanted `{self.prog} {option} {files[0]}`")
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}")
+        return options
+
 
 def add_import_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Adds `--import MODULE`, for codecs of the user's own.

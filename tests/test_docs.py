@@ -58,6 +58,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.bench.emulation.launch import held_port
 
 torch.set_num_threads(1)
 
@@ -86,17 +87,14 @@ for name, pieces in json.load(sys.stdin):
     if not any("init_process_group" in source for _, source in pieces):
         new_group()
     for line, source in pieces:
-        if "init_process_group" in source:
-            import socket
-
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-        try:
-            exec(compile("\\n" * (line - 1) + source, name, "exec"), names)
-        except BaseException:
-            failures[name] = traceback.format_exc()
-            break
+        with held_port() as port:
+            if "init_process_group" in source:
+                os.environ["MASTER_PORT"] = str(port)
+            try:
+                exec(compile("\\n" * (line - 1) + source, name, "exec"), names)
+            except BaseException:
+                failures[name] = traceback.format_exc()
+                break
     names.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import json
-import socket
 import sys
 import traceback
 from datetime import timedelta
@@ -17,6 +16,7 @@ from rich.table import Table
 import gradwire
 from gradwire.bench.arguments import check_memory, check_output
 from gradwire.bench.emulation.fork import fork_ranks
+from gradwire.bench.emulation.launch import held_port
 from gradwire.bench.machine import machine_line, memory_line, processor
 from gradwire.bench.nccl_tests import output
 from gradwire.bench.nccl_tests.backends.backend import Backend
@@ -96,11 +96,9 @@ def _start_ranks(
     size: int, options: argparse.Namespace, specs: list[BackendSpec], wanted: float | None, argv: list[str]
 ) -> int:
     """Forks the ranks of -g from this process, which has imported torch and started no thread of it yet."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    starts = [Start("-g", rank, size, "127.0.0.1", port) for rank in range(size)]
-    return fork_ranks(starts, lambda start, _: _run_rank(start, options, specs, wanted, argv), [])
+    with held_port() as port:
+        starts = [Start("-g", rank, size, "127.0.0.1", port) for rank in range(size)]
+        return fork_ranks(starts, lambda start, _: _run_rank(start, options, specs, wanted, argv), [])
 
 
 def _run_rank(

@@ -42,7 +42,7 @@ to check). Nothing is changed on the machine; remedies are printed. As root more
 can be seen (ACS)."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The options of `gradwire gdr-check`."""
     parse = CommandParser(
         prog="gradwire gdr-check",
@@ -124,7 +124,7 @@ def check(argv: Sequence[str], job: JobRank | None = None) -> int:
     """
     parse = parser()
     try:
-        options = parse.parse_args(argv)
+        options = parse.parse_naming(argv, "--from")
     except SystemExit as stop:
         return int(stop.code or 0)
     try:

@@ -92,7 +92,7 @@ class Question:
         return advise(cluster, self.workload, prices, library=library_of(self.machine))
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """Returns the parser of the command's options."""
     parser = CommandParser(
         prog="gradwire predict",
@@ -262,7 +262,7 @@ def main(argv: list[str]) -> int:
     Args:
         argv: Words after `gradwire predict`.
     """
-    options = build_parser().parse_args(argv)
+    options = build_parser().parse_naming(argv, "--topology")
     try:
         if options.models:
             _answer_models(options)

@@ -32,7 +32,7 @@ PIPE_WIDTH = 400
 """Columns in a pipe where COLUMNS is not set, so that no line is broken and `grep` finds whole ones."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Returns the parser of the command's options."""
     options = CommandParser(
         prog="gradwire topo",
@@ -93,7 +93,7 @@ def show_machine(argv: list[str]) -> int:
         TopologyError: The input could not be used.
         ValueError: A file cannot be written.
     """
-    options = parser().parse_args(argv)
+    options = parser().parse_naming(argv, "--from")
     check_output("--svg", options.svg)
     check_output("--nccl-xml", options.nccl_xml)
     with working("reading the machine"):

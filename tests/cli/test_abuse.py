@@ -152,6 +152,16 @@ def test_a_file_that_cannot_be_read_is_named(words: str, capsys: pytest.CaptureF
         assert name[:2] in refused([*words.split(), name], capsys)
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("topo", "--from"), ("topo --json", "--from"), ("gdr-check", "--from"), ("predict --gradient-mb 9", "--topology")],
+)
+def test_a_file_without_its_option_gets_it(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = command.split()[0]
+    wanted = f"`{option}`: found node.xml without it; wanted `gradwire {name} {option} node.xml`"
+    assert wanted in refused([*command.split(), "node.xml"], capsys)
+
+
 @pytest.mark.parametrize("variables", LAUNCHERS, ids=lambda variables: ",".join(variables.values())[:24])
 def test_variables_of_no_launcher_are_named(
     variables: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -911,24 +911,27 @@ def run_job(layout: str, names: Sequence[str], settings: Settings) -> dict[str, 
             "gradwire.topology.readers.detect",
         ]
     )
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     pipes, ranks = [], []
-    for rank in range(len(LAYOUTS[layout])):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(rank, layout, names, port, settings, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        ranks.append(process)
-    try:
-        return {name: _collect(name, pipes) for name in names}
-    finally:
-        for process in ranks:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
+    # Bound until all have come, and not listening: rank 0's store can listen there, and nobody else is given the port.
+    # Older code has no name for it.
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        for rank in range(len(LAYOUTS[layout])):
+            ours, theirs = context.Pipe(duplex=False)
+            port = holder.getsockname()[1]
+            process = context.Process(target=run_rank, args=(rank, layout, names, port, settings, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            ranks.append(process)
+        try:
+            return {name: _collect(name, pipes) for name in names}
+        finally:
+            for process in ranks:
+                process.join(20)
+                if process.is_alive():
+                    process.kill()
 
 
 def _collect(name: str, pipes: Sequence["Connection[Any, Any]"]) -> Record:

@@ -3,13 +3,14 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from gradwire.bench.emulation.launch import held_port
 
 RANKS = 2
 SECONDS = 600
@@ -49,13 +50,6 @@ def install_observer(folder: Path) -> None:
     (information / "entry_points.txt").write_text(
         "[torch.backends]\nreal_scripts_observer = real_scripts_observer:install\n"
     )
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def environment_of(record: Path, variables: Mapping[str, str]) -> dict[str, str]:
@@ -112,16 +106,30 @@ def run(
     shutil.rmtree(record, ignore_errors=True)
     record.mkdir(parents=True)
     install_observer(record / "observer")
-    port, processes = free_port(), []
     shared = environment_of(record, {"REAL_SCRIPTS_KILL_AFTER": str(killed), **variables})
-    for rank in range(1 if starts_ranks else RANKS):
-        own = {} if starts_ranks else torchrun_environment(rank, port)
-        with (record / f"{rank}.txt").open("w") as printed:
+    with held_port() as port:
+        own = [{}] if starts_ranks else [torchrun_environment(rank, port) for rank in range(RANKS)]
+        ended = _run_all(command, folder, record, [shared | each for each in own])
+    wanted = -9 if killed else 0
+    if ended != [wanted] * len(own):
+        how = f"ended with {ended}, wanted {wanted}" if ended else f"took more than {SECONDS} s"
+        said = "\n".join((record / f"{number}.txt").read_text()[-3000:] for number in range(len(own)))
+        raise JobError(f"`{' '.join(command)}` {how}:\n{said}")
+    return [read(record, rank) for rank in range(RANKS)]
+
+
+def _run_all(
+    command: Sequence[str], folder: Path, record: Path, environments: Sequence[Mapping[str, str]]
+) -> list[int]:
+    """One process an environment; how each ended, or nothing where one took too long."""
+    processes = []
+    for number, environment in enumerate(environments):
+        with (record / f"{number}.txt").open("w") as printed:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *command],
                     cwd=folder,
-                    env=shared | own,
+                    env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=subprocess.STDOUT,
@@ -129,19 +137,13 @@ def run(
             )
     deadline = time.monotonic() + SECONDS
     try:
-        ended = [process.wait(max(deadline - time.monotonic(), 0.1)) for process in processes]
+        return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in processes]
     except subprocess.TimeoutExpired:
-        ended = []
+        return []
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    wanted = -9 if killed else 0
-    if ended != [wanted] * len(processes):
-        how = f"ended with {ended}, wanted {wanted}" if ended else f"took more than {SECONDS} s"
-        said = "\n".join((record / f"{rank}.txt").read_text()[-3000:] for rank in range(len(processes)))
-        raise JobError(f"`{' '.join(command)}` {how}:\n{said}")
-    return [read(record, rank) for rank in range(RANKS)]
 
 
 def read(record: Path, rank: int) -> Record:

@@ -1,11 +1,14 @@
 """`gradwire bench` as a whole: every type and operation is exact, and what cannot be is refused in words."""
 
+import errno
+import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from gradwire.bench.nccl_tests import command
+from gradwire.bench.nccl_tests.start import Start
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -127,3 +130,24 @@ def test_kernels_are_another_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire.bench.kernels.command.main", kernels)
     assert command.main(["kernels", "--numel", "4096"]) == 3
     assert seen == ["--numel", "4096"]
+
+
+def test_nobody_else_gets_the_port_of_the_store_before_the_ranks_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int | None] = []
+
+    def fork_ranks(places: Sequence[Start], *_: object) -> int:
+        assert [place.rank for place in places] == [0, 1] and len({place.port for place in places}) == 1
+        with socket.socket() as other:
+            found.append(other.connect_ex(("127.0.0.1", places[0].port)))
+            with pytest.raises(OSError) as refused:
+                other.bind(("127.0.0.1", places[0].port))
+            found.append(refused.value.errno)
+        with socket.socket() as store:
+            store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            store.bind(("", places[0].port))
+            store.listen()
+        return 0
+
+    monkeypatch.setattr(command, "fork_ranks", fork_ranks)
+    assert command.main(["all_reduce", "--backend", "gloo", "-g", "2", "-b", "1K", "-e", "1K"]) == 0
+    assert found == [errno.ECONNREFUSED, errno.EADDRINUSE]
