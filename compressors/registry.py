@@ -7,7 +7,6 @@ from typing import cast
 
 from gradwire.compressors.base import Codec, Compressor
 from gradwire.compressors.codecs.cast import Cast
-from gradwire.compressors.codecs.chunk_topk import ChunkTopk
 from gradwire.compressors.codecs.onebit import OneBit
 from gradwire.compressors.codecs.packed_cast import PackedCast
 from gradwire.compressors.codecs.quantize import Quantize
@@ -38,11 +37,13 @@ _factories: dict[str, Factory] = {
     "rotated2": partial(Rotated, "rotated2"),
     "onebit": OneBit,
     "dgc": DGC,
-    "chunk_topk": ChunkTopk,
     "powersgd": PowerSGD,
 }
 BUILT_IN = tuple(_factories)
 """Those that come with gradwire; tables and pages have each of them."""
+
+GONE = {"chunk_topk": "take waterfill2, which ends as near in as few bits where `Outer` exchanges more rarely"}
+"""Names that were compressors once, and what to do instead."""
 
 _outer: dict[str, type[PowerSGD] | type[DGC]] = {"powersgd": PowerSGD, "dgc": DGC}
 """Compressors whose payload of floats can go through a codec, by the name before the `+`, with the option that does
@@ -111,7 +112,8 @@ def options_of(name: str) -> dict[str, Option]:
         options = {key: value for key, value in options_of(first).items() if key != _own_narrowing[first]}
         return options | {key: value for key, value in options_of(second).items() if key in _inner_options}
     if name not in _factories:
-        raise ValueError(f"`compressor` is {name!r}; wanted one of {', '.join(_factories)}")
+        gone = f", which is gone: {GONE[name]}" if name in GONE else ""
+        raise ValueError(f"`compressor` is {name!r}{gone}; wanted one of {', '.join(_factories)}")
     parameters = inspect.signature(_factories[name]).parameters.values()
     return {item.name: cast(Option, item.default) for item in parameters if item.kind is item.KEYWORD_ONLY}
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from gradwire.compressors.base import Codec
 from gradwire.compressors.codecs.base import BlockCodec
 from gradwire.compressors.codecs.cast import CastCodec
-from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
@@ -350,7 +349,6 @@ CALLS: dict[str, CallMaker] = {
     **_Blockwise(WaterfillCodec(5), " 5 bits").calls(),
     **_Blockwise(WaterfillCodec(2), " 2 bits").calls("encode", "decode_reduce"),
     **_Blockwise(OneBitCodec()).calls(),
-    **_Blockwise(ChunkTopkCodec(ChunkRule())).calls(),
     "dgc_step": partial(_dgc, 1),
     "dgc_step_many": partial(_dgc, 5),
     **{f"dgc_sum {name}": partial(_dgc_sum, dtype) for name, dtype in FORMATS.items()},

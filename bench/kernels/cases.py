@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.codecs.cast import CastCodec
-from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
@@ -220,62 +219,6 @@ def waterfill_decode_case(bits: int, numel: int, device: torch.device) -> Kernel
     )
 
 
-def chunk_topk_encode_case(numel: int, device: torch.device) -> KernelCase:
-    """The largest 64 of each 4,096 of gradient + 0.95 residual, and the new residual in place of the old."""
-    g, e, p = (_randn(numel, device) for _ in range(3))
-    rule, codec = ChunkRule(), ChunkTopkCodec(ChunkRule())
-    payload = torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
-
-    def composed(i: int) -> object:
-        torch.add(g[i], e[i], alpha=rule.decay, out=p[i])
-        e[i].copy_(p[i])
-        whole = numel // rule.chunk * rule.chunk
-        chunks, left = p[i][:whole].view(-1, rule.chunk), e[i][:whole].view(-1, rule.chunk)
-        magnitudes, places = torch.topk(chunks.abs(), rule.keep, dim=1, sorted=False)
-        large = magnitudes >= magnitudes.mean(1, keepdim=True)
-        counts = large.sum(1, keepdim=True)
-        sums = (magnitudes * large).sum(1, keepdim=True)
-        small = (magnitudes.sum(1, keepdim=True) - sums) / (rule.keep - counts).clamp(min=1)
-        chosen = chunks.gather(1, places)
-        levels = torch.where(large, sums / counts, small).copysign(chosen)
-        left.scatter_(1, places, chosen - levels)
-        return places.to(torch.int16), large, chosen < 0
-
-    return KernelCase(
-        "chunk_topk_encode",
-        12 * numel + payload.numel(),
-        lambda i: codec.encode_residual(g[i], e[i], e[i], payload),
-        composed,
-        e,
-    )
-
-
-def chunk_topk_decode_case(numel: int, device: torch.device) -> KernelCase:
-    """The sum of four workers' chunks."""
-    codec, target = ChunkTopkCodec(ChunkRule()), _randn(numel, device)
-    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
-    places, values = [], []
-    for payload in payloads:
-        codec.encode(torch.randn(numel, device=device), payload)
-        decoded = torch.empty(numel, device=device)
-        codec.decode(payload, decoded)
-        places.append(decoded.nonzero().view(-1))
-        values.append(decoded[places[-1]])
-
-    def composed(i: int) -> None:
-        target[i].zero_()
-        for place, value in zip(places, values, strict=True):
-            target[i].index_add_(0, place, value)
-
-    return KernelCase(
-        "chunk_topk_decode_reduce",
-        4 * numel + payloads.numel(),
-        lambda i: codec.decode_reduce(payloads, None, target[i]),
-        composed,
-        target,
-    )
-
-
 def exponents_case(back: bool, numel: int, device: torch.device) -> KernelCase:
     """Packed exponents of normally distributed bfloat16 values, or the values again; the composition is in torch.
 
@@ -380,8 +323,6 @@ def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Kernel
         "int4_decode_reduce": lambda: quantize_decode_case(4, numel, device),
         "waterfill5_encode": lambda: waterfill_case(5, numel, device),
         "waterfill5_decode_reduce": lambda: waterfill_decode_case(5, numel, device),
-        "chunk_topk_encode": lambda: chunk_topk_encode_case(numel, device),
-        "chunk_topk_decode_reduce": lambda: chunk_topk_decode_case(numel, device),
         "exponents_pack": lambda: exponents_case(False, numel, device),
         "exponents_unpack": lambda: exponents_case(True, numel, device),
         "dgc_step": lambda: dgc_case(numel, device),

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gradwire.compressors.base import Codec
 from gradwire.compressors.codecs.cast import CastCodec
-from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
@@ -237,7 +236,6 @@ def all_formats() -> list[Format]:
         _codec("waterfill3", WaterfillCodec(3)),
         _codec("waterfill2", WaterfillCodec(2)),
         _codec("onebit", OneBitCodec()),
-        _codec("chunk_topk", ChunkTopkCodec(ChunkRule())),
         _fixed("MXINT8", 8 + 8 / MX_BLOCK, mxint8),
         _fixed("NVFP4", 4 + 8 / 16, nvfp4),
     ]

@@ -44,7 +44,6 @@ HARMLESS_FIRST = (
     "powersgd",
     "onebit",
     "dgc",
-    "chunk_topk",
 )
 """Compressors in the order of what they do to a gradient; an unknown one comes last."""
 
@@ -71,9 +70,6 @@ FOR_MUON = {
     "rotated2": "under others waterfill2 ends as near and costs less",
 }
 """Compressors that are recommended under optimizers that make all directions of a matrix alike only, and why."""
-
-RARE = {"chunk_topk": "it is made for what is exchanged after many local steps"}
-"""Compressors that are not recommended for the gradient of each step, and why."""
 
 ON_CPUS = ("bf16_packed",)
 """Compressors that are not offered on GPUs: there exponents are not packed, and this one is bf16."""
@@ -299,8 +295,6 @@ def caution_of(compressor: str, optimizer: str) -> str:
 
 
 def _caution(compressor: str, optimizer: str) -> str:
-    if compressor in RARE:
-        return f"{compressor} is untested on the gradient of every step: {RARE[compressor]}"
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":
         return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]})"
     if compressor in FOR_MUON and not any(part in optimizer.lower() for part in ORTHOGONALISING):

@@ -57,7 +57,6 @@ TOUCHED_NBYTES = {
     "rotated2": 2800.0,
     "onebit": 49.0,
     "dgc": 28.0,
-    "chunk_topk": 40.0,
     "powersgd": 32.0,
 }
 """Bytes that encoding and decoding read and write for each element of a shard, residual and momentum included: encode
@@ -95,7 +94,6 @@ KEPT_NBYTES = {
     "rotated2": (50.0, 0.0),
     "onebit": (20.0, 8.0),
     "dgc": (16.0, 0.0),
-    "chunk_topk": (8.0, 8.0),
     "powersgd": (8.0, 0.0),
 }
 """Bytes that a compressor keeps from step to step for each element of a shard, and for each element of the part of it

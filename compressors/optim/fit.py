@@ -19,8 +19,6 @@ MOMENTUM = ("momentum", "mu")
 """What optimizers call it in their groups: most of them, and Muon and Dion of the package `dion`."""
 WITH_MOMENTUM = ("onebit", "dgc")
 """Compressors that fold the momentum in before they compress."""
-RARE = ("chunk_topk",)
-"""Compressors of what is exchanged rarely: a pseudo-gradient after many local steps."""
 
 ORTHOGONALISING = ("muon", "dion")
 """Parts of the class names of optimizers that make all directions of a matrix' momentum alike."""
@@ -107,20 +105,13 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
     kind = type(optimizer).__name__
     if cost := known_to_end_behind(use.name, chosen, kind):
         logger.warning("%s %s", use, cost)
-    if use.name.partition("+")[0] not in (*WITH_MOMENTUM, *RARE):
+    if use.name.partition("+")[0] not in WITH_MOMENTUM:
         return
     if any(part in kind.lower() for part in ADAPTIVE):
         raise ValueError(
             f"`optimizer` is {kind} with {use}, which is known not to converge: its second moment would see "
             "the compressed gradient. Use SGD, or one of fp16, bf16, int8, int4, waterfill4, waterfill3, powersgd"
         )
-    if use.name in RARE:
-        warnings.warn(
-            f"{use} is made for what is exchanged rarely; at every step under {kind} it is untested: watch the loss "
-            "against a dense run",
-            stacklevel=3,
-        )
-        return
     outside = max((float(group.get(name) or 0.0) for group in groups for name in MOMENTUM), default=0.0)
     if outside and chosen.get("momentum"):
         remedy = "Call take_momentum(optimizer) and pass what it returns as `compressor_options`"

@@ -37,15 +37,6 @@ __device__ inline uint32_t rotate_left(uint32_t x, uint32_t by) {
 #endif
 }
 
-// The same number, which the compiler has to keep in a register: it would else work a short expression out anew in every
-// round of a loop.
-__device__ inline uint32_t kept_in_register(uint32_t x) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("" : "+r"(x));
-#endif
-  return x;
-}
-
 // Whole numbers below 2^23 as the lower bits of a float between 2^23 and 2^24, whose step is 1. That is one instruction
 // of the float32 units each way, where a conversion occupies a unit of an eighth of the width.
 constexpr float kWhole = 0x1p23f;

@@ -28,7 +28,6 @@ SHARES = {
     "onebit": 0.035,
     "dgc": 0.01,
     "powersgd": 0.01,
-    "chunk_topk": 0.01,
 }
 """Most of the gradient's bytes that a node sends; powersgd at rank 4, dgc at a thousandth."""
 
@@ -53,6 +52,5 @@ def test_the_busiest_nic_sends_the_compressors_share() -> None:
         "onebit": 1 / 32,
         "dgc": 0.002,
         "powersgd": 4 * 2 / 2048,
-        "chunk_topk": 0.005,
     }
     assert all(busiest[name] > least for name, least in payload_alone.items()), busiest

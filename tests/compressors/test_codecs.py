@@ -6,7 +6,6 @@ from torch import Tensor
 
 from gradwire.compressors.base import Codec
 from gradwire.compressors.codecs.cast import CastCodec
-from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
@@ -20,7 +19,6 @@ CODECS: dict[str, Codec] = {
     "int4-random": QuantizeCodec(4, 9),
     "waterfill5": WaterfillCodec(5),
     "waterfill2": WaterfillCodec(2),
-    "chunk_topk": ChunkTopkCodec(ChunkRule()),
     "float16": CastCodec("float16"),
     "bfloat16": CastCodec("bfloat16"),
 }
@@ -112,40 +110,6 @@ def test_a_group_is_its_bits_to_the_byte(bits: int) -> None:
     nbytes = [codec.wire_nbytes(numel) for numel in range(0, 40_000, 7)]
     assert nbytes == sorted(nbytes)
     assert all(each <= bits * -(-numel // 32) * 4 + 8 for numel, each in zip(range(0, 40_000, 7), nbytes, strict=True))
-
-
-def test_of_each_chunk_the_largest_are_sent_and_all_else_is_held_back() -> None:
-    """What is not sent is held back bit for bit, and what is sent within one rounding of the difference."""
-    rule = ChunkRule(decay=0.5)
-    codec, generator = ChunkTopkCodec(rule), torch.Generator().manual_seed(4)
-    flat, residual = torch.randn(2, 10_000, generator=generator)
-    payload = torch.empty(codec.wire_nbytes(10_000), dtype=torch.uint8)
-    new_residual, decoded = torch.empty(10_000), torch.empty(10_000)
-    codec.encode_residual(flat, residual, new_residual, payload)
-    codec.decode(payload, decoded)
-    p, sent = flat + 0.5 * residual, decoded != 0
-    for chunk, kept in zip(p.split(4096), (64, 64, 29), strict=True):  # 29 of the last 1,808
-        at = int(chunk.data_ptr() - p.data_ptr()) // 4
-        here = sent[at : at + chunk.numel()]
-        assert int(here.sum()) == kept
-        assert chunk[here].abs().min() >= chunk[~here].abs().max()
-        assert len(set(decoded[at : at + chunk.numel()][here].abs().tolist())) == 2
-    assert torch.equal(new_residual[~sent], p[~sent])
-    torch.testing.assert_close(decoded + new_residual, p, rtol=2e-7, atol=0.0)
-    assert (decoded * p)[sent].min() > 0
-    assert float((p - decoded).norm() ** 2) < float(p.norm() ** 2)
-
-
-def test_of_equal_magnitudes_the_first_are_sent() -> None:
-    flat = torch.ones(4096)
-    flat[1::2] = -1.0
-    decoded = through(ChunkTopkCodec(ChunkRule()), flat)
-    assert torch.equal(decoded[:64], flat[:64])
-    assert not decoded[64:].any()
-
-
-def test_64_of_4096_are_under_a_sixth_of_a_bit() -> None:
-    assert 8 * ChunkTopkCodec(ChunkRule()).wire_nbytes(1 << 20) / (1 << 20) == 0.1640625
 
 
 def test_random_rounding_is_unbiased_and_repeatable() -> None:

@@ -34,7 +34,6 @@ CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "onebit-return16": ("onebit", {"momentum": 0.0, "warmup_steps": 0, "return_bits": 16}),
     "dgc": ("dgc", {"momentum": 0.0, "density": 0.01, "warmup_steps": 4}),
     "dgc-half": ("dgc", {"momentum": 0.0, "density": 0.02, "warmup_steps": 0, "value_dtype": "float16"}),
-    "chunk-topk": ("chunk_topk", {"chunk": 512, "keep": 40, "decay": 1.0}),
     "powersgd": ("powersgd", {"rank": 2, "warmup_steps": 1}),
     "powersgd-cast": ("powersgd", {"rank": 3, "warmup_steps": 0, "factor_dtype": "bfloat16"}),
     "powersgd+int8": ("powersgd+int8", {"rank": 2, "warmup_steps": 1, "stochastic": True}),
@@ -242,27 +241,6 @@ def test_a_new_loss_scale_rescales_what_is_held_back(maker: Maker, layout: Layou
         ours.compressor.end_step(False)  # the flush was only staged
         ours.compressor.rescale(0.5)
         assert torch.equal(residual_of(ours.compressor, layout), before * 0.5)
-
-
-def test_a_decayed_residual_gives_up_its_share_and_no_more(layout: Layout) -> None:
-    """After each step: output + what is held back == gradients + decay * what was held back before."""
-    size, decay = 3, 0.75
-    groups = ThreadGroup.create(size)
-
-    def body(rank: int) -> list[tuple[Tensor, Tensor]]:
-        ours, found = Run(make("chunk_topk", {"chunk": 512, "decay": decay})), []
-        for step in range(5):
-            ours.step(gradient_of(rank, step, layout.numel), layout, groups[rank])
-            found.append((ours.outputs[-1].double(), residual_of(ours.compressor, layout)))
-            ours.compressor.end_step(False)  # the flush was only staged
-        return found
-
-    runs, before = run_ranks(size, body), torch.zeros(layout.numel, dtype=torch.float64)
-    for step in range(5):
-        held_back = torch.stack([found[step][1] for found in runs]).sum(0)
-        sent = torch.stack([gradient_of(rank, step, layout.numel).double() for rank in range(size)]).sum(0)
-        torch.testing.assert_close(runs[0][step][0] + held_back, sent + decay * before, rtol=0.0, atol=2e-5)
-        before = held_back
 
 
 def test_routes_account_for_every_gradient_too(layout: Layout) -> None:

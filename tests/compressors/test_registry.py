@@ -104,6 +104,8 @@ def test_a_taken_name_is_refused() -> None:
 def test_unknown_names_list_the_valid_ones() -> None:
     with pytest.raises(ValueError, match=r"`compressor` is 'onebits'.*onebit"):
         make("onebits")
+    with pytest.raises(ValueError, match=r"'chunk_topk', which is gone: take waterfill2"):
+        make("chunk_topk")
     with pytest.raises(ValueError, match=r"'warmup'.*momentum, return_bits, warmup_steps"):
         make("onebit", {"warmup": 3})
     with pytest.raises(ValueError, match="'rank', which 'dgc' does not take"):
@@ -130,9 +132,6 @@ def test_unknown_names_list_the_valid_ones() -> None:
         ("onebit", "return_bits", 4),
         ("onebit", "momentum", -0.5),
         ("onebit", "warmup_steps", -1),
-        ("chunk_topk", "chunk", 1000),
-        ("chunk_topk", "keep", 513),
-        ("chunk_topk", "decay", 1.5),
         ("none", "momentum", 1.0),
     ],
 )

@@ -192,7 +192,6 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
         "dgc step",
     ),
     "no fence after the ticket": ("dgc_select", "  if (last) __threadfence();", "", "dgc step"),
-    "counts that are used again at once": ("chunk_topk", "  turn ^= 1;", "", "chunk_topk 1024 40 0.5 encode"),
     "sums that are used again at once": (
         "dgc_select",
         "  __syncthreads();\n  return before + inclusive - x;",

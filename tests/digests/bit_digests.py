@@ -611,8 +611,6 @@ COMPRESSED: dict[str, tuple[str, dict[str, object]]] = {
     "dgc-float16": ("dgc", {"warmup_steps": 0, "density": 0.02, "value_dtype": "float16", "mask_momentum": True}),
     "dgc-bfloat16": ("dgc", {"warmup_steps": 0, "density": 0.02, "value_dtype": "bfloat16", "mask_momentum": True}),
     "dgc-everything": ("dgc", {"warmup_steps": 0, "density": 1.0, "mask_momentum": True}),
-    "chunk_topk": ("chunk_topk", {}),
-    "chunk_topk-small": ("chunk_topk", {"chunk": 256, "keep": 16, "decay": 1.0, "warmup_steps": 2}),
     "powersgd": ("powersgd", {}),
     "powersgd-rank-1": ("powersgd", {"warmup_steps": 0, "rank": 1}),
     "powersgd-rank-2": ("powersgd", {"warmup_steps": 1, "rank": 2}),

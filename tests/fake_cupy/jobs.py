@@ -7,7 +7,7 @@ import torch.distributed.tensor  # noqa: F401 - registers its operators once, be
 
 from fake_cuda.drive import OPTIONS, train
 
-MORE: dict[str, dict[str, Any]] = {"waterfill4": {}, "chunk_topk": {}}
+MORE: dict[str, dict[str, Any]] = {"waterfill4": {}}
 COMPRESSORS = OPTIONS | MORE
 
 ALIKE = {"one": (48, 64), "two": (48, 64), "three": (48, 64), "four": (48, 64)}

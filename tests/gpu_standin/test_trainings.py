@@ -70,7 +70,6 @@ APART: dict[str, Settings] = {
     "momentum": {"outer": OFTEN | {"lr": 0.7, "momentum": 0.9}},
     "alone": {"outer": OFTEN | {"inside": "none", "delay": 0}},
     "int8": {"outer": OFTEN | compressed("int8")},
-    "chunk_topk": {"outer": OFTEN | compressed("chunk_topk")},
 }
 MIXED: dict[str, Settings] = {
     "float16": {"dtype": "float16", "steps": 10, "hook": HIERARCHICAL},

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from gradwire.compressors.codecs.base import BlockCodec
 from gradwire.compressors.codecs.cast import CastCodec
-from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
@@ -132,7 +131,6 @@ _CODECS = (
     QuantizeCodec(8, 11),
     QuantizeCodec(4),
     WaterfillCodec(5),
-    ChunkTopkCodec(ChunkRule(1024, 40, 0.5)),
 )
 
 CASES: dict[str, Case] = {

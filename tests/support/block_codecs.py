@@ -8,18 +8,14 @@ from torch import Tensor
 
 from gradwire.compressors.codecs.base import BlockCodec
 from gradwire.compressors.codecs.cast import CastCodec
-from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.kernels import reference
 
 CPU = torch.device("cpu")
-# Entries of 8, 2 (behind them a bitmap), 14 and 5 bits: those of the last two straddle bytes in full chunks, too.
-CHUNK_RULES = [ChunkRule(), ChunkRule(256, 200, 0.5), ChunkRule(4096, 1), ChunkRule(512, 37, 0.5)]
 CODECS: dict[str, BlockCodec] = {
     "onebit": OneBitCodec(),
-    **{f"chunk_topk {rule.keep} of {rule.chunk}": ChunkTopkCodec(rule) for rule in CHUNK_RULES},
     **{f"waterfill{bits}": WaterfillCodec(bits) for bits in (2, 3, 4, 5)},
     **{f"int{bits}": QuantizeCodec(bits) for bits in (4, 8)},
     **{f"int{bits} random": QuantizeCodec(bits, 0xFFFFFFFF) for bits in (4, 8)},
@@ -27,13 +23,10 @@ CODECS: dict[str, BlockCodec] = {
     "float16 scaled": CastCodec("float16", 0.125),
 }
 GROUPS: dict[str, tuple[BlockCodec, ...]] = {
-    **{name: (codec,) for name, codec in CODECS.items() if codec.family not in ("chunk_topk", "waterfill")},
-    **{
-        family: tuple(codec for codec in CODECS.values() if codec.family == family)
-        for family in ("chunk_topk", "waterfill")
-    },
+    **{name: (codec,) for name, codec in CODECS.items() if codec.family != "waterfill"},
+    "waterfill": tuple(codec for codec in CODECS.values() if codec.family == "waterfill"),
 }
-"""By name; of those with several parameters each length gets one, because their references take long."""
+"""By name; of waterfill's numbers of bits each length gets one, because its reference takes long."""
 HEADS = {"onebit": (1024, 4), "quantize": (512, 8)}
 """Family -> elements of a block, and bytes of float32 that it has in front of all codes; they may be any NaN."""
 

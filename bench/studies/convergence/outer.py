@@ -64,9 +64,6 @@ COST_SLEEP_SECONDS = 0.02
 EVALUATED = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Shares of the run after which the quality is measured."""
 
-VECTORS_TOO = ({"max_dim": 1, "compressor": "int8"},)
-"""Biases and norms in 8 bits: of this small model dense they would be more than half of all bytes beside chunk_topk."""
-
 
 @dataclass(frozen=True, slots=True)
 class SlowLinkMethod:
@@ -97,8 +94,6 @@ METHODS = {
         _outer("exact"),
         _outer("int8", compressor="int8"),
         _outer("int4", compressor="int4"),
-        _outer("chunk_topk", compressor="chunk_topk"),
-        _outer("chunk_topk, vectors int8", compressor="chunk_topk", rules=VECTORS_TOO),
         _outer("local SGD 30", fragments=1, delay=0),
         _outer("local SGD 10", fragments=1, delay=0, every=10),
         _outer("local SGD 5", fragments=1, delay=0, every=5),
@@ -111,10 +106,6 @@ METHODS = {
         _outer("int4, H 30, warm-up 400 H 2", compressor="int4", fragments=2, warmup_steps=400, warmup_every=2),
         _outer("int4, H 30, warm-up 400 H 5", compressor="int4", fragments=5, warmup_steps=400, warmup_every=5),
         _outer("int4, H 120", compressor="int4", every=120),
-        _outer("chunk_topk, H 1, no delay", compressor="chunk_topk", every=1, fragments=1, delay=0),
-        _outer("chunk_topk, H 5, no delay", compressor="chunk_topk", every=5, fragments=1, delay=0),
-        _outer("chunk_topk, H 30, no delay", compressor="chunk_topk", fragments=1, delay=0),
-        _outer("chunk_topk, H 5, delay 4", compressor="chunk_topk", rules=VECTORS_TOO, every=5, fragments=1, delay=4),
         _outer("momentum 0.5", lr=0.7, momentum=0.5),
         _outer("lr 1, momentum 0.5", momentum=0.5),
         _outer("lr 1, momentum 0.5, H 5", momentum=0.5, every=5, fragments=1, delay=0),

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gradwire.bench.studies.gpu.sass_machine import SassMemory
 from gradwire.compressors.codecs.base import BlockCodec
-from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WATERFILL_GROUP, WaterfillCodec
@@ -163,12 +162,6 @@ def onebit() -> CodecKernels:
     return CodecKernels("onebit", OneBitCodec(), _alike(2))
 
 
-def chunk_topk() -> CodecKernels:
-    """A chunk a CTA; 64 of 4096."""
-    rule = ChunkRule()
-    return CodecKernels("chunk_topk", ChunkTopkCodec(rule), _alike(NUMEL // rule.chunk))
-
-
 def dgc_sum(workers: int, share: float = 0.01) -> SassCase:
     """The sum of some payloads of `share` of the elements; a tile a CTA."""
     count = int(NUMEL * share)
@@ -195,7 +188,6 @@ def all_cases() -> Iterator[SassCase]:
         (quantize(8), (4, 8, 16)),
         (quantize(4), (4, 8, 16)),
         (onebit(), (4, 8, 16)),
-        (chunk_topk(), (4, 16)),
     ):
         yield codec.encode()
         yield from map(codec.decode_reduce, workers)

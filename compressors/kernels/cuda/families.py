@@ -99,19 +99,6 @@ def waterfill(bits: float) -> Family:
     )
 
 
-def chunk_topk(chunk: float, keep: float, decay: float) -> Family:
-    """A chunk a CTA."""
-    places, unit = (np.int32(chunk), np.int32(keep)), int(chunk)
-    encoding = (*places, np.float32(decay))
-    return Family(
-        file="chunk_topk",
-        encode_pieces=Stage("chunk_topk_encode", unit, THREADS, encoding, counted=True),
-        decode_pieces=Stage("chunk_topk_decode_pieces", unit, THREADS, places, counted=True),
-        decode_reduce=Stage("chunk_topk_decode_reduce", unit, THREADS, places, counted=True),
-        reduce_encode=Stage("chunk_topk_reduce_encode", unit, THREADS, encoding, counted=True),
-    )
-
-
 def cast(half: float, scale: float) -> Family:
     """`RUN` elements a thread. The owner's stage has no factor: with one it is two launches."""
     name = "f16" if half else "bf16"
@@ -127,7 +114,6 @@ def cast(half: float, scale: float) -> Family:
 
 FAMILIES: dict[str, Callable[..., Family]] = {
     "cast": cast,
-    "chunk_topk": chunk_topk,
     "onebit": onebit,
     "quantize": quantize,
     "waterfill": waterfill,

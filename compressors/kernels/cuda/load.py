@@ -28,12 +28,6 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "cast": tuple(
         f"cast_{stage}_{format}" for stage in ("encode", "decode_reduce", "reduce_encode") for format in ("f16", "bf16")
     ),
-    "chunk_topk": (
-        "chunk_topk_encode",
-        "chunk_topk_decode_pieces",
-        "chunk_topk_decode_reduce",
-        "chunk_topk_reduce_encode",
-    ),
     "onebit": ("onebit_encode", "onebit_decode_pieces", "onebit_decode_reduce", "onebit_reduce_encode"),
     "quantize": tuple(
         f"quantize_{stage}_{bits}"

@@ -95,7 +95,6 @@ def test_a_compressor_that_requires_sgd_is_not_recommended_to_adam() -> None:
     assert advice.recommend.compressor not in ("dgc", "onebit")
     assert "requires SGD" in advice.offer("hierarchical+dgc").caution
     assert not advice.offer("hierarchical+int8").caution
-    assert "many local steps" in ask(cluster_of(16, 1), 1).offer("hierarchical+chunk_topk").caution
 
 
 def test_two_nodes_and_nccl_stay_flat() -> None:
@@ -140,7 +139,7 @@ def test_nothing_is_recommended_that_the_convergence_page_calls_behind() -> None
 
 
 def test_an_optimizer_that_nobody_has_said_gets_what_fits_all() -> None:
-    for name in ("onebit", "dgc", "powersgd", "waterfill2", "chunk_topk"):
+    for name in ("onebit", "dgc", "powersgd", "waterfill2"):
         assert caution_of(name, ANY_OPTIMIZER).endswith("say which optimizer is yours")
     for name in ("fp16", "bf16", "int8", "int4", "waterfill4", "waterfill3"):
         assert caution_of(name, ANY_OPTIMIZER) == ""

@@ -1,7 +1,6 @@
 """Law: every compiled kernel equals its torch twin, on any input, any length, any instruction set."""
 
 import importlib
-import math
 from collections.abc import Callable
 from types import ModuleType
 
@@ -11,12 +10,11 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.compressors.codecs.cast import CastCodec
-from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.kernels import native, reference
 from gradwire.compressors.kernels.reference import DgcRule, DgcState
-from support.block_codecs import GROUPS, assert_same, check_codec, randn
+from support.block_codecs import GROUPS, assert_same, check_codec
 from support.guarded import guarded
 
 Maker = Callable[[int], Tensor]
@@ -47,71 +45,6 @@ def test_a_codec_is_the_reference(
     each_numel(check)
     if name == "waterfill":
         check(40_001)  # whole groups, and a short one
-
-
-def test_chunk_topk_places_take_little_more_than_there_are_choices() -> None:
-    """Law: where half are kept or fewer, log2 of the combinations and 0.6 bits a place; never more than a bitmap.
-
-    Rounding to whole bytes comes on top, twice.
-    """
-    for chunk in (256, 4096):
-        for keep in range(1, min(chunk, 512) + 1, 3):
-            rule = ChunkRule(chunk, keep)
-            for numel in {chunk, chunk // 3, 1 + keep % chunk}:
-                kept = rule.kept(numel)
-                bits = 8 * (rule.record_nbytes(numel) - 4) - 2 * kept - 14
-                assert bits <= numel, (rule, numel)
-                if 2 * kept <= numel:
-                    assert bits <= math.log2(math.comb(numel, kept)) + 0.6 * kept + 1, (rule, numel)
-
-
-RULES = [ChunkRule(c, k) for c in (256, 512, 4096) for k in (1, 2, 37, 63, 64, 255, 256, 511, 512) if k <= c]
-
-
-def test_chunk_topk_sends_the_largest_at_every_setting(native_kernels: ModuleType) -> None:
-    """Law: what a payload decodes to and the new residual are all of p, and the largest of each chunk were sent.
-
-    Also where they stand in a row at the beginning or at the end. Nothing is read behind the payload.
-    """
-    for seed, rule in enumerate(RULES):
-        codec, numel = ChunkTopkCodec(rule), 2 * rule.chunk + 1 + 97 * seed % rule.chunk
-        sizes = (numel - torch.arange(numel)) ** (seed % 3)
-        x = randn(numel, seed) * sizes
-        x = x.flip(0) if seed % 2 else x
-        new_residual, decoded = torch.empty(numel), torch.empty(numel)
-        with guarded(codec.wire_nbytes(numel)) as payload:
-            native_kernels.encode_pieces(codec, x, None, new_residual, payload[None], numel)
-            native_kernels.decode_reduce(codec, payload[None], None, decoded)
-            wanted = torch.empty_like(payload)
-            codec.torch_encode(x, wanted)
-            assert torch.equal(payload, wanted), rule
-        assert_same(x - decoded, new_residual)
-        for chunk, sent in zip(torch.split(x.abs(), rule.chunk), torch.split(decoded, rule.chunk), strict=True):
-            kept = rule.kept(chunk.numel())
-            assert sent.count_nonzero() == kept, rule
-            assert torch.equal(sent.nonzero().view(-1), chunk.topk(kept).indices.sort().values), rule
-
-
-def test_damaged_places_stay_inside(native_kernels: ModuleType) -> None:
-    """Nothing outside payloads and target is touched, and all read the same: too few ones, too many, any places.
-
-    The levels are numbers whose sums are exact, because a damaged record may name a place twice.
-    """
-    for seed, rule in enumerate(RULES):
-        for numel in (rule.chunk, rule.chunk // 3):
-            noise = torch.randint(256, (3, rule.record_nbytes(numel)), generator=torch.Generator().manual_seed(seed))
-            noise[1], noise[2] = 0xFF, 0
-            noise[:, :4] = torch.tensor([0x80, 0x3F, 0x00, 0x40])  # 1 and 2 as bfloat16
-            target, wanted = torch.full((numel + 200,), 7.0), torch.empty(numel)
-            with guarded(noise.numel()) as payload:
-                payload.copy_(noise.view(-1))
-                rows = payload.view(noise.shape)
-                native_kernels.decode_reduce(ChunkTopkCodec(rule), rows, None, target[100:-100])
-                reference.decode_reduce(ChunkTopkCodec(rule), rows, None, wanted)
-                del rows
-            assert torch.equal(target[100:-100], wanted), (rule, numel)
-            assert (target[:100] == 7).all()
-            assert (target[-100:] == 7).all()
 
 
 def test_a_damaged_payload_takes_no_more_words_than_there_are(native_kernels: ModuleType) -> None:
@@ -260,10 +193,6 @@ def test_a_wrong_tensor_is_refused() -> None:
         native.encode_pieces(codec, x.double(), None, None, payload, 64)
     with pytest.raises(ValueError, match="`gradient`"):
         native.encode_pieces(codec, torch.randn(128)[::2], None, None, payload, 64)
-    for rule, name in ((ChunkRule(300), "chunk"), (ChunkRule(256, 300), "keep")):
-        wrong = ChunkTopkCodec(rule)
-        with pytest.raises(ValueError, match=f"`{name}`"):
-            native.encode_pieces(wrong, x, None, None, torch.empty(1, wrong.wire_nbytes(64), dtype=torch.uint8), 64)
     with pytest.raises(ValueError, match="`payloads`"):
         native.decode_reduce(codec, torch.empty(2, 3, dtype=torch.uint8), None, x)
 

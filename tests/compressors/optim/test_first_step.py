@@ -35,7 +35,7 @@ def test_signs_and_selections_are_refused_under_adaptive_optimizers(compressor: 
     before = model.weight.detach().clone()
     check_at_first_step(model, compressor, {})
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-    if compressor not in ("onebit", "dgc", "chunk_topk"):
+    if compressor not in ("onebit", "dgc"):
         take_steps(optimizer)
         assert not torch.equal(model.weight, before)
         return
@@ -57,7 +57,7 @@ def test_what_an_error_budget_names_is_checked_as_the_other_candidates_are() -> 
     take_steps(optimizer)
 
 
-@pytest.mark.parametrize("compressor", [name for name in names() if name != "chunk_topk"])
+@pytest.mark.parametrize("compressor", names())
 def test_momentum_on_both_sides_is_refused_until_it_is_moved(compressor: str) -> None:
     model = model_with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -15,7 +15,7 @@ def weights() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(4))]
 
 
-@pytest.mark.parametrize("compressor", ["onebit", "dgc", "chunk_topk"])
+@pytest.mark.parametrize("compressor", ["onebit", "dgc"])
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
 def test_adaptive_optimizers_are_refused(compressor: str, name: str) -> None:
     optimizer = getattr(torch.optim, name)(weights(), lr=0.1)
@@ -32,11 +32,6 @@ def test_momentum_on_both_sides_is_refused(compressor: str) -> None:
 def test_momentum_after_signs_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="amplifies what was left out"):
         check_optimizer("onebit", torch.optim.SGD(weights(), lr=0.1, momentum=0.9), {"momentum": 0.0})
-
-
-def test_rare_exchanges_codec_at_every_step_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="chunk_topk.*exchanged rarely"):
-        check_optimizer("chunk_topk", torch.optim.SGD(weights(), lr=0.1))
 
 
 @pytest.mark.parametrize("compressor", ["none", "fp16", "bf16", "int8", "int4", "powersgd"])

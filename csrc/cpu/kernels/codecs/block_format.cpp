@@ -17,8 +17,10 @@ namespace {
 using namespace gradwire;
 
 constexpr std::pair<const char*, std::unique_ptr<BlockFormat> (*)(const Parameters&)> kFamilies[] = {
-    {"cast", make_cast},         {"chunk_topk", make_chunk_topk}, {"onebit", make_onebit},
-    {"quantize", make_quantize}, {"waterfill", make_waterfill},
+    {"cast", make_cast},
+    {"onebit", make_onebit},
+    {"quantize", make_quantize},
+    {"waterfill", make_waterfill},
 };
 
 BlockFormat* block_format(const std::string& family, const Parameters& parameters) {

@@ -34,7 +34,6 @@ using Parameters = std::vector<double>;
 
 // std::invalid_argument where a parameter is out of range.
 std::unique_ptr<BlockFormat> make_cast(const Parameters& parameters);
-std::unique_ptr<BlockFormat> make_chunk_topk(const Parameters& parameters);
 std::unique_ptr<BlockFormat> make_onebit(const Parameters& parameters);
 std::unique_ptr<BlockFormat> make_quantize(const Parameters& parameters);
 std::unique_ptr<BlockFormat> make_waterfill(const Parameters& parameters);
