@@ -184,7 +184,7 @@ def test_a_codec_is_described_once() -> None:
                 found.append(node.name)
                 own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
                 assert not own & operations, f"{node.name} has operations of its own: {sorted(own & operations)}"
-    assert len(found) >= 5
+    assert len(found) >= 4
     for file in (ROOT / "compressors" / "kernels").rglob("*.py"):
         of_one = [name for name in imports(file) if name.startswith("gradwire.compressors.codecs")]
         assert not of_one, f"{file.relative_to(ROOT)} imports {of_one}; kernels know formats by `BlockFormat`"
