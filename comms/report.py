@@ -237,7 +237,9 @@ class Report:
             lines.extend((f"# HELP gradwire_{name} {meaning}", f"# TYPE gradwire_{name} {kind}"))
             lines.extend(f'gradwire_{name}{{rank="{self.rank}"{labels}}} {value:.17g}' for labels, value in samples)
 
-        add("steps_total", "counter", "Backward passes.", [("", self.steps)])
+        plan = [(f',plan="{_label(self.summary[0].removeprefix("plan: "))}"', 1.0)] if self.summary else []
+        add("plan_info", "gauge", "Always 1: the plans and the compressor in use, in words.", plan)
+        add("steps_total", "counter", "Backward passes: one over their rate is the step time.", [("", self.steps)])
         add("all_reduces_total", "counter", "All-reduces run.", [("", self.buckets)])
         for name, meaning in (
             ("calls", "Collectives that this rank took part in."),

@@ -13,7 +13,9 @@ from gradwire.comms.run.ledger import PhaseTotals
 from support.observed import Steps, on_ranks
 
 LATE = Straggler(COMPUTES_LATE, (3,), 'host "b"', 0.2, 0.43, 31, 2, ("w",))
-REPORT = Report("2 nodes", ("plan",), (PhaseTotals(0, "all_reduce", "inter_node", 3, 8, 4.0, 0.5),), 3, 1, (), (LATE,))
+ROW = PhaseTotals(0, "all_reduce", "inter_node", 3, 8, 4.0, 0.5)
+PLAN = "plan: hierarchical, int8 inter_node", "why: it was asked for"
+REPORT = Report("2 nodes", ("plan",), (ROW,), 3, 1, (), (LATE,), summary=PLAN)
 SAMPLE = re.compile(r'^gradwire_[a-z_]+\{rank="\d+"(,[a-z_]+="([^"\\]|\\.)*")*\} -?[0-9.e+-]+$')
 
 
@@ -30,6 +32,7 @@ def test_prometheus_can_read_it() -> None:
     assert all(SAMPLE.match(line) for line in samples), samples
     named = {line.split("{")[0] for line in samples}
     assert {line.split()[2] for line in lines if line.startswith("# TYPE")} == named
+    assert samples[0] == 'gradwire_plan_info{rank="0",plan="hierarchical, int8 inter_node"} 1'
     late = next(line for line in samples if line.startswith("gradwire_straggler_seconds"))
     assert late == (
         'gradwire_straggler_seconds{rank="0",late_rank="3",node="host \\"b\\"",cause="computes late"} '
