@@ -109,6 +109,77 @@ def look_at_rank(store: Store, rank: int) -> str:
     return look_at(kernel, port, addresses)
 
 
+class _Register:
+    """What the ring's ranks have said of themselves in the store: where they are, and that they leave in order.
+
+    Args:
+        store: The ring's.
+        rank: This rank.
+
+    Attributes:
+        left: Rank that has left -> how many launches it had started.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self.left: dict[int, int] = {}
+        self._store = store
+        self._rank = rank
+
+    def come(self, port: int, token: bytes) -> None:
+        """Says where this rank is, at once: what a resolver takes long for is left out."""
+        toward = self._store.host if isinstance(self._store, PollingStore) else None
+        where = [port, own_addresses(toward, 0.0), own_kernel(), token.hex()]
+        self._store.set(f"alive/{self._rank}", json.dumps(where))
+
+    def leave(self, launches: int) -> None:
+        """Says goodbye, to ranks that come later."""
+        try:
+            self._store.set(f"left/{self._rank}", str(launches))
+        except RuntimeError as error:
+            log.debug("the store was gone before rank %d said goodbye: %s", self._rank, error)
+
+    def has_come(self, rank: int) -> bool:
+        """Whether a rank has said where it is.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        return self._store.check([f"alive/{rank}"])
+
+    def place_of(self, rank: int) -> tuple[int, list[str], str, bytes]:
+        """A rank's port, its addresses, its kernel, and what it wants to be shown, once it has come.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        port, addresses, kernel, token = json.loads(self._store.get(f"alive/{rank}"))
+        return port, addresses, kernel, bytes.fromhex(token)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has said goodbye; notes how many launches it had started.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        if not self._store.check([f"left/{rank}"]):
+            return False
+        self.left[rank] = int(self._store.get(f"left/{rank}"))
+        return True
+
+    def look_at(self, rank: int) -> str:
+        """What is known of whether a rank lives; see `look_at_rank`."""
+        return look_at_rank(self._store, rank)
+
+    def miss_who_left(self, started: int) -> None:
+        """Raises a PeerError where a rank has left before the last launch that this one has started."""
+        for rank, launches in self.left.items():
+            if started > launches:
+                reason = (
+                    f"rank {rank} has left after {launches} launches, and rank {self._rank} has started the next one"
+                )
+                raise _loss(reason, LEFT, rank)
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     """One connection.
@@ -237,6 +308,162 @@ class _Ends:
             log.debug("rank %d could not tell a neighbour: %s", self._rank, error)
 
 
+class _Calls:
+    """This rank's way to its neighbours: it looks for where they are, and calls them until they answer.
+
+    Args:
+        register: Of the ring.
+        rank: This rank.
+        ranks: Those to be called: the next one, which is looked after until it has come, and others.
+        ends: Of this rank.
+        look_seconds: Seconds between two looks at the store, at most.
+    """
+
+    def __init__(self, register: _Register, rank: int, ranks: Sequence[int], ends: _Ends, look_seconds: float) -> None:
+        self.next = _Neighbour(ranks[0])
+        self._register = register
+        self._rank = rank
+        self._neighbours = [self.next, *map(_Neighbour, ranks[1:])]
+        self._ends = ends
+        self._look_seconds = look_seconds
+        self._nap_seconds = FIRST_NAP_SECONDS
+
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds until the next look is due."""
+        knows_all = all(each.addresses is not None or each.reached for each in self._neighbours)
+        seconds = self._look_seconds if knows_all else self._nap_seconds
+        if looks := self.next.looks:
+            seconds = min(seconds, max(0.0, looks[0][0] - time.monotonic()))
+        return seconds
+
+    def answered(self, rank: int) -> None:
+        """Notes that a neighbour has answered."""
+        for each in self._neighbours:
+            each.answered = each.answered or each.rank == rank
+            each.reached = each.reached or each.answered
+
+    def go_on(self) -> None:
+        """Goes on connecting to the neighbours; between two looks, because they may never come."""
+        for neighbour in self._neighbours:
+            if not neighbour.reached and (neighbour.addresses is not None or self._find(neighbour)):
+                self._call(neighbour)
+
+    def _call(self, neighbour: _Neighbour) -> None:
+        """Tries the next address of a neighbour, unless it is to answer at the last one still."""
+        for connection, peer in list(self._ends.peers.items()):
+            if peer.dialled and peer.rank == neighbour.rank:
+                if time.monotonic() - peer.since < ANSWER_SECONDS:
+                    return
+                self._ends.hang_up(connection)
+        while neighbour.addresses:
+            address, port, token = neighbour.addresses.popleft()
+            try:
+                made = socket.create_connection((address, port), CONNECT_SECONDS)
+                made.sendall(token + self._rank.to_bytes(4, "big"))
+            except OSError as error:
+                log.debug("rank %d cannot reach rank %d at %s: %s", self._rank, neighbour.rank, address, error)
+                if neighbour.addresses and self.next.is_due():
+                    return  # and goes on behind that look
+                continue
+            self._ends.watch(made, _Peer(neighbour.rank, True, token, time.monotonic()))
+            return
+        neighbour.reached = True
+        try:
+            if self._register.has_left(neighbour.rank):
+                return
+        except RuntimeError as error:
+            log.debug("the store cannot say whether rank %d has left in order: %s", neighbour.rank, error)
+            return
+        log.warning(
+            "rank %d cannot reach rank %d at %s: if that rank is lost, this one hears of it from another rank or by "
+            "the time-out",
+            self._rank,
+            neighbour.rank,
+            neighbour.tried,
+        )
+
+    def look_for_next(self) -> None:
+        """Misses the next rank where it has ended before it was reached, or cannot be reached for long.
+
+        On another host, where this kernel knows nothing of it, it is not missed: all ranks are to say that they live.
+        """
+        following = self.next
+        if not following.is_due():
+            return
+        _, last = following.looks.popleft()
+        if following.answered or self._register.has_left(following.rank):
+            return
+        if self._register.look_at(following.rank) == ENDED:
+            raise _loss(f"the process of rank {following.rank} has ended", HAS_ENDED, following.rank)
+        if last and not self._register.has_come(following.rank):
+            raise _loss(f"rank {following.rank} has not come", ABSENT)
+        if last and not following.may_be_unreached:
+            raise _loss(f"rank {following.rank} cannot be reached", UNREACHED)
+
+    def _find(self, neighbour: _Neighbour) -> bool:
+        """Looks for the addresses of a neighbour; whether they are there."""
+        try:
+            if not self._register.has_come(neighbour.rank):
+                self._nap_seconds = min(2 * self._nap_seconds, self._look_seconds)
+                return False
+            port, addresses, kernel, token = self._register.place_of(neighbour.rank)
+        except RuntimeError as error:  # its server has left, or its loss will show to its neighbours
+            log.debug("the store cannot say where rank %d is: %s", neighbour.rank, error)
+            neighbour.reached, neighbour.addresses = True, deque()
+            return False
+        neighbour.addresses = deque((each, port, token) for each in to_call(kernel, addresses))
+        neighbour.tried = f"port {port} of {', '.join(addresses)}"
+        return True
+
+
+class _Pulse:
+    """Says to the neighbours that this process is there, and misses one that does not: its process may be stopped.
+
+    Whatever the ring's thread waits for, the store or a connection, a thread of its own says so. Where that thread
+    itself was held up, the whole process was, or its machine; the neighbours may have been, too, and get their time
+    anew.
+
+    Args:
+        rank: This rank.
+        ends: Of this rank.
+        seconds: Seconds between two words.
+        waited: For how many seconds this rank has been waiting for others.
+    """
+
+    def __init__(self, rank: int, ends: _Ends, seconds: float, waited: Callable[[], float]) -> None:
+        self._ends = ends
+        self._seconds = seconds
+        self._waited = waited
+        self._ended = threading.Event()
+        self._resumed = time.monotonic()
+        BackgroundThread(f"gradwire pulse {rank}", self._run, awaited=False).start()
+
+    def end(self) -> None:
+        """Says nothing more; any thread."""
+        self._ended.set()
+
+    def miss_silent(self) -> None:
+        """Misses a neighbour that says nothing while this rank waits, and while this process runs."""
+        waited, patience = self._waited(), max(FROZEN_SECONDS, 3 * self._seconds)
+        for peer in self._ends.peers.values():
+            silent = time.monotonic() - max(peer.last, self._resumed)
+            if peer.known and waited > patience and silent > patience:
+                rank = _sure(peer.rank)
+                raise _loss(f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", SILENT, rank)
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(self._seconds):
+            now = time.monotonic()
+            if now - before > 2 * self._seconds:
+                self._resumed = now
+            before = now
+            for connection, peer in list(self._ends.peers.items()):
+                if peer.known:
+                    self._ends.tell(connection, HERE)
+
+
 class LivenessRing:
     """One rank's end of the ring.
 
@@ -271,32 +498,28 @@ class LivenessRing:
         comes_within: float | None = None,
         may_be_unreached: bool = False,
     ) -> None:
-        self._store = store
         self._rank = rank
-        self._neighbours = [_Neighbour(each) for each in dict.fromkeys([(rank + 1) % size, across]) if each is not None]
         self._losses = losses
         self._lost = lost
         self._sources = sources
         self._launches = launches
-        self._waited = waited
         self._look_seconds = look_seconds(size)
-        self._nap_seconds = FIRST_NAP_SECONDS
-        if waited is not None:
-            self._neighbours[0].expect(comes_within, may_be_unreached)
         self._next_look = 0.0
         self._ends = _Ends(rank)
+        self._register = _Register(store, rank)
+        called = [each for each in dict.fromkeys([(rank + 1) % size, across]) if each is not None]
+        self._calls = _Calls(self._register, rank, called, self._ends, self._look_seconds)
         self.closed: set[int] = set()
         """Ranks whose connections have ended without a goodbye."""
-        self._left: dict[int, int] = {}
         self._closed = threading.Event()
-        self._ended = threading.Event()
-        self._resumed = time.monotonic()
         self._orderly = False
+        self._pulse: _Pulse | None = None
         leave_to_parent(self)
+        if waited is not None:
+            self._calls.next.expect(comes_within, may_be_unreached)
+            self._pulse = _Pulse(rank, self._ends, self._look_seconds, waited)
         self.thread = BackgroundThread(f"gradwire liveness {rank}", self._run)
         self.thread.start()
-        if waited is not None:
-            BackgroundThread(f"gradwire pulse {rank}", self._pulse, awaited=False).start()
 
     def close(self, *, orderly: bool = True) -> None:
         """Leaves the ring.
@@ -308,6 +531,8 @@ class LivenessRing:
             return
         self._orderly = orderly
         self._closed.set()
+        if self._pulse is not None:
+            self._pulse.end()
         self._ends.wake()
         if self.thread is not threading.current_thread():
             self.thread.join(2 * LOOK_SECONDS)
@@ -337,7 +562,7 @@ class LivenessRing:
                 peer.heard, stays = b"", True
             if not stays:
                 self._ends.hang_up(connection)
-                if peer.known and peer.rank not in self._left:
+                if peer.known and peer.rank not in self._register.left:
                     self.closed.add(_sure(peer.rank))
 
     def _run(self) -> None:
@@ -346,9 +571,9 @@ class LivenessRing:
             try:
                 self._ends.listen()
                 try:
-                    self._publish()
+                    self._register.come(self._ends.listener.getsockname()[1], self._ends.token)
                     while not self._closed.is_set():
-                        self._connect()
+                        self._calls.go_on()
                         self._look(selector)
                 except Exception as error:  # noqa: BLE001 - also an error of the device: the other ranks must hear of it
                     if not self._closed.is_set():
@@ -357,25 +582,10 @@ class LivenessRing:
                 if self._orderly:
                     self._say_goodbye(selector)
             finally:
-                self._ended.set()
+                if self._pulse is not None:
+                    self._pulse.end()
                 with self._ends.telling:
                     self._ends.close()
-
-    def _pulse(self) -> None:
-        """Says that this process is there, whatever the ring's thread waits for: the store, or a connection.
-
-        Where this thread itself was held up, the whole process was, or its machine; the neighbours may have been, too,
-        and get their time anew.
-        """
-        before = time.monotonic()
-        while not self._closed.is_set() and not self._ended.wait(self._look_seconds):
-            now = time.monotonic()
-            if now - before > 2 * self._look_seconds:
-                self._resumed = now
-            before = now
-            for connection, peer in list(self._ends.peers.items()):
-                if peer.known:
-                    self._ends.tell(connection, HERE)
 
     def _listen(self, selector: selectors.BaseSelector, seconds: float) -> None:
         """Takes in what has come, and waits for it at most so long. Raises a PeerError where a rank is gone."""
@@ -390,58 +600,21 @@ class LivenessRing:
 
     def _look(self, selector: selectors.BaseSelector) -> None:
         """Raises a PeerError where a rank is gone."""
-        knows_all = all(each.addresses is not None or each.reached for each in self._neighbours)
-        seconds = self._look_seconds if knows_all else self._nap_seconds
-        if looks := self._neighbours[0].looks:
-            seconds = min(seconds, max(0.0, looks[0][0] - time.monotonic()))
-        self._listen(selector, seconds)
+        self._listen(selector, self._calls.pause_seconds)
         if self._closed.is_set():
             return
-        self._look_for_next()
+        self._calls.look_for_next()
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + self._look_seconds
             for source in (self._losses.look, *self._sources):
                 if (loss := source()) is not None:
                     raise LostError(replace(loss, ranks=()))  # whom, they have been told who can tell
-            if self._waited is not None:
+            if self._pulse is not None:
                 self._listen(selector, 0)  # what came while the store was asked
-                self._miss_silent(self._waited())
+                self._pulse.miss_silent()
         if (known := self._losses.first) is not None:  # heard of by another thread first
             raise LostError(replace(known, ranks=()))
-        started = self._launches()
-        for rank, launches in self._left.items():
-            if started > launches:
-                reason = (
-                    f"rank {rank} has left after {launches} launches, and rank {self._rank} has started the next one"
-                )
-                raise _loss(reason, LEFT, rank)
-
-    def _look_for_next(self) -> None:
-        """Misses the next rank where it has ended before it was reached, or cannot be reached for long.
-
-        On another host, where this kernel knows nothing of it, it is not missed: all ranks are to say that they live.
-        """
-        following = self._neighbours[0]
-        if not following.is_due():
-            return
-        _, last = following.looks.popleft()
-        if following.answered or self._has_left(following.rank):
-            return
-        if look_at_rank(self._store, following.rank) == ENDED:
-            raise _loss(f"the process of rank {following.rank} has ended", HAS_ENDED, following.rank)
-        if last and not self._store.check([f"alive/{following.rank}"]):
-            raise _loss(f"rank {following.rank} has not come", ABSENT)
-        if last and not following.may_be_unreached:
-            raise _loss(f"rank {following.rank} cannot be reached", UNREACHED)
-
-    def _miss_silent(self, waited: float) -> None:
-        """Misses a neighbour that says nothing while this rank waits, and while this process runs."""
-        patience = max(FROZEN_SECONDS, 3 * self._look_seconds)
-        for peer in self._ends.peers.values():
-            silent = time.monotonic() - max(peer.last, self._resumed)
-            if peer.known and waited > patience and silent > patience:
-                rank = _sure(peer.rank)
-                raise _loss(f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", SILENT, rank)
+        self._register.miss_who_left(self._launches())
 
     def _hear(self, connection: socket.socket) -> None:
         peer = self._ends.peers[connection]
@@ -472,9 +645,7 @@ class LivenessRing:
                 return False
             peer.known = True
             if peer.dialled:
-                for each in self._neighbours:
-                    each.answered = each.answered or each.rank == peer.rank
-                    each.reached = each.reached or each.answered
+                self._calls.answered(_sure(peer.rank))
             else:
                 peer.rank = int.from_bytes(peer.heard[TOKEN_NBYTES:wanted], "big")
                 self._ends.tell(connection, self._ends.token)
@@ -482,7 +653,7 @@ class LivenessRing:
         peer.heard = peer.heard.lstrip(HERE)
         kind, said = peer.heard[:1], peer.heard[1:]
         if kind == GOODBYE and len(said) >= 8:
-            self._left[_sure(peer.rank)] = int.from_bytes(said[:8], "big")
+            self._register.left[_sure(peer.rank)] = int.from_bytes(said[:8], "big")
             return False
         if kind == LOST and len(said) >= 4 and len(said) >= 4 + int.from_bytes(said[:4], "big"):
             raise LostError(Loss.unpacked(said[4 : 4 + int.from_bytes(said[:4], "big")]))
@@ -493,15 +664,15 @@ class LivenessRing:
 
         A connection may break though both its ends live: who is called and listens is not missing.
         """
-        if rank in self._left:
+        if rank in self._register.left:
             return
         try:
-            if self._has_left(rank):
+            if self._register.has_left(rank):
                 return
             self.closed.add(rank)
             for seconds in CLOSING_LOOKS:
                 time.sleep(seconds)
-                if look_at_rank(self._store, rank) != LISTENS:
+                if self._register.look_at(rank) != LISTENS:
                     raise _loss(ended.format(rank), HAS_ENDED, rank)
             raise _loss(f"the connection to rank {rank} has ended, and its process has not", BROKEN)
         except PeerError:
@@ -509,17 +680,6 @@ class LivenessRing:
         except RuntimeError as error:
             log.debug("the store cannot say whether rank %d has left in order: %s", rank, error)
         raise _loss(ended.format(rank), HAS_ENDED, rank)
-
-    def _has_left(self, rank: int) -> bool:
-        """Whether a rank has said goodbye in the store; notes how many launches it had started.
-
-        Raises:
-            RuntimeError: The store is gone.
-        """
-        if not self._store.check([f"left/{rank}"]):
-            return False
-        self._left[rank] = int(self._store.get(f"left/{rank}"))
-        return True
 
     def _pass_on(self, error: Exception) -> None:
         """Tells the neighbours before this rank asks who is left: the store may be gone."""
@@ -535,10 +695,7 @@ class LivenessRing:
             return
         launches = self._launches()
         goodbye = GOODBYE + launches.to_bytes(8, "big")
-        try:
-            self._store.set(f"left/{self._rank}", str(launches))
-        except RuntimeError as error:
-            log.debug("the store was gone before rank %d said goodbye: %s", self._rank, error)
+        self._register.leave(launches)
         for _ in range(CLOSING_CALLERS):
             if not any(key.fileobj is self._ends.listener for key, _ in selector.select(0)):
                 break
@@ -555,67 +712,6 @@ class LivenessRing:
                     log.debug("who has just called rank %d says nothing: %s", self._rank, error)
                 if peer.heard.startswith(self._ends.token):
                     self._ends.tell(connection, self._ends.token + goodbye)
-
-    def _publish(self) -> None:
-        """Says where this rank is, at once: what a resolver takes long for is left out."""
-        toward = self._store.host if isinstance(self._store, PollingStore) else None
-        where = [self._ends.listener.getsockname()[1], own_addresses(toward, 0.0), own_kernel(), self._ends.token.hex()]
-        self._store.set(f"alive/{self._rank}", json.dumps(where))
-
-    def _connect(self) -> None:
-        """Goes on connecting to the neighbours; between two looks, because they may never come."""
-        for neighbour in self._neighbours:
-            if not neighbour.reached and (neighbour.addresses is not None or self._find(neighbour)):
-                self._call(neighbour)
-
-    def _call(self, neighbour: _Neighbour) -> None:
-        """Tries the next address of a neighbour, unless it is to answer at the last one still."""
-        for connection, peer in list(self._ends.peers.items()):
-            if peer.dialled and peer.rank == neighbour.rank:
-                if time.monotonic() - peer.since < ANSWER_SECONDS:
-                    return
-                self._ends.hang_up(connection)
-        while neighbour.addresses:
-            address, port, token = neighbour.addresses.popleft()
-            try:
-                made = socket.create_connection((address, port), CONNECT_SECONDS)
-                made.sendall(token + self._rank.to_bytes(4, "big"))
-            except OSError as error:
-                log.debug("rank %d cannot reach rank %d at %s: %s", self._rank, neighbour.rank, address, error)
-                if neighbour.addresses and self._neighbours[0].is_due():
-                    return  # and goes on behind that look
-                continue
-            self._ends.watch(made, _Peer(neighbour.rank, True, token, time.monotonic()))
-            return
-        neighbour.reached = True
-        try:
-            if self._has_left(neighbour.rank):
-                return
-        except RuntimeError as error:
-            log.debug("the store cannot say whether rank %d has left in order: %s", neighbour.rank, error)
-            return
-        log.warning(
-            "rank %d cannot reach rank %d at %s: if that rank is lost, this one hears of it from another rank or by "
-            "the time-out",
-            self._rank,
-            neighbour.rank,
-            neighbour.tried,
-        )
-
-    def _find(self, neighbour: _Neighbour) -> bool:
-        """Looks for the addresses of a neighbour; whether they are there."""
-        try:
-            if not self._store.check([f"alive/{neighbour.rank}"]):
-                self._nap_seconds = min(2 * self._nap_seconds, self._look_seconds)
-                return False
-            port, addresses, kernel, token = json.loads(self._store.get(f"alive/{neighbour.rank}"))
-        except RuntimeError as error:  # its server has left, or its loss will show to its neighbours
-            log.debug("the store cannot say where rank %d is: %s", neighbour.rank, error)
-            neighbour.reached, neighbour.addresses = True, deque()
-            return False
-        neighbour.addresses = deque((each, port, bytes.fromhex(token)) for each in to_call(kernel, addresses))
-        neighbour.tried = f"port {port} of {', '.join(addresses)}"
-        return True
 
 
 class Deadline:

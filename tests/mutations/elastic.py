@@ -222,7 +222,7 @@ ELASTIC = (
     Mutation(
         "who has never come may be unreached",
         _RING,
-        '        if last and not self._store.check([f"alive/{following.rank}"]):\n'
+        "        if last and not self._register.has_come(following.rank):\n"
         '            raise _loss(f"rank {following.rank} has not come", ABSENT)\n',
         "",
         "Who left between an agreement and the next ring is waited for.",
@@ -247,7 +247,7 @@ ELASTIC = (
     Mutation(
         "a broken connection is an end",
         _RING,
-        "                if look_at_rank(self._store, rank) != LISTENS:\n",
+        "                if self._register.look_at(rank) != LISTENS:\n",
         "                if True:\n",
         "A rank that lives is missed.",
         (_LIVENESS, _NETWORK),
@@ -255,8 +255,8 @@ ELASTIC = (
     Mutation(
         "who leaves in order is missed",
         _RING,
-        "        if rank in self._left:\n            return\n        try:\n            if self._has_left(rank):\n"
-        "                return\n",
+        "        if rank in self._register.left:\n            return\n        try:\n"
+        "            if self._register.has_left(rank):\n                return\n",
         "        try:\n",
         "The end of the training is an alarm.",
         (_LIVENESS,),
