@@ -15,9 +15,13 @@ Whatever notices a loss puts a `Loss` into the group's `Losses`, or is asked for
 
 The first `Loss` is what the group ends with, and what is told to the other ranks: through the store, along the ring, at
 the doors, in one form. Who is missing is then decided in one of two ways. The board of failure.py collects the words of
-those that live, and ends the job; elastic/membership.py has them agree on who goes on. Both ask `kernel.look_at` if a
-process has ended: nothing else counts as an end but a connection that its kernel closed, or silence for long.
-Transports raise a PeerError of what their own connections say, and ask a board's `alarm` while they wait.
+those that live, and ends the job; elastic/membership.py has them agree on who goes on. They stay two because what they
+find binds differently: the board's verdict is part of an error message, so a rank that hears none, or has lost the
+store, finds one for itself, from what each rank saw. Members' verdict is who trains on, so it has to be one for all
+even where the rank that writes it down is lost, and a word that comes too late does not count. Both ask
+`kernel.look_at` if a process has ended: nothing else counts as an end but a connection that its kernel closed, or
+silence for long. Transports raise a PeerError of what their own connections say, and ask a board's `alarm` while they
+wait.
 """
 
 import json
