@@ -168,7 +168,7 @@ class OuterChoice:
         exchange, link = self._exchange, self._link()
         seconds = [after - before for before, after in pairwise(self._ends)]
         own = statistics.median(seconds) if len(seconds) > 1 else 0.0
-        said = exchange.agreement.gather([own, link.wire_seconds, link.trip_seconds])
+        said = exchange.averaging.agreement.gather([own, link.wire_seconds, link.trip_seconds])
         step, wire, trips = (max(column) for column in zip(*said, strict=True))
         if step == 0.0:
             return
@@ -180,7 +180,7 @@ class OuterChoice:
             f"{1e3 * trips:.3g} ms of trips"
         )
         self._take_up(dict(zip(CHOSEN, found, strict=True)))
-        if exchange.agreement.rank == 0:
+        if exchange.averaging.agreement.rank == 0:
             log.info("Outer exchanges %s: %s", in_words(exchange.settings), self.reason)
 
     def load(self, state: StateDict | ValueError) -> StateDict | ValueError:
@@ -195,7 +195,7 @@ class OuterChoice:
         saved: dict[str, int] = {}
         if not isinstance(state, ValueError) and state.get("chosen"):
             saved = {name: value for name in CHOSEN if isinstance(value := state.get(name), int)} | self._given
-        said = self._exchange.agreement.gather(sorted(saved.items()))
+        said = self._exchange.averaging.agreement.gather(sorted(saved.items()))
         if isinstance(state, ValueError):
             return state
         if any(each != said[0] for each in said):

@@ -28,8 +28,9 @@ from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.survive import Survivor, first_oversight
 from gradwire.comms.hook import HookState
+from gradwire.comms.outer.averaging import agreement_of
 from gradwire.comms.outer.choose import ALONE_EVERY, CHOSEN, OuterChoice, OuterLink, in_words
-from gradwire.comms.outer.exchange import OuterExchange, agreement_of
+from gradwire.comms.outer.exchange import OuterExchange
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of, wire_nbytes_of
 from gradwire.comms.outer.steps import OptimizerSteps, left_alone, optimizers_from
 from gradwire.comms.report import Report, in_columns
@@ -391,7 +392,7 @@ class Outer(Face[AveragingSession]):
         self._survivor = Survivor(membership, communicator, rebuild, self.config.timeout)
         weakref.finalize(self, self._survivor.close)
         self.exchange.survive(self._survivor)
-        self.exchange.agreement = self._council(communicator, first)
+        self.exchange.averaging.agreement = self._council(communicator, first)
 
     def _rebuild(self, view: View, store: Store, oversight: Oversight) -> Communicator:
         """Connects the ranks that are left."""
@@ -413,7 +414,8 @@ class Outer(Face[AveragingSession]):
 
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
         """Wraps the model in DDP over this rank's unit; all ranks make all units' groups, in the same order."""
-        own, device, rank = model, self.exchange.communicator.device, self.exchange.communicator.rank
+        communicator = self.exchange.averaging.communicator
+        own, device, rank = model, communicator.device, communicator.rank
         plain = replace(config, compressor=None, compressor_options={}, error_budget=None, rules=())
         for unit in self._units:
             if len(unit) == 1:
@@ -454,7 +456,7 @@ class Outer(Face[AveragingSession]):
         self.steps = self.exchange.steps
         for buffer in buffers if self._sharded else []:  # every rank of a sharded unit has buffers of its own
             wide = buffer.detach().to(
-                self.exchange.communicator.device, torch.promote_types(buffer.dtype, torch.float32)
+                self.exchange.averaging.communicator.device, torch.promote_types(buffer.dtype, torch.float32)
             )
             wide = wide.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(wide)
@@ -462,9 +464,9 @@ class Outer(Face[AveragingSession]):
 
     def report(self) -> OuterReport:
         """What has been exchanged so far, how many bits that took, and how long this rank has waited."""
-        exchange, communicator = self.exchange, self.exchange.communicator
+        exchange, averaging = self.exchange, self.exchange.averaging
         found = self._connected("report()").report(exchange.steps)
-        inside = LEVEL_NAMES[0] if len(communicator.cluster.nodes) > 1 else ""
+        inside = LEVEL_NAMES[0] if len(averaging.communicator.cluster.nodes) > 1 else ""
         return OuterReport(
             units=tuple(self._units),
             steps=exchange.steps,
@@ -472,10 +474,10 @@ class Outer(Face[AveragingSession]):
             skipped=exchange.skipped,
             numel=exchange.numel,
             sent_nbytes=sum(row.wire_nbytes for row in found.rows if row.level != inside),
-            card_nbytes=exchange.card.exchanged + exchange.card.synchronized,
-            synchronized_nbytes=exchange.card.synchronized,
+            card_nbytes=averaging.card.exchanged + averaging.card.synchronized,
+            synchronized_nbytes=averaging.card.synchronized,
             seconds=time.perf_counter() - self._began if self._began else 0.0,
-            waited_seconds=exchange.waited_seconds,
+            waited_seconds=averaging.waited_seconds,
             exchange=found,
             inside=None if self.hook is None or not self.hook.steps else self.hook.report(),
             sharded=self._sharded,
@@ -497,7 +499,7 @@ class Outer(Face[AveragingSession]):
         """
         if self._survivor is not None:
             raise ValueError("`elastic` is set, and ranks that are lost would end a timeline: leave one of the two out")
-        if self.exchange.alone:
+        if self.exchange.averaging.alone:
             raise RuntimeError("Outer has one unit: there are no exchanges to trace; see `outer.hook.trace()`")
         super().trace(file, steps)
 

@@ -17,7 +17,8 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.config import Config
-from gradwire.comms.outer.exchange import OuterExchange, agreement_of
+from gradwire.comms.outer.averaging import agreement_of
+from gradwire.comms.outer.exchange import OuterExchange
 from gradwire.comms.outer.fragments import Fragment, OuterSettings, cut_into_fragments, wire_nbytes_of
 from gradwire.compressors.routed import make_routed
 from support.threads import run_ranks
@@ -294,7 +295,7 @@ def test_what_is_not_finite_changes_nothing_on_any_rank(compressor: str, value: 
     def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> None:
         model = Model(scale=40)
         exchange = make(model, every=2, fragments=1)
-        held = exchange.compression
+        held = exchange.averaging.compression
         assert held is not None
         before: dict[str, Any] = {}
         for step in range(1, 7):
@@ -405,7 +406,7 @@ def test_what_a_unit_receives_is_bounded_by_two_payloads(
         rows = communicator.report().rows
         return sum(
             row.wire_nbytes for row in rows if row.level != "intra_node"
-        ), exchange.card.exchanged + exchange.card.synchronized
+        ), exchange.averaging.card.exchanged + exchange.averaging.card.synchronized
 
     elements = Model(scale=scale).flat().numel()
     for units in (2, 4, 8):
@@ -604,8 +605,8 @@ def test_the_last_unit_keeps_what_its_compressor_held_back() -> None:
     def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> tuple[Tensor, Tensor]:
         model, twin = Model(scale=40), Model(scale=40)
         exchange = make(model)
-        assert exchange.compression is not None
-        compressor, fragments = exchange.compression.compressor, exchange.fragments
+        assert exchange.averaging.compression is not None
+        compressor, fragments = exchange.averaging.compression.compressor, exchange.fragments
         learned = cut_into_fragments(list(twin.named_parameters()), exchange.settings)
 
         def flat(parts: Sequence[Any]) -> Tensor:
@@ -634,7 +635,7 @@ def test_the_last_unit_keeps_what_its_compressor_held_back() -> None:
             exchange.synchronize()
         finally:
             alone.close()
-        assert exchange.compression.held_norm() == 0
+        assert exchange.averaging.compression.held_norm() == 0
         return flat(fragments), flat(learned) - sent / 2
 
     settings = OuterSettings(every=2, fragments=1, delay=1)
@@ -679,7 +680,7 @@ def test_shards_are_synchronized_all_or_none() -> None:
         exchange = make(model, fragments=2)
         move(model, communicator.rank, 1)
         exchange.step_ended()
-        if exchange.agreement.rank == 3:
+        if exchange.averaging.agreement.rank == 3:
             model.all[4].data[0, 0] = float("nan")
         before, anchors = model.flat(), [each.anchor.clone() for each in exchange.fragments]
         with pytest.raises(RuntimeError, match=r"`all\.4` and perhaps more are not finite.*not synchronized"):

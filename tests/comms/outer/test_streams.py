@@ -92,7 +92,7 @@ def test_what_was_given_up_while_it_was_under_way_changes_nothing() -> None:
         if step != 2:
             return
         assert exchange._pending is not None
-        exchange.communicator.executor.interrupt(RuntimeError("power lost"))
+        exchange.averaging.communicator.executor.interrupt(RuntimeError("power lost"))
         anchors = [each.anchor.cpu() for each in exchange.fragments]
         values = [each.gather().cpu() for each in exchange.fragments]
         for _ in range(2):

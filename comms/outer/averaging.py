@@ -1,0 +1,422 @@
+"""Averages fragments' pseudo-gradients over the ranks: sent on their way, waited for, among those that are left.
+
+What is exchanged when, and what becomes of the average, is for exchange.py. Here nothing takes effect: what the
+compressor holds back is staged until `decide` says what becomes of it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.bootstrap.agree import Agreement
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compression import Compression, is_finite
+from gradwire.comms.elastic.survive import Survivor
+from gradwire.comms.outer.fragments import Fragment
+from gradwire.comms.outer.saved import Pending
+from gradwire.comms.outer.words import Words
+from gradwire.comms.plan.plan import Plan
+from gradwire.comms.plan.routes import Routes
+from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
+from gradwire.comms.step.listeners import Listeners
+from gradwire.compressors.base import Layout, StateDict
+from gradwire.compressors.residual import keep_until_read
+
+log = logging.getLogger("gradwire")
+
+TELL_SECONDS = 0.2
+"""That a rank waits for a result before it says so, to ranks that may have taken fewer steps: the store is on the link
+that is waited for."""
+
+
+def agreement_of(store: Store, rank: int, size: int, timeout: timedelta) -> Agreement:
+    """What ranks tell each other about exchanges: few words, in rounds that all of them take part in.
+
+    Args:
+        store: That all ranks share; with keys of its own for each agreement.
+        rank: This one.
+        size: How many there are.
+        timeout: For the last rank to speak.
+    """
+    return Agreement(store, rank, size, "Outer", timeout, "make Outer, load its state and synchronize it")
+
+
+@dataclass(slots=True)
+class LeavingBytes:
+    """Bytes that have left a node's card.
+
+    Attributes:
+        exchanged: In exchanges.
+        synchronized: In `synchronize`, which averages in full precision.
+    """
+
+    exchanged: float = 0.0
+    synchronized: float = 0.0
+
+
+class _Memory:
+    """Memory for exchanges: one is under way at a time, so all fragments share it."""
+
+    def __init__(self) -> None:
+        self._fragments: Sequence[Fragment] = ()
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, fragments: Sequence[Fragment], number: int) -> tuple[Tensor, Tensor]:
+        """What the exchange of one fragment takes: twice its size.
+
+        Args:
+            fragments: Of the model: others, once they have been chosen.
+            number: Which of them.
+        """
+        if self._fragments is not fragments:
+            self._fragments, self._parts = fragments, []
+            large: dict[torch.dtype, Fragment] = {}
+            for fragment in fragments:
+                known = large.setdefault(fragment.anchor.dtype, fragment)
+                large[fragment.anchor.dtype] = max(known, fragment, key=lambda each: each.numel)
+            both = {dtype: (fragment.empty(), fragment.empty()) for dtype, fragment in large.items()}
+            for fragment in fragments:
+                first, second = (whole[: fragment.numel] for whole in both[fragment.anchor.dtype])
+                self._parts.append((fragment.keep(first), fragment.keep(second)))
+        return self._parts[number]
+
+
+class _Leaving:
+    """What leaves the busiest node, as the plans say; on one node, the busiest rank."""
+
+    def __init__(self) -> None:
+        self._known: dict[Layout | None, tuple[Plan, float]] = {}
+
+    def nbytes(self, routes: Routes, flat: Tensor, layout: Layout | None) -> float:
+        """Bytes that leave the busiest node in the exchange of `flat`.
+
+        Args:
+            routes: By which it travels.
+            flat: The pseudo-gradient.
+            layout: Of a compressed one; None for one in full precision.
+        """
+        if layout is None:
+            plan = routes.unlisted(flat.numel(), flat.dtype).plan
+        else:
+            plan = routes[flat.numel(), flat.dtype, layout].plan
+        known = self._known.get(layout)
+        if known is None or known[0] is not plan:
+            names = routes.cluster.level_names
+            level = names[1 if len(names) > 1 and len(routes.cluster.nodes) > 1 else 0]
+            known = self._known[layout] = plan, plan.bytes_by_level.get(level, 0.0)
+        return known[1]
+
+
+class FragmentAveraging:
+    """This rank's part in the averages of fragments' pseudo-gradients.
+
+    Args:
+        communicator: Of all ranks that hold the same parameters (of a sharded model: the same shards). Not closed here.
+        compression: Of the communicator's compressor; None exchanges exactly.
+        agreement: Of all ranks of the job; None where those of the communicator are all.
+        alone: There is one unit: nothing travels, and its own pseudo-gradient is the average.
+
+    Attributes:
+        words: To ranks that have taken other numbers of steps.
+        card: What has left the busiest node for others, as the plans say; on one node, the busiest rank.
+        waited_seconds: Time in which this rank has done nothing but wait for a result.
+        survivor: Goes on where ranks are lost; None where that ends the job.
+        listeners: Of the exchanges, which may want times; None has none.
+    """
+
+    def __init__(
+        self, communicator: Communicator, compression: Compression | None, agreement: Agreement | None, alone: bool
+    ) -> None:
+        self.communicator = communicator
+        self.compression = compression
+        self.agreement = agreement or agreement_of(
+            communicator.plain_store, communicator.rank, communicator.size, communicator.config.timeout
+        )
+        self.alone = alone or communicator.size == 1
+        self.words = Words(communicator)
+        self.card, self.waited_seconds = LeavingBytes(), 0.0
+        self.survivor: Survivor | None = None
+        self.listeners: Listeners | None = None
+        self._memory, self._leaving = _Memory(), _Leaving()
+
+    def reconnect(self, communicator: Communicator, agreement: Agreement) -> None:
+        """Goes on among other ranks.
+
+        Args:
+            communicator: Of the ranks that are left.
+            agreement: Of the same ones.
+        """
+        self.communicator, self.agreement = communicator, agreement
+        self.words.reconnect(communicator)
+        self.alone = communicator.size == 1
+        if self.compression is not None:
+            self.compression.renumber(communicator.rank, communicator.size)
+            communicator.state_loaded()
+
+    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Gives all ranks rank 0's values, in place.
+
+        Args:
+            tensors: Floating-point.
+
+        Raises:
+            RuntimeError: The ranks could not exchange them.
+        """
+        if self.communicator.size > 1:
+            for tensor in tensors:
+                flat = tensor.reshape(-1).clone() if self.communicator.rank == 0 else tensor.new_zeros(tensor.numel())
+                self._all_reduce_dense(flat, 1.0)
+                tensor.copy_(flat.view(tensor.shape))
+
+    def prepared(self, fragments: Sequence[Fragment], number: int, due: int, *, kept: bool) -> Pending:
+        """A fragment's pseudo-gradient as of now, to be exchanged, in memory that all exchanges take turns in.
+
+        Args:
+            fragments: Of the model.
+            number: Which of them.
+            due: The step after which it is taken up.
+            kept: The parameters as of now are kept beside it.
+        """
+        flat, sent = self._memory.of(fragments, number)
+        fragments[number].set_out(flat, sent if kept else None)
+        return Pending(number, due, flat, sent if kept else None, None)
+
+    def launch(self, fragment: Fragment, pending: Pending) -> None:
+        """Sends a pseudo-gradient on its way; the host goes on."""
+        pending.future, pending.communicator = None, self.communicator
+        flat = pending.flat
+        if not fragment.numel:
+            return
+        if self.alone:
+            self._take_back(fragment, flat)
+            return
+        timed = self.listeners is not None and self.listeners.wants_times
+        arrived = self.communicator.clock.now() if timed else None
+        pending.bucket = bucket = Bucket.of(flat, fragment.layout, arrived, pending.number)
+        flush = self.compression is not None and self.compression.flushing
+        launch = Launch((flat,), fragment.layout if self.compression is not None else None, (bucket,), alone=True)
+        self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
+        pending.future = bucket.result()
+        self.card.exchanged += self._leaving.nbytes(self.communicator.routes, flat, None if flush else launch.layout)
+
+    def finish(self, fragment: Fragment, pending: Pending, begun: int) -> None:
+        """Waits until `flat` holds the average, and sees whether that is finite.
+
+        Args:
+            fragment: Of the model.
+            pending: Its exchange, which is under way.
+            begun: Exchanges that this rank has begun.
+
+        Raises:
+            RuntimeError: The exchange failed; the next call raises the same.
+        """
+        travels = not self.alone and fragment.numel > 0
+        began = time.perf_counter()
+        try:
+            if travels:
+                self._arrive(fragment, pending, begun)
+            finite = is_finite(pending.flat)  # on CUDA the host waits here
+            if travels:
+                self.communicator.executor.release()  # and hears here of what was given up meanwhile
+        except RuntimeError as error:
+            pending.error = error  # what `flat` holds then is no average, and never will be
+            if self.communicator.device.type != "cuda":  # there nothing can be issued any more: nothing commits it
+                self.decide(False, [fragment])
+            raise
+        finally:
+            pending.future = None
+            self.waited_seconds += time.perf_counter() - began if travels else 0.0
+        pending.finite = finite
+
+    def decide(self, finite: bool, fragments: Sequence[Fragment]) -> None:
+        """Says what becomes of what the compressor has staged for some fragments: whether their averages count."""
+        layouts = [fragment.layout for fragment in fragments if fragment.numel]
+        if self.compression is not None and layouts:
+            with self.communicator.alone():
+                self.compression.decide(finite, layouts)
+
+    def averages(self, fragments: Sequence[Fragment], announce: Callable[[], None]) -> tuple[list[Tensor], str]:
+        """Averages all fragments' pseudo-gradients now, in full precision, with what is held back, and decides on that.
+
+        Args:
+            fragments: Of the model.
+            announce: Says that this rank has come to the meeting, to ranks that a loss has left.
+
+        Returns:
+            The averages, and the name of a parameter that is not finite on some rank; "" without one.
+
+        Raises:
+            RuntimeError: The ranks could not exchange them.
+        """
+        finite, before = False, self.card.exchanged
+        try:
+            averages, unfinished = self._averages(fragments, announce)
+            finite = not unfinished
+        finally:
+            self.decide(finite, fragments)
+            if self.compression is not None:
+                self.compression.flushing = False
+            self.card = LeavingBytes(before, self.card.synchronized + self.card.exchanged - before)
+        if self.survivor is not None and not self.alone:  # when it ends, all have the averages, and nobody keeps them
+            self.mean_of(fragments[0].anchor.new_zeros(1))
+        return averages, unfinished
+
+    def mean_of(self, flat: Tensor) -> Tensor:
+        """The average of a small tensor over all ranks: a new one.
+
+        Raises:
+            RuntimeError: The ranks could not exchange it.
+        """
+
+        def attempt() -> Tensor:
+            return self._all_reduce_dense(flat.clone(), 1.0 / self.communicator.size)
+
+        found = attempt() if self.survivor is None else self.survivor.complete(attempt, like=flat)
+        assert found is not None
+        return found
+
+    def held(self) -> StateDict:
+        """What the compressor holds back."""
+        if self.compression is None:
+            return {}
+        held = self.compression.state_dict()
+        self.communicator.rejoin()
+        return held
+
+    def load_held(self, held: StateDict) -> None:
+        """Restores what `held` has returned."""
+        if self.compression is not None:
+            with self.communicator.alone():
+                self.compression.load_state_dict(held)
+            self.communicator.state_loaded()
+
+    def try_on(self, states: Sequence[StateDict]) -> None:
+        """Has the compressor say whether it can load each of some states; then it is as it was.
+
+        Raises:
+            ValueError: It cannot load one.
+        """
+        if self.compression is None:
+            return
+        with self.communicator.alone():
+            present = self.compression.state_dict()
+            try:
+                for each in states:
+                    self.compression.load_state_dict(each)
+            except TypeError as error:
+                raise ValueError(f"`state` is damaged in what the compressor saved: {error}") from error
+            finally:
+                self.compression.load_state_dict(present)
+        self.communicator.rejoin()
+
+    def _averages(self, fragments: Sequence[Fragment], announce: Callable[[], None]) -> tuple[list[Tensor], str]:
+        survivor = self.survivor
+        if survivor is None or self.alone:
+            return self._averages_now(fragments)
+        names = ["", *(name for fragment in fragments for name in fragment.names)]
+        sizes = [fragment.numel for fragment in fragments]
+        wide = max((fragment.anchor.dtype for fragment in fragments), key=lambda dtype: dtype.itemsize)
+
+        def attempt() -> Tensor:
+            self.decide(False, fragments)  # what an attempt before this one has staged
+            if not self.words.announced:  # others may not have seen that all have met before a rank was lost
+                announce()
+            averages, unfinished = self._averages_now(fragments)
+            mark = averages[0].new_tensor([names.index(unfinished)], dtype=wide)
+            return torch.cat([mark, *(average.to(wide) for average in averages)])
+
+        like = torch.empty(1, dtype=wide, device=self.communicator.device).expand(1 + sum(sizes))
+        found = survivor.complete(attempt, like)
+        assert found is not None
+        parts = found[1:].split_with_sizes(sizes)
+        averages = [part.to(each.anchor.dtype) for part, each in zip(parts, fragments, strict=True)]
+        return averages, names[int(found[0])]
+
+    def _averages_now(self, fragments: Sequence[Fragment]) -> tuple[list[Tensor], str]:
+        averages, unfinished = [self._average_of(number, each) for number, each in enumerate(fragments)], ""
+        for fragment, average in zip(fragments, averages, strict=True):
+            if not unfinished and not is_finite(average):
+                unfinished = fragment.unfinished(average)[0]
+        self.communicator.executor.release()  # on CUDA the host has waited, and hears of what was given up
+        return averages, next((name for name in self.agreement.gather(unfinished) if name), "")
+
+    def _average_of(self, number: int, fragment: Fragment) -> Tensor:
+        """The average of a fragment's pseudo-gradients now, in memory of its own; decides nothing."""
+        if self.compression is not None:
+            self.compression.flushing = True
+        pending = Pending(number, 0, fragment.empty(), None, None)
+        fragment.set_out(pending.flat, None)
+        self.launch(fragment, pending)
+        if pending.future is not None:
+            began = time.perf_counter()
+            self._wait(pending.future)
+            self.waited_seconds += time.perf_counter() - began
+        return pending.flat
+
+    def _take_back(self, fragment: Fragment, flat: Tensor) -> None:
+        """Adds to a pseudo-gradient what the compressor has held back of it: with nobody else left it travels no more.
+
+        Zero from the next decision on that commits it; where there was one unit from the start, nothing is held.
+
+        Args:
+            fragment: Of the model.
+            flat: (numel) its pseudo-gradient, changed in place.
+        """
+        if self.compression is None:
+            return
+        with self.communicator.alone():
+            held = torch.zeros_like(flat, dtype=torch.float32)
+            self.compression.compressor.flush(held, fragment.layout)
+        self.communicator.rejoin()
+        keep_until_read(held)
+        flat.add_(held)
+
+    def _arrive(self, fragment: Fragment, pending: Pending, begun: int) -> None:
+        """Waits until `flat` holds the average, of those that are left where ranks are lost and that is wanted.
+
+        Raises:
+            RuntimeError: The exchange failed.
+        """
+        if self.survivor is None:
+            assert pending.future is not None
+            if self.communicator.device.type == "cuda":
+                self.words.tell(begun)
+            elif not pending.future.done():
+                arrived = threading.Event()
+                pending.future.add_done_callback(lambda _: arrived.set())
+                if not arrived.wait(TELL_SECONDS):
+                    self.words.tell(begun)
+            pending.future.wait()
+            return
+        average = self.survivor.complete(lambda: self._attempt(fragment, pending, begun), like=pending.flat)
+        assert average is not None
+        pending.flat.copy_(average)
+
+    def _attempt(self, fragment: Fragment, pending: Pending, begun: int) -> Tensor:
+        """The average: a copy, which is kept for ranks that a loss has left behind. Begun anew among other ranks."""
+        if pending.communicator is not self.communicator:
+            self.decide(False, [fragment])
+            now = fragment.gather(pending.flat) if pending.sent is None else pending.sent
+            fragment.progress(now, pending.flat)
+            self.launch(fragment, pending)
+        if pending.future is not None:
+            self.words.tell(begun)
+            self._wait(pending.future)
+        return pending.flat.clone()
+
+    def _wait(self, future: FutureTensor) -> Tensor:
+        return future.wait() if self.survivor is None else self.survivor.wait(future)
+
+    def _all_reduce_dense(self, flat: Tensor, scale: float) -> Tensor:
+        bucket = Bucket.of(flat)
+        if flat.numel():
+            self.communicator.start(Launch((flat,), None, (bucket,), counted=False), scale=scale)
+            self._wait(bucket.result())
+        return flat
