@@ -9,44 +9,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from gradwire.compressors.registry import Option
     from gradwire.compressors.rules import Rule
 
 log = logging.getLogger("gradwire")
-
-PLANNING = (
-    "plan",
-    "chunks",
-    "connections",
-    "transport",
-    "timeout",
-    "hostname",
-    "location",
-    "nic_bytes_per_second",
-    "nics",
-)
-"""Options of `Config` that say how ranks are connected and what collectives run; every face takes them."""
-
-MEASURING = ("probe",)
-"""Whether links are measured before the first step."""
-
-COMPRESSION = ("compressor", "compressor_options", "error_budget", "rules")
-"""What travels as what between nodes."""
-
-SUMMING = ("reduction",)
-"""What becomes of the ranks' gradients."""
-
-FUSION = ("fusion", "tune")
-"""Which gradients travel together."""
-
-WATCHING = ("straggler_every", "stall_seconds", "trace", "nvtx")
-"""What is noticed, and written down, while training runs."""
-
-ELASTIC = ("elastic",)
-"""What becomes of training where ranks are lost."""
 
 PLANS = ("auto", "flat", "hierarchical", "leader")
 BUCKET, AUTO_FUSION, DELAYED = FUSIONS = ("bucket", "auto", "delayed")
@@ -58,6 +27,9 @@ ALL_NICS, ONE_NIC, NIC_PER_RANK = "auto", "one", "per_rank"
 ENVIRONMENT_PREFIX = "GRADWIRE_"
 BUDGET = "GRADWIRE_ERROR_BUDGET"
 """The variable of `error_budget`."""
+
+TRACE_STEPS = 20
+"""Steps of a timeline for which no number is given."""
 
 AUTOMATIC = ENVIRONMENT_PREFIX + "HOOK"
 """Names the compressor that every DDP model of the process gets, `none` for an exact hook."""
@@ -132,9 +104,23 @@ class Reduction:
         return repr(self.kind) if given.keys() <= {"kind"} else repr(given)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """What a user can set. All fields but those that say so must be equal on all ranks."""
+def _check_kinds(options: object, kinds: Mapping[str, type]) -> None:
+    """Raises a TypeError where an option is of another type."""
+    for name, kind in kinds.items():
+        value = getattr(options, name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {kind.__name__}")
+
+
+def _check_switch(options: object, name: str, what: str) -> None:
+    """Raises a TypeError where an option is neither a switch nor a text."""
+    if not isinstance(value := getattr(options, name), bool | str) or value == "":
+        raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {what}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """How ranks are connected and what collectives run; every face takes these options."""
 
     plan: str = "auto"
     """`auto` takes the cheapest; `flat`, `hierarchical` and `leader` force one."""
@@ -142,54 +128,13 @@ class Config:
     chunks: int = 0
     """Pieces a bucket is cut into so that phases overlap; 0 lets the planner choose."""
 
-    compressor: str | None = None
-    """Name of the compressor of the phase between nodes; None is exact."""
-
-    compressor_options: "Mapping[str, Option]" = field(default_factory=dict)
-    """Options of that compressor, as its documentation names them."""
-
-    error_budget: str | float | None = None
-    """Consent to be lossy, for `compressor="auto"`, which takes what is fastest within it: a compressor's name for no
-    more error than that one everywhere, or the squared error allowed over the gradient's squared norm. See
-    docs/how-to/let_it_choose.md."""
-
-    rules: "Sequence[Rule | Mapping[str, object]]" = ()
-    """Per-parameter rules (`gradwire.compressors.rules.Rule`): which parameters travel how."""
-
-    transport: str = "auto"
-    """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
-
     connections: int = 0
     """TCP connections between two nodes of CPUs that a large message travels over, where a round trip is long; 1 leaves
     it to gloo's own, 0 chooses from the measured round trip and the rate. No bit depends on it. See
     docs/results/distance.md."""
 
-    fusion: str | float = BUCKET
-    """Which gradients travel together: `bucket` sends each of DDP's buckets alone; a number joins them until they hold
-    so many MiB (for models wrapped with small buckets, see `gradwire.wrap`). `auto` watches when gradients arrive for
-    the first steps and then, once, cuts where the last transfer ends first; `auto:25` joins 25 MiB until then. `tune`
-    does that too, and tries before it believes. `delayed` sends all gradients of a dtype in one all-reduce when
-    backward is through (Apex: `delay_allreduce`)."""
-
-    reduction: "Reduction | str | Mapping[str, object]" = field(default_factory=Reduction)
-    """What becomes of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks), `adasum`,
-    `samples`, or a mapping such as `{"average": False}`; a Reduction once the Config is made."""
-
-    probe: bool | None = None
-    """True measures latency and bandwidth of every level before the first step (two to five seconds on 200 Mbit/s), and
-    plans go by it: their last bits may then differ from run to run. None takes a quick look (0.1 to 0.9 s where links
-    have 10 Mbit/s or more, 1.1 to 2.7 at 1 Mbit/s) at links between nodes of CPUs that nobody knows, which prices plans
-    and gives nodes their shares, and changes no bit; not with `elastic`. False sends nothing to measure. `tune`,
-    `fusion="auto"` and `compressor="auto"` measure in any case."""
-
-    tune: bool | str = False
-    """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see
-    docs/how-to/tune.md. A text is a JSON file that the result is kept in and read from (own on every rank; rank 0's
-    counts)."""
-
-    elastic: bool | str = False
-    """Training goes on where ranks or nodes are lost, among those that are left; see
-    docs/how-to/survive_a_lost_node.md. HOST:PORT is the store of a running elastic job, which this process joins."""
+    transport: str = "auto"
+    """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
 
     timeout: timedelta = timedelta(0)
     """A collective that takes longer fails on all ranks. 0 takes the time-out of the process group that the ranks are
@@ -214,6 +159,144 @@ class Config:
     ranks) gloo listens on the card that the topology gives each local rank, whatever GLOO_SOCKET_IFNAME says. No bit
     depends on it."""
 
+    def __post_init__(self) -> None:
+        _check_kinds(self, {"chunks": int, "connections": int, "timeout": timedelta})
+        _check_choice("plan", self.plan, PLANS)
+        _check_choice("transport", self.transport, TRANSPORTS)
+        if self.chunks < 0:
+            raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
+        _check_nics(self.nics)
+        if not 0 <= self.connections <= 256:
+            raise ValueError(
+                f"`connections` is {self.connections}; wanted 0 (the round trip decides), or 1 to 256 between two nodes"
+            )
+        if self.timeout < timedelta(0):
+            raise ValueError(
+                f"`timeout` is {self.timeout}; wanted a positive duration, or 0 for that of the process group"
+            )
+        if len(self.location) > 2:
+            raise ValueError(f"`location` is {self.location}; wanted at most two names: region, rack")
+        if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
+            raise ValueError(f"`nic_bytes_per_second` is {self.nic_bytes_per_second}; wanted a number > 0, or None")
+
+    def with_timeout_of(self, group: timedelta) -> Self:
+        """The same with a process group's time-out, where none is set."""
+        return self if self.timeout else dataclasses.replace(self, timeout=group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """Whether links are measured before the first step."""
+
+    probe: bool | None = None
+    """True measures latency and bandwidth of every level before the first step (two to five seconds on 200 Mbit/s), and
+    plans go by it: their last bits may then differ from run to run. None takes a quick look (0.1 to 0.9 s where links
+    have 10 Mbit/s or more, 1.1 to 2.7 at 1 Mbit/s) at links between nodes of CPUs that nobody knows, which prices plans
+    and gives nodes their shares, and changes no bit; not with `elastic`. False sends nothing to measure. `tune`,
+    `fusion="auto"` and `compressor="auto"` measure in any case."""
+
+    def __post_init__(self) -> None:
+        if self.probe is not None and not isinstance(self.probe, bool):
+            raise TypeError(f"`probe` is {self.probe!r} ({type(self.probe).__name__}); wanted True, False or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressing:
+    """What travels as what between nodes."""
+
+    compressor: str | None = None
+    """Name of the compressor of the phase between nodes; None is exact."""
+
+    compressor_options: "Mapping[str, Option]" = field(default_factory=dict)
+    """Options of that compressor, as its documentation names them."""
+
+    error_budget: str | float | None = None
+    """Consent to be lossy, for `compressor="auto"`, which takes what is fastest within it: a compressor's name for no
+    more error than that one everywhere, or the squared error allowed over the gradient's squared norm. See
+    docs/how-to/let_it_choose.md."""
+
+    rules: "Sequence[Rule | Mapping[str, object]]" = ()
+    """Per-parameter rules (`gradwire.compressors.rules.Rule`): which parameters travel how."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", self.rules or ())
+        if self.compressor == "auto":
+            _check_auto(self.compressor_options, self.error_budget)
+        elif self.compressor is not None:
+            _check_compressor(self.compressor)
+        if self.error_budget is not None and self.compressor != "auto":
+            raise ValueError(
+                f'`error_budget` is {self.error_budget!r} and `compressor` is {self.compressor!r}; wanted "auto": a '
+                "budget is for what is chosen within it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summing:
+    """What becomes of the ranks' gradients."""
+
+    reduction: "Reduction | str | Mapping[str, object]" = field(default_factory=Reduction)
+    """What becomes of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks), `adasum`,
+    `samples`, or a mapping such as `{"average": False}`; a Reduction once the Config is made."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reduction", Reduction.of(self.reduction))
+
+    @property
+    def sums(self) -> Reduction:
+        """What becomes of the ranks' gradients."""
+        return Reduction.of(self.reduction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusing:
+    """Which gradients travel together."""
+
+    fusion: str | float = BUCKET
+    """Which gradients travel together: `bucket` sends each of DDP's buckets alone; a number joins them until they hold
+    so many MiB (for models wrapped with small buckets, see `gradwire.wrap`). `auto` watches when gradients arrive for
+    the first steps and then, once, cuts where the last transfer ends first; `auto:25` joins 25 MiB until then. `tune`
+    does that too, and tries before it believes. `delayed` sends all gradients of a dtype in one all-reduce when
+    backward is through (Apex: `delay_allreduce`)."""
+
+    tune: bool | str = False
+    """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see
+    docs/how-to/tune.md. A text is a JSON file that the result is kept in and read from (own on every rank; rank 0's
+    counts)."""
+
+    def __post_init__(self) -> None:
+        _check_switch(self, "tune", "True, False, or a file for the result")
+        if isinstance(self.fusion, str):
+            _check_fusion(self.fusion)
+        elif isinstance(self.fusion, bool) or not 0 <= self.fusion < float("inf"):
+            raise ValueError(f"`fusion` is {self.fusion}; wanted a number of MiB >= 0")
+        if self.fusion == DELAYED and self.tune:
+            raise ValueError(
+                "`fusion` is delayed, and `tune` is set, which cuts the step's gradients otherwise; wanted one of them "
+                "alone"
+            )
+
+    @property
+    def fusion_mb(self) -> float:
+        """MiB that buckets are joined up to, as long as nothing better is known."""
+        text = str(self.fusion).rpartition(":")[2]
+        return 0.0 if text in FUSIONS else float(text)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether buckets may travel together, or apart, differently from step to step."""
+        return self.fusion_mb > 0 or self.fusion == DELAYED or self.learns_cuts
+
+    @property
+    def learns_cuts(self) -> bool:
+        """Whether the first steps are measured to find what should travel together."""
+        return bool(self.tune) or str(self.fusion).startswith(AUTO_FUSION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching:
+    """What is noticed, and written down, while training runs."""
+
     straggler_every: int = 50
     """Steps between two exchanges of arrival times, which name a rank that is late; 0 leaves them out. See
     docs/how-to/find_the_slow_rank.md."""
@@ -229,59 +312,7 @@ class Config:
     """On CUDA: mark what the hook issues as NVTX ranges, for Nsight Systems. torch.profiler needs no switch."""
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("chunks", int),
-            ("connections", int),
-            ("straggler_every", int),
-            ("nvtx", bool),
-            ("timeout", timedelta),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-                raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {kind.__name__}")
-        object.__setattr__(self, "reduction", Reduction.of(self.reduction))
-        object.__setattr__(self, "rules", self.rules or ())
-        for name, what in (("tune", "True, False, or a file for the result"), ("elastic", "True, False or HOST:PORT")):
-            if not isinstance(value := getattr(self, name), bool | str) or value == "":
-                raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {what}")
-        if self.probe is not None and not isinstance(self.probe, bool):
-            raise TypeError(f"`probe` is {self.probe!r} ({type(self.probe).__name__}); wanted True, False or None")
-        if self.compressor == "auto":
-            _check_auto(self.compressor_options, self.error_budget)
-        elif self.compressor is not None:
-            _check_compressor(self.compressor)
-        if self.error_budget is not None and self.compressor != "auto":
-            raise ValueError(
-                f'`error_budget` is {self.error_budget!r} and `compressor` is {self.compressor!r}; wanted "auto": a '
-                "budget is for what is chosen within it"
-            )
-        if self.compressor == "auto" and self.elastic:
-            raise ValueError(
-                '`elastic` is set and `compressor` is "auto"; wanted one compressor by name: what is chosen is not '
-                "carried over to other ranks yet"
-            )
-        _check_choice("plan", self.plan, PLANS)
-        if isinstance(self.fusion, str):
-            _check_fusion(self.fusion)
-        elif isinstance(self.fusion, bool) or not 0 <= self.fusion < float("inf"):
-            raise ValueError(f"`fusion` is {self.fusion}; wanted a number of MiB >= 0")
-        _check_choice("transport", self.transport, TRANSPORTS)
-        self._check_sums()
-        if self.elastic and self.transport == "mpi":
-            raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
-        if self.join is not None and not self.join.rpartition(":")[2].isdigit():
-            raise ValueError(f"`elastic` is {self.join!r}; wanted True, or HOST:PORT of a running job's store")
-        if self.chunks < 0:
-            raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
-        _check_nics(self.nics)
-        if not 0 <= self.connections <= 256:
-            raise ValueError(
-                f"`connections` is {self.connections}; wanted 0 (the round trip decides), or 1 to 256 between two nodes"
-            )
-        if self.timeout < timedelta(0):
-            raise ValueError(
-                f"`timeout` is {self.timeout}; wanted a positive duration, or 0 for that of the process group"
-            )
+        _check_kinds(self, {"straggler_every": int, "nvtx": bool})
         if self.straggler_every < 0:
             raise ValueError(f"`straggler_every` is {self.straggler_every}; wanted a number of steps, or 0 for never")
         if not 0 <= self.stall_seconds < float("inf"):
@@ -290,18 +321,64 @@ class Config:
             raise TypeError(f"`trace` is {self.trace!r}; wanted a file, or (file, steps)")
         if self.trace_steps < 1:
             raise ValueError(f"`trace` is of {self.trace_steps} steps; wanted a number of steps >= 1")
-        if len(self.location) > 2:
-            raise ValueError(f"`location` is {self.location}; wanted at most two names: region, rack")
-        if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
-            raise ValueError(f"`nic_bytes_per_second` is {self.nic_bytes_per_second}; wanted a number > 0, or None")
+
+    @property
+    def trace_file(self) -> str | None:
+        """Where a timeline is written to; None writes none."""
+        return self.trace[0] if isinstance(self.trace, tuple) else self.trace
+
+    @property
+    def trace_steps(self) -> int:
+        """Steps of that timeline."""
+        return self.trace[1] if isinstance(self.trace, tuple) else TRACE_STEPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surviving:
+    """What becomes of training where ranks are lost."""
+
+    elastic: bool | str = False
+    """Training goes on where ranks or nodes are lost, among those that are left; see
+    docs/how-to/survive_a_lost_node.md. HOST:PORT is the store of a running elastic job, which this process joins."""
+
+    def __post_init__(self) -> None:
+        _check_switch(self, "elastic", "True, False or HOST:PORT")
+        if self.join is not None and not self.join.rpartition(":")[2].isdigit():
+            raise ValueError(f"`elastic` is {self.join!r}; wanted True, or HOST:PORT of a running job's store")
+
+    @property
+    def join(self) -> str | None:
+        """HOST:PORT of the running job that this process joins; None starts one."""
+        return self.elastic if isinstance(self.elastic, str) else None
+
+
+def _names_of(part: type) -> tuple[str, ...]:
+    return tuple(entry.name for entry in dataclasses.fields(part))
+
+
+PLANNING, MEASURING, COMPRESSION = _names_of(Planning), _names_of(Measuring), _names_of(Compressing)
+SUMMING, FUSION, WATCHING, ELASTIC = map(_names_of, (Summing, Fusing, Watching, Surviving))
+"""Names of each part's options: a face declares by parts what it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Planning):
+    """What a user can set: the options of all parts. All but those that say so must be equal on all ranks."""
+
+    def __post_init__(self) -> None:
+        for part in (Planning, Measuring, Compressing, Summing, Fusing, Watching, Surviving):
+            part.__post_init__(self)
+        if self.elastic and self.compressor == "auto":
+            raise ValueError(
+                '`elastic` is set and `compressor` is "auto"; wanted one compressor by name: what is chosen is not '
+                "carried over to other ranks yet"
+            )
+        if self.elastic and self.transport == "mpi":
+            raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
+        self._check_sums()
 
     def _check_sums(self) -> None:
-        """Checks how gradients are combined."""
-        if self.fusion == DELAYED and self.tune:
-            raise ValueError(
-                "`fusion` is delayed, and `tune` is set, which cuts the step's gradients otherwise; wanted one of them "
-                "alone"
-            )
+        """Checks how gradients are combined, beside what else is set."""
         sums = self.sums
         if sums.sum_dtype != "own" and self.compressor not in (None, "none"):
             raise ValueError(
@@ -419,10 +496,6 @@ class Config:
             )
         return cls.from_env(compressor=name)
 
-    def with_timeout_of(self, group: timedelta) -> "Config":
-        """The same with a process group's time-out, where none is set."""
-        return self if self.timeout else dataclasses.replace(self, timeout=group)
-
     def asked_for(self, names: Sequence[str]) -> list[str]:
         """Those of the named options that ask for anything: whose value is not the default, in order.
 
@@ -434,42 +507,6 @@ class Config:
         """The same values for the named options, and the defaults for all others."""
         return Config(**{name: getattr(self, name) for name in names})
 
-    @property
-    def sums(self) -> Reduction:
-        """What becomes of the ranks' gradients."""
-        return Reduction.of(self.reduction)
-
-    @property
-    def fusion_mb(self) -> float:
-        """MiB that buckets are joined up to, as long as nothing better is known."""
-        text = str(self.fusion).rpartition(":")[2]
-        return 0.0 if text in FUSIONS else float(text)
-
-    @property
-    def trace_file(self) -> str | None:
-        """Where a timeline is written to; None writes none."""
-        return self.trace[0] if isinstance(self.trace, tuple) else self.trace
-
-    @property
-    def trace_steps(self) -> int:
-        """Steps of that timeline."""
-        return self.trace[1] if isinstance(self.trace, tuple) else TRACE_STEPS
-
-    @property
-    def join(self) -> str | None:
-        """HOST:PORT of the running job that this process joins; None starts one."""
-        return self.elastic if isinstance(self.elastic, str) else None
-
-    @property
-    def fuses(self) -> bool:
-        """Whether buckets may travel together, or apart, differently from step to step."""
-        return self.fusion_mb > 0 or self.fusion == DELAYED or self.learns_cuts
-
-    @property
-    def learns_cuts(self) -> bool:
-        """Whether the first steps are measured to find what should travel together."""
-        return bool(self.tune) or str(self.fusion).startswith(AUTO_FUSION)
-
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
         own, switches = {"hostname", "location", "nic_bytes_per_second"}, {"tune", "elastic"}
@@ -477,9 +514,6 @@ class Config:
         values["nics"] = NIC_PER_RANK if self.nics == NIC_PER_RANK else f"not {NIC_PER_RANK}"  # names are a host's own
         return {name: _plain(bool(value) if name in switches else value) for name, value in values.items()}
 
-
-TRACE_STEPS = 20
-"""Of a timeline for which no number is given."""
 
 OLD_NAMES = {
     "fusion_mb": "fusion=25.0",
