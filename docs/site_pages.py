@@ -16,6 +16,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|mailto:|#)([^)\s]+)\)")
 LISTED = re.compile(r"\]\(([\w/-]+)\.md(?:#[\w-]+)?\)")
 OPTIONS = {
+    "gradwire.Config": ":members:\n   :inherited-members:",
     "gradwire.HookState": ":members:\n   :inherited-members: Generic",
     "gradwire.Outer": ":members:\n   :inherited-members: Generic",
     "gradwire.fsdp.FsdpState": ":members:\n   :inherited-members: Generic",
