@@ -61,7 +61,7 @@ CANDIDATES = (
 )
 """What layers may get besides `none`. The only place where they are listed: another codec becomes a candidate here.
 
-Not among them: "dgc", as momentum or Adam behind a thousandth of the gradient costs accuracy that a squared error does
+Not among them: "dgc", as momentum or Adam behind a hundredth of the gradient costs accuracy that a squared error does
 not show; "onebit", which wants a momentum of its own, and holds back more than a gradient; and "fp16", whose range a
 gradient may leave between two measurements, where "bf16" takes as many bytes."""
 

@@ -1,4 +1,4 @@
-"""Deep gradient compression: only the largest accumulated gradients are sent, a thousandth of them by default.
+"""Deep gradient compression: only the largest accumulated gradients are sent, a hundredth of them by default.
 
 The optimizer's momentum moves in here (momentum correction), because a gradient that waits many steps would otherwise
 miss it; the optimizer then runs without momentum.
@@ -66,7 +66,7 @@ class DGC(Stateful):
         self,
         inner: TwoStage | None = None,
         *,
-        density: float = 0.001,
+        density: float = 0.01,
         momentum: float = 0.9,
         nesterov: bool = False,
         clip_norm: float = 0.0,

@@ -70,7 +70,7 @@ METHODS = {
         *_EVERYWHERE,
         _gradwire("onebit"),
         _gradwire("onebit", return_bits=8),
-        _gradwire("dgc"),
+        _gradwire("dgc", density=0.001),
         _gradwire("dgc", density=0.01),
     ),
     "adamw": _EVERYWHERE,

@@ -119,7 +119,7 @@ def test_without_a_slow_link_bytes_are_told_and_times_only_predicted() -> None:
 
 
 def test_a_compressor_that_the_log_warns_of_is_not_predicted_for_this_optimizer() -> None:
-    assert caution_of("powersgd", "adamw") and caution_of("onebit", "adamw") and caution_of("dgc", "sgd")
+    assert caution_of("powersgd", "adamw") and caution_of("onebit", "adamw") and caution_of("dgc", "adamw")
     assert not caution_of("powersgd", "sgd") and not caution_of("int4", "adamw") and not caution_of("own", "adamw")
 
 

@@ -125,7 +125,7 @@ def test_buckets_wait_for_their_gradients_and_for_the_wire() -> None:
 
 def test_nothing_is_recommended_that_the_convergence_page_calls_behind() -> None:
     behind = ended_behind()
-    assert behind == {("dgc", "sgd"), ("powersgd", "adamw"), ("waterfill2", "adamw")}
+    assert behind == {("powersgd", "adamw"), ("waterfill2", "adamw")}
     for compressor, optimizer in behind:
         assert "end behind" in caution_of(compressor, optimizer) and caution_of(compressor, ANY_OPTIMIZER)
     for nodes, gbit, backward_ms in ((2, 0.01, 50.0), (2, 1, 0.0), (4, 0.1, 5.0), (8, 1, 300.0), (4, 10, 20.0)):

@@ -44,16 +44,20 @@ def test_faithful_compressors_fit_everything(compressor: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compressor", "enough", "kind"),
-    [("powersgd", {"rank": 16}, torch.optim.AdamW), ("dgc", {"density": 0.01}, torch.optim.SGD)],
+    ("compressor", "enough", "behind", "kind"),
+    [("powersgd", {"rank": 16}, {}, torch.optim.AdamW), ("dgc", {}, {"density": 0.001}, torch.optim.SGD)],
 )
 def test_what_ends_behind_says_so_once_in_the_log(
-    compressor: str, enough: dict[str, Option], kind: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+    compressor: str,
+    enough: dict[str, Option],
+    behind: dict[str, Option],
+    kind: type[torch.optim.Optimizer],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     check_optimizer(compressor, kind(weights(), lr=0.1), enough)  # type: ignore[call-arg]
     check_optimizer("powersgd", torch.optim.SGD(weights(), lr=0.1))
     assert not caplog.records
-    check_optimizer(compressor, kind(weights(), lr=0.1))  # type: ignore[call-arg]
+    check_optimizer(compressor, kind(weights(), lr=0.1), behind)  # type: ignore[call-arg]
     (said,) = caplog.records
     assert said.levelname == "WARNING" and f"compressor '{compressor}'" in said.getMessage()
     assert "known to end behind" in said.getMessage()
