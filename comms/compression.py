@@ -32,7 +32,7 @@ class Compression:
         rules: Which parameters travel otherwise; the default ones come after them.
         rank: This rank.
         size: Number of ranks.
-        budget: `error_budget`, for the compressor "auto".
+        budget: What the compressor "auto" chooses within.
 
     Attributes:
         loss_scale: Of the gradients; what the compressor holds back follows it.

@@ -25,8 +25,8 @@ SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
 ALL_NICS, ONE_NIC, NIC_PER_RANK = "auto", "one", "per_rank"
 ENVIRONMENT_PREFIX = "GRADWIRE_"
-BUDGET = "GRADWIRE_ERROR_BUDGET"
-"""The variable of `error_budget`."""
+AUTO = "auto"
+"""The compressor that is chosen for each layer while training runs, within the budget behind a colon."""
 
 TRACE_STEPS = 20
 """Steps of a timeline for which no number is given."""
@@ -205,30 +205,38 @@ class Compressing:
     """What travels as what between nodes."""
 
     compressor: str | None = None
-    """Name of the compressor of the phase between nodes; None is exact."""
+    """Name of the compressor of the phase between nodes; None is exact. `auto:BUDGET` consents to be lossy, and takes
+    what is fastest within the budget: a compressor's name for no more error than that one everywhere, or the squared
+    error allowed over the gradient's squared norm. See docs/how-to/let_it_choose.md."""
 
     compressor_options: "Mapping[str, Option]" = field(default_factory=dict)
     """Options of that compressor, as its documentation names them."""
-
-    error_budget: str | float | None = None
-    """Consent to be lossy, for `compressor="auto"`, which takes what is fastest within it: a compressor's name for no
-    more error than that one everywhere, or the squared error allowed over the gradient's squared norm. See
-    docs/how-to/let_it_choose.md."""
 
     rules: "Sequence[Rule | Mapping[str, object]]" = ()
     """Per-parameter rules (`gradwire.compressors.rules.Rule`): which parameters travel how."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", self.rules or ())
-        if self.compressor == "auto":
+        if self.compressor_name == AUTO:
             _check_auto(self.compressor_options, self.error_budget)
         elif self.compressor is not None:
             _check_compressor(self.compressor)
-        if self.error_budget is not None and self.compressor != "auto":
-            raise ValueError(
-                f'`error_budget` is {self.error_budget!r} and `compressor` is {self.compressor!r}; wanted "auto": a '
-                "budget is for what is chosen within it"
-            )
+
+    @property
+    def compressor_name(self) -> str | None:
+        """The compressor without a budget."""
+        return AUTO if isinstance(self.compressor, str) and _is_auto(self.compressor) else self.compressor
+
+    @property
+    def error_budget(self) -> str | float | None:
+        """What "auto" chooses within: a compressor's name or a squared error; None where nothing is chosen."""
+        if self.compressor is None or not _is_auto(self.compressor):
+            return None
+        text = self.compressor.partition(":")[2]
+        try:
+            return float(text)
+        except ValueError:
+            return text or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,7 +376,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
     def __post_init__(self) -> None:
         for part in (Planning, Measuring, Compressing, Summing, Fusing, Watching, Surviving):
             part.__post_init__(self)
-        if self.elastic and self.compressor == "auto":
+        if self.elastic and self.compressor_name == AUTO:
             raise ValueError(
                 '`elastic` is set and `compressor` is "auto"; wanted one compressor by name: what is chosen is not '
                 "carried over to other ranks yet"
@@ -438,6 +446,8 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         given = values | options
         if "join" in values and "join" not in options and given.get("elastic") is True:
             given["elastic"] = given.pop("join")  # the variable stays: a newcomer is started as all others are
+        if given.get("compressor") != AUTO and "error_budget" not in options:
+            given.pop("error_budget", None)  # is of GRADWIRE_COMPRESSOR or GRADWIRE_HOOK, which do not count here
         given = with_present_names(given)
         if given.get("compressor") is None and options.get("compressor_options"):
             raise ValueError(
@@ -446,8 +456,6 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
             )
         if "compressor" in options and options["compressor"] is None and values.get("compressor") is not None:
             log.info("compressor=None: exact; GRADWIRE_COMPRESSOR=%s does not count here", values["compressor"])
-        if given.get("compressor") != "auto" and "error_budget" not in options:
-            given.pop("error_budget", None)  # is of GRADWIRE_COMPRESSOR or GRADWIRE_HOOK, which do not count here
         return cls(**given)  # type: ignore[arg-type]  # checked by name above, by value in __post_init__
 
     @classmethod
@@ -484,15 +492,15 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         if other != name:
             raise ValueError(f"`{AUTOMATIC}` is {name!r}, but `GRADWIRE_COMPRESSOR` is {other!r}: set one of them")
         try:
-            if name != "auto":
+            if not _is_auto(name):
                 _check_compressor(name)
         except ValueError as error:
             raise ValueError(f"{error}".replace("`compressor`", f"`{AUTOMATIC}`")) from None
-        if name == "auto" and not os.environ.get(BUDGET):
+        if name == AUTO and not os.environ.get(f"{ENVIRONMENT_PREFIX}ERROR_BUDGET"):
             raise ValueError(
-                f"`{AUTOMATIC}` is auto and `{BUDGET}` is not set; wanted your word on how much error it may make: "
-                f"{BUDGET}=int8 for no more than that compressor everywhere, or a number such as 1e-3, the squared "
-                "error over the gradient's squared norm. Without it nothing is made lossy"
+                f"`{AUTOMATIC}` is auto and names no budget; wanted your word on how much error it may make: auto:int8 "
+                "for no more than that compressor everywhere, or auto:1e-3, the squared error over the gradient's "
+                "squared norm. Without it nothing is made lossy"
             )
         return cls.from_env(compressor=name)
 
@@ -516,6 +524,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
 
 OLD_NAMES = {
+    "error_budget": 'compressor="auto:int8"',
     "fusion_mb": "fusion=25.0",
     "average": 'reduction={"average": False}',
     "predivide": 'reduction={"predivide": 8}',
@@ -555,6 +564,8 @@ def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
     if sums := {name: old[name] for name in ("average", "predivide", "sum_dtype", "sparse_as_dense") if name in old}:
         whole = Reduction.of(found.get("reduction", Reduction()))
         found["reduction"] = dataclasses.replace(whole, **sums)  # type: ignore[arg-type]  # checked there
+    if old.get("error_budget") is not None:
+        found["compressor"] = _within(found.get("compressor"), old["error_budget"])
     if "fusion_mb" in old:
         found["fusion"] = _joined(found.get("fusion", BUCKET), old["fusion_mb"])
     if old.get("tune_profile") is not None and found.get("tune"):
@@ -570,6 +581,18 @@ def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
             raise ValueError("`join` is given but `elastic` is not set: pass elastic=True, too")
         found["elastic"] = old["join"]
     return found
+
+
+def _within(compressor: object, budget: object) -> str:
+    """What `compressor` is where `error_budget` was given beside it."""
+    if compressor != AUTO:
+        raise ValueError(
+            f'`error_budget` is {budget!r} and `compressor` is {compressor!r}; wanted "auto": a budget is for what is '
+            "chosen within it"
+        )
+    if isinstance(budget, bool) or not isinstance(budget, str | float | int):
+        raise TypeError(f"`error_budget` is {budget!r}; wanted a compressor's name, or a number between 0 and 1")
+    return f"{AUTO}:{budget}"
 
 
 def _joined(fusion: object, mebibytes: object) -> object:
@@ -819,6 +842,10 @@ def _check_compressor(name: str) -> None:
     )
 
     options_of(name)
+
+
+def _is_auto(name: str) -> bool:
+    return name.partition(":")[0] == AUTO
 
 
 def _check_auto(options: "Mapping[str, Option]", budget: str | float | None) -> None:

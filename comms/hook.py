@@ -376,7 +376,7 @@ class HookState(Face[GradientSession]):
         from gradwire.compressors.optim.first_step import check_at_first_step  # here: exact gradients fit all of them
 
         config = self.config
-        assert config.compressor is not None
+        assert config.compressor_name is not None
         options, rules = config.compressor_options, config.rules
         this = weakref.ref(self)
 
@@ -388,7 +388,7 @@ class HookState(Face[GradientSession]):
             return (state := this()) is not None and state.steps > 0
 
         return check_at_first_step(
-            model, config.compressor, options, rules, config.error_budget, resumed=resumed, averaged=averaged
+            model, config.compressor_name, options, rules, config.error_budget, resumed=resumed, averaged=averaged
         )
 
     def _begin_step(self, connection: GradientSession) -> None:

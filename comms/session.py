@@ -397,7 +397,7 @@ class Face(Generic[S]):
         )  # behind a checkpoint none is in use
         if name is None:
             name = routes.unlisted(max(connection.last_sizes) // GRADIENT_NBYTES, torch.float32).plan.name
-        running = Running(name, self.config.compressor or "none")
+        running = Running(name, self.config.compressor_name or "none")
         return advise_job(
             routes.links.priced, connection.last_sizes, observed, optimizer, routes.library, running, accumulate
         )
@@ -603,12 +603,12 @@ def _compresses(config: Config) -> bool:
 
 
 def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks) -> "Compression | None":
-    if not _compresses(config) or config.compressor is None:
+    if not _compresses(config) or config.compressor_name is None:
         return None
     from gradwire.comms.compression import Compression  # here: exact gradients need no compressor
 
     compression = Compression(
-        config.compressor, config.compressor_options, config.rules, ranks.rank, ranks.size, config.error_budget
+        config.compressor_name, config.compressor_options, config.rules, ranks.rank, ranks.size, config.error_budget
     )
     compression.compressor.bind_model(numels)
     return compression

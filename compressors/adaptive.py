@@ -169,7 +169,7 @@ def candidates_of(options: Mapping[str, object], budget: str | float) -> tuple[C
 
     Args:
         options: `compressor_options`.
-        budget: `error_budget`.
+        budget: What stands behind `auto:`.
 
     Raises:
         ValueError: One is unknown, or the options are.
@@ -192,16 +192,16 @@ def check_auto(options: Mapping[str, object], budget: str | float | None) -> Non
     """
     if budget is None:
         raise ValueError(
-            '`compressor` is "auto" and `error_budget` is not given; wanted your word on how much error it may make: '
-            'error_budget="int8" for no more than that compressor everywhere, or a number such as 1e-3, the squared '
-            "error over the gradient's squared norm. Without it nothing is made lossy"
+            '`compressor` is "auto" and names no budget; wanted your word on how much error it may make: "auto:int8" '
+            'for no more than that compressor everywhere, or "auto:1e-3", the squared error over the gradient\'s '
+            "squared norm. Without it nothing is made lossy"
         )
     if isinstance(budget, bool) or not isinstance(budget, str | float | int):
-        raise TypeError(f"`error_budget` is {budget!r}; wanted a compressor's name, or a number between 0 and 1")
+        raise TypeError(f'the budget of "auto" is {budget!r}; wanted a compressor\'s name, or a number between 0 and 1')
     if not isinstance(budget, str) and not 0.0 < budget < 1.0:
-        raise ValueError(f"`error_budget` is {budget}; wanted a compressor's name, or a number between 0 and 1")
+        raise ValueError(f'`compressor` is "auto:{budget}"; wanted a compressor\'s name, or a number between 0 and 1')
     if isinstance(budget, str) and parse_candidate(budget).name == EXACT:
-        raise ValueError('`error_budget` is "none"; that is compressor="none"')
+        raise ValueError('`compressor` is "auto:none"; that is compressor="none"')
     known = ("candidates", "plan_every", "first_plan")
     for key in options:
         if key not in known:
@@ -266,7 +266,7 @@ class Adaptive(Routed):
     """One of several compressors for each parameter that no rule claims; exact until something is chosen.
 
     Args:
-        budget: `error_budget`.
+        budget: What stands behind `auto:`.
         options: `candidates`, `plan_every` and `first_plan`.
         rules: The first that matches a parameter decides; such a parameter is never planned.
 

@@ -53,7 +53,6 @@ from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.planner import byte_costs
 from gradwire.compressors.adaptive import CANDIDATES, Adaptive, CandidateSpec, Measurable, takes_whole
 from gradwire.compressors.base import Compressor, Layout, Slice
-from gradwire.compressors.registry import Option
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 
 WORDS, WIDTH, LAYERS, CONTEXT, SAMPLES = 24_000, 192, 4, 64, 64
@@ -87,7 +86,7 @@ def auto(budget: str | float, sparse: bool = False) -> Setting:
     options: dict[str, object] = {"plan_every": 20, "first_plan": 5}
     if sparse:
         options["candidates"] = (*CANDIDATES, *SPARSE)
-    return {"compressor": "auto", "error_budget": budget, "compressor_options": options}
+    return {"compressor": f"auto:{budget}", "compressor_options": options}
 
 
 Node = tuple[Compressor, LayerChooser | None]
@@ -246,7 +245,7 @@ def speed(
 
     yield {"smaller": smaller, "slower": slower, "step_alone": case.step_seconds * slower, "mb": nbytes / 1e6}
     for name, (model, _) in entrants.items():
-        turn(model, 7 if settings[name].get("compressor") == "auto" else 3)
+        turn(model, 7 if str(settings[name].get("compressor")).startswith("auto") else 3)
     seen: dict[str, list[float]] = {name: [] for name in entrants}
     for _ in range(turns):
         for name, (model, _) in entrants.items():
@@ -425,13 +424,11 @@ class Here:
 
 def nodes_of(setting: Setting, numels: Mapping[str, int], notes: Mapping[str, object] | None) -> list[Node]:
     """The two nodes' compressors, and their parts in the choice."""
-    name, options = (
-        str(setting.get("compressor", "none")),
-        cast(dict[str, Option], setting.get("compressor_options", {})),
-    )
+    config = gradwire.Config.from_env(**setting)
+    name = config.compressor_name or "none"
     found = []
     for rank in range(2 if name != "none" else 0):
-        compression = Compression(name, options, (), rank, 2, cast(str | float | None, setting.get("error_budget")))
+        compression = Compression(name, config.compressor_options, (), rank, 2, config.error_budget)
         compression.compressor.bind_model(numels)
         chooser = None
         if isinstance(compression.compressor, Adaptive):

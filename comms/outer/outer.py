@@ -22,7 +22,7 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
 from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, unpack
 from gradwire.comms.communicator import Communicator, Oversight
-from gradwire.comms.config import COMPRESSION, ENVIRONMENT_PREFIX, PLANNING, Config, asks, with_present_names
+from gradwire.comms.config import AUTO, COMPRESSION, ENVIRONMENT_PREFIX, PLANNING, Config, asks, with_present_names
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
@@ -416,7 +416,7 @@ class Outer(Face[AveragingSession]):
         """Wraps the model in DDP over this rank's unit; all ranks make all units' groups, in the same order."""
         communicator = self.exchange.averaging.communicator
         own, device, rank = model, communicator.device, communicator.rank
-        plain = replace(config, compressor=None, compressor_options={}, error_budget=None, rules=())
+        plain = replace(config, compressor=None, compressor_options={}, rules=())
         for unit in self._units:
             if len(unit) == 1:
                 continue
@@ -637,7 +637,7 @@ def refuse_unfit(config: Config) -> None:
         raise ValueError(
             f"`elastic` is {config.join!r}, and nobody can join Outer's exchanges while they run: leave it out"
         )
-    if config.compressor == "auto":
+    if config.compressor_name == AUTO:
         raise ValueError(
             '`compressor` is "auto", which weighs what gradients of every step cost; Outer exchanges parameters now '
             'and then: name one compressor, such as "int4"'

@@ -21,7 +21,7 @@ from gradwire.comms.bootstrap.compat import (
 )
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import ELASTIC, FUSION, MEASURING, SUMMING, Config
+from gradwire.comms.config import AUTO, ELASTIC, FUSION, MEASURING, SUMMING, Config
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
 from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
@@ -264,7 +264,7 @@ def unfit_option(config: Config) -> str | None:
     """Which option asks for what sharded models do not have, in words; None where there is none."""
     for name in config.asked_for([*FUSION, *MEASURING]):
         return f"`{name}` is {getattr(config, name)!r}; FSDP2 says what travels together, by its units: leave it out"
-    if config.compressor == "auto":
+    if config.compressor_name == AUTO:
         return (
             '`compressor` is "auto", which goes by the moments at which DDP hands over its buckets; wanted one by name '
             "with FSDP2"

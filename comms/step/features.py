@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import SAMPLES, Config
+from gradwire.comms.config import AUTO, SAMPLES, Config
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.step import listeners as order
 from gradwire.comms.step.listeners import CHOOSER, FIRST_STEPS, OBSERVER, STEP_WATCH, TUNER, UNIT_RATES, Listeners
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from gradwire.comms.compression import Compression
     from gradwire.comms.fusion import Fusion
     from gradwire.comms.step.samples import SampleWeights
-
-AUTO = "auto"
 
 MakesAgreement = Callable[[str, timedelta], "Agreement"]
 """(name, how long a rank waits for the others) -> what the communicator's ranks decide by."""
@@ -38,7 +36,7 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
         from gradwire.comms.autotune.card_trial import try_cards
 
         try_cards(communicator)
-    if config.learns_cuts or config.probe or config.compressor == AUTO:
+    if config.learns_cuts or config.probe or config.compressor_name == AUTO:
         from gradwire.comms.links.probe import probe
         from gradwire.comms.links.unit_rates import UnitRates, measure_units
 
@@ -61,7 +59,7 @@ def choose_compressors(
     listeners: Listeners, communicator: Communicator, compression: "Compression", consensus: MakesAgreement
 ) -> None:
     """Chooses each layer's compressor while training runs (with `compressor="auto"`)."""
-    if communicator.config.compressor == AUTO:
+    if communicator.config.compressor_name == AUTO:
         from gradwire.comms.autotune.choose import LayerChooser
 
         choice = consensus("choice", communicator.config.timeout)

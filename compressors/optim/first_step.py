@@ -63,7 +63,7 @@ def check_at_first_step(
         compressor_name: As in `compressor=`.
         options: The compressor's options.
         rules: As in `rules=`.
-        budget: As in `error_budget=`.
+        budget: What stands behind `auto:`.
         resumed: Called once, before the first step of training on the model's parameters, where the optimizer's state
             was loaded.
         averaged: Tells a step of training from others: torch.distributed.checkpoint takes one to make the state into

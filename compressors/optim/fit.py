@@ -61,7 +61,7 @@ class CompressorUse:
     pattern: str | None = None
     """Of the rule that named it; None for the main compressor."""
     budget: str | float | None = None
-    """`error_budget`, of "auto": the compressor that it names is a candidate, too."""
+    """What stands behind `auto:`: the compressor that it names is a candidate, too."""
 
     def __str__(self) -> str:
         rule = "" if self.pattern is None else f" of the rule with pattern {self.pattern!r}"

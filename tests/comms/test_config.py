@@ -32,7 +32,6 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
         '{"rank": 2, "levels": [0.25, 0.0625]}',
         {"rank": 2, "levels": (0.25, 0.0625)},
     ),
-    "error_budget": ("GRADWIRE_ERROR_BUDGET", "1e-3", 1e-3),
     "rules": ("GRADWIRE_RULES", '[{"pattern": "head.*"}]', ({"pattern": "head.*"},)),
     "transport": ("GRADWIRE_TRANSPORT", "gloo", "gloo"),
     "connections": ("GRADWIRE_CONNECTIONS", "8", 8),
@@ -131,8 +130,7 @@ def test_variables_are_read_and_options_win(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_field_has_a_variable(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variable, text, value = VARIABLES[field]
     monkeypatch.setenv(variable, text)
-    others = {"compressor": "auto"} if field == "error_budget" else {}
-    assert getattr(Config.from_env(**others), field) == value
+    assert getattr(Config.from_env(), field) == value
 
 
 @pytest.mark.parametrize("text", ["0", "false", "No", "OFF"])
@@ -177,13 +175,32 @@ def test_a_bad_variable_is_named_with_what_was_wanted(
     assert str(caught.value).startswith(f"`{variable}` is {text!r}; wanted {wanted}")
 
 
+@pytest.mark.parametrize(
+    ("text", "budget"), [("auto:int8", "int8"), ("auto:1e-3", 1e-3), ("auto:powersgd(rank=4)", "powersgd(rank=4)")]
+)
+def test_a_budget_stands_behind_auto(text: str, budget: object) -> None:
+    config = Config(compressor=text)
+    assert (config.compressor_name, config.error_budget) == ("auto", budget)
+    assert config.shared()["compressor"] == repr(text)
+
+
+@pytest.mark.parametrize("text", ["auto", "auto:", "auto:2", "auto:none", "auto:zip", "automatic"])
+def test_auto_needs_a_budget_that_makes_sense(text: str) -> None:
+    with pytest.raises(ValueError, match=r"`compressor` |`candidates` "):
+        Config(compressor=text)
+
+
 def test_a_budget_of_the_environment_counts_for_its_compressor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_COMPRESSOR", "auto")
-    monkeypatch.setenv("GRADWIRE_ERROR_BUDGET", "int8")
-    assert Config.from_env().error_budget == "int8"
-    assert Config.from_env(compressor=None).error_budget is None  # as the backend asks
-    with pytest.raises(ValueError, match="`error_budget`"):
+    monkeypatch.setenv("GRADWIRE_ERROR_BUDGET", "1e-3")
+    assert Config.from_env().compressor == "auto:0.001"
+    assert Config.from_env(compressor=None).compressor is None  # as the backend asks
+    assert Config.from_env(compressor="int8").compressor == "int8"
+    assert Config.from_env(compressor="auto", error_budget="int8").compressor == "auto:int8"
+    with pytest.raises(ValueError, match="`error_budget` is 'int8' and `compressor` is None"):
         Config.from_env(compressor=None, error_budget="int8")
+    with pytest.raises(TypeError, match="`error_budget` is True"):
+        Config(compressor="auto", error_budget=True)  # type: ignore[call-arg]
 
 
 def test_the_reference_lists_every_field_with_its_variable() -> None:

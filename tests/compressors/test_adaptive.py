@@ -248,7 +248,7 @@ def test_the_bound_of_what_stays_outstanding_holds() -> None:
 @pytest.mark.parametrize(
     ("options", "budget", "words"),
     [
-        ({}, None, "error_budget"),
+        ({}, None, "names no budget"),
         ({}, 0.0, "between 0 and 1"),
         ({}, "none", 'compressor="none"'),
         ({}, "int9", "int9"),

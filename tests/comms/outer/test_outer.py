@@ -157,7 +157,7 @@ def wrapped_by_the_user(rank: int) -> None:
     with pytest.raises(ValueError, match="holds a DistributedDataParallel as `0`"):
         gradwire.Outer(nn.Sequential(everywhere), optimizer_of(everywhere))
     with pytest.raises(ValueError, match='`compressor` is "auto"'):
-        gradwire.Outer(model, optimizer, compressor="auto", error_budget="int8")
+        gradwire.Outer(model, optimizer, compressor="auto:int8")
     with pytest.raises(ValueError, match=r"`reduction` is \{'average': False\}"):
         gradwire.Outer(model, optimizer, reduction={"average": False})
     with pytest.raises(ValueError, match="`optimizer` trains no parameter"):

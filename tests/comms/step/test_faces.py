@@ -49,7 +49,7 @@ ASKED = {"fusion": 25.0, "tune": True, "probe": True, "reduction": "adasum", "el
 
 def test_each_face_declares_its_options_and_refuses_the_others() -> None:
     every = {entry.name for entry in dataclasses.fields(gradwire.Config)}
-    assert len(every) <= 22
+    assert len(every) <= 21
     for face in FACES:
         assert set(face.OPTIONS) <= every
     assert set(gradwire.HookState.OPTIONS) == set(gradwire.Outer.OPTIONS) == every
