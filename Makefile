@@ -231,18 +231,25 @@ $(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)
 
 ifeq ($(PYTHON),)
 releases := $(shell sed -n 's/^# torch: //p' constraints.txt)
+# `pip index` heeds no constraint of the user's own, which a dry run does; neither downloads torch, but its metadata.
 # The progress is shown: torch is by far the largest download.
 $(stamp)torch: constraints.txt | $(python)
 	@$(prerequisites)
 	@found=$$($(python) -m pip index versions torch $(TORCH_INDEX:%=--extra-index-url %) 2>/dev/null || true); \
+	allowed() { $(pip) --dry-run --no-deps $(TORCH_INDEX:%=--extra-index-url %) -c constraints.txt "$$1" >/dev/null 2>&1; }; \
 	torch=; \
 	for release in $(releases); do \
-	  if [ -z "$$torch" ] && grep -qwF "$$release+cpu" <<<"$$found"; then torch=torch==$$release+cpu; fi; \
+	  if [ -z "$$torch" ] && grep -qwF "$$release+cpu" <<<"$$found" && allowed torch==$$release+cpu; then \
+	    torch=torch==$$release+cpu; \
+	  fi; \
 	done; \
 	if [ -n "$$torch" ]; then \
 	  echo "installing $$torch into .venv, once: about 0.2 GB to download, 1 GB on disk ..."; \
 	else \
-	  torch=torch==$(firstword $(releases)); \
+	  for release in $(releases); do \
+	    if [ -z "$$torch" ] && allowed torch==$$release; then torch=torch==$$release; fi; \
+	  done; \
+	  torch=$${torch:-torch==$(firstword $(releases))}; \
 	  echo "pip finds no CPU build of torch for this Python, so it takes the build that the index has. For"; \
 	  echo "Linux that is PyPI's for CUDA with its nvidia-* packages: about 3 GB to download, 5 GB on disk. For the CPU"; \
 	  echo "build, 0.2 GB, stop here and say where it is: \`make TORCH_INDEX=ADDRESS\`, the index that pytorch.org"; \

@@ -18,6 +18,7 @@ PYTHON = """#!/bin/sh
 echo "$@" >> "$0.log"
 case "$*" in
   *"index versions torch"*) echo "torch (2.15.0)"; echo "Available versions: $FOUND" ;;
+  *--dry-run*) for release in $REFUSED; do case "$*" in *"torch==$release"*) exit 1 ;; esac; done ;;
   *"pip install"*) ;;
   *) echo "torch==brought" ;;
 esac
@@ -25,8 +26,8 @@ esac
 """In the place of the environment's: says which releases there are, and notes what is asked for."""
 
 
-def brought(folder: Path, found: str, *words: str) -> tuple[str, str]:
-    """What `make` asks pip to install where it finds these releases, and what it says."""
+def brought(folder: Path, found: str, *words: str, refused: str = "") -> tuple[str, str]:
+    """What `make` asks pip to install where it finds these releases and refuses some, and what it says."""
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     (folder / ".ci").mkdir()
@@ -39,14 +40,15 @@ def brought(folder: Path, found: str, *words: str) -> tuple[str, str]:
     done = subprocess.run(
         ["make", *words, str(folder / ".venv" / ".gradwire-torch")],
         cwd=folder,
-        env={**os.environ, "FOUND": found, "PYTHON": ""},
+        env={**os.environ, "FOUND": found, "REFUSED": refused, "PYTHON": ""},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert (folder / ".venv" / ".gradwire-torch").read_text() == "torch==brought\n"
-    [asked] = [line for line in (folder / ".venv/bin/python.log").read_text().splitlines() if "pip install" in line]
+    lines = (folder / ".venv/bin/python.log").read_text().splitlines()
+    [asked] = [line for line in lines if "pip install" in line and "--dry-run" not in line]
     return asked, done.stdout
 
 
@@ -69,6 +71,26 @@ def test_the_newest_tested_release_with_a_build_for_cpus_is_brought(tmp_path: Pa
     assert asked.split()[-2:] == [wanted, "numpy"]
     assert "constraints.txt" in asked
     assert ("3 GB" in said) == ("+cpu" not in wanted)
+
+
+@needs_make
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        ("2.15.0+cpu, 2.15.0, 2.14.1+cpu, 2.14.1, 2.13.0+cpu", "torch==2.14.1+cpu"),
+        ("2.15.0+cpu, 2.15.0, 2.14.1, 2.13.0", "torch==2.14.1"),
+        ("2.15.0, 2.14.1, 2.13.0", "torch==2.14.1"),
+    ],
+)
+def test_a_release_that_the_users_own_constraints_refuse_is_not_taken(tmp_path: Path, found: str, wanted: str) -> None:
+    asked, _ = brought(tmp_path, found, refused="2.15.0")
+    assert asked.split()[-2:] == [wanted, "numpy"]
+
+
+@needs_make
+def test_where_all_are_refused_pip_says_why(tmp_path: Path) -> None:
+    asked, _ = brought(tmp_path, "2.15.0", refused="2.15.0 2.14.1 2.13.0")
+    assert asked.split()[-2:] == ["torch==2.15.0", "numpy"]
 
 
 @needs_make

@@ -2,6 +2,7 @@
 
     python tests/torch_versions.py                      # all but the one of this environment: `make torch-versions`
     python tests/torch_versions.py 2.14.1 -- -k hook    # one release; what follows `--` goes to pytest
+    python tests/torch_versions.py 2.14.1 --tests tests/comms/plan tests/compressors    # some folders or files
     python tests/torch_versions.py --wheels FOLDER      # its wheels are there already
 
 Each release gets an environment of its own, which sees this one's packages (gradwire, numpy, pytest) behind its own
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -30,7 +32,9 @@ is arithmetic on tensors, or needs no torch."""
 PYTEST = ("-q", "-p", "no:cacheprovider", "--dist", "loadfile")
 
 
-def try_release(release: str, folder: Path, wheels: Path | None, workers: int, pytest_options: list[str]) -> int:
+def try_release(
+    release: str, folder: Path, wheels: Path | None, workers: int, tests: Sequence[str], pytest_options: Sequence[str]
+) -> int:
     """Runs the tests on one release and returns pytest's exit status.
 
     Args:
@@ -38,6 +42,7 @@ def try_release(release: str, folder: Path, wheels: Path | None, workers: int, p
         folder: For the environment.
         wheels: A folder with torch's wheels; pip downloads this one where it is None.
         workers: Processes that run tests.
+        tests: Folders and files.
         pytest_options: Added to the list of tests.
     """
     python = make_cpu_environment(folder, release, wheels)
@@ -47,7 +52,7 @@ def try_release(release: str, folder: Path, wheels: Path | None, workers: int, p
     if found.partition("+")[0] != release:
         raise RuntimeError(f"the environment for torch {release} has torch {found}: something in front of it hides it")
     print(f"torch {found}", flush=True)
-    command = [str(python), "-m", "pytest", *PYTEST, "-n", str(workers), *TESTS, *pytest_options]
+    command = [str(python), "-m", "pytest", *PYTEST, "-n", str(workers), *tests, *pytest_options]
     return subprocess.run(command, check=False, cwd=ROOT).returncode
 
 
@@ -62,12 +67,15 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "torch", help="for the environments")
     parser.add_argument("--wheels", type=Path, help="a folder with torch's wheels, in it or in folders inside it")
     parser.add_argument("--workers", type=int, default=3, help="processes that run tests; default: 3")
+    parser.add_argument(
+        "--tests", nargs="+", default=TESTS, metavar="PATH", help="in place of what meets torch's classes"
+    )
     options = parser.parse_args(words[:split])
     verdicts = {}
     for release in options.releases:
         started, folder = time.monotonic(), options.folder.absolute() / release
         try:
-            status = try_release(release, folder, options.wheels, options.workers, words[split + 1 :])
+            status = try_release(release, folder, options.wheels, options.workers, options.tests, words[split + 1 :])
             verdicts[release] = "passed" if status == 0 else f"FAILED (pytest: {status})"
         except BuildError as error:
             verdicts[release] = f"FAILED: {error}"
