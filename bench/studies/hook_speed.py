@@ -6,6 +6,7 @@ Feeds docs/results/performance.md, docs/results/compressors.md and docs/results/
     python -m gradwire.bench.studies.hook_speed 2x2 3+1 --json FILE
     python -m gradwire.bench.studies.hook_speed 2x2 --compressor fp16,onebit,dgc,powersgd
     python -m gradwire.bench.studies.hook_speed 4x1 --nic 200mbit,200mbit,200mbit,50mbit
+    python -m gradwire.bench.studies.hook_speed 2x2 --nic 100mbit --delay 40ms --loss 0.1% --compressor none,int8
 
 On each cluster plain DDP (a flat ring over gloo), a bare gloo all_reduce and gradwire's hook take turns in one process
 group, with a step that averages nothing: what passes over memory cost where all ranks share two cores. The link's
@@ -39,6 +40,7 @@ import gradwire
 from gradwire.bench.contender import Contender, take_turns
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_rate, parse_rate, parse_rates
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
@@ -233,7 +235,9 @@ def _measured(
     return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in finished]
 
 
-def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = ()) -> list[HookSpeedResult]:
+def measure(
+    case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = (), path: PathOptions | None = None
+) -> list[HookSpeedResult]:
     """Runs all contenders on one emulated cluster.
 
     Args:
@@ -242,13 +246,14 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
         numel: float32 elements in the bucket.
         rounds: Timed rounds.
         compressors: Compare these, instead of what runs without one.
+        path: Delay and loss between the nodes.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
     nodes, order = CASES[case]
     node_rates = [bits / 8 for bits in parse_rates(nic, len(nodes), "--nic")]
-    with EmulatedCluster([1] * len(nodes), nic) as cluster:
+    with EmulatedCluster([1] * len(nodes), nic, path=path) as cluster:
         outcome = run_forked(
             cluster,
             "gradwire.bench.studies.hook_speed",
@@ -313,6 +318,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nic", default="200mbit", help="rate of the links: one, or one for each node (default 200mbit)"
     )
+    parser.add_argument("--delay", help="one way, between the nodes: 40ms")
+    parser.add_argument("--loss", help="of the packets that a node sends: 0.1%%")
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of the bucket in 10^6 bytes (default 16)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument(
@@ -336,11 +343,14 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"hook_speed: {error}", file=sys.stderr)
         return 2
-    results = []
+    results, numel = [], round(options.megabytes * 1e6 / 4)
+    path = PathOptions(delay=options.delay, loss=options.loss)
     with clean_end():
         for case in options.cases or CASES:
-            results += measure(case, options.nic, round(options.megabytes * 1e6 / 4), options.rounds, compressors)
+            results += measure(case, options.nic, numel, options.rounds, compressors, path)
     rate = ", ".join(dict.fromkeys(format_rate(parse_rate(each, "--nic")) for each in options.nic.split(",")))
+    if options.delay or options.loss:
+        rate += f", {options.delay or 'no delay'} one way, {options.loss or 'no'} loss"
     title = f"{options.megabytes:g} MB, links of {rate}, median of {options.rounds} rounds; {machine_line()}"
     Console(width=120).print(table(results, title))
     if options.json is not None:
@@ -349,6 +359,8 @@ def main(argv: list[str]) -> int:
             "machine": machine_line(),
             "megabytes": options.megabytes,
             "nic": options.nic,
+            "delay": options.delay,
+            "loss": options.loss,
             "results": [asdict(one) for one in results],
         }
         options.json.write_text(json.dumps(record, indent=2) + "\n")

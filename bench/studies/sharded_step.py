@@ -96,7 +96,9 @@ class ShardedStepResult:
     fewer: float
 
 
-def make_contender(setting: Setting, place: ForkedRank, batch: tuple[int, int], rate: float | None) -> Contender:
+def make_contender(
+    setting: Setting, place: ForkedRank, batch: tuple[int, int], rate: float | None, layers: int
+) -> Contender:
     """A contender that trains a model of its own; all ranks make them in the same order.
 
     Args:
@@ -104,6 +106,7 @@ def make_contender(setting: Setting, place: ForkedRank, batch: tuple[int, int], 
         place: Of this rank.
         batch: (sequences, bytes in each) of a rank and step.
         rate: Bytes per second of the links; None where they have no limit.
+        layers: Of the model.
     """
     nodes, width = len(place.nodes), place.nodes[0]
     grid = init_device_mesh("cpu", (nodes, width), mesh_dim_names=("replicate", "shard"))
@@ -112,7 +115,7 @@ def make_contender(setting: Setting, place: ForkedRank, batch: tuple[int, int], 
     else:
         group = dist.new_group(backend=setting.backend)
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
-    model = ByteTransformer(context=batch[1], width=WIDTH, layers=LAYERS)
+    model = ByteTransformer(context=batch[1], width=WIDTH, layers=layers)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -144,7 +147,8 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
     Args:
         place: Where this rank is.
-        arguments: Rounds, sequences, bytes in each, bytes per second of the links (0: no limit), names of settings.
+        arguments: Rounds, sequences, bytes in each, bytes per second of the links (0: no limit), layers, names
+            of settings.
     """
     torch.set_num_threads(1)
     place.connect()
@@ -157,8 +161,8 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 def _measured(place: ForkedRank, arguments: list[str]) -> list[dict[str, object]]:
     """Every round of all settings; their models are gone when it returns."""
-    batch, rate, names = (int(arguments[1]), int(arguments[2])), float(arguments[3]) or None, arguments[4:]
-    contenders = [make_contender(one, place, batch, rate) for one in SETTINGS if one.name in names]
+    batch, rate, names = (int(arguments[1]), int(arguments[2])), float(arguments[3]) or None, arguments[5:]
+    contenders = [make_contender(one, place, batch, rate, int(arguments[4])) for one in SETTINGS if one.name in names]
     take_turns(contenders, rounds=int(arguments[0]), warmup=2, interface=place.interface)
     return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in contenders]
 
@@ -170,6 +174,7 @@ def measure(
     batch: tuple[int, int],
     names: Sequence[str],
     path: PathOptions | None = None,
+    layers: int = LAYERS,
 ) -> list[ShardedStepResult]:
     """Runs all settings on one emulated cluster.
 
@@ -180,6 +185,7 @@ def measure(
         batch: (sequences, bytes in each) of a rank and step.
         names: Of the settings, plain FSDP2 and native HSDP among them.
         path: Delay and loss between the nodes.
+        layers: Of the model.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
@@ -190,7 +196,7 @@ def measure(
         outcome = run_forked(
             cluster,
             "gradwire.bench.studies.sharded_step",
-            [str(rounds), *map(str, batch), str(rate), *names],
+            [str(rounds), *map(str, batch), str(rate), str(layers), *names],
             nodes=nodes,
             timeout_seconds=1200,
         )
@@ -236,6 +242,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument("--sequences", type=int, default=1, help="of a rank and step (default 1)")
     parser.add_argument("--tokens", type=int, default=32, help="bytes of text in a sequence (default 32)")
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"of the model (default {LAYERS})")
     parser.add_argument("--setting", action="append", metavar="WORDS", help="those whose name has WORDS; repeatable")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser
@@ -255,7 +262,8 @@ def main(argv: list[str]) -> int:
     results = []
     with clean_end():
         for case in options.cases or CASES:
-            results += measure(case, nic, options.rounds, (options.sequences, options.tokens), names, path)
+            batch = options.sequences, options.tokens
+            results += measure(case, nic, options.rounds, batch, names, path, options.layers)
     rate = "without a limit" if nic is None else f"of {format_rate(parse_rate(nic, '--nic'))}"
     if options.delay or options.loss:
         rate += f", {options.delay or 'no delay'} one way, {options.loss or 'no'} loss"
@@ -272,6 +280,7 @@ def main(argv: list[str]) -> int:
             "delay": options.delay,
             "loss": options.loss,
             "rounds": options.rounds,
+            "layers": options.layers,
             "batch": [options.sequences, options.tokens],
             "results": [asdict(one) for one in results],
         }

@@ -2,27 +2,29 @@
 
 import socket
 import struct
+import time
 from collections import deque
 
 import pytest
 
 from gradwire.comms.transport import pacing
-from gradwire.comms.transport.pacing import GAIN, REMEMBERED, Pacing, next_pace
+from gradwire.comms.transport.pacing import GAIN, REMEMBERED, SHORT_GAIN, Pacing, _Counts, next_pace
 
 SO_MAX_PACING_RATE = 47
 
 
-def settled(link: float, reached: float, first: float) -> tuple[float, int]:
+def settled(link: float, reached: float, first: float, gain: float) -> tuple[float, int]:
     """The pace after so many messages that it does not change any more, and how many that took.
 
     Args:
         link: Bytes per second that the path carries.
         reached: Share of what they may send that connections manage.
         first: Rate of the first message, which is held to nothing.
+        gain: Over the largest rate.
     """
     rates, pace = deque([first], maxlen=REMEMBERED), None
     for message in range(200):
-        following = next_pace(pace, rates)
+        following = next_pace(pace, rates, gain)
         if following == pace:
             return following, message
         pace = following
@@ -32,10 +34,13 @@ def settled(link: float, reached: float, first: float) -> tuple[float, int]:
 
 @pytest.mark.parametrize("reached", [0.92, 0.96, 1.0])
 @pytest.mark.parametrize("first", [0.001, 0.1, 0.7, 1.0])
-def test_whatever_the_first_message_got_a_path_is_filled_and_not_flooded(first: float, reached: float) -> None:
+@pytest.mark.parametrize("gain", [GAIN, SHORT_GAIN])
+def test_whatever_the_first_message_got_a_path_is_filled_and_not_flooded(
+    gain: float, first: float, reached: float
+) -> None:
     for link in (1e6, 12.5e6, 1.25e9):
-        pace, messages = settled(link, reached, first * link)
-        assert link <= pace <= GAIN * link
+        pace, messages = settled(link, reached, first * link, gain)
+        assert link <= pace <= gain * link
         assert messages < 150
 
 
@@ -51,20 +56,87 @@ def test_one_slow_message_slows_nothing() -> None:
     assert next_pace(13e6, [12e6, 1e6]) == pytest.approx(GAIN * 12e6)
 
 
-def test_the_kernel_holds_each_connection_to_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+class Path:
+    """What the kernel would count of connections over a path, by hand.
+
+    Args:
+        count: Connections.
+        trip_seconds: The shortest round trip.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, trip_seconds: float) -> None:
+        self.sockets = [socket.socket() for _ in range(count)]
+        self.counts = {each: _Counts(False, 0, trip_seconds, 0.0) for each in self.sockets}
+        monkeypatch.setattr(_Counts, "of", self.counts.__getitem__)
+
+    def carry(self, nbytes: int, seconds: float) -> None:
+        """Each connection has had so much acknowledged, and something under way for so long."""
+        for each, was in self.counts.items():
+            self.counts[each] = _Counts(
+                False, was.acknowledged_nbytes + nbytes, was.trip_seconds, was.busy_seconds + seconds
+            )
+
+    def close(self) -> None:
+        for each in self.sockets:
+            each.close()
+
+
+def test_what_was_handed_out_at_once_is_judged_when_the_next_message_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, held = Path(monkeypatch, 4, 0.08), Pacing()
+    held.begin(path.sockets)
+    held.end()  # all of it is in the kernel, and nothing has arrived
+    assert held.pace is None
+    path.carry(60_000, 0.38)  # of these a round trip until the first acknowledgement
+    held.begin(path.sockets)
+    assert held.pace == pytest.approx(SHORT_GAIN * 4 * 60_000 / 0.3)
+    assert [each.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) for each in path.sockets] == [600_000] * 4
+    path.close()
+
+
+def test_who_has_nothing_of_a_short_message_makes_it_no_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three chunks one connection of four gets none: the others' rates are what they are."""
+    path, held = Path(monkeypatch, 4, 0.08), Pacing()
+    held.begin(path.sockets)
+    held.end()
+    path.carry(60_000, 0.38)
+    idle = path.sockets[0]
+    path.counts[idle] = _Counts(False, 0, 0.08, 0.0)
+    held.begin(path.sockets)
+    assert held.pace == pytest.approx(SHORT_GAIN * 3 * 60_000 / 0.3)
+    path.close()
+
+
+def test_what_takes_less_than_some_round_trips_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, held = Path(monkeypatch, 4, 0.08), Pacing()
+    for _ in range(3):
+        held.begin(path.sockets)
+        held.end()
+        path.carry(10_000, 0.1)
+    assert held.pace is None
+    path.close()
+
+
+def test_a_long_message_is_judged_once_when_it_has_been_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, held = Path(monkeypatch, 4, 0.08), Pacing()
+    held.begin(path.sockets)
+    path.carry(1_000_000, 1.08)
+    held.end()
+    assert held.pace == pytest.approx(GAIN * 4e6)
+    path.carry(10_000, 1.0)  # what was still under way says nothing
+    held.begin(path.sockets)
+    assert held.pace == pytest.approx(GAIN * 4e6)
+    path.close()
+
+
+def test_the_kernel_holds_each_connection_to_its_share() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = [socket.create_connection(server.getsockname()) for _ in range(4)]
         theirs = [server.accept()[0] for _ in ours]
         held = Pacing()
-        monkeypatch.setattr(pacing, "LEAST_ROUND_TRIP_SECONDS", 0.0)
         unlimited = [each.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) for each in ours]
         held.begin(ours)
         held.begin(ours[:1])  # the message is the same one
-        for each, other in zip(ours, theirs, strict=True):
-            each.sendall(bytes(10_000))
-            other.recv(10_000, socket.MSG_WAITALL)
         held.end()
-        assert held.pace is not None and held.pace > 0
         assert [each.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) for each in ours] == unlimited
         held.pace = 4e6
         held.begin(ours)
@@ -97,9 +169,27 @@ def test_what_the_kernel_counts_stands_where_it_is_read() -> None:
         theirs.sendall(b"!")  # carries the acknowledgement
         ours.recv(1)
         facts = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, pacing._TCP_INFO.size)
-        segments, acknowledged, trip = pacing._TCP_INFO.unpack(facts)
+        segments, acknowledged, trip, busy = pacing._TCP_INFO.unpack(facts)
         # The kernel counts the connection's own first byte (RFC 4898: tcpEStatsAppHCThruOctetsAcked).
-        assert segments == 0 and acknowledged in (12_345, 12_346) and 0 < trip < 10_000_000
+        assert segments == 0 and acknowledged in (12_345, 12_346) and 0 < trip < 10_000_000 and busy < 10_000_000
         assert len(struct.pack("=I", 2**32 - 1)) == 4
+        ours.close()
+        theirs.close()
+
+
+def test_the_kernel_counts_how_long_something_is_under_way() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs = server.accept()[0]
+        before = _Counts.of(ours)
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:  # nobody reads: the last bytes cannot arrive
+                ours.send(bytes(1 << 20))
+        time.sleep(0.1)
+        now = _Counts.of(ours)
+        assert now.busy_seconds - before.busy_seconds > 0.05
+        time.sleep(0.05)
+        assert _Counts.of(ours).busy_seconds > now.busy_seconds
         ours.close()
         theirs.close()
