@@ -30,7 +30,7 @@ from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
 from gradwire.comms.plan.routes import Routes
 from gradwire.comms.report import Report
-from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
+from gradwire.comms.run.executor import Executor
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.transport.groups import Groups, Transport
 from gradwire.comms.transport.torch_group import Waiting
@@ -424,11 +424,11 @@ class Communicator:
         self._groups.abort(reason)
         self._groups.disconnect()
 
-    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+    def close(self, seconds: float | None = None) -> None:
         """Ends the lanes and releases shared memory and connections.
 
         Args:
-            seconds: For what is under way.
+            seconds: For what is under way; see `Executor.close`.
         """
         orderly = self.executor.close(seconds)
         self._leave()

@@ -138,12 +138,14 @@ class Executor(ABC):
         """Has a walk that moves compression state take its turn among the launches."""
 
     @abstractmethod
-    def close(self, seconds: float = CLOSING_SECONDS) -> bool:
+    def close(self, seconds: float | None = None) -> bool:
         """Ends everything when the launches under way have ended; later launches fail.
 
         Args:
-            seconds: For the launches under way. On a CPU those that have not ended then (a rank they need is gone, say)
-                are given up, and their futures completed with an error. On CUDA nothing is given up.
+            seconds: For the launches under way; by default `CLOSING_SECONDS` on a CPU, and on CUDA as long as the other
+                ranks are there, at most the time-out: nobody has waited for the step's averages yet. On a CPU those
+                that have not ended then (a rank they need is gone, say) are given up, and their futures completed with
+                an error. On CUDA nothing is given up here, and averages of what has not ended become NaN.
 
         Returns:
             Whether what it used may be closed in order: nothing waits on a device for what will not come.

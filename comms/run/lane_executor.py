@@ -102,12 +102,12 @@ class LaneExecutor(Executor):
             self.ledger.note_end(run, now)
             finish(run.launch, run.flat, None, now)
 
-    def close(self, seconds: float = CLOSING_SECONDS) -> bool:
+    def close(self, seconds: float | None = None) -> bool:
         """See `Executor.close`. Called from a lane (by the garbage collector, say), it waits for nothing."""
         self._lanes.close()
         if threading.current_thread() in self._threads:
             return True
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (CLOSING_SECONDS if seconds is None else seconds)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         for job in self._lanes.under_way():

@@ -1,6 +1,7 @@
 """The caller issues everything at once on CUDA, where there are no threads, and streams keep it in order."""
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.plan import Transfer
 from gradwire.comms.plan.routes import PhasePart, Route
-from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
+from gradwire.comms.run.executor import Executor
 from gradwire.comms.run.launches import Bucket, Launch, Open, RunningLaunch, WaitingLaunch, finish, pack
 from gradwire.comms.run.ledger import FirstFailure, Ledger
 from gradwire.comms.run.programs import Programs
@@ -262,12 +263,17 @@ class StreamExecutor(Executor):
         """See `Executor.rejoin`."""
         self._streams.rejoin()
 
-    def close(self, seconds: float = CLOSING_SECONDS) -> bool:
-        """See `Executor.close`: waits for the device, and gives up nothing."""
+    def close(self, seconds: float | None = None) -> bool:
+        """See `Executor.close`: waits for the device, and gives up nothing.
+
+        The host may be steps ahead of a rank that is late. Whoever is lost meanwhile interrupts, and ends the wait.
+        """
         self._closed = True
-        deadline = time.monotonic() + seconds
-        while not self._interrupted and self._device_is_busy and time.monotonic() < deadline:
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        while not self._interrupted and self._device_is_busy and not self._is_overdue and time.monotonic() < until:
             time.sleep(CLOSING_LOOK_SECONDS)
+        if self.is_under_way:
+            self._streams.verdict.give_up()  # an abort ends it, with any numbers
         self._failures.forget_frames()
         return not (self.aborted or self.is_under_way)
 
@@ -285,6 +291,10 @@ class StreamExecutor(Executor):
     def _device_is_busy(self) -> bool:
         direct = self._direct is not None and not IssuedWork(self._direct, lambda: self._interrupted).query()
         return direct or (self.deadline is not None and self.deadline.is_under_way)
+
+    @property
+    def _is_overdue(self) -> bool:
+        return self.deadline is not None and self.deadline.overdue() is not None
 
     def _give_up_now(self, error: Exception) -> None:
         """Ends everything because a launch could not be issued, and raises why.

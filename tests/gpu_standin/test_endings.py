@@ -57,3 +57,13 @@ def test_it_closes_in_order(torch_jobs: Jobs) -> None:
         assert found["error"] == ""
         assert found["stepped"] == 4
         assert found["weights"] == [-4.0] * 3
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_a_rank_that_closes_early_waits_for_the_last_step_of_a_late_one(plan: str, torch_jobs: Jobs) -> None:
+    """A model that goes out of scope closes its hook, while the host is ahead of the device."""
+    ranks = torch_jobs.run("endings.py", "behind", plan, *LONG, LINGER, ranks=3, NODES="aab")
+    assert ranks.statuses == [0, 0, 0], ranks.errors
+    for found in map(json.loads, ranks.outputs):
+        assert found["error"] == ""
+        assert found["weights"] == [-4.0] * 3

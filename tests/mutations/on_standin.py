@@ -3,6 +3,7 @@
 from mutations.mutation import Mutation
 
 _SCHEDULES = "tests/gpu_standin/test_schedules.py::test_every_schedule_gives_the_same_bits"
+_ENDINGS = "tests/gpu_standin/test_endings.py"
 
 ON_STANDIN = (
     Mutation(
@@ -52,5 +53,29 @@ ON_STANDIN = (
         "        for before in (torch.cuda.current_stream(self._index),):\n",
         "A step is decided while a chunk on the other stream still encodes.",
         (f"{_SCHEDULES}[room for all-compressed]",),
+    ),
+    Mutation(
+        "on the stand-in: torch's watchdog counts as gradwire does",
+        "comms/transport/nccl.py",
+        "WATCHDOG_MARGIN = timedelta(hours=1)",
+        "WATCHDOG_MARGIN = timedelta(0)",
+        "It is first, and ends the process after gradwire's error.",
+        (f"{_ENDINGS}::test_torchs_watchdog_ends_no_process_that_gradwire_has_given_up",),
+    ),
+    Mutation(
+        "on the stand-in: what was not averaged passes for an average",
+        "comms/run/stream_executor.py",
+        "            self._streams.verdict.apply_to(bucket.flat)\n",
+        "            pass\n",
+        "An optimizer steps on it, and the weights of the ranks differ.",
+        (f"{_ENDINGS}::test_no_step_is_taken_silently_on_what_was_not_averaged",),
+    ),
+    Mutation(
+        "on the stand-in: a rank that closes waits five seconds for the others",
+        "comms/run/stream_executor.py",
+        "        until = math.inf if seconds is None else time.monotonic() + seconds\n",
+        "        until = time.monotonic() + 5.0\n",
+        "The last step of a rank that is late is given up.",
+        (f"{_ENDINGS}::test_a_rank_that_closes_early_waits_for_the_last_step_of_a_late_one[hierarchical]",),
     ),
 )

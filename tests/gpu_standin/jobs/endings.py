@@ -2,8 +2,9 @@
 
     endings.py HOW PLAN TIMEOUT USERS_TIMEOUT LINGER     NODES has a letter for each rank; the last rank ends HOW
 
-HOW: `connect` (leaves while NCCL connects), `kill` (in the third step), `late` (stays away from it), `none`. Every rank
-that is left lives on for LINGER seconds and closes; then it prints what it has seen.
+HOW: `connect` (leaves while NCCL connects), `kill` (in the third step), `late` (stays away from it), `behind` (starts
+the last step LINGER seconds late, while the others close at once), `none`. Every rank that is left lives on for LINGER
+seconds and closes; then it prints what it has seen.
 """
 
 import json
@@ -58,6 +59,9 @@ def main(how: str, plan: str, timeout: str, users_timeout: str, linger: str) -> 
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "late":
                     time.sleep(float(linger))
+            if how == "behind" and last and step == STEPS - 1:
+                torch.cuda.synchronize()
+                time.sleep(float(linger))
             sources = [torch.full((numel,), float(rank)).cuda() for numel in NUMELS]
 
             def backward(sources: list[torch.Tensor] = sources) -> None:
@@ -80,6 +84,8 @@ def main(how: str, plan: str, timeout: str, users_timeout: str, linger: str) -> 
             found["stepped"] = step + 1
             if how == "kill":
                 time.sleep(1.0)
+        if how == "behind":  # the host has run ahead of the device, and of the rank that it waits for
+            state.close()
         torch.cuda.synchronize()
     except RuntimeError as error:
         found["error"] = f"{type(error).__name__}: {error}"
