@@ -441,7 +441,10 @@ class HookState(Face[GradientSession]):
 
     def _backward_ended(self) -> None:
         """Called by autograd."""
-        if self._life.backward_ended():
+        if not self._life.backward_ended():
+            return
+        behind_map = self._used_map is not None and self._used_map.ends_backward
+        if not (behind_map and queue_end_of_backward(self._end_step)):  # DDP has queued its own call by now
             self._end_step()
 
     def _launch_resumed(self, connection: GradientSession) -> None:

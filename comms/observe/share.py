@@ -1,4 +1,4 @@
-"""What ranks tell each other about themselves: a few numbers each, in one small all-reduce that nobody waits for."""
+"""What ranks tell each other about themselves: a few numbers each, in one small all-reduce that no host waits for."""
 
 import logging
 from array import array
@@ -18,6 +18,10 @@ class Shared:
 
     Every rank adds its own to zeros, so sums are exact, and any transport and plan will do: ranks * numbers * 8 bytes,
     which reports do not count.
+
+    On CUDA the current stream goes on behind it. What torch issues next on a group of its own (DDP the buffers of the
+    next forward pass, a script the mean of its loss) would run beside it, and on a GPU without room for both they would
+    wait for each other for ever.
 
     Args:
         communicator: All ranks share at the same point of its sequence of launches.
@@ -44,6 +48,7 @@ class Shared:
                 self._bucket.result().wait()  # the stream, not the host
                 self._host.copy_(flat, non_blocking=True)
                 self._copied = torch.cuda.current_stream(communicator.device).record_event()
+            communicator.rejoin()
 
     @property
     def has_come(self) -> bool:

@@ -14,7 +14,7 @@ by themselves: each from the end of the step before, on its own clock, to a buck
 
 **What is sent.** In a pulse, every `PULSE_STEPS` steps (in fast steps less often), four numbers a rank; all ranks then
 decide alike, from the same numbers, whether to look closer: two to four numbers a bucket, in the step after. Without a
-reason every `every` steps. Everything travels in one small all-reduce that nobody waits for.
+reason every `every` steps. Everything travels in one small all-reduce that no host waits for.
 
 **When a rank is named.** Of the last `WINDOW` steps the rank's waits without the longest, all of them, must be shorter
 than the waits of the median rank without the shortest, by more than the threshold T (`SHARE` of a step, at least

@@ -2,8 +2,9 @@
 
 On CUDA that sum and gradwire's could wait for each other for ever, where a GPU has no room for the kernels of all of
 them (comms/transport/launch_order.py), so they are never in flight together. With `find_unused_parameters` DDP issues
-the sum after each step's last bucket, and its stream waits for it before backward has ended; with `static_graph` before
-the first step's first bucket, and nothing waits. A state that has never seen its DDP model does not know of it: there
+the sum after each step's last bucket, and its stream waits for it in a call of autograd's when backward has ended; what
+gradwire issues for itself at the end of a step comes behind that call. With `static_graph` it is issued before the
+first step's first bucket, and nothing waits. A state that has never seen its DDP model does not know of it: there
 NCCL has to keep the order.
 
 Source: torch/csrc/distributed/c10d/reducer.cpp, `all_reduce_local_used_map` and who calls it (torch 2.13 to 2.15).
@@ -34,6 +35,11 @@ class UsedMap:
         known = model if isinstance(model, DistributedDataParallel) else None
         self._in_first_step = known is not None and known.static_graph
         self._in_every_step = known is not None and known.find_unused_parameters and not known.static_graph
+
+    @property
+    def ends_backward(self) -> bool:
+        """Whether DDP's stream waits for the sum when backward has ended, in the last of autograd's calls so far."""
+        return self._in_every_step
 
     def step_begins(self, device: torch.device, step: int) -> None:
         """A step's first bucket has come, and nothing is issued yet; the host waits for the sum in the first one.

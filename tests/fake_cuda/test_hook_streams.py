@@ -22,7 +22,7 @@ from fake_cuda.drive import (
     on_cuda,
     train,
 )
-from fake_cuda.machine import Machine
+from fake_cuda.machine import Machine, machine
 from fake_cuda.ranks import FakeProcessGroup
 from fake_cuda.streams import side_stream
 from gradwire.comms.step.listeners import TUNER
@@ -96,6 +96,31 @@ def test_every_step_is_watched(plan: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(deadline, "watch", watch)
     on_cuda(4, train("aabb", LONG, shapes=SMALL, whole=True, quiet=True, plan=plan, chunks=1))
     assert len(watched) >= 4 * len(LONG)
+
+
+@pytest.mark.parametrize("plan", ["flat", "leader", "hierarchical"])
+def test_what_torch_issues_between_steps_is_behind_every_collective(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP broadcasts the model's buffers next, on a communicator that gradwire does not know of."""
+    stragglers = first_module("gradwire.comms.observe.stragglers")
+    monkeypatch.setattr(stragglers, "PULSE_SECONDS", 0.0)
+    shared, real = [], stragglers.Shared
+
+    def share(*arguments: Any) -> Any:
+        shared.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(stragglers, "Shared", share)
+    ahead: list[str] = []
+
+    def before(job: Job, step: int) -> None:
+        device = machine().devices[job.rank]
+        clock = machine().current(job.rank).clock
+        sent = [entry for entry in device.schedule if entry.kind == "collective"]
+        ahead.extend(f"{each.op} before step {step}" for each in sent if clock.get(each.stream, 0) < each.tick)
+
+    on_cuda(4, train("aabb", LONG, before=before, shapes=SMALL, whole=True, quiet=True, plan=plan, chunks=1))
+    assert len(shared) >= 4 * 2
+    assert not ahead
 
 
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])

@@ -220,4 +220,12 @@ STREAMS = (
         "Nothing orders them after the collectives on torch's streams.",
         (f"{_LAUNCHES}test_bits.py::test_the_kernels_of_cuda_give_the_bits_of_the_cpu[int8]",),
     ),
+    Mutation(
+        "what ranks tell of themselves is in the way of what torch issues",
+        "comms/observe/share.py",
+        "            communicator.rejoin()\n",
+        "",
+        "DDP's broadcast of running means and a sum of gradwire's wait for each other on a GPU with room for one.",
+        (f"{_HOOK}test_what_torch_issues_between_steps_is_behind_every_collective",),
+    ),
 )

@@ -13,6 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.comms.bootstrap.compat import GradBucket, queue_end_of_backward
 from gradwire.comms.step.used_map import UsedMap
 
 CUDA = torch.device("cuda", 0)
@@ -61,3 +62,29 @@ def test_where_ddp_sums_the_map(
         used.step_begins(CUDA, step)
         used.last_is_issued(recorded)
     assert (recorded.waited, recorded.rejoined) == (first, 3 * every)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_call_that_is_queued_when_backward_has_ended_comes_behind_ddps() -> None:
+    """DDP takes the averages in a call of autograd's, and waits for its map there: gradwire's step ends behind it."""
+    layer = nn.Linear(2, 2)
+    model = DistributedDataParallel(layer, find_unused_parameters=True)
+    seen: list[float] = []
+
+    def note() -> None:
+        assert layer.bias.grad is not None
+        seen.append(float(layer.bias.grad[0]))
+
+    def ended() -> None:
+        note()
+        assert queue_end_of_backward(note)
+
+    def threefold(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        assert queue_end_of_backward(ended)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(3 * bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, threefold)
+    model(torch.ones(1, 2)).sum().backward()
+    assert seen == [1.0, 3.0]
