@@ -219,6 +219,8 @@ def a_killed_rank_leaves_the_others_able_to_abort(where: str) -> None:
     comm, stream = connect(blocking=blocking), cuda.stream()
     if where == "connecting":
         assert nccl.state(comm) == IN_PROGRESS
+        say("connecting")  # rank 0 has made the id: one that came after its end would get an error
+        until(lambda: all(heard("connecting", rank) for rank in range(RANKS - 1)), "a rank has not come to connect")
     else:
         rounds = 0 if where == "first" else 3
         mine = floats(1.0)
