@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from real_scripts.job import JobError
+from real_scripts.job import SECONDS, JobError
 from real_scripts.scripts import SCRIPTS, Script
 from real_scripts.sources import SourceError
 from real_scripts.trial import Failure, Verdict, judge, run_modes
@@ -31,14 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ("script", "plain DDP", "none", "int8", "saved, killed, resumed")
 
 
-def attempt(script: Script, sources: Path, scratch: Path) -> tuple[Verdict | None, str]:
-    """Tries a script; its row, or None and why there is none."""
+def attempt(script: Script, sources: Path, scratch: Path, seconds: float) -> tuple[Verdict | None, str]:
+    """Tries a script, each run for so many seconds at most; its row, or None and why there is none."""
     if missing := script.lacks():
         return None, f"not run, because {missing}"
     folder = scratch / "".join(letter if letter.isalnum() else "-" for letter in script.name)
     try:
         prepared = script.prepare(sources, folder / "script", on_cpu=torch.cuda.device_count() < 2)
-        return judge(script, run_modes(script, prepared, folder)), "passed"
+        return judge(script, run_modes(script, prepared, folder, seconds)), "passed"
     except (SourceError, JobError, Failure) as error:
         return None, f"FAILED: {error}"
 
@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="of scripts, or parts of names; default: all")
     parser.add_argument("--sources", type=Path, help="folder with a clone of each repository, as OWNER+NAME")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "real_scripts", help="for everything else")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"that one run may take (default {SECONDS:g})")
     options = parser.parse_args()
     scratch = options.scratch.absolute()
     sources = (options.sources or scratch / "sources").absolute()
@@ -71,7 +72,7 @@ def main() -> int:
     outcomes = {}
     for script in chosen:
         started = time.monotonic()
-        outcomes[script.name] = attempt(script, sources, scratch)
+        outcomes[script.name] = attempt(script, sources, scratch, options.seconds)
         print(f"{script.name}: {outcomes[script.name][1]} [{time.monotonic() - started:.0f} s]", flush=True)
     print(table(outcomes))
     return 1 if any(said.startswith("FAILED") for _, said in outcomes.values()) else 0

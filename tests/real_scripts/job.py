@@ -13,8 +13,8 @@ from pathlib import Path
 from gradwire.bench.emulation.launch import held_port
 
 RANKS = 2
-SECONDS = 600
-"""For one run, on a machine with other work to do."""
+SECONDS = 600.0
+"""For one run, on a machine with some other work to do."""
 
 OBSERVER = Path(__file__).with_name("observer.py")
 
@@ -89,6 +89,7 @@ def run(
     variables: Mapping[str, str],
     killed: int = 0,
     starts_ranks: bool = False,
+    seconds: float = SECONDS,
 ) -> list[Record]:
     """Runs a command as all ranks, and returns what each did.
 
@@ -99,6 +100,7 @@ def run(
         variables: Added to the environment.
         killed: The ranks kill themselves after this optimizer step; 0: they end by themselves.
         starts_ranks: The command starts the ranks itself; else each rank is one process of it.
+        seconds: For all of it.
 
     Raises:
         JobError: A rank fails, ends too early, or takes too long.
@@ -109,17 +111,21 @@ def run(
     shared = environment_of(record, {"REAL_SCRIPTS_KILL_AFTER": str(killed), **variables})
     with held_port() as port:
         own = [{}] if starts_ranks else [torchrun_environment(rank, port) for rank in range(RANKS)]
-        ended = _run_all(command, folder, record, [shared | each for each in own])
+        ended = _run_all(command, folder, record, [shared | each for each in own], seconds)
     wanted = -9 if killed else 0
     if ended != [wanted] * len(own):
-        how = f"ended with {ended}, wanted {wanted}" if ended else f"took more than {SECONDS} s"
+        how = (
+            f"ended with {ended}, wanted {wanted}"
+            if ended
+            else f"took more than {seconds:g} s: `--seconds` gives it more"
+        )
         said = "\n".join((record / f"{number}.txt").read_text()[-3000:] for number in range(len(own)))
         raise JobError(f"`{' '.join(command)}` {how}:\n{said}")
     return [read(record, rank) for rank in range(RANKS)]
 
 
 def _run_all(
-    command: Sequence[str], folder: Path, record: Path, environments: Sequence[Mapping[str, str]]
+    command: Sequence[str], folder: Path, record: Path, environments: Sequence[Mapping[str, str]], seconds: float
 ) -> list[int]:
     """One process an environment; how each ended, or nothing where one took too long."""
     processes = []
@@ -135,7 +141,7 @@ def _run_all(
                     stderr=subprocess.STDOUT,
                 )
             )
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     try:
         return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in processes]
     except subprocess.TimeoutExpired:

@@ -48,17 +48,17 @@ Runs = dict[str, list[list[Record]]]
 """Of each mode: the ranks' records of the first run and, where a script saves, of the resumed one."""
 
 
-def run_modes(script: Script, folder: Path, scratch: Path) -> Runs:
-    """Runs a script in every mode."""
+def run_modes(script: Script, folder: Path, scratch: Path, seconds: float) -> Runs:
+    """Runs a script in every mode; each run may take so many seconds."""
     found = {}
     for mode in MODES:
         place = script.copy(folder, scratch / f"run-{mode or 'plain'}")
         variables = {"GRADWIRE_HOOK": mode, **script.variables}
         record = scratch / f"record-{mode or 'plain'}"
-        runs = [job.run(script.command, place, record, variables, script.killed_after, script.starts_ranks)]
+        runs = [job.run(script.command, place, record, variables, script.killed_after, script.starts_ranks, seconds)]
         if script.resume is not None:
             record = record.with_name(record.name + "-resumed")
-            runs.append(job.run((*script.command, *script.resume), place, record, variables))
+            runs.append(job.run((*script.command, *script.resume), place, record, variables, seconds=seconds))
         found[mode] = runs
     return found
 
