@@ -17,7 +17,7 @@ from gradwire.comms.plan.planner import (
     NCCL_NAMES,
     candidates,
 )
-from gradwire.compressors.optim.fit import ORTHOGONALISING, known_to_end_behind
+from gradwire.compressors.optim.fit import ADAPTIVE, ORTHOGONALISING, known_to_end_behind
 from gradwire.compressors.registry import options_of
 from gradwire.topology.cluster import Cluster
 
@@ -57,11 +57,28 @@ ANY_OPTIMIZER = "any"
 """Nobody has said which: then only what is known to fit all that were tried is recommended."""
 SAY_OPTIMIZER = "; say which optimizer is yours"
 """Ends a caution that does not hold for every optimizer, if nobody has said which it is."""
-NAMES = {"sgd": "SGD", "adamw": "AdamW"}
-TRIED_OPTIMIZERS = tuple(NAMES)
-"""Those that docs/results/convergence.md has trainings with."""
-UNTRAINED = {"waterfill5": ("sgd", "adamw"), "waterfill3": ("sgd",), "waterfill2": ("sgd",)}
-"""Compressor -> those of `TRIED_OPTIMIZERS` under which nobody has trained with it: docs/results/compressors.md."""
+NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
+TRIED_OPTIMIZERS = ("sgd", "adamw")
+"""Those that docs/results/convergence.md has trainings with; what is recommended for any optimizer fits both."""
+TRAINED = {
+    "none": tuple(NAMES),
+    "bf16": tuple(NAMES),
+    "bf16_packed": tuple(NAMES),  # its numbers are those of bf16
+    "fp16": tuple(NAMES),
+    "int8": tuple(NAMES),
+    "waterfill5": ("muon",),
+    "waterfill4": tuple(NAMES),
+    "waterfill3": ("adamw", "muon"),
+    "int4": tuple(NAMES),
+    "rotated4": ("adamw", "muon"),
+    "rotated2": ("adamw", "muon"),
+    "waterfill2": ("adamw", "muon"),
+    "powersgd": tuple(NAMES),
+    "onebit": ("sgd", "muon"),
+    "dgc": ("sgd", "muon"),
+}
+"""Compressor -> the optimizers of `NAMES` with which docs/results/convergence.md or docs/results/optimizers.md has a
+training of it. What is not here, such as a codec of the user's own, nobody has trained with: it is not recommended."""
 UNLIKE_OPTIMIZERS = ("muon",)
 """Those whose trainings end behind with much that fits `TRIED_OPTIMIZERS`: docs/results/optimizers.md."""
 
@@ -70,6 +87,10 @@ FOR_MUON = {
     "rotated2": "under others waterfill2 ends as near and costs less",
 }
 """Compressors that are recommended under optimizers that make all directions of a matrix alike only, and why."""
+
+UNMEASURED_ON_GPUS = ("rotated4", "rotated2")
+"""Compressors whose cost on a GPU nobody has measured, and is no matter of the bytes alone: docs/results/optimizers.md,
+"The price"."""
 
 ON_CPUS = ("bf16_packed",)
 """Compressors that are not offered on GPUs: there exponents are not packed, and this one is bf16."""
@@ -251,7 +272,7 @@ def _offer(
         exposed,
         _is_hidden(exposed, workload, by_size[sizes[-1]] if sizes else whole),
         _limit(whole, cluster),
-        caution_of(price.name, workload.optimizer),
+        caution_of(price.name, workload.optimizer, library=library),
         name in PLANS if price.name == "none" else name == "hierarchical",
     )
 
@@ -280,17 +301,22 @@ def _limit(plan: Plan, cluster: Cluster) -> str:
     return names.get(plan.limit, f"{plan.limit} links")
 
 
-def caution_of(compressor: str, optimizer: str) -> str:
+def caution_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str:
     """Returns why a compressor is not to be recommended for the gradients of every step; empty where it may be.
 
     Args:
         compressor: As in `compressor=`.
         optimizer: `sgd`, `adam`, ...; or `ANY_OPTIMIZER`.
+        library: `nccl` where gradients are on GPUs.
     """
-    if optimizer == ANY_OPTIMIZER:
-        reasons = (_caution(compressor, each) for each in TRIED_OPTIMIZERS)
-        return next((f"{reason}{SAY_OPTIMIZER}" for reason in reasons if reason), "")
-    reason = _caution(compressor, optimizer)
+    if compressor not in TRAINED:
+        return f"nobody here has trained with {compressor}: see where a training ends before you rely on it"
+    asked = TRIED_OPTIMIZERS if optimizer == ANY_OPTIMIZER else (optimizer,)
+    reason = next(filter(None, (_caution(compressor, each) for each in asked)), "")
+    if reason and optimizer == ANY_OPTIMIZER:
+        return f"{reason}{SAY_OPTIMIZER}"
+    if not reason and library == "nccl" and compressor in UNMEASURED_ON_GPUS:
+        return f"what {compressor} costs on a GPU was never measured: try it there, beside int8"
     return f"{reason}; the optimizer is {optimizer}" if reason and compressor in SGD_ONLY else reason
 
 
@@ -299,10 +325,21 @@ def _caution(compressor: str, optimizer: str) -> str:
         return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]})"
     if compressor in FOR_MUON and not any(part in optimizer.lower() for part in ORTHOGONALISING):
         return f"{compressor} is made for Muon ({FOR_MUON[compressor]})"
-    # One of the user's own has options that nobody knows here, and nothing is known of it.
-    options = options_of(compressor) if compressor in HARMLESS_FIRST else {}
-    cost = known_to_end_behind(compressor, options, optimizer)
-    return f"{compressor} {cost}" if cost else ""
+    cost = known_to_end_behind(compressor, options_of(compressor), optimizer)
+    if cost:
+        return f"{compressor} {cost}"
+    untrained = [NAMES[each] for each in _tried_like(optimizer) if each not in TRAINED[compressor]]
+    return f"nobody has trained with {compressor} under {' or '.join(untrained)}" if untrained else ""
+
+
+def _tried_like(optimizer: str) -> tuple[str, ...]:
+    """Those of `NAMES` whose trainings say something of an optimizer: of an unknown one all of `TRIED_OPTIMIZERS`."""
+    kind = optimizer.lower()
+    if any(part in kind for part in ORTHOGONALISING):
+        return ("muon",)
+    if any(part in kind for part in ADAPTIVE):
+        return ("adamw",)
+    return ("sgd",) if kind == "sgd" else TRIED_OPTIMIZERS
 
 
 def condition_of(compressor: str, optimizer: str) -> str:
@@ -314,13 +351,8 @@ def condition_of(compressor: str, optimizer: str) -> str:
     """
     if compressor in SGD_ONLY:
         return "It takes over SGD's momentum: compressor_options=gradwire.take_momentum(optimizer)."
-    anyone = optimizer == ANY_OPTIMIZER
-    asked = TRIED_OPTIMIZERS if anyone else (optimizer.lower(),)
-    untrained = [NAMES[each] for each in asked if each in UNTRAINED.get(compressor, ())]
-    behind = [each.title() for each in UNLIKE_OPTIMIZERS if anyone and _caution(compressor, each)]
-    said = [f"No training with it was made under {' or '.join(untrained)}."] if untrained else []
-    said += [f"Under {behind[0]} it ends behind: say which optimizer is yours."] if behind else []
-    return " ".join(said)
+    behind = [each.title() for each in UNLIKE_OPTIMIZERS if optimizer == ANY_OPTIMIZER and _caution(compressor, each)]
+    return f"Under {behind[0]} it ends behind: say which optimizer is yours." if behind else ""
 
 
 def _enough_gain(cluster: Cluster, exact: Offer, flat: Offer) -> bool:

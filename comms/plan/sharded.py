@@ -658,7 +658,7 @@ def _offer(
         memory,
         None if load.memory_nbytes is None else needed <= load.memory_nbytes,
         _limit(costs.cluster, named.values()),
-        caution_of(compressor, load.optimizer),
+        caution_of(compressor, load.optimizer, library=costs.library),
     )
 
 

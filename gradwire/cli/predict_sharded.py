@@ -236,7 +236,10 @@ def as_table(
         console.print(
             "Whether the nodes beat one depends on the passes: say --backward-ms.\n", style="bold", highlight=False
         )
-    console.print(f"recommended: {_headline(chosen)}", style="bold", highlight=False)
+    headline = _headline(chosen)
+    if gains is not None and gains.one_is_faster:
+        headline = f"one node alone; of what takes all nodes: {headline}"
+    console.print(f"recommended: {headline}", style="bold", highlight=False)
     console.print(advice.why, highlight=False)
     console.print(f"write: {_line_of(chosen)}\n", highlight=False)
     passes = (

@@ -14,6 +14,9 @@ from gradwire.topology.cluster import Cluster
 
 Object = dict[str, object]
 
+RARELY_OR_ALONE = "one node alone, or gradwire.Outer, which exchanges every few steps"
+"""What comes before anything that sends gradients at every step, where one node alone is faster than that."""
+
 
 def as_json(
     cluster: Cluster, workload: Workload, advice: Advice, planning_seconds: float, gains: "Gains | None" = None
@@ -48,6 +51,7 @@ def as_json(
             "compressor": advice.recommend.compressor,
             "why": advice.recommend.why,
             "write": advice.recommend.write,
+            "first": None if gains is None or not gains.one_is_faster else RARELY_OR_ALONE,
         },
         "against_one_node": None
         if gains is None
@@ -94,13 +98,19 @@ class Gains:
             recommended=nodes * one / best.step_seconds,
         )
 
+    @property
+    def one_is_faster(self) -> bool:
+        """Whether one node alone trains at least as much as all of them, whatever they send at every step."""
+        return max(self.exact, self.flat, self.recommended) <= 1
+
     def __str__(self) -> str:
         """One sentence."""
         said = f"{self.nodes} nodes train {self.flat:.2f} times as much as {self.one} with {self.plain}"
         said += f", {self.exact:.2f} times with the best exact plan" if self.exact > 1.01 * self.flat else ""
         lossy = self.recommended > 1.01 * max(self.exact, self.flat)
-        said += f", {self.recommended:.2f} times with what is recommended" if lossy else ""
-        return said + (": one node alone is faster" if max(self.exact, self.flat, self.recommended) <= 1 else "") + "."
+        best = "the best compressor" if self.one_is_faster else "what is recommended"
+        said += f", {self.recommended:.2f} times with {best}" if lossy else ""
+        return said + (": one node alone is faster" if self.one_is_faster else "") + "."
 
 
 def break_even(nodes: int, advice: Advice) -> str:
@@ -163,7 +173,17 @@ def as_table(
     first = str(gains) if gains is not None else break_even(len(cluster.nodes), advice)
     if first:
         console.print(f"{first} Predicted, not measured.\n", style="bold", highlight=False)
-    console.print(f"recommended: plan {chosen.plan}, compressor {chosen.compressor}", style="bold", highlight=False)
+    alone = gains is not None and gains.one_is_faster
+    if alone:
+        console.print(f"recommended: {RARELY_OR_ALONE}", style="bold", highlight=False)
+        console.print("write: outer = gradwire.Outer(model, optimizer)", highlight=False, markup=False)
+        console.print("Where it ends, and its settings: docs/how-to/slow_links.md.\n", highlight=False)
+    choice = f"plan {chosen.plan}, compressor {chosen.compressor}"
+    console.print(
+        f"{'with gradients at every step' if alone else 'recommended'}: {choice}",
+        style="" if alone else "bold",
+        highlight=False,
+    )
     console.print(f"write: {advice.recommend.write}", highlight=False, markup=False)
     console.print(f"{chosen.why}\n", highlight=False)
     console.print(

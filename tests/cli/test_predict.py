@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.cli.predict import main
+from gradwire.cli.predict import OPTIMIZERS, main
 from gradwire.cli.predict_show import node_counts
 from gradwire.comms.plan.advise import ON_CPUS
 from gradwire.compressors import registry
+from gradwire.compressors.codecs.quantize import QuantizeCodec
 
 AIAK = ["--preset", "dgx_a100", "--nodes", "4", "--nic", "25gbit", "--gradient-mb", "113.2"]
 FIXTURES = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures"
@@ -163,6 +164,35 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "steps.svg").read_text()
 
 
+SLOW = ["--model", "gpt2", "--nodes", "2", "--nic", "100mbit"]
+
+
+def test_where_one_node_alone_is_faster_that_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SLOW, "--optimizer", "adamw"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    first = text.index("recommended: one node alone, or gradwire.Outer")
+    assert "one node alone is faster" in text[:first] and "write: outer = gradwire.Outer(model, optimizer)" in text
+    assert text.index("with gradients at every step: plan hierarchical, compressor") > first
+    assert "gradwire.Outer" in str(ask(capsys, *SLOW)["recommend"]["first"])  # type: ignore[index]
+    quick = ["--model", "gpt2", "--nodes", "2", "--nic", "25gbit"]
+    assert ask(capsys, *quick)["recommend"]["first"] is None  # type: ignore[index]
+    assert main(quick) == 0
+    assert "recommended: plan" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_codec_of_ones_own_is_not_recommended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    registry.register_codec("own", lambda: QuantizeCodec(4))
+    for optimizer in OPTIMIZERS:
+        answer = ask(capsys, *SLOW, "--optimizer", optimizer)
+        assert answer["recommend"]["compressor"] not in ("own", "rotated4", "rotated2")  # type: ignore[index]
+        assert "nobody here has trained with own" in answer["plans"]["hierarchical+own"]["caution"]  # type: ignore[index]
+    assert main([*SLOW, "--optimizer", "muon"]) == 0
+    assert "note: what rotated4 costs on a GPU was never measured" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_picture_shows_the_number_that_was_asked_for() -> None:
     assert node_counts(4) == [1, 2, 4, 8, 16]
     assert 48 in node_counts(48)
@@ -180,7 +210,11 @@ def test_the_page_shows_what_the_commands_print(
         assert main(shlex.split(command.replace("\\\n", " "))[2:]) == 0
         printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
         lines = [line for line in block.splitlines() if line.strip() not in ("", "...")]
-        assert lines == [line for line in printed if line in lines]
+        gone = [line for line in lines if line not in printed]
+        assert lines == [line for line in printed if line in lines], (
+            f"docs/how-to/predict.md is behind `COLUMNS=80 {' '.join(command.split())}`, which prints no {gone}. "
+            "Paste from this, with `...` for the rows that are left out:\n" + "\n".join(printed)
+        )
 
 
 def test_a_machine_that_nobody_named_is_assumed_and_said(capsys: pytest.CaptureFixture[str]) -> None:

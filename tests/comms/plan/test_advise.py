@@ -1,11 +1,16 @@
 """The verdict: which plan, and whether to compress at all."""
 
 import pytest
+from torch import Tensor
 
 from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
     HARMLESS_FIRST,
+    NAMES,
     ON_CPUS,
+    SAY_OPTIMIZER,
+    TRAINED,
+    UNMEASURED_ON_GPUS,
     Advice,
     Workload,
     advise,
@@ -17,7 +22,7 @@ from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.planner import candidates
 from gradwire.compressors import registry
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
-from support.convergence_page import ended_behind
+from support.convergence_page import ended_behind, trained
 
 NVSWITCH = Link(4e-6, 235e9)
 GRADIENT = 113_200_000
@@ -141,5 +146,52 @@ def test_nothing_is_recommended_that_the_convergence_page_calls_behind() -> None
 def test_an_optimizer_that_nobody_has_said_gets_what_fits_all() -> None:
     for name in ("onebit", "dgc", "powersgd", "waterfill2"):
         assert caution_of(name, ANY_OPTIMIZER).endswith("say which optimizer is yours")
-    for name in ("fp16", "bf16", "int8", "int4", "waterfill4", "waterfill3"):
+    assert caution_of("waterfill3", ANY_OPTIMIZER).endswith("trained with waterfill3 under SGD" + SAY_OPTIMIZER)
+    for name in ("fp16", "bf16", "int8", "int4", "waterfill4"):
         assert caution_of(name, ANY_OPTIMIZER) == ""
+
+
+def test_the_table_of_what_was_trained_is_that_of_the_pages() -> None:
+    assert set(TRAINED) == set(registry.BUILT_IN) == set(HARMLESS_FIRST)
+    on_pages = trained() & {(name, optimizer) for name in registry.BUILT_IN for optimizer in NAMES}
+    exact = {("none", optimizer) for optimizer in NAMES}
+    as_bf16 = {("bf16_packed", optimizer) for optimizer in NAMES if optimizer in TRAINED["bf16"]}
+    table = {(name, optimizer) for name, optimizers in TRAINED.items() for optimizer in optimizers}
+    assert table == on_pages | exact | as_bf16
+
+
+class NothingCodec:
+    """Faster than all that were trained with, because it sends next to nothing."""
+
+    def wire_nbytes(self, numel: int) -> int:
+        return 1 + numel // 64
+
+    def encode(self, flat: Tensor, payload: Tensor) -> None:
+        payload.zero_()
+
+    def decode(self, payload: Tensor, flat: Tensor) -> None:
+        flat.zero_()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "other", ANY_OPTIMIZER])
+def test_nothing_is_recommended_that_nobody_has_trained_with(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    registry.register_codec("own", NothingCodec)
+    alike = ("sgd", "adamw") if optimizer in ("other", ANY_OPTIMIZER) else (optimizer,)
+    for nodes, gbit in ((2, 0.01), (2, 1), (4, 0.1)):
+        for library in ("nccl", "gloo"):
+            advice = ask(cluster_of(nodes, gbit), 50.0, optimizer, library)
+            own = advice.offer("hierarchical+own")
+            assert own.step_seconds < advice.offer("hierarchical+int4").step_seconds
+            assert "trained with own" in own.caution
+            assert set(alike) <= set(TRAINED[advice.recommend.compressor])
+
+
+def test_what_was_never_measured_on_a_gpu_is_not_recommended_there() -> None:
+    assert all(caution_of(name, "muon", library="nccl") for name in UNMEASURED_ON_GPUS)
+    assert "on a GPU was never measured" in caution_of("rotated4", "muon", library="nccl")
+    for nodes, gbit in ((2, 0.01), (2, 1), (4, 0.1)):
+        advice = ask(cluster_of(nodes, gbit), 50.0, "muon", "nccl")
+        assert advice.recommend.compressor not in UNMEASURED_ON_GPUS
+        assert advice.offer("hierarchical+rotated4").caution
+    assert caution_of("rotated4", "muon") == ""

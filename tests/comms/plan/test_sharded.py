@@ -298,7 +298,7 @@ def test_hybrid_instead_of_full_where_it_fits() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", ANY_OPTIMIZER])
 def test_nothing_is_recommended_that_the_convergence_page_calls_behind(optimizer: str) -> None:
     refused = {name for name, kind in ended_behind() if optimizer in (kind, ANY_OPTIMIZER)}
-    assert refused
+    assert ended_behind() and (refused or optimizer == "sgd")  # of all that was trained, nothing ended behind under SGD
     for name, cluster in CLUSTERS.items():
         for gbit, passes in ((0.01, (0.0, 1.0)), (0.1, (0.05,)), (1.0, (0.0, 0.05)), (10.0, (0.0, 1.0))):
             slow = replace(
