@@ -20,7 +20,6 @@ from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, ncc
 from gradwire.comms.bootstrap.door import Directory, Door, Place
 from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.hardware import Hardware
-from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore, epoch_store
@@ -145,7 +144,11 @@ class Communicator:
             directory = Directory(presences.start, rank, doors, node, door)
             board = FailureBoard(store, rank, size, directory=directory)
         self._board = board
-        interface = interface_of(presences, rank, config)
+        interface = None
+        if config.nics == NIC_PER_RANK:
+            from gradwire.comms.bootstrap.nics import interface_of  # here: gloo takes one for all, where nobody asks
+
+            interface = interface_of(presences, rank, config)
         self.cards = _cards(presences, rank, config)
         """This host's network cards, where large messages go over several; None where they do not."""
         if self.cards is not None and interface is None:
@@ -386,6 +389,8 @@ class Communicator:
 
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
+        from gradwire.comms.bootstrap.nics import describe_nics  # here: a step without a report needs none
+
         in_use = self.routes.plans()
         plans = dict.fromkeys(describe_plans(in_use, self.cluster.level_names))
         if self.compressor is not None:

@@ -290,7 +290,7 @@ class TwoStage(Stateful):
             return_codec: As for `two_stage`.
             residuals: As for `two_stage`.
         """
-        yield from two_stage(source, target, group, codec, return_codec, residuals)
+        return two_stage(source, target, group, codec, return_codec, residuals)
 
     def codec_for(self, layout: Layout, rank: int) -> Codec:
         """Returns the codec for this step's payload of this shard: codecs with random numbers override this."""

@@ -33,7 +33,7 @@ def describe_nics(presences: Sequence[Presence], config: Config, *, all_used: bo
 
 
 def interface_of(presences: Sequence[Presence], rank: int, config: Config) -> str | None:
-    """The interface that gloo is to use on this rank; None leaves the choice to gloo.
+    """The interface that gloo is to use on this rank; None where `nics` leaves the choice to gloo.
 
     Args:
         presences: Of all ranks, in rank order.

@@ -19,7 +19,6 @@ from gradwire.comms.plan.schedule import has_owners_by_links
 from gradwire.comms.run.launches import RunningLaunch
 from gradwire.comms.run.ledger import Ledger
 from gradwire.comms.streams import Mark
-from gradwire.comms.transport.exchange import all_to_all_of, exchange
 from gradwire.comms.transport.groups import Groups, IssuesTogether, Transport, way_back
 from gradwire.comms.transport.torch_group import Works
 from gradwire.compressors.base import (
@@ -222,6 +221,8 @@ class Programs:
         """
         group = self._groups[lane, transfer.members]
         if isinstance(transfer, Exchange):
+            from gradwire.comms.transport.exchange import exchange  # here: ranks of like nodes need none
+
             return exchange(group, flat, transfer, self._rank)
         whole = transfer.stop - transfer.start == flat.numel()  # a view costs the host what ten lines of Python do
         view = flat if whole else flat[transfer.start : transfer.stop]
@@ -304,6 +305,8 @@ def _issue_one(transport: Transport, collective: Collective) -> Work:
         start, stop = collective.bounds[transport.rank : transport.rank + 2]
         output[start:stop] = source
         return transport.all_gather_slices(output.view(-1), [width * bound for bound in collective.bounds])
+    from gradwire.comms.transport.exchange import all_to_all_of  # here: equal parts need none
+
     splits = [width * (stop - start) for start, stop in pairwise(collective.bounds)]
     return all_to_all_of(transport, output.view(-1), source.view(-1), splits)
 

@@ -144,7 +144,7 @@ class TorchTransport:
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Transport.all_reduce`. Gloo runs a ring: each element is summed on one rank and copied to the others."""
         scale_in_place(tensor, scale)
-        return self._pending(self._group.allreduce([tensor], dist.AllreduceOptions()))
+        return Waiting(self._group.allreduce([tensor], dist.AllreduceOptions()), self._alarm)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_to_all`."""
@@ -154,7 +154,7 @@ class TorchTransport:
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`."""
         issue = getattr(self._group, ALL_GATHER_SINGLE)
-        return self._pending(issue(output.view(-1), source.view(-1), AllgatherOptions()))
+        return Waiting(issue(output.view(-1), source.view(-1), AllgatherOptions()), self._alarm)
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0, rings: Rings = ()) -> Work:
         """See `Transport.reduce_scatter`. Every rank sends each slice to its owner, which sums in rank order.
@@ -215,7 +215,7 @@ class TorchTransport:
         """See `Transport.broadcast`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._pending(self._group.broadcast([tensor], options))
+        return Waiting(self._group.broadcast([tensor], options), self._alarm)
 
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
@@ -230,17 +230,14 @@ class TorchTransport:
             largest_nbytes: Of the largest message of any rank; the same on all of them.
         """
         issue = getattr(self._group, ALL_TO_ALL_SINGLE)
-        return self._pending(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()))
+        return Waiting(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()), self._alarm)
 
     def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
         """An all_to_all of unequal parts: `source_splits[p]` elements to rank p, `output_splits[p]` from it."""
         if len({*output_splits, *source_splits}) == 1:
             output_splits = source_splits = []  # equal parts
         issue = getattr(self._group, ALL_TO_ALL_SINGLE)
-        return self._pending(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()))
-
-    def _pending(self, work: BackendWork) -> "Waiting":
-        return Waiting(work, self._alarm)
+        return Waiting(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()), self._alarm)
 
 
 class GlooTransport(TorchTransport):
@@ -489,7 +486,7 @@ class GlooTransport(TorchTransport):
         down = getattr(downwards, ALL_TO_ALL_SINGLE)(
             higher_out, lower_in, down_output_splits, down_source_splits, dist.AllToAllOptions()
         )
-        return Works([self._pending(up), self._pending(down)])
+        return Works([Waiting(up, self._alarm), Waiting(down, self._alarm)])
 
     def _pieces(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]
