@@ -1,10 +1,12 @@
 """What every command shares in talking: progress on a terminal, plain text of any width in a pipe, JSON on request.
 
-Progress goes to stderr, so that stdout holds the result alone, and only where stderr is a terminal.
+Progress goes to stderr, so that stdout holds the result alone: a bar or a line that is written over on a terminal, and
+plain lines now and then elsewhere, from commands that take minutes.
 """
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import time
@@ -88,6 +90,33 @@ def working(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
     ) as progress:
         task = progress.add_task(what, total=None)
         yield lambda now: progress.update(task, description=printable(now))
+
+
+class PlainLines:
+    """Lines on stderr where it is no terminal, so that who reads a pipe or a log sees that a long command goes on.
+
+    Args:
+        shown: As for `progress_bar`; never shown where stderr is a terminal, which has a bar.
+        every_seconds: That lie between two lines, but for those that must not wait.
+    """
+
+    def __init__(self, shown: bool = True, every_seconds: float = 15.0) -> None:
+        self._shown = shown and not sys.stderr.isatty()
+        self._every_seconds = every_seconds
+        self._began = time.monotonic()
+        self._last = -math.inf
+
+    def say(self, text: str, *, at_once: bool = False) -> None:
+        """Writes a line with the seconds since this object was made, unless one was written just before.
+
+        Args:
+            text: Of the line.
+            at_once: It must not wait.
+        """
+        now = time.monotonic()
+        if self._shown and (at_once or now >= self._last + self._every_seconds):
+            self._last = now
+            print(f"{printable(text)}  ({now - self._began:.0f} s)", file=sys.stderr, flush=True)
 
 
 class StatusLine:

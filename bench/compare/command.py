@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -25,7 +26,7 @@ from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.nccl_tests.ranks import meet
 from gradwire.bench.nccl_tests.start import Start, find_start, speaks
-from gradwire.bench.terminal import complain, progress_bar
+from gradwire.bench.terminal import PlainLines, complain, progress_bar
 from gradwire.comms.config import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
@@ -52,21 +53,26 @@ def run_emulated(options: argparse.Namespace) -> Measured:
             expected = scale.slow_motion * plain_step_seconds(case, sum(nodes), stream)
     link = scale.link(rate)
     with progress_bar() as progress, EmulatedCluster([1] * len(nodes), f"{link}bit") as cluster:
-        collector = Collector(progress)
+        lines = PlainLines()
+        lines.say(
+            f"{shape(nodes)} ranks on links of {options.nic}: each contender in turn, some minutes where a step is slow"
+        )
+        collector = Collector(progress, lines)
         settings = settings_of(
             options,
             scale,
             bytes_per_second=link / 8,
             stream_bytes_per_second=scale.link(stream) / 8 if options.stream else None,
         )
-        outcome = run_forked(
-            cluster,
-            "gradwire.bench.compare.ranks",
-            [json.dumps(asdict(settings))],
-            nodes=nodes,
-            order=options.order,
-            on_line=collector.line,
-        )
+        with collector.stopped_in_words():
+            outcome = run_forked(
+                cluster,
+                "gradwire.bench.compare.ranks",
+                [json.dumps(asdict(settings))],
+                nodes=nodes,
+                order=options.order,
+                on_line=collector.line,
+            )
     if outcome.exit_status:
         raise RuntimeError("a rank failed; the last lines were:\n" + "\n".join(collector.other[-_LAST_LINES:]))
     return Measured(
@@ -88,12 +94,13 @@ def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
     scale = Scale(options.factor or 1, options.slow_motion or 1)
     try:
         with progress_bar(shown=world.rank == 0) as progress:
-            collector = Collector(progress)
-            compare(
-                settings_of(options, scale, with_mpi=start.by == "mpirun"),
-                options.interface,
-                lambda text: collector.line(world.rank, text),
-            )
+            collector = Collector(progress, PlainLines(shown=world.rank == 0))
+            with collector.stopped_in_words() if world.rank == 0 else nullcontext():
+                compare(
+                    settings_of(options, scale, with_mpi=start.by == "mpirun"),
+                    options.interface,
+                    lambda text: collector.line(world.rank, text),
+                )
         dist.barrier()
     finally:
         dist.destroy_process_group()

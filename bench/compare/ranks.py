@@ -94,9 +94,10 @@ def compare(settings: CompareSettings, interface: str | None, line: Callable[[st
     say({"gradient_nbytes": gradient_nbytes})
     running: list[Contender] = []
     judges: list[_Judge] = []
-    for spec in select(contender_specs(settings.with_mpi), settings.only):
+    specs = select(contender_specs(settings.with_mpi), settings.only)
+    for number, spec in enumerate(specs, 1):
         judge = _Judge(references)
-        say({"turn": 0, "turns": None, "name": f"trying {spec.name}"})
+        say({"turn": 0, "turns": None, "name": f"trying {spec.name}, {number} of {len(specs)}"})
         contender = _enter(spec, settings, model, loss, judge)
         if isinstance(contender, str):
             say({"name": spec.name, "reason": contender})
@@ -105,13 +106,14 @@ def compare(settings: CompareSettings, interface: str | None, line: Callable[[st
         judges.append(judge)
     if settings.stream_bytes_per_second is not None:
         limit_streams(settings.stream_bytes_per_second)
-    take_turns(
-        running,
-        rounds=settings.rounds,
-        warmup=0 if settings.replay else WARMUP_ROUNDS,
-        interface=interface,
-        progress=lambda name, turn, turns: say({"turn": turn, "turns": turns, "name": name}),
-    )
+    seconds_of = {contender.name: contender.seconds for contender in running}
+    warmup = 0 if settings.replay else WARMUP_ROUNDS
+
+    def taken(name: str, turn: int, turns: int) -> None:
+        timed = turn > warmup * len(running)
+        say({"turn": turn, "turns": turns, "name": name, "seconds": seconds_of[name][-1] if timed else None})
+
+    take_turns(running, rounds=settings.rounds, warmup=warmup, interface=interface, progress=taken)
     for contender, judge in zip(running, judges, strict=True):
         say(
             {

@@ -3,7 +3,10 @@
 import argparse
 import json
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.progress import Progress, TaskID
@@ -13,7 +16,7 @@ from gradwire.bench.compare.contenders import PLAIN
 from gradwire.bench.compare.replay import ReplayCase, Scale, load_case
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.machine import machine_line
-from gradwire.bench.terminal import STDOUT, CleanConsole, write_json, writing
+from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, write_json, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,18 @@ class ContenderResult:
 
 
 class Collector:
-    """Takes in what rank 0 says, moves the progress bar, and keeps the figures."""
+    """Takes in what rank 0 says, moves the progress bar, and keeps the figures.
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    Args:
+        progress: The bar.
+        lines: What a pipe gets in its place.
+    """
+
+    def __init__(self, progress: Progress, lines: PlainLines) -> None:
+        self._progress, self._lines = progress, lines
         self._task: TaskID = progress.add_task("starting", total=None)
+        self._done = "nothing was measured yet"
+        self._so_far: dict[str, list[float]] = {}
         self._ran: list[ContenderResult] = []
         self._refused: list[ContenderResult] = []
         self.gradient_nbytes = 0
@@ -59,6 +69,7 @@ class Collector:
             self._progress.update(
                 self._task, total=record["turns"], completed=record["turn"], description=record["name"]
             )
+            self._turn(record)
         elif "gradient_nbytes" in record:
             self.gradient_nbytes = record["gradient_nbytes"]
         elif "reason" in record:
@@ -72,6 +83,33 @@ class Collector:
                     record["error"],
                 )
             )
+
+    def _turn(self, record: dict[str, Any]) -> None:
+        """Says what goes on, and keeps what a stop would lose."""
+        if record["turns"] is None:
+            self._lines.say(record["name"], at_once=True)
+            return
+        self._done = f"step {record['turn']} of {record['turns']}"
+        self._lines.say(f"{self._done}: {record['name']}")
+        if record["seconds"] is not None:
+            self._so_far.setdefault(record["name"], []).append(record["seconds"])
+
+    def so_far(self) -> str:
+        """What was measured when the command was stopped, in a sentence."""
+        found = [
+            f"{name} {statistics.median(seconds):.3g} s a step (of {len(seconds)})"
+            for name, seconds in self._so_far.items()
+        ]
+        return f"stopped: {self._done}; {', '.join(found) if found else 'no timed step was over'}"
+
+    @contextmanager
+    def stopped_in_words(self) -> Iterator[None]:
+        """Says on stderr what was measured so far where a signal ends the block: `clean_end` makes it SystemExit."""
+        try:
+            yield
+        except SystemExit:
+            complain("compare", self.so_far())
+            raise
 
     def results(self, counted: bool) -> list[ContenderResult]:
         """All figures; what does not run is at the end.

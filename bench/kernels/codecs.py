@@ -20,7 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from gradwire.bench.arguments import CommandParser, check_output
+from gradwire.bench.arguments import CommandParser, add_import_option, check_output, import_modules
 from gradwire.bench.kernels.formats import Format, all_formats, exponent_entropy, packed_bits, packing
 from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, add_json_option, complain, write_json
 
@@ -136,6 +136,7 @@ def _sent_table(bits: Mapping[str, float]) -> Table:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="gradwire bench codecs", description=__doc__)
     parser.add_argument("--gradients", type=Path, required=True, metavar="FILE", help="an .npz of flat gradients")
+    add_import_option(parser)
     add_json_option(parser)
     return parser
 
@@ -149,6 +150,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         check_output("--json", options.json)
+        import_modules(options.imports)
         gradients = read_gradients(options.gradients)
     except ValueError as error:
         complain("bench codecs", error)

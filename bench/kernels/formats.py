@@ -19,6 +19,8 @@ from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels
 from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, exponents_most_nbytes, exponents_pack
+from gradwire.compressors.registry import BUILT_IN, make, names
+from gradwire.compressors.two_stage import TwoStage
 
 MX_BLOCK = 32
 """Elements that share a scale of 8 bits. Source: OCP Microscaling Formats (MX) Specification 1.0, section 5."""
@@ -225,7 +227,7 @@ def _fixed(name: str, bits: float, approximate: Callable[[Tensor], Tensor]) -> F
 
 
 def all_formats() -> list[Format]:
-    """Returns every row of the table, widest first."""
+    """Returns every row of the table, widest first, with the codecs that the user has registered."""
     found = [
         _codec("bf16", CastCodec("bfloat16")),
         _codec("fp16", CastCodec("float16")),
@@ -258,6 +260,8 @@ def all_formats() -> list[Format]:
         for block, group in FILLED:
             name = f"bits shared out, {bits}, blocks of {block} in {group:,}"
             found.append(_fixed(name, bits, partial(filled, bits, block, group)))
+    own = [made for name in names() if name not in BUILT_IN and isinstance(made := make(name), TwoStage)]
+    found += [_codec(made.name, made.codec) for made in own]
     return sorted(found, key=lambda each: -each.bits(1 << 20))
 
 

@@ -1,16 +1,19 @@
 """`--import MODULE`: a codec of the user's own in the bench and in the convergence study."""
 
+import json
+import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gradwire.bench.compare import options
 from gradwire.bench.compare.command import settings_of
 from gradwire.bench.compare.contenders import contender_specs, select
 from gradwire.bench.compare.replay import Scale
+from gradwire.bench.kernels import codecs
 from gradwire.bench.studies.convergence import alone
 from gradwire.compressors import registry
 
@@ -88,6 +91,26 @@ def test_the_study_trains_with_it(
     assert "`compressor` is 'quarters'" in capsys.readouterr().err
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))  # what follows is of this test alone
     (tmp_path / "quarter_codecs.py").write_text(CODEC.replace("halves", "quarters"))
-    monkeypatch.setattr(alone, "train_alone", partial(alone.train_alone, steps=2))
-    assert alone.main(["--task", "text", "--import", "quarter_codecs", "--compressor", "quarters"]) == 0
-    assert "2.0 times fewer bytes" in capsys.readouterr().out
+    words = ["--task", "text", "--import", "quarter_codecs", "--compressor", "quarters", "--steps", "12"]
+    assert alone.main(words) == 0
+    out, said = capsys.readouterr()
+    assert "2.0 times fewer bytes" in out
+    first, second, *points = said.splitlines()
+    assert "12 steps; figures after 3, 6, 9, 10, 12." in first
+    assert re.search("step 3 of 12: bits per byte on held-out text [0-9.]+, after [0-9]+ s$", second)
+    assert len(points) == 4
+    assert alone.main([*words[:-1], "0"]) == 2
+    assert "`--steps` is 0" in capsys.readouterr().err
+
+
+def test_the_table_of_number_formats_has_a_row_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    (tmp_path / "tenth_codecs.py").write_text(CODEC.replace("halves", "tenths"))
+    np.savez(tmp_path / "gradients.npz", gradient=np.ones(5000, np.float32))
+    assert codecs.main(["--gradients", "gradients.npz", "--import", "tenth_codecs", "--json"]) == 0
+    rows = {row["format"]: row for row in json.loads(capsys.readouterr().out)["formats"]}
+    assert rows["tenths"]["bits"] == rows["fp16"]["bits"] and rows["tenths"]["worst"] == 0.0

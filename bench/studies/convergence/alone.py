@@ -1,25 +1,26 @@
 """Where a training with a compressor ends, both nodes in one process: for docs/results/convergence.md.
 
-One process instead of four, and no network, so that a recipe can be tried in a minute: the gradients of each node's
+One process instead of four, and no network, so that a recipe can be tried in minutes: the gradients of each node's
 ranks are averaged exactly, the compressors of both nodes take turns, and one optimizer steps. Bytes and quality are
 those of the real job, but for the order in which floats are added; nothing is timed.
 
     python -m gradwire.bench.studies.convergence.alone --task text --compressor powersgd --options '{"rank": 16}'
-    python -m gradwire.bench.studies.convergence.alone --task text --import my_codecs --compressor ternary
+    python -m gradwire.bench.studies.convergence.alone --task text --import my_codecs --compressor two_bits
     python -m gradwire.bench.studies.convergence.alone --task text --optimizer muon --compressor waterfill4
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
-from gradwire.bench.arguments import add_import_option, import_modules
+from gradwire.bench.arguments import add_import_option, check_number, import_modules
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, optimizers_of
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
 from gradwire.bench.terminal import complain
@@ -31,6 +32,11 @@ from gradwire.compressors.routed import make_routed
 NODES = 2
 EVALUATED = (0.25, 0.5, 0.75, 0.875, 1.0)
 """Shares of the run after which the quality is measured."""
+TIMED_UPDATES = 10
+"""After so many it is said how long the run will take: the first ones are no slower than the rest by much."""
+
+Told = Callable[[int, int, float | None], None]
+"""Called after each update with how many are done, how many there are, and the quality where it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,7 @@ def train_alone(
     lr: float = 1.0,
     nodes: int = NODES,
     exact: Sequence[str] = (),
+    told: Told | None = None,
 ) -> LoneRun:
     """Trains once.
 
@@ -177,6 +184,7 @@ def train_alone(
         lr: Factor of the learning rates.
         nodes: Of two ranks each.
         exact: Patterns of the names of parameters that the compressor leaves as they are.
+        told: Called after each update.
 
     Raises:
         ValueError: `steps` is no multiple of `accumulate`.
@@ -200,7 +208,7 @@ def train_alone(
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(each, lambda update: share_of_peak(update, updates)) for each in optimizers
     ]
-    marks = {max(1, round(updates * share)) for share in EVALUATED}
+    marks = looks(updates)
     sent, curve = 0, []
     for update in range(updates):
         flats = []
@@ -223,9 +231,56 @@ def train_alone(
             each.step()
         for schedule in schedules:
             schedule.step()
-        if update + 1 in marks:
-            curve.append((update + 1, quality_of(task, [model], ranks)))
+        quality = quality_of(task, [model], ranks) if update + 1 in marks else None
+        if quality is not None:
+            curve.append((update + 1, quality))
+        if told is not None:
+            told(update + 1, updates, quality)
     return LoneRun(tuple(curve), 4 * numel * steps / sent)
+
+
+def looks(updates: int) -> list[int]:
+    """Returns after which updates the quality is measured, ascending.
+
+    Args:
+        updates: Of the whole run.
+    """
+    return sorted({max(1, round(updates * share)) for share in EVALUATED})
+
+
+class Teller:
+    """Says on stderr where a run is: each figure as it comes, and before the first one how long it will take.
+
+    Args:
+        run: Which run, in words.
+        unit: Of the quality.
+    """
+
+    def __init__(self, run: str, unit: str) -> None:
+        self._run, self._unit = run, unit
+        self._began = time.monotonic()
+
+    def begin(self, updates: int) -> None:
+        """Says what will come.
+
+        Args:
+            updates: Of the whole run.
+        """
+        marks = ", ".join(map(str, looks(updates)))
+        self._say(f"{updates} steps; figures after {marks}. How long that takes is said after {TIMED_UPDATES}.")
+
+    def __call__(self, done: int, updates: int, quality: float | None) -> None:
+        """Says what there is to say after an update; arguments as for `Told`."""
+        seconds = time.monotonic() - self._began
+        if quality is not None:
+            self._say(f"step {done} of {updates}: {self._unit} {quality:.4f}, after {seconds:.0f} s")
+        elif done == TIMED_UPDATES:
+            first = next(mark for mark in looks(updates) if mark > done)
+            said = [f"{seconds * mark / done / 60:.1f} minutes" for mark in (first, updates)]
+            self._say(f"{done} steps took {seconds:.1f} s: about {said[0]} to the next figure, {said[1]} in all")
+
+    def _say(self, text: str) -> None:
+        print(f"{self._run}: {text}", file=sys.stderr, flush=True)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -240,6 +295,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--compressor", help="its name (default: an exact sum)")
     add_import_option(parser)
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="of the compressor")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="batches of each rank (default: the task's own, 800 of text)"
+    )
     parser.add_argument("--seed", action="append", type=int, help="repeatable (default: 0)")
     return parser
 
@@ -248,6 +306,7 @@ def main(argv: list[str]) -> int:
     """Trains, and prints where it ended; returns the exit status."""
     asked = build_parser().parse_args(argv)
     try:
+        check_number("--steps", asked.steps, 1, 10**9)
         import_modules(asked.imports)
         if asked.compressor is not None:
             options_of(asked.compressor)
@@ -258,11 +317,15 @@ def main(argv: list[str]) -> int:
     task = TASKS[asked.task]()
     task.load()
     for seed in asked.seed or [0]:
-        ending = train_alone(task, asked.compressor, asked.options, seed, optimizer=asked.optimizer)
+        optimizer = asked.optimizer or task.facts.optimizer
+        run = f"{asked.task}, {optimizer}, {asked.compressor or 'exact'} {asked.options or ''} seed {seed}"
+        teller = Teller(run, task.facts.quality)
+        teller.begin(asked.steps or task.facts.steps)
+        ending = train_alone(
+            task, asked.compressor, asked.options, seed, asked.steps, optimizer=asked.optimizer, told=teller
+        )
         print(
-            f"{asked.task}, {asked.optimizer or task.facts.optimizer}, {asked.compressor or 'exact'} "
-            f"{asked.options or ''} seed {seed}: {task.facts.quality} "
-            f"{ending.quality:.4f}, {ending.ratio:.1f} times fewer bytes between the nodes",
+            f"{run}: {task.facts.quality} {ending.quality:.4f}, {ending.ratio:.1f} times fewer bytes between the nodes",
             flush=True,
         )
     return 0

@@ -12,6 +12,7 @@ from gradwire.bench.compare.models import MODELS, build
 from gradwire.bench.compare.options import parse
 from gradwire.bench.compare.replay import Scale
 from gradwire.bench.compare.report import Collector, Measured, report
+from gradwire.bench.terminal import PlainLines
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,10 +97,10 @@ def test_a_replay_states_what_is_smaller_and_slower(capsys: pytest.CaptureFixtur
 
 def test_figures_come_out_of_the_ranks_lines() -> None:
     with Progress(disable=True) as progress:
-        collector = Collector(progress)
+        collector = Collector(progress, PlainLines())
         for record in (
             {"gradient_nbytes": 8},
-            {"turn": 1, "turns": 9, "name": "x"},
+            {"turn": 1, "turns": 9, "name": "x", "seconds": None},
             {"name": PLAIN, "seconds": [2.0, 4.0, 3.0], "nic_nbytes": [30, 10, 20], "error": 0.0},
             {"name": "ours", "seconds": [1.0, 1.5, 2.0], "nic_nbytes": [5, 5, 6], "error": 0.1},
             {"name": "broken", "reason": "it says so"},
@@ -112,6 +113,30 @@ def test_figures_come_out_of_the_ranks_lines() -> None:
     assert collector.gradient_nbytes == 8
     assert broken.reason == "it says so" and broken.seconds is None
     assert collector.other == ["a warning"]
+
+
+def test_a_pipe_gets_lines_and_a_stop_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    turns: list[dict[str, object]] = [
+        {"turn": 0, "turns": None, "name": "trying plain DDP, 1 of 2"},
+        {"turn": 0, "turns": None, "name": "trying ours, 2 of 2"},
+        {"turn": 1, "turns": 4, "name": "plain DDP", "seconds": None},
+        {"turn": 3, "turns": 4, "name": "plain DDP", "seconds": 2.5},
+    ]
+    for stopped_after, words in (
+        (0, "stopped: nothing was measured yet; no timed step was over"),
+        (3, "stopped: step 1 of 4; no timed step was over"),
+        (4, "stopped: step 3 of 4; plain DDP 2.5 s a step (of 1)"),
+    ):
+        with Progress(disable=True) as progress, pytest.raises(SystemExit):
+            collector = Collector(progress, PlainLines(every_seconds=0.0 if stopped_after == 4 else 3600.0))
+            with collector.stopped_in_words():
+                for record in turns[:stopped_after]:
+                    collector.line(0, json.dumps(record))
+                raise SystemExit(143)
+        *said, last = capsys.readouterr().err.splitlines()
+        assert last == f"gradwire compare: {words}"
+        assert len(said) == min(stopped_after, 4 if stopped_after == 4 else 2)
+        assert all(line.startswith(str(each["name"])) for line, each in zip(said[:2], turns[:2], strict=False))
 
 
 @pytest.mark.netns
