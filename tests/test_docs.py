@@ -199,21 +199,26 @@ def test_the_site_begins_with_the_readme_and_is_made_again_when_that_changes(mon
 
 
 FOR_USERS = ("start", "how-to", "reference", "explanation")
-MOST_WORDS, MOST_WORDS_OF_A_HOW_TO = 30_000, 800
-"""What a reader is asked to read: all pages for users, and one that answers one question."""
+MOST_WORDS, MOST_WORDS_OF_A_HOW_TO = 28_000, 800
+"""What a reader is asked to read: all pages for users, and one that answers one question. CONTRIBUTING says both."""
 
 
 def _words(page: Path) -> int:
-    return len(page.read_text().split())
+    """What has a letter or a digit: the bars and rules of tables, and other signs, are no words."""
+    return sum(any(map(str.isalnum, each)) for each in page.read_text().split())
 
 
 def test_pages_for_users_stay_short() -> None:
-    pages = [page for page in PAGES[1:] if page.parent.name in FOR_USERS]
-    assert sum(map(_words, pages)) <= MOST_WORDS, (
-        "move what was measured to docs/results, what is built to docs/develop"
-    )
-    long = {page.name: _words(page) for page in pages if page.parent.name == "how-to"}
-    assert {name: count for name, count in long.items() if count > MOST_WORDS_OF_A_HOW_TO} == {}
+    words = {page: _words(page) for page in PAGES[1:] if page.parent.name in FOR_USERS}
+    how_tos = {page.name: count for page, count in words.items() if page.parent.name == "how-to"}
+    found = [
+        f"{name} is {count - MOST_WORDS_OF_A_HOW_TO} words too long"
+        for name, count in how_tos.items()
+        if count > MOST_WORDS_OF_A_HOW_TO
+    ]
+    excess = sum(words.values()) - MOST_WORDS
+    found += [f"all pages for users together are {excess} words too long"] if excess > 0 else []
+    assert not found, f"{'; '.join(found)}: move what was measured to docs/results, what is built to docs/develop"
 
 
 def test_pages_for_users_begin_with_a_sentence_and_how_tos_with_what_for() -> None:

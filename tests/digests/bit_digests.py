@@ -769,15 +769,15 @@ def ddp_cases() -> Iterator[tuple[str, Case]]:
     yield "ddp/join/exact", replace(_exact("hierarchical"), join=True)
     yield "ddp/join/fused", replace(_exact("hierarchical", fusion=0.1), join=True)
     if register_codec is not None:
-        _register_ternary()
-        own = Training(options={"compressor": "ternary", **NIC})
+        _register_users_own()
+        own = Training(options={"compressor": "users_own", **NIC})
         yield "user-codec/default", own
         yield "user-codec/momentum", _with(own, compressor_options={"momentum": 0.5, "warmup_steps": 2})
 
 
 @cache
-def _register_ternary() -> None:
-    register_codec("ternary", Ternary)
+def _register_users_own() -> None:
+    register_codec("users_own", Ternary)
 
 
 def backend_cases(layout: str) -> Iterator[tuple[str, Case]]:
