@@ -15,13 +15,13 @@ from fake_cuda.streams import FakeEvent, side_stream
 NODES = "aabb"
 
 
-def planned(group: Any, rank: int) -> Any:
+def planned(group: Any, rank: int, plan: str = "hierarchical") -> Any:
     """The all-reduces of one rank's process group."""
     module = first_module("gradwire.comms.backend.planned", "gradwire.comms.sums")
     config = first_module("gradwire.comms.config").Config
     made = getattr(module, "PlannedAllReduce", None) or module.Sums
     options = group_options(group.store, rank, len(NODES), "fake")
-    return made(options, config(hostname=NODES[rank], plan="hierarchical", chunks=2))
+    return made(options, config(hostname=NODES[rank], plan=plan, chunks=2 if plan == "hierarchical" else 1))
 
 
 def tensors(rank: int, device: torch.device, strided: bool = False) -> list[Tensor]:
@@ -101,6 +101,30 @@ def test_a_work_is_not_complete_while_the_gpu_is_busy() -> None:
     with patch.object(FakeEvent, "query", lambda event: event.known):  # or who asks a second time would hear yes
         results, _ = on_cuda(len(NODES), body)
     assert results == [[False, True]] * 4
+
+
+def test_a_sum_that_goes_directly_is_watched_and_not_complete_while_the_gpu_is_busy() -> None:
+    """As one call of NCCL, without an event of gradwire's, once the first sums have been timed."""
+    steps_in_a_row = first_module("gradwire.comms.step.life").STEPS_IN_A_ROW
+
+    def body(rank: int, device: torch.device, group: Any) -> list[bool]:
+        backend = planned(group, rank, "flat")
+        for _ in range(steps_in_a_row):
+            backend.all_reduce([torch.ones(1000, device=device)], 1.0).wait()
+        torch.cuda.synchronize()
+        (executor,) = (each.executor for each in backend._communicators.values() if each.device.type == "cuda")
+        idle = not executor.deadline.is_under_way
+        work = backend.all_reduce([torch.ones(1000, device=device)], 1.0)
+        found = [idle, executor.deadline.is_under_way, work.is_completed()]
+        work.wait()
+        torch.cuda.synchronize()
+        found += [executor.deadline.is_under_way, work.is_completed()]
+        backend.close()
+        return found
+
+    with patch.object(FakeEvent, "query", lambda event: event.known):
+        results, _ = on_cuda(len(NODES), body)
+    assert results == [[True, True, False, False, True]] * 4
 
 
 def test_only_sums_and_averages_are_planned() -> None:

@@ -220,11 +220,11 @@ COLLECTIVES = (
         ("tests/fake_cuda/test_backend_streams.py",),
     ),
     Mutation(
-        "the backend's last sums are never timed to their end",
+        "nobody watches a sum of the backend that goes directly",
         "comms/backend/planned.py",
         "        communicator.executor.release()  # a sum that went directly is watched from here on, too\n",
         "",
-        "The last all-gathers of a sum are never issued.",
+        "It hangs beside a lost rank, and Work.is_completed says yes while the GPU is busy.",
         ("tests/fake_cuda/test_backend_streams.py",),
     ),
 )
