@@ -123,6 +123,25 @@ def test_what_torch_issues_between_steps_is_behind_every_collective(plan: str, m
     assert not ahead
 
 
+@pytest.mark.parametrize("sums_the_map", [False, True])
+def test_a_step_ends_behind_the_call_in_which_ddp_waits_for_its_map(sums_the_map: bool) -> None:
+    """Only then: other steps end before it."""
+    orders: dict[int, list[str]] = {}
+
+    def before(job: Job, step: int) -> None:
+        order = orders.setdefault(job.rank, [])
+        if step == 1:
+            state: Any = job.state
+            end_step, allocate = state._end_step, job._allocate
+            state._used_map._in_every_step = sums_the_map
+            state._end_step = lambda: (order.append("gradwire's"), end_step())
+            job._allocate = lambda: (order.append("DDP's"), allocate())  # type: ignore[method-assign]
+
+    on_cuda(4, train("aabb", LONG[:2], before=before, shapes=SMALL, whole=True, plan="hierarchical", chunks=1))
+    for order in orders.values():
+        assert order[-2:] == (["DDP's", "gradwire's"] if sums_the_map else ["gradwire's", "DDP's"])
+
+
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
 def test_the_same_bits_as_on_the_cpu(plan: str) -> None:
     body = train("aabb", STEPS, plan=plan, chunks=2)

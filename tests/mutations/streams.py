@@ -228,4 +228,12 @@ STREAMS = (
         "DDP's broadcast of running means and a sum of gradwire's wait for each other on a GPU with room for one.",
         (f"{_HOOK}test_what_torch_issues_between_steps_is_behind_every_collective",),
     ),
+    Mutation(
+        "a step ends before DDP waits for its map of used parameters",
+        "comms/hook.py",
+        "        behind_map = self._used_map is not None and self._used_map.ends_backward\n",
+        "        behind_map = False\n",
+        "What gradwire issues for itself at the end of a step runs beside DDP's own sum.",
+        (f"{_HOOK}test_a_step_ends_behind_the_call_in_which_ddp_waits_for_its_map",),
+    ),
 )
