@@ -1,6 +1,7 @@
 """Streams are a law: the exact hook has no race, reuses no memory early, and makes the host wait for nothing."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -128,14 +129,16 @@ def test_a_step_ends_behind_the_call_in_which_ddp_waits_for_its_map(sums_the_map
     """Only then: other steps end before it."""
     orders: dict[int, list[str]] = {}
 
+    def noted(order: list[str], whose: str, call: Callable[[], None]) -> None:
+        order.append(whose)
+        call()
+
     def before(job: Job, step: int) -> None:
         order = orders.setdefault(job.rank, [])
         if step == 1:
-            state: Any = job.state
-            end_step, allocate = state._end_step, job._allocate
-            state._used_map._in_every_step = sums_the_map
-            state._end_step = lambda: (order.append("gradwire's"), end_step())
-            job._allocate = lambda: (order.append("DDP's"), allocate())  # type: ignore[method-assign]
+            job.state._used_map._in_every_step = sums_the_map
+            for owner, name, whose in ((job.state, "_end_step", "gradwire's"), (job, "_allocate", "DDP's")):
+                setattr(owner, name, partial(noted, order, whose, getattr(owner, name)))
 
     on_cuda(4, train("aabb", LONG[:2], before=before, shapes=SMALL, whole=True, plan="hierarchical", chunks=1))
     for order in orders.values():
