@@ -310,6 +310,14 @@ ELASTIC = (
         ("tests/comms/elastic/test_membership.py", _LOSSES),
     ),
     Mutation(
+        "who was held up misses others",
+        _RING,
+        "                self._resumed = now\n",
+        "                pass\n",
+        "A process that was stopped for a while takes those for stopped that were, too.",
+        (f"{_LIVENESS}::test_a_process_that_was_held_up_gives_its_neighbours_their_time_anew",),
+    ),
+    Mutation(
         "nobody says that it is there",
         _RING,
         "                    self._ends.tell(connection, HERE)\n",

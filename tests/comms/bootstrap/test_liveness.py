@@ -10,8 +10,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -535,3 +537,35 @@ def test_a_refused_connection_is_an_end_only_beside_a_rank_that_is_reached(monke
     for rank in (1, 2, 3, 4):
         living.forget("start", rank)
     living.close()
+
+
+def test_a_process_that_was_held_up_gives_its_neighbours_their_time_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(liveness, "FROZEN_SECONDS", 1.0)
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    ends = liveness._Ends(0)
+    here, there = socket.socketpair()
+    there.settimeout(SECONDS)
+    ends.peers[here] = liveness._Peer(1, True, ends.token, 0.0, known=True, last=clock[0])
+    pulse = liveness._Pulse(0, ends, 0.05, lambda: 10 * SECONDS)
+
+    def goes_by(seconds: float) -> None:
+        """The clock goes on, and the pulse has seen it: what it says twice, it has said once after that."""
+        clock[0] += seconds
+        there.setblocking(False)
+        with suppress(BlockingIOError):
+            there.recv(1 << 16)
+        there.settimeout(SECONDS)
+        assert there.recv(1) + there.recv(1) == 2 * liveness.HERE
+
+    goes_by(2.0)
+    pulse.miss_silent()
+    while clock[0] < 103.0:
+        pulse.miss_silent()
+        goes_by(0.099)
+    goes_by(0.099)
+    with pytest.raises(LostError, match="rank 1 has said nothing for 1 s: its process is stopped"):
+        pulse.miss_silent()
+    pulse.end()
+    ends.close()
+    there.close()
