@@ -1,1 +1,9 @@
-"""What measures a page of docs/: run from a checkout, not in the wheel. Each module says which page it feeds."""
+"""What measures a page of docs/: run from a checkout, not in the wheel. Each module says which page it feeds.
+
+A wheel has this file alone of it, to say so.
+"""
+
+from pathlib import Path
+
+if not (Path(__file__).parent / "tables").is_dir():
+    raise ModuleNotFoundError("gradwire's studies are not in a wheel: `pip install -e .` in a checkout brings them")

@@ -184,11 +184,11 @@ def test_a_codec_of_ones_own_is_not_recommended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
-    registry.register_codec("own", lambda: QuantizeCodec(4))
+    registry.register_codec("a users own", lambda: QuantizeCodec(4))
     for optimizer in OPTIMIZERS:
         answer = ask(capsys, *SLOW, "--optimizer", optimizer)
-        assert answer["recommend"]["compressor"] not in ("own", "rotated4", "rotated2")  # type: ignore[index]
-        assert "nobody here has trained with own" in answer["plans"]["hierarchical+own"]["caution"]  # type: ignore[index]
+        assert answer["recommend"]["compressor"] not in ("a users own", "rotated4", "rotated2")  # type: ignore[index]
+        assert "nobody here has trained with a users own" in answer["plans"]["hierarchical+a users own"]["caution"]  # type: ignore[index]
     assert main([*SLOW, "--optimizer", "muon"]) == 0
     assert "note: what rotated4 costs on a GPU was never measured" in " ".join(capsys.readouterr().out.split())
 

@@ -98,8 +98,8 @@ def test_what_comes_with_gradwire_is_in_every_table_and_on_the_page(name: str) -
 def test_a_taken_name_is_refused() -> None:
     with pytest.raises(ValueError, match="'int4' is taken"):
         register_codec("int4", TernaryCodec)
-    register_compressor("mine", lambda: make("none"))
-    assert options_of("mine") == {}
+    register_compressor("another of a users own", lambda: make("none"))
+    assert options_of("another of a users own") == {}
 
 
 def test_unknown_names_list_the_valid_ones() -> None:

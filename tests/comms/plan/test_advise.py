@@ -176,14 +176,14 @@ class NothingCodec:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "other", ANY_OPTIMIZER])
 def test_nothing_is_recommended_that_nobody_has_trained_with(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
-    registry.register_codec("own", NothingCodec)
+    registry.register_codec("a users own", NothingCodec)
     alike = ("sgd", "adamw") if optimizer in ("other", ANY_OPTIMIZER) else (optimizer,)
     for nodes, gbit in ((2, 0.01), (2, 1), (4, 0.1)):
         for library in ("nccl", "gloo"):
             advice = ask(cluster_of(nodes, gbit), 50.0, optimizer, library)
-            own = advice.offer("hierarchical+own")
+            own = advice.offer("hierarchical+a users own")
             assert own.step_seconds < advice.offer("hierarchical+int4").step_seconds
-            assert "trained with own" in own.caution
+            assert "trained with a users own" in own.caution
             assert set(alike) <= set(TRAINED[advice.recommend.compressor])
 
 
