@@ -35,13 +35,16 @@ from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.pacing import Pacing
 from gradwire.compressors.base import Work
 
-LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 16 << 10, 256 << 10
+LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 2 << 10, 256 << 10
 """A chunk is the power of two below half a connection's even share of what is left, within these. With 16 KiB
 throughout, four connections got 0.18 of a link of 100 Mbit/s and 20 ms where gloo got 0.42: at a load of 22 on two
 cores the thread here was waiting for a processor for 0.8 of 1 s. With up to 256 KiB they got 0.34, in turns with
-those (4 MB, 2026-11-23); larger chunks in larger buffers gave no more.
+those (4 MB, 2026-11-23); larger chunks in larger buffers gave no more. Of a small message all connections have a part:
+16 KiB are more than a first window, and took one of them two round trips."""
 
-A connection takes a chunk while less than one waits unsent in its kernel's buffer, or slow ones would hoard them."""
+LEAST_UNSENT_NBYTES = 16 << 10
+"""A connection takes a chunk while less than that, or than a chunk, waits unsent in its kernel's buffer: with more slow
+ones would hoard them, with less they run empty where the thread here waits for a processor."""
 
 LEAST_RATE = 12.5e6
 """Bytes per second, where a link's rate was measured: a look of some tens of kilobytes over a long path sees the
@@ -321,7 +324,7 @@ class Streams:
         for line in self._lines:
             line.connection.setblocking(False)
             line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            allow_unsent(line, LEAST_CHUNK_NBYTES)
+            allow_unsent(line, LEAST_UNSENT_NBYTES)
         self._submitted: deque[StreamedMessage] = deque()
         self._under_way: list[StreamedExchange] = []
         self._lock = threading.Lock()
@@ -538,7 +541,7 @@ class Streams:
             return False
         message = peer.outgoing[0]
         nbytes = chunk_nbytes(sum(each.left for each in peer.outgoing), self.count)
-        allow_unsent(line, nbytes)
+        allow_unsent(line, max(nbytes, LEAST_UNSENT_NBYTES))
         start, stop = message.next_chunk(nbytes)
         if message.left == 0:
             peer.outgoing.popleft()

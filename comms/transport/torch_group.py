@@ -65,6 +65,14 @@ LARGE_NBYTES = 256 << 10
 """Messages from here on go through two groups. At 200 Mbit/s two groups were ahead at 128 KiB between two nodes and
 behind between four, where the second collective costs more; at 512 KiB they were ahead between both."""
 
+FAR_NBYTES = 4 << 10
+"""Messages from here on travel over a long path by connections of gradwire's own, once there are some: gloo's wait a
+round trip for a word from the receiver, so that int8 sums of 4 MB in two chunks, 128 KiB a message, took three of 150
+ms (2026-11-25)."""
+
+OPENING_NBYTES = 32 << 10
+"""The first message of so many has all ranks look whether the path is a long one."""
+
 _PLACE = "iiIQ48s"
 """What ranks tell each other of where they listen: connections wanted, family, port, token, address."""
 
@@ -313,7 +321,7 @@ class GlooTransport(TorchTransport):
         are those of the ring. Of more ranks each sums its part of the ring, in the ring's order, and sends it to all:
         again as many bytes, in two round trips in place of 2 (n - 1).
         """
-        if self.size == 1 or tensor.nbytes < LARGE_NBYTES or (found := self._open_streams()) is None:
+        if self.size == 1 or (found := self._streams_for(tensor.nbytes)) is None:
             return super().all_reduce(tensor, scale)
         if self.size > 2:
             return (
@@ -369,7 +377,8 @@ class GlooTransport(TorchTransport):
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`. Of gloo's ring through two ranks both directions are one connection, too."""
-        if self.size > 2 and source.nbytes >= LARGE_NBYTES and (found := self._open_streams()) is not None:
+        found = self._streams_for(source.nbytes) if self.size > 1 else None
+        if self.size > 2 and found is not None:
             flat, places = source.view(-1), output.view(self.size, source.numel())
             places[self.rank].copy_(flat)
             return _Holding(
@@ -380,27 +389,30 @@ class GlooTransport(TorchTransport):
         own, (first, second) = source.view(-1), output.view(-1).chunk(2)
         (second if self.rank else first).copy_(own)
         nothing, numel = own[:0], own.numel()
+        if found is not None:
+            return _Holding(found.exchange([(1 - self.rank, own, first if self.rank else second)]), source)
         if source.nbytes < LARGE_NBYTES:  # gloo's ring would send two messages
             splits = [0, numel] if self.rank == 0 else [numel, 0]
             return _Holding(super()._exchange(first if self.rank else second, own, splits, splits), source)
-        if (found := self._open_streams()) is not None:
-            return _Holding(found.exchange([(1 - self.rank, own, first if self.rank else second)]), source)
         if self.rank == 0:
             return self._full_duplex(nothing, own, [0, 0], [0, numel], second, nothing, [0, numel], [0, 0])
         return self._full_duplex(first, nothing, [numel, 0], [0, 0], nothing, own, [0, 0], [numel, 0])
 
     def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
-        if self.size == 1 or max(source_splits) * source.element_size() < LARGE_NBYTES:  # the same on all ranks
+        largest_nbytes = max(source_splits) * source.element_size()  # the same on all ranks
+        found = self._streams_for(largest_nbytes) if self.size > 1 else None
+        if self.size == 1 or (found is None and largest_nbytes < LARGE_NBYTES):
             return super()._exchange(output, source, output_splits, source_splits)
-        return self._both_ways(output, source, output_splits, source_splits)
+        return self._both_ways(output, source, output_splits, source_splits, found)
 
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
     ) -> Work:
         """See `TorchTransport.exchange`."""
-        if largest_nbytes < LARGE_NBYTES:
+        found = self._streams_for(largest_nbytes)
+        if found is None and largest_nbytes < LARGE_NBYTES:
             return super().exchange(output, source, output_splits, source_splits, largest_nbytes)
-        return self._both_ways(output, source, output_splits, source_splits)
+        return self._both_ways(output, source, output_splits, source_splits, found)
 
     def swap(self, other: int, received: Tensor, sent: Tensor) -> Work:
         """Exchanges a tensor with one other rank, and no word with the rest, at full duplex: for measurements.
@@ -450,11 +462,18 @@ class GlooTransport(TorchTransport):
             self._downwards = self._connected("downwards")
         return self._downwards
 
-    def _both_ways(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
+    def _both_ways(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: list[int],
+        source_splits: list[int],
+        found: "Streams | None",
+    ) -> Work:
         lower_out, own_out, higher_out = self._sections(output, output_splits)
         lower_in, own_in, higher_in = self._sections(source, source_splits)
         own_out.copy_(own_in)
-        if (found := self._open_streams()) is not None:
+        if found is not None:
             return _Holding(found.exchange(self._pieces(output, source, output_splits, source_splits)), source)
         return self._full_duplex(
             lower_out,
@@ -498,8 +517,20 @@ class GlooTransport(TorchTransport):
         )
         return [(rank, sent[rank], taken[rank]) for rank in range(self.size) if rank != self.rank]
 
+    def _streams_for(self, nbytes: int) -> "Streams | None":
+        """The connections for a message; None where gloo's own will do. Called as `_open_streams` is.
+
+        Args:
+            nbytes: Of the message, the largest of all ranks.
+        """
+        if nbytes >= LARGE_NBYTES:
+            return self._open_streams()
+        if nbytes >= OPENING_NBYTES:
+            self._open_streams()
+        return self._streams if nbytes >= FAR_NBYTES and self.over_cards is None else None
+
     def _open_streams(self) -> "Streams | None":
-        """The connections of large messages, opened at the first one; None where gloo's own will do.
+        """The connections of gradwire's own, opened at the first message of size; None where gloo's will do.
 
         Every rank calls it at the same point of the sequence of collectives.
         """

@@ -16,10 +16,11 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import _connections
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
-from gradwire.comms.links.distance import connections_for
+from gradwire.comms.links.distance import FIRST_WINDOW_NBYTES, connections_for
 from gradwire.comms.plan.routes import Routes
 from gradwire.comms.transport import streams, torch_group
 from gradwire.comms.transport.streams import (
+    HEADER,
     LEAST_CHUNK_NBYTES,
     MOST_CHUNK_NBYTES,
     UNSEEN_RATE,
@@ -27,7 +28,13 @@ from gradwire.comms.transport.streams import (
     Streams,
     chunk_nbytes,
 )
-from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
+from gradwire.comms.transport.torch_group import (
+    FAR_NBYTES,
+    LARGE_NBYTES,
+    OPENING_NBYTES,
+    GlooTransport,
+    connect_gloo,
+)
 from gradwire.compressors.base import Work
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link
 from support.threads import run_ranks
@@ -99,6 +106,58 @@ def test_sums_of_three_ranks_travel_over_the_connections() -> None:
     assert on_transports(3, 5, body) == [4 * (NUMEL - each + 2 * each) for each in own]
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("numel", [FAR_NBYTES // 4 - 1, FAR_NBYTES // 4, OPENING_NBYTES // 4 + 3, 40_001])
+def test_small_messages_have_the_same_bits_over_the_connections_of_a_long_path(numel: int, size: int) -> None:
+    def body(transport: GlooTransport) -> list[Tensor]:
+        transport.all_reduce(torch.zeros(OPENING_NBYTES // 4)).wait()  # looks at the path
+        own = contribution(transport.rank, numel)
+        summed, gathered, exchanged = own.clone(), own.new_empty(size * numel), own.new_empty(size * numel)
+        splits = [numel] * size
+        for work in (
+            transport.all_reduce(summed, 0.3),
+            transport.all_gather(gathered, own),
+            transport.exchange(exchanged, own.repeat(size), splits, splits, own.nbytes),
+        ):
+            work.wait()
+        return [summed, gathered, exchanged]
+
+    by_gloo, by_own = (on_transports(size, count, body) for count in (1, 7))
+    for plain, striped in zip(by_gloo, by_own, strict=True):
+        assert isinstance(plain, list) and isinstance(striped, list)
+        for one, other in zip(plain, striped, strict=True):
+            assert one.view(torch.uint8).equal(other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("nbytes", "travels"), [(FAR_NBYTES - 4, False), (FAR_NBYTES, True), (LARGE_NBYTES, True)])
+def test_which_messages_travel_over_the_connections(nbytes: int, travels: bool) -> None:
+    def body(transport: GlooTransport) -> bool:
+        transport.all_reduce(torch.zeros(nbytes // 4)).wait()
+        seldom = nbytes < OPENING_NBYTES and transport._streams is None
+        transport.all_reduce(torch.zeros(OPENING_NBYTES // 4)).wait()
+        found = transport._streams
+        assert found is not None and seldom == (nbytes < OPENING_NBYTES)
+        before = sum(peer.numbered for peer in found._peers.values())
+        transport.all_reduce(torch.zeros(nbytes // 4)).wait()
+        return sum(peer.numbered for peer in found._peers.values()) > before
+
+    assert on_transports(2, 5, body) == [travels] * 2
+
+
+def test_a_first_window_holds_each_connections_part_of_a_small_message() -> None:
+    """Else it takes a round trip more."""
+    for connections in (2, 18, 64):
+        for nbytes in (connections * 1000, connections * 8_000, connections * 12_000):
+            chunks, left = [0] * connections, nbytes
+            for place in range(10**6):
+                if left <= 0:
+                    break
+                size = min(left, chunk_nbytes(left, connections)) + HEADER.size
+                chunks[place % connections] += size
+                left -= size - HEADER.size
+            assert max(chunks) <= FIRST_WINDOW_NBYTES
+
+
 def test_where_gloos_order_is_another_its_ring_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank that sees another order is enough."""
     real = torch_group.adds_as_ring
@@ -135,7 +194,7 @@ def test_chunks_shrink_as_less_is_left() -> None:
             sizes.append(chunk_nbytes(left, connections))
             left -= sizes[-1]
         assert sizes == sorted(sizes, reverse=True)
-        assert {LEAST_CHUNK_NBYTES} <= set(sizes) <= {LEAST_CHUNK_NBYTES << power for power in range(5)}
+        assert {LEAST_CHUNK_NBYTES} <= set(sizes) <= {LEAST_CHUNK_NBYTES << power for power in range(8)}
         assert sizes[0] == (MOST_CHUNK_NBYTES if connections < 64 else MOST_CHUNK_NBYTES // 2)
         # What one connection may have in hand at the end is a small part of what all of them have carried.
         assert all(size == LEAST_CHUNK_NBYTES for size in sizes[-2 * connections :])
