@@ -40,6 +40,7 @@ from gradwire.comms.errors import PeerError
 from gradwire.comms.links.distance import MOST_CONNECTIONS
 from gradwire.comms.transport.streams import (
     HEADER,
+    LEAST_UNSENT_NBYTES,
     Alarm,
     Ended,
     Line,
@@ -301,7 +302,7 @@ class CardStreams(Streams):
         if not self._takes(line, message, left, nbytes):
             line.rests = True
             return False
-        allow_unsent(line, max(nbytes, min(left // (4 * self.count), _MOST_UNSENT_NBYTES)))
+        allow_unsent(line, max(nbytes, LEAST_UNSENT_NBYTES, min(left // (4 * self.count), _MOST_UNSENT_NBYTES)))
         start, stop = message.next_chunk(nbytes)
         if message.left == 0:
             peer.outgoing.popleft()

@@ -1,4 +1,4 @@
-"""Large messages between two ranks over as many TCP connections as a long path needs.
+"""Messages between two ranks over as many TCP connections as a long path needs.
 
 One connection carries a window of data in each round trip. After a lost packet the window shrinks, and after a pause it
 starts at ten segments again, so over 80 ms and 0.1 % loss one connection gets 8 of 100 Mbit/s. Of many connections one
