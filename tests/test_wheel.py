@@ -173,6 +173,11 @@ def test_the_wheel_holds_what_users_need_and_no_more(built: Path) -> None:
     assert tags[-2:-1] == ["abi3"] if sys.version_info >= (3, 12) else tags[-3:-1] == ["cp311", "cp311"]
 
 
+def test_a_study_that_is_started_says_that_it_is_not_in_the_wheel(complete: Installed) -> None:
+    status, said = complete.fails("python", "-m", "gradwire.bench.studies.convergence.alone", "--task", "text")
+    assert status == 1 and "gradwire's studies are not in a wheel: `pip install -e .`" in said
+
+
 def test_the_wheel_holds_all_that_the_checkout_shows(built: Path) -> None:
     walk = os.walk(ROOT / "gradwire", followlinks=True)
     shown = {Path(folder, name).relative_to(ROOT) for folder, _, names in walk for name in names}
