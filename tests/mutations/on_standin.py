@@ -47,14 +47,6 @@ ON_STANDIN = (
         (f"{_SCHEDULES}[room for all-exact]",),
     ),
     Mutation(
-        "on the stand-in: what runs alone does not wait for the other side streams",
-        "comms/streams.py",
-        "        for before in (torch.cuda.current_stream(self._index), *others):\n",
-        "        for before in (torch.cuda.current_stream(self._index),):\n",
-        "A step is decided while a chunk on the other stream still encodes.",
-        (f"{_SCHEDULES}[room for all-compressed]",),
-    ),
-    Mutation(
         "on the stand-in: torch's watchdog counts as gradwire does",
         "comms/transport/nccl.py",
         "WATCHDOG_MARGIN = timedelta(hours=1)",
