@@ -25,7 +25,7 @@ from gradwire.comms.bootstrap.compat import HashStore, store_of
 from gradwire.comms.bootstrap.door import Directory, Door
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
-from gradwire.comms.bootstrap.losses import FAILED, OVERDUE, Loss, Losses, LostError, Source
+from gradwire.comms.bootstrap.losses import BROKEN, FAILED, OVERDUE, Loss, Losses, LostError, Source
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import OverdueError, PeerError
 from support.processes import Processes
@@ -110,6 +110,19 @@ def test_both_neighbours_name_a_rank_that_has_ended(size: int) -> None:
         assert isinstance(error, PeerError)
         assert error.missing == (1,)
         assert "rank 1 has ended" in str(error)
+    for each in rings:
+        each.close()
+
+
+def test_a_connection_that_breaks_between_two_that_live_is_nobodys_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rings, heard = ring(3)
+    monkeypatch.setattr(rings[1], "_miss", lambda rank, ended: None)  # or its port could close before it is looked at
+    connection = next(each for each, peer in list(rings[0]._ends.peers.items()) if peer.rank == 1)
+    connection.shutdown(socket.SHUT_RDWR)
+    assert heard[0].told.wait(SECONDS)
+    assert isinstance(error := heard[0].error, LostError)
+    assert (error.loss.source, error.missing) == (BROKEN, ())
+    assert str(error) == "the connection to rank 1 has ended, and its process has not"
     for each in rings:
         each.close()
 
