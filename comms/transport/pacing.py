@@ -107,7 +107,10 @@ class Pacing:
         self._is_handing_out = True
         self._learn(SHORT_GAIN)  # the last message may have been handed out at once
         self._hold(sockets)
-        self._began = [(each, _Counts.of(each)) for each in sockets]
+        counts = [(each, _Counts.of(each)) for each in sockets]
+        goes_on = [each for each, _ in self._began] == list(sockets) and any(now.is_busy for _, now in counts)
+        if not goes_on:  # else the parts of one bucket follow each other, each too short to be judged
+            self._began = counts
 
     def end(self) -> None:
         """All has been handed out."""

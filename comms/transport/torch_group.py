@@ -518,32 +518,22 @@ class GlooTransport(TorchTransport):
         return [(rank, sent[rank], taken[rank]) for rank in range(self.size) if rank != self.rank]
 
     def _streams_for(self, nbytes: int) -> "Streams | None":
-        """The connections for a message; None where gloo's own will do. Called as `_open_streams` is.
+        """The connections for a message, opened at the first one of size; None where gloo's own will do.
+
+        Every rank calls it at the same point of the sequence of collectives.
 
         Args:
             nbytes: Of the message, the largest of all ranks.
         """
-        if nbytes >= LARGE_NBYTES:
-            return self._open_streams()
-        if nbytes >= OPENING_NBYTES:
-            self._open_streams()
-        return self._streams if nbytes >= FAR_NBYTES and self.over_cards is None else None
-
-    def _open_streams(self) -> "Streams | None":
-        """The connections of gradwire's own, opened at the first message of size; None where gloo's will do.
-
-        Every rank calls it at the same point of the sequence of collectives.
-        """
-        choose, self._choose = self._choose, None
-        if choose is None:
-            return self._streams
-        self._streams = made = self._opened(choose)
-        if made is not None:
-            self._connections += [Connection(each, os.fstat(each).st_ino) for each in made.by_descriptor]
-            weakref.finalize(self, made.close)
-            if self.size > 2 and knows_gloo_sums():
-                self._adds_as_ring = all(each for (each,) in self._told(struct.pack("?", sums_as_rings(self)), "?"))
-        return made
+        if self._choose is not None and nbytes >= OPENING_NBYTES:
+            choose, self._choose = self._choose, None
+            self._streams = made = self._opened(choose)
+            if made is not None:
+                self._connections += [Connection(each, os.fstat(each).st_ino) for each in made.by_descriptor]
+                weakref.finalize(self, made.close)
+                if self.size > 2 and knows_gloo_sums():
+                    self._adds_as_ring = all(each for (each,) in self._told(struct.pack("?", sums_as_rings(self)), "?"))
+        return self._streams if nbytes >= (FAR_NBYTES if self.over_cards is None else LARGE_NBYTES) else None
 
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
         """Tells all ranks the round trip, the choice and where to connect; and connects, if it is to be several."""
@@ -588,7 +578,7 @@ class GlooTransport(TorchTransport):
         Every rank calls it at the same point of the sequence of collectives.
         """
         if self._rail is not None and self._rail.cards.are_used:
-            self._open_streams()
+            self._streams_for(LARGE_NBYTES)
         return self.over_cards
 
     def leave_cards(self) -> None:

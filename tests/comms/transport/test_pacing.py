@@ -69,11 +69,11 @@ class Path:
         self.counts = {each: _Counts(False, 0, trip_seconds, 0.0) for each in self.sockets}
         monkeypatch.setattr(_Counts, "of", self.counts.__getitem__)
 
-    def carry(self, nbytes: int, seconds: float) -> None:
-        """Each connection has had so much acknowledged, and something under way for so long."""
+    def carry(self, nbytes: int, seconds: float, is_busy: bool = False) -> None:
+        """Each connection has had so much acknowledged, and something under way for so long, or still has."""
         for each, was in self.counts.items():
             self.counts[each] = _Counts(
-                False, was.acknowledged_nbytes + nbytes, was.trip_seconds, was.busy_seconds + seconds
+                is_busy, was.acknowledged_nbytes + nbytes, was.trip_seconds, was.busy_seconds + seconds
             )
 
     def close(self) -> None:
@@ -103,6 +103,18 @@ def test_who_has_nothing_of_a_short_message_makes_it_no_slower(monkeypatch: pyte
     path.counts[idle] = _Counts(False, 0, 0.08, 0.0)
     held.begin(path.sockets)
     assert held.pace == pytest.approx(SHORT_GAIN * 3 * 60_000 / 0.3)
+    path.close()
+
+
+def test_the_parts_of_one_bucket_are_judged_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins while the one before it is under way, and takes less than two round trips."""
+    path, held = Path(monkeypatch, 4, 0.08), Pacing()
+    for _ in range(3):
+        held.begin(path.sockets)
+        held.end()
+        path.carry(20_000, 0.12, is_busy=True)
+    held.begin(path.sockets)
+    assert held.pace == pytest.approx(SHORT_GAIN * 4 * 40_000 / 0.16)
     path.close()
 
 

@@ -87,7 +87,7 @@ def test_sums_have_the_bits_of_gloos_ring(dtype: torch.dtype, size: int) -> None
 def test_sums_of_three_ranks_travel_over_the_connections() -> None:
     def body(transport: GlooTransport) -> int:
         transport.all_reduce(contribution(transport.rank, 10)).wait()
-        found = transport._open_streams()
+        found = transport._streams_for(LARGE_NBYTES)
         assert found is not None
         sent: list[Tensor] = []
         real = found.exchange_twice
