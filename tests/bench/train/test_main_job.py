@@ -120,7 +120,8 @@ def test_without_a_slow_link_bytes_are_told_and_times_only_predicted() -> None:
 
 def test_a_compressor_that_the_log_warns_of_is_not_predicted_for_this_optimizer() -> None:
     assert caution_of("powersgd", "adamw") and caution_of("onebit", "adamw") and caution_of("dgc", "adamw")
-    assert not caution_of("powersgd", "sgd") and not caution_of("int4", "adamw") and not caution_of("own", "adamw")
+    assert not caution_of("powersgd", "sgd") and not caution_of("int4", "adamw")
+    assert "nobody here has trained with own" in caution_of("own", "adamw")
 
 
 def test_where_no_link_can_be_made_slow_the_first_line_says_so(
