@@ -35,7 +35,7 @@ SHARES = {
 @pytest.mark.netns
 def test_the_busiest_nic_sends_the_compressors_share() -> None:
     with EmulatedCluster([1, 1]) as cluster:
-        result = run_forked(cluster, str(SCRIPT), [], nodes=[2, 2], timeout_seconds=240)
+        result = run_forked(cluster, str(SCRIPT), [], nodes=[2, 2], timeout_seconds=600)
     result.check()
     rows = [json.loads(line) for text in result.output for line in text.splitlines() if line.startswith("{")]
     busiest = {
