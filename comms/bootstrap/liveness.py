@@ -87,7 +87,8 @@ process is stopped. Much longer than a thread waits for the GIL."""
 
 COMING_SECONDS = (0.3, 1.0, 3.0)
 """After the beginning of a ring whose ranks wait for each other: when a rank asks its kernel whether the next one is
-still there that it has not reached yet. One that ends before it is reached is seen by this alone."""
+still there that it has not reached yet. One that ends before it is reached is seen by this, or by a call to it that is
+refused."""
 
 Lost = Callable[[Exception], None]
 """Called once, from the ring's thread, with what happened: a `LostError`, or what a source has raised."""
@@ -370,11 +371,14 @@ class _Calls:
             return
         neighbour.reached = True
         try:
-            if self._register.has_left(neighbour.rank):
+            has_ended = self._register.look_at(neighbour.rank) == ENDED
+            if self._register.has_left(neighbour.rank):  # who leaves in order says so before it goes
                 return
         except RuntimeError as error:
             log.debug("the store cannot say whether rank %d has left in order: %s", neighbour.rank, error)
             return
+        if has_ended:  # it came after the last look, and ended before it was reached
+            raise _loss(f"the process of rank {neighbour.rank} has ended", HAS_ENDED, neighbour.rank)
         log.warning(
             "rank %d cannot reach rank %d at %s: if that rank is lost, this one hears of it from another rank or by "
             "the time-out",

@@ -157,6 +157,29 @@ def test_an_alarm_in_the_store_reaches_ranks_that_are_no_neighbours() -> None:
     alone.close()
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_a_rank_that_came_late_and_ended_before_it_was_reached_is_missed(
+    left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its neighbour has looked for it often enough by then, and its own connections have come to nobody."""
+    monkeypatch.setattr(liveness, "COMING_SECONDS", (0.01,))
+    store, heard = PollingStore(HashStore(), timedelta(seconds=SECONDS)), Heard()
+    board = FailureBoard(store, 0, 2)
+    alone = LivenessRing(store, 0, 2, board.losses, heard, waited=lambda: 0.0)
+    until(lambda: not alone._calls.next.looks)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    if left:
+        store.set("left/1", "0")
+    store.set("alive/1", json.dumps([port, ["127.0.0.1"], kernel.own_kernel(), "00" * 16]))
+    until(lambda: alone._calls.next.reached)
+    assert heard.told.wait(0.5 if left else SECONDS) != left
+    if not left:
+        assert isinstance(heard.error, LostError) and heard.error.missing == (1,)
+        assert "the process of rank 1 has ended" in str(heard.error)
+    alone.close()
+
+
 def test_who_has_said_it_first_is_told_along_the_ring() -> None:
     size = 4
     rings, heard = ring(size)
