@@ -39,6 +39,15 @@ gradwire.register_codec("halves", Halves)
 """
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a test that imports and registers in this process what others are not to see."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    return tmp_path
+
+
 def bench(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "gradwire", "bench", "all_reduce", "-b", "64K", "-e", "64K", "-n", "2", "-w", "1"]
     return subprocess.run(
@@ -55,13 +64,8 @@ def test_the_bench_takes_a_codec_of_the_current_folder(tmp_path: Path) -> None:
     assert without.returncode == 2 and "`--compressor` is 'halves'" in without.stderr
 
 
-def test_compare_takes_it_as_a_contender(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
-    (tmp_path / "eighth_codecs.py").write_text(CODEC.replace("halves", "eighths"))
+def test_compare_takes_it_as_a_contender(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "eighth_codecs.py").write_text(CODEC.replace("halves", "eighths"))
     words = ["--nodes", "2", "--only", "eighths"]
     with pytest.raises(ValueError, match="`--only` has 'eighths', which is in no name"):
         options.parse(words)
@@ -70,27 +74,18 @@ def test_compare_takes_it_as_a_contender(
     assert [each.name for each in select(contender_specs(with_mpi=False), chosen.only)][1:] == ["gradwire eighths"]
 
 
-def test_a_module_that_cannot_be_imported_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "broken_codecs.py").write_text("raise RuntimeError('no such luck')\n")
+def test_a_module_that_cannot_be_imported_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "broken_codecs.py").write_text("raise RuntimeError('no such luck')\n")
     for name, why in (("missing_codecs", "No module named"), ("broken_codecs", "RuntimeError: no such luck")):
         assert alone.main(["--task", "text", "--import", name]) == 2
         said = capsys.readouterr().err
         assert f"`--import` {name}" in said and why in said and "PYTHONPATH" in said
 
 
-def test_the_study_trains_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_the_study_trains_with_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert alone.main(["--task", "text", "--compressor", "quarters"]) == 2
     assert "`compressor` is 'quarters'" in capsys.readouterr().err
-    monkeypatch.setattr(registry, "_factories", dict(registry._factories))  # what follows is of this test alone
-    (tmp_path / "quarter_codecs.py").write_text(CODEC.replace("halves", "quarters"))
+    (folder / "quarter_codecs.py").write_text(CODEC.replace("halves", "quarters"))
     words = ["--task", "text", "--import", "quarter_codecs", "--compressor", "quarters", "--steps", "12"]
     assert alone.main(words) == 0
     out, said = capsys.readouterr()
@@ -103,14 +98,9 @@ def test_the_study_trains_with_it(
     assert "`--steps` is 0" in capsys.readouterr().err
 
 
-def test_the_table_of_number_formats_has_a_row_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
-    (tmp_path / "tenth_codecs.py").write_text(CODEC.replace("halves", "tenths"))
-    np.savez(tmp_path / "gradients.npz", gradient=np.ones(5000, np.float32))
+def test_the_table_of_number_formats_has_a_row_for_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "tenth_codecs.py").write_text(CODEC.replace("halves", "tenths"))
+    np.savez(folder / "gradients.npz", gradient=np.ones(5000, np.float32))
     assert codecs.main(["--gradients", "gradients.npz", "--import", "tenth_codecs", "--json"]) == 0
     rows = {row["format"]: row for row in json.loads(capsys.readouterr().out)["formats"]}
     assert rows["tenths"]["bits"] == rows["fp16"]["bits"] and rows["tenths"]["worst"] == 0.0
