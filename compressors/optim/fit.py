@@ -30,13 +30,14 @@ BEHIND_UNDER_MUON = {
     "rotated2": 0.078,
     "powersgd": 0.050,
     "onebit": 0.367,
-    "dgc": 0.635,
+    "dgc": 0.493,
 }
 """Bits a byte that a compressor ends behind an exact sum under Muon. Measured (docs/results/optimizers.md): a text task
 of 0.5 M parameters, mean of seeds 0, 1 and 2, which lie 0.014 apart at most (dgc's 0.08); powersgd at `ENOUGH_RANK`,
-dgc at density 0.001. Muon makes all directions alike, and in most of them such an error outweighs the gradient."""
-LOW_RANK_UNDER_MUON = 0.207
-"""The same of powersgd at rank 4, seed 0; said of all ranks below `ENOUGH_RANK`."""
+dgc at `ENOUGH_DENSITY`. Muon makes all directions alike, and in most of them such an error outweighs the gradient."""
+LOW_RANK_UNDER_MUON, LOW_DENSITY_UNDER_MUON = 0.207, 0.635
+"""The same of powersgd at rank 4, seed 0, and of dgc at density 0.001, three seeds; said of all ranks below
+`ENOUGH_RANK`, and of all densities below `ENOUGH_DENSITY`."""
 
 BEHIND_UNDER_ADAPTIVE = {"waterfill2": 0.055, "rotated2": 0.048}
 """The same under AdamW, mean of seeds 0, 1 and 2 (docs/results/convergence.md): +0.053, +0.040 and +0.073, where plain
@@ -149,6 +150,8 @@ def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> 
     if behind is not None and any(part in kind.lower() for part in ORTHOGONALISING):
         if isinstance(rank, int) and rank < ENOUGH_RANK:
             behind = LOW_RANK_UNDER_MUON
+        if isinstance(density, float) and density < ENOUGH_DENSITY:
+            behind = LOW_DENSITY_UNDER_MUON
         return (
             f"under {kind} is known to end behind: a small transformer by {behind:.2f} bits a byte, because a matrix' "
             "momentum is made orthogonal, and with it the error in all small directions. Take int8 or rotated4 for "
