@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gradwire
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.hook import PYTHON_REDUCER
 from gradwire.comms.step import features
 from support.processes import Processes
 
@@ -106,7 +107,7 @@ def test_a_copied_state_is_new_and_keeps_its_configuration(results: Results) -> 
 
 
 def test_the_compiled_autograd_reducer_is_refused_in_clear_words(results: Results) -> None:
-    assert all("optimize_ddp" in str(result["compiled_python_reducer"].get("error")) for result in results)
+    assert all(PYTHON_REDUCER in str(result["compiled_python_reducer"].get("error")) for result in results)
 
 
 class HandMadeBucket:
