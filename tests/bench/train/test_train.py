@@ -4,8 +4,18 @@ from pathlib import Path
 import pytest
 
 from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.bench.emulation.launch import python_module, run_logical
+from gradwire.bench.emulation.launch import python_module
 from gradwire.bench.train.train import main
+from support.forked import ForkServer
+
+RANK_OF_TWO_NODES = """
+import os, sys
+from gradwire.bench.train.train import main
+
+node, local = divmod(int(os.environ["RANK"]), 2)
+os.environ |= {"GRADWIRE_HOSTNAME": f"node{node}", "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": "2"}
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.netns  # whoever else uses this machine's interfaces would be counted
@@ -33,14 +43,14 @@ def test_hooks_train_the_same_model_on_the_same_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("plan", "share"), [("flat", 1.0), ("hierarchical", 2 / 3)])
 def test_what_a_node_sends_is_counted_in_every_plan(
-    plan: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: str, share: float, tmp_path: Path, ranks_of_scripts: ForkServer
 ) -> None:
     """Two nodes of two: a ring of all ranks sends 3/2 of the gradient from a node, and a sum inside it first 1."""
-    monkeypatch.setenv("GRADWIRE_PLAN", plan)
-    file = tmp_path / "results.json"
+    file, script = tmp_path / "results.json", tmp_path / "rank.py"
+    script.write_text(RANK_OF_TWO_NODES)
     words = ["--hook", "plain", "--hook", "gradwire", "--steps", "2", "--batch", "1", "--context", "16"]
-    command = python_module("gradwire.bench.train.train", *words, "--json", str(file))
-    run_logical([2, 2], command, timeout_seconds=240).check()
+    done = ranks_of_scripts.run(script, [*words, "--json", str(file)], 4, tmp_path, GRADWIRE_PLAN=plan)
+    assert done.statuses == [0] * 4, done.errors
     plain, exact = json.loads(file.read_text())
     assert plain["node_nbytes_per_step"] == 1.5 * plain["gradient_nbytes"]
     assert exact["node_nbytes_per_step"] == pytest.approx(share * plain["node_nbytes_per_step"], rel=1e-3)
