@@ -78,7 +78,9 @@ COMMAND = "python -m gradwire.bench.studies.watch.planted --data docs/results/da
 BEGIN, END = "<!-- planted: begin -->", "<!-- planted: end -->"
 
 
-def run(kind: str, fault: str, rank: int, steps: int, **variables: str) -> tuple[dict[str, Any] | None, str]:
+def run(
+    kind: str, fault: str, rank: int, steps: int, ranks: int = RANKS, **variables: str
+) -> tuple[dict[str, Any] | None, str]:
     """Runs the job under torchrun with GRADWIRE_WATCH=1, as a user does.
 
     Args:
@@ -86,6 +88,7 @@ def run(kind: str, fault: str, rank: int, steps: int, **variables: str) -> tuple
         fault: That is planted.
         rank: Which rank has it.
         steps: Of the job.
+        ranks: Of the job.
         variables: More of the watch's: `TRACE="t.json"` is GRADWIRE_WATCH_TRACE.
 
     Returns:
@@ -94,7 +97,7 @@ def run(kind: str, fault: str, rank: int, steps: int, **variables: str) -> tuple
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "watch.json"
         given = {"JSON": str(report), "STALL_SECONDS": str(STALL_SECONDS)} | variables
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
         words = ("-m", job.__name__, "--kind", kind, "--fault", fault, "--rank", str(rank), "--steps", str(steps))
         ended = subprocess.run(
             [

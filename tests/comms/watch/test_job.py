@@ -107,22 +107,36 @@ def test_a_stage_of_a_pipeline_that_sends_nothing_is_named_with_who_waits_for_it
     assert not report["disagreements"], text
 
 
-def test_report_timeline_and_metrics_of_one_job_and_whose_gradients_were_waited_for(tmp_path: Path) -> None:
-    files = {"TRACE": tmp_path / "timeline.json", "METRICS": tmp_path / "watch.prom"}
-    report, text = run("ddp", "hang", 2, 150, **{name: str(path) for name, path in files.items()})
+def check_a_stall_in_all_that_is_written(report: dict[str, Any] | None, text: str, folder: Path, ranks: int) -> None:
+    """Of a job in which rank `ranks // 2` stands still: its report, its timeline and its metrics."""
     assert report is not None, text
+    late = ranks // 2
     stall = next(each for each in report["stalls"] if "in stand_still" in each)
-    assert re.search(r"rank 2 on \S+ has not come to collective \d+ of group default", stall), text
-    assert "rank 2 is at job.py:" in stall, text
+    assert re.search(rf"rank {late} on \S+ has not come to collective \d+ of group default", stall), text
+    assert f"rank {late} is at job.py:" in stall, text
     assert re.search(r"gradients of \d\.(bias|weight) to \d\.(bias|weight), issued at job.py", stall), text
     assert text.count("watched for") == 2, text  # once for the signal that rank 0 sends itself, once at the end
-    events = json.loads(files["TRACE"].read_text())["traceEvents"]
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     spans = [each for each in events if each["ph"] == "X"]
-    assert {each["pid"] for each in spans} == {0, 1, 2, 3} and {each["cat"] for each in spans} == {"group default"}
+    assert {each["pid"] for each in spans} == set(range(ranks)) and {each["cat"] for each in spans} == {"group default"}
     assert any("gradients of" in each["name"] for each in spans)
-    metrics = files["METRICS"].read_text()
+    metrics = (folder / "watch.prom").read_text()
     assert re.search(r'gradwire_watch_collectives\{group="default"\} \d{3}', metrics), metrics
     assert f"gradwire_watch_stalls {len(report['stalls'])}\n" in metrics, metrics
+
+
+def test_report_timeline_and_metrics_of_one_job_and_whose_gradients_were_waited_for(
+    processes: Processes, tmp_path: Path
+) -> None:
+    files = {"TRACE": str(tmp_path / "timeline.json"), "METRICS": str(tmp_path / "watch.prom")}
+    report, text = run_forked(processes, tmp_path, "ddp", "hang", 2, 150, **files)
+    check_a_stall_in_all_that_is_written(report, text, tmp_path, RANKS)
+
+
+def test_under_torchrun_itself_the_variables_alone_have_a_job_watched(tmp_path: Path) -> None:
+    files = {"TRACE": str(tmp_path / "timeline.json"), "METRICS": str(tmp_path / "watch.prom")}
+    report, text = run("ddp", "hang", 1, 150, ranks=2, **files)
+    check_a_stall_in_all_that_is_written(report, text, tmp_path, 2)
 
 
 EXCHANGE = """
