@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from gradwire.comms.backend.register import register
+from support.processes import Processes
+
 
 def started(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, "-c", code]
@@ -12,6 +15,19 @@ def started(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+def test_what_is_no_setting_is_refused_by_name_where_torch_is_imported() -> None:
+    assert "`GRADWIRE_WATCH` is 'yes'; wanted 1" in started("import torch", GRADWIRE_WATCH="yes").stderr
+
+
+def refused(_: int) -> str:
+    """What `import torch` raises at its end."""
+    try:
+        register()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
@@ -20,8 +36,9 @@ def started(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ({"GRADWIRE_WATCH": "1", "GRADWIRE_WATCH_STALL_SECONDS": "-1"}, "`stall_seconds` is -1.0"),
     ],
 )
-def test_what_is_no_setting_is_refused_by_name(variables: dict[str, str], words: str) -> None:
-    assert words in started("import torch", **variables).stderr
+def test_what_is_no_setting_is_refused_by_name(variables: dict[str, str], words: str, processes: Processes) -> None:
+    (said,) = processes(1, refused, environment=variables)
+    assert words in said
 
 
 @pytest.mark.slow
