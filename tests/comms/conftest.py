@@ -61,6 +61,10 @@ def _server() -> multiprocessing.context.ForkServerContext:
             "torch.distributed.fsdp",
             "torch.distributed.tensor",
             "pytest",
+            # What this file imports: every rank begins with it.
+            "gradwire.bench.emulation.cluster",
+            "gradwire.bench.emulation.fork",
+            "gradwire.bench.emulation.launch",
             "gradwire.comms.backend.process_group",
             "gradwire.comms.hook",
             "gradwire.fsdp",

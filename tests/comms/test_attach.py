@@ -332,8 +332,8 @@ def attach_to(_: int) -> dict[str, object]:
     wraps: dict[str, Callable[[DistributedDataParallel], Any]] = {
         "DDP": lambda ddp: ddp,
         "Fabric": lambda ddp: FabricModule(ddp, ddp.module),
-        "compiled": lambda ddp: torch.compile(ddp),
-        "compiled Fabric": lambda ddp: FabricModule(torch.compile(ddp), ddp.module),  # type: ignore[arg-type]
+        "compiled": lambda ddp: torch.compile(ddp, backend="eager"),
+        "compiled Fabric": lambda ddp: FabricModule(torch.compile(ddp, backend="eager"), ddp.module),  # type: ignore[arg-type]
     }
     for name, wrap in wraps.items():
         ddp = wrapped()
