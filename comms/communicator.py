@@ -158,7 +158,7 @@ class Communicator:
             rank,
             device,
             cluster.share_a_node,
-            config.transport,
+            config.transport_name,
             config.timeout,
             _alarm(board, self.cards),
             interface,

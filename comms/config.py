@@ -23,11 +23,15 @@ SAMPLES = "samples"
 REDUCTIONS = ("sum", "adasum", SAMPLES)
 SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
+TCP_TRANSPORTS = ("auto", "gloo")
+"""Those that may be given a number of connections."""
 ALL_NICS, ONE_NIC, NIC_PER_RANK = "auto", "one", "per_rank"
 ENVIRONMENT_PREFIX = "GRADWIRE_"
 AUTO = "auto"
 """The compressor that is chosen for each layer while training runs, within the budget behind a colon."""
 
+NVTX = "nvtx"
+"""The timeline that goes to Nsight Systems in place of a file."""
 TRACE_STEPS = 20
 """Steps of a timeline for which no number is given."""
 
@@ -128,13 +132,10 @@ class Planning:
     chunks: int = 0
     """Pieces a bucket is cut into so that phases overlap; 0 lets the planner choose."""
 
-    connections: int = 0
-    """TCP connections between two nodes of CPUs that a large message travels over, where a round trip is long; 1 leaves
-    it to gloo's own, 0 chooses from the measured round trip and the rate. No bit depends on it. See
-    docs/results/distance.md."""
-
     transport: str = "auto"
-    """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
+    """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device. `gloo:8` has large messages travel
+    over 8 TCP connections between two nodes of CPUs, `gloo:1` over gloo's own alone; without a number the measured
+    round trip and the rate decide. No bit depends on it. See docs/results/distance.md."""
 
     timeout: timedelta = timedelta(0)
     """A collective that takes longer fails on all ranks. 0 takes the time-out of the process group that the ranks are
@@ -160,16 +161,12 @@ class Planning:
     depends on it."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self, {"chunks": int, "connections": int, "timeout": timedelta})
+        _check_kinds(self, {"chunks": int, "transport": str, "timeout": timedelta})
         _check_choice("plan", self.plan, PLANS)
-        _check_choice("transport", self.transport, TRANSPORTS)
+        _check_transport(self.transport)
         if self.chunks < 0:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
         _check_nics(self.nics)
-        if not 0 <= self.connections <= 256:
-            raise ValueError(
-                f"`connections` is {self.connections}; wanted 0 (the round trip decides), or 1 to 256 between two nodes"
-            )
         if self.timeout < timedelta(0):
             raise ValueError(
                 f"`timeout` is {self.timeout}; wanted a positive duration, or 0 for that of the process group"
@@ -178,6 +175,16 @@ class Planning:
             raise ValueError(f"`location` is {self.location}; wanted at most two names: region, rack")
         if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
             raise ValueError(f"`nic_bytes_per_second` is {self.nic_bytes_per_second}; wanted a number > 0, or None")
+
+    @property
+    def transport_name(self) -> str:
+        """The transport without a number of connections."""
+        return self.transport.partition(":")[0]
+
+    @property
+    def connections(self) -> int:
+        """TCP connections of a large message between two nodes; 0: the measured round trip and the rate decide."""
+        return int(self.transport.partition(":")[2] or 0)
 
     def with_timeout_of(self, group: timedelta) -> Self:
         """The same with a process group's time-out, where none is set."""
@@ -314,13 +321,11 @@ class Watching:
 
     trace: "str | tuple[str, int] | None" = None
     """JSON file for Perfetto that rank 0 writes a timeline of all ranks into, once, from the sixth step on: of 20
-    steps, or (file, steps). None writes none. `HookState.trace` does so at any step."""
-
-    nvtx: bool = False
-    """On CUDA: mark what the hook issues as NVTX ranges, for Nsight Systems. torch.profiler needs no switch."""
+    steps, or (file, steps). None writes none. `HookState.trace` does so at any step. `nvtx` marks what the hook issues
+    on CUDA as NVTX ranges instead, for Nsight Systems; torch.profiler needs no switch."""
 
     def __post_init__(self) -> None:
-        _check_kinds(self, {"straggler_every": int, "nvtx": bool})
+        _check_kinds(self, {"straggler_every": int})
         if self.straggler_every < 0:
             raise ValueError(f"`straggler_every` is {self.straggler_every}; wanted a number of steps, or 0 for never")
         if not 0 <= self.stall_seconds < float("inf"):
@@ -333,7 +338,14 @@ class Watching:
     @property
     def trace_file(self) -> str | None:
         """Where a timeline is written to; None writes none."""
+        if self.marks_nvtx:
+            return None
         return self.trace[0] if isinstance(self.trace, tuple) else self.trace
+
+    @property
+    def marks_nvtx(self) -> bool:
+        """Whether what is issued on CUDA is marked for Nsight Systems."""
+        return self.trace == NVTX
 
     @property
     def trace_steps(self) -> int:
@@ -381,7 +393,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
                 '`elastic` is set and `compressor` is "auto"; wanted one compressor by name: what is chosen is not '
                 "carried over to other ranks yet"
             )
-        if self.elastic and self.transport == "mpi":
+        if self.elastic and self.transport_name == "mpi":
             raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
         self._check_sums()
 
@@ -533,6 +545,8 @@ OLD_NAMES = {
     "trace_steps": 'trace=("steps.json", 40)',
     "tune_profile": 'tune="tuned.json"',
     "nic_per_rank": 'nics="per_rank"',
+    "connections": 'transport="gloo:8"',
+    "nvtx": 'trace="nvtx"',
     "join": 'elastic="HOST:PORT"',
 }
 """Options of 0.1 that are parts of others now -> how to write them; accepted until 0.2, with a warning."""
@@ -574,6 +588,12 @@ def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
         if found.get("nics", NIC_PER_RANK) != NIC_PER_RANK:
             raise ValueError(f"`nic_per_rank` is set and `nics` is {found['nics']!r}; wanted one of them alone")
         found["nics"] = NIC_PER_RANK
+    if old.get("connections"):
+        found["transport"] = _over(found.get("transport", "auto"), old["connections"])
+    if old.get("nvtx"):
+        if found.get("trace", NVTX) != NVTX:
+            raise ValueError(f"`nvtx` is set and `trace` is {found['trace']!r}; wanted one of them alone")
+        found["trace"] = NVTX
     if "trace_steps" in old and found.get("trace") is not None:
         found["trace"] = found["trace"], old["trace_steps"]
     if old.get("join") is not None:
@@ -581,6 +601,14 @@ def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
             raise ValueError("`join` is given but `elastic` is not set: pass elastic=True, too")
         found["elastic"] = old["join"]
     return found
+
+
+def _over(transport: object, connections: object) -> str:
+    """A transport over so many connections, each given by an option of its own."""
+    name, _, number = str(transport).partition(":")
+    if number and number != str(connections):
+        raise ValueError(f"`connections` is {connections!r} and `transport` is {transport!r}; wanted one of them alone")
+    return f"{name}:{connections}"
 
 
 def _within(compressor: object, budget: object) -> str:
@@ -866,6 +894,16 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 # Readers of one variable each. Their ValueError says what was wanted.
+
+
+def _check_transport(text: str) -> None:
+    name, colon, number = text.partition(":")
+    _check_choice("transport", name, TRANSPORTS)
+    if colon and not (name in TCP_TRANSPORTS and number.isascii() and number.isdigit() and 1 <= int(number) <= 256):
+        raise ValueError(
+            f"`transport` is {text!r}; wanted {' or '.join(TCP_TRANSPORTS)} with 1 to 256 connections behind a colon, "
+            "such as gloo:8, or no colon: the round trip decides"
+        )
 
 
 def _whole_number(text: str) -> int:

@@ -53,7 +53,7 @@ def own_cards(found: Sequence[HostAddress], config: Config, sysfs: Path = _SYSFS
         ValueError: `nics` names an interface that this host does not have.
     """
     named = gloo_interfaces() if config.nics == ALL_NICS else tuple(config.nics.split(","))
-    if config.nics in (ONE_NIC, NIC_PER_RANK) or config.transport == "mpi" or len(named) == 1:
+    if config.nics in (ONE_NIC, NIC_PER_RANK) or config.transport_name == "mpi" or len(named) == 1:
         return ()
     names = {index: name for index, name in socket.if_nameindex()}
     if config.nics != ALL_NICS and (missing := [name for name in named if name not in names.values()]):

@@ -81,7 +81,7 @@ def _shared(nodes: Nodes) -> list[str]:
 
 def _unused_by_gloo(nodes: Nodes, config: Config) -> list[str]:
     """Nodes with several NICs of which gloo would use one."""
-    if config.nics == NIC_PER_RANK or config.transport == "mpi":
+    if config.nics == NIC_PER_RANK or config.transport_name == "mpi":
         return []
     several = [
         str(number)

@@ -73,7 +73,7 @@ def quick_probe(communicator: Communicator) -> bool:
     nodes, config = cluster.nodes, communicator.config
     if (
         communicator.device.type != "cpu"
-        or config.transport == "mpi"
+        or config.transport_name == "mpi"
         or cluster.depth != 2
         or len(nodes) == 1
         or not cluster.levels[1].link.presumed

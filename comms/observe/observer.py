@@ -96,7 +96,7 @@ class Observer(StepListener):
     def step_began(self, steps: int) -> None:
         """Looks which recorder this step needs; before its first bucket travels."""
         executor, on_cuda = self._communicator.executor, self._communicator.device.type == "cuda"
-        ranges, nvtx = profiler_is_on(), self._config.nvtx and on_cuda
+        ranges, nvtx = profiler_is_on(), self._config.marks_nvtx and on_cuda
         if self._trace is not None:
             executor.ledger.recorder = self._trace.recorder
             executor.ledger.recorder.ranges, executor.ledger.recorder.nvtx = ranges, nvtx

@@ -22,7 +22,16 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
 from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, unpack
 from gradwire.comms.communicator import Communicator, Oversight
-from gradwire.comms.config import AUTO, COMPRESSION, ENVIRONMENT_PREFIX, PLANNING, Config, asks, with_present_names
+from gradwire.comms.config import (
+    AUTO,
+    COMPRESSION,
+    ENVIRONMENT_PREFIX,
+    NVTX,
+    PLANNING,
+    Config,
+    asks,
+    with_present_names,
+)
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
@@ -54,7 +63,7 @@ PACKED_NBYTES = 2**25
 INSIDE_ONLY = ("fusion", "tune", "probe", "trace", "reduction", "straggler_every")
 """Options of the hook that averages gradients inside a unit; exchanges between units have no use for them."""
 
-OF_EXCHANGES = (*PLANNING, *COMPRESSION, "elastic", "stall_seconds", "nvtx")
+OF_EXCHANGES = (*PLANNING, *COMPRESSION, "elastic", "stall_seconds")
 """Options of exchanges between units; the others are of the gradients inside one."""
 
 DEFAULT_COMPRESSOR = "waterfill2"
@@ -362,7 +371,12 @@ class Outer(Face[AveragingSession]):
         self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]]
     ) -> tuple[AveragingSession, Oversight | None]:
         self._group = group
-        self._exchanged = replace(self.config.only(OF_EXCHANGES), probe=False, straggler_every=0)
+        self._exchanged = replace(
+            self.config.only(OF_EXCHANGES),
+            probe=False,
+            straggler_every=0,
+            trace=NVTX if self.config.marks_nvtx else None,
+        )
         self._survivor: Survivor | None = None
         timeout, numels = self.config.timeout, {name: local_of(each).numel() for name, each in trained}
         first = first_oversight(group.rank(), group.size(), timeout) if self.config.elastic else None

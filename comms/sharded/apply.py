@@ -38,9 +38,6 @@ CPU = torch.device("cpu")
 _applied = count()
 """Numbers of the calls of `apply`, in the same order on all ranks of a model."""
 
-NOTED_BETWEEN_REPLICAS = ("trace", "nvtx")
-"""Options that have something written down about what travels between replicas."""
-
 NOT_SHARDED = (
     "`model` has no module that torch.distributed.fsdp.fully_shard (FSDP2) was called on: call fully_shard on its "
     "blocks and on the model itself first, then gradwire.fsdp.apply(model, ...). FullyShardedDataParallel (FSDP1) has "
@@ -251,9 +248,9 @@ def _error_of(
                 f"`compressor` is {config.compressor!r}, which is for gradients between replicas, and `replicas` is "
                 "not given: " + _how_to_replicate(units)
             )
-        for name in config.asked_for(NOTED_BETWEEN_REPLICAS):
+        if config.trace is not None:
             return (
-                f"`{name}` is {getattr(config, name)!r}, which is for what travels between replicas, and `replicas` is "
+                f"`trace` is {config.trace!r}, which is for what travels between replicas, and `replicas` is "
                 "not given: " + _how_to_replicate(units)
             )
         return None

@@ -33,8 +33,7 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
         {"rank": 2, "levels": (0.25, 0.0625)},
     ),
     "rules": ("GRADWIRE_RULES", '[{"pattern": "head.*"}]', ({"pattern": "head.*"},)),
-    "transport": ("GRADWIRE_TRANSPORT", "gloo", "gloo"),
-    "connections": ("GRADWIRE_CONNECTIONS", "8", 8),
+    "transport": ("GRADWIRE_TRANSPORT", "gloo:8", "gloo:8"),
     "fusion": ("GRADWIRE_FUSION", "12.5", 12.5),
     "reduction": ("GRADWIRE_REDUCTION", '{"average": false}', Reduction(average=False)),
     "probe": ("GRADWIRE_PROBE", "1", True),
@@ -48,7 +47,6 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
     "straggler_every": ("GRADWIRE_STRAGGLER_EVERY", "20", 20),
     "stall_seconds": ("GRADWIRE_STALL_SECONDS", "2.5", 2.5),
     "trace": ("GRADWIRE_TRACE", "steps.json:5", ("steps.json", 5)),
-    "nvtx": ("GRADWIRE_NVTX", "on", True),
 }
 """Field -> its variable, a text for it, and the value that the text stands for."""
 
@@ -79,7 +77,9 @@ def test_defaults_ask_for_nothing() -> None:
         ({"transport": "smoke"}, "`transport` is 'smoke'"),
         ({"fusion": "some"}, "`fusion` is 'some'; wanted one of bucket, auto, delayed"),
         ({"chunks": -1}, "`chunks` is -1"),
-        ({"connections": 257}, "`connections` is 257"),
+        ({"transport": "gloo:257"}, "`transport` is 'gloo:257'"),
+        ({"transport": "gloo:"}, "`transport` is 'gloo:'"),
+        ({"transport": "mpi:2"}, "`transport` is 'mpi:2'"),
         ({"timeout": timedelta(seconds=-1)}, "`timeout` is -1 day, 23:59:59"),
         ({"location": ("a", "b", "c")}, "`location` is"),
         ({"nic_bytes_per_second": 0.0}, "`nic_bytes_per_second` is 0"),
@@ -134,7 +134,7 @@ def test_every_field_has_a_variable(field: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("text", ["0", "false", "No", "OFF"])
-@pytest.mark.parametrize("field", ["probe", "tune", "nvtx"])
+@pytest.mark.parametrize("field", ["probe", "tune"])
 def test_a_switch_can_be_off(field: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLES[field][0], text)
     assert getattr(Config.from_env(), field) is False
@@ -252,6 +252,9 @@ def test_a_compressor_of_none_wins_over_the_environment_and_says_so(
         ({"average": False, "reduction": "adasum"}, {"reduction": {"kind": "adasum", "average": False}}),
         ({"trace": "steps.json", "trace_steps": 5}, {"trace": ("steps.json", 5)}),
         ({"tune": True, "tune_profile": "tuned.json"}, {"tune": "tuned.json"}),
+        ({"connections": 8}, {"transport": "auto:8"}),
+        ({"connections": 1, "transport": "gloo"}, {"transport": "gloo:1"}),
+        ({"connections": 0, "nvtx": True}, {"trace": "nvtx"}),
         ({"elastic": True, "join": "host:1"}, {"elastic": "host:1"}),
     ],
 )
@@ -273,6 +276,13 @@ def test_old_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"GRADWIRE_{name}", text)
     found = Config.from_env()
     assert (found.fusion, found.sums.average, found.trace) == (25.0, False, ("steps.json", 5))
+
+
+@pytest.mark.parametrize("options", [{"connections": 8, "transport": "gloo:4"}, {"nvtx": True, "trace": "steps.json"}])
+def test_an_old_name_that_contradicts_the_new_one_is_refused(options: dict[str, object]) -> None:
+    old, new = options
+    with pytest.raises(ValueError, match=f"`{old}` is .* and `{new}` is "), pytest.warns(FutureWarning):
+        Config.from_env(**options)
 
 
 def test_a_newcomer_is_told_by_a_variable_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def gloo(place: ForkedRank, store: Store, numel: int) -> Contender:
 def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> Contender:
     """The hook's sum over so many connections; 0: as many as it takes of itself, after its look at the links."""
     name = f"gradwire, {connections or 'chosen'}"
-    config = Config.from_env(timeout=TIMEOUT, connections=connections)
+    config = Config.from_env(timeout=TIMEOUT, transport=f"gloo:{connections}" if connections else "gloo")
     communicator = Communicator(store, place.rank, len(place.nodes), torch.device("cpu"), config, name=name)
     quick_probe(communicator)
     flat = torch.ones(numel)

@@ -361,5 +361,5 @@ def test_strangers_are_not_let_in() -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 257])
 def test_a_number_that_makes_no_sense_is_refused_by_name(wrong: int) -> None:
-    with pytest.raises(ValueError, match=f"`connections` is {wrong}; wanted 0"):
-        Config(connections=wrong)
+    with pytest.raises(ValueError, match=f"`transport` is 'gloo:{wrong}'; wanted auto or gloo with 1 to 256"):
+        Config(transport=f"gloo:{wrong}")
