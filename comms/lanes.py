@@ -128,7 +128,8 @@ class Lanes:
                     line.expected.remove(job)
                     line.arrivals.put(_Signal.LOOK_AGAIN)
             del self._under_way[job]
-            self._close_if_drained()
+            if self._closed:
+                self._close_if_drained()
 
     def close(self) -> None:
         """Lets every `take` return None once all jobs under way have ended; later submissions fail."""
@@ -142,7 +143,7 @@ class Lanes:
             return list(self._under_way)
 
     def _close_if_drained(self) -> None:
-        if self._closed and not self._under_way:
+        if not self._under_way:
             for line in self._lines.values():
                 line.arrivals.put(_Signal.CLOSE)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from gradwire.compressors.base import (
     ALL_GATHER,
     ALL_REDUCE,
-    Codec,
     Collective,
     Layout,
     Member,
@@ -23,7 +22,7 @@ from gradwire.compressors.base import (
     equal_bounds,
     refuse_capture,
 )
-from gradwire.compressors.codecs.base import encode
+from gradwire.compressors.codecs.base import PieceCodec
 from gradwire.compressors.codecs.cast import CAST_DTYPES
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
@@ -138,10 +137,10 @@ class DGC(Stateful):
     ) -> Iterator[Collective]:
         """Sends the values through a codec; all ranks decode all payloads, in the order of the ranks."""
         inner.step = self.step
-        codec: Codec = inner.codec_for(layout, group.rank)
+        codec: PieceCodec = inner.codec_for(layout, group.rank)
         encoded = torch.empty(codec.wire_nbytes(values.numel()), dtype=torch.uint8, device=shard.device)
         rest = torch.empty_like(values)
-        encode(codec, values, None, rest, encoded)
+        codec.encode_residual(values, None, rest, encoded)
         self.fields["total"].stage(layout, values.device)[indices.long()] = rest
         places = pack_places(indices, shard.numel())
         payload = torch.cat([places, encoded])

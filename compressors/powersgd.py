@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gradwire.compressors.base import (
     ALL_REDUCE,
-    Codec,
     Collective,
     HeldRun,
     Layout,
@@ -28,6 +27,7 @@ from gradwire.compressors.base import (
     check_gradient,
     refuse_capture,
 )
+from gradwire.compressors.codecs.base import PieceCodec
 from gradwire.compressors.codecs.cast import CAST_DTYPES, CastCodec
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.hashing import hash_uniforms, mix_key, name_key
@@ -95,7 +95,7 @@ class PowerSGD(Stateful):
         self.warm_start = warm_start
         self.random_seed = random_seed
         self.inner = inner
-        self.codec: Codec | None = CastCodec(factor_dtype) if factor_dtype in CAST_DTYPES else None
+        self.codec: PieceCodec | None = CastCodec(factor_dtype) if factor_dtype in CAST_DTYPES else None
         if inner is not None:
             self.codec = inner.codec
         self._factors: dict[str, Tensor] = {}
@@ -372,7 +372,7 @@ class PowerSGD(Stateful):
             factors.append(factor.to(device).view(-1))
         return torch.cat(factors)
 
-    def _codec_for(self, layout: Layout, rank: int) -> Codec | None:
+    def _codec_for(self, layout: Layout, rank: int) -> PieceCodec | None:
         """The codec of this step's factors: with random rounding, another one in each step."""
         if self.inner is None:
             return self.codec
@@ -386,7 +386,7 @@ class PowerSGD(Stateful):
         shard: Tensor,
         dense: Sequence[Slice],
         group: Member,
-        codec: Codec | None,
+        codec: PieceCodec | None,
     ) -> Iterator[Collective]:
         """Sums the factors P and the dense slices: in one collective, or the factors through the cast."""
         at = p_numel
@@ -404,7 +404,7 @@ class PowerSGD(Stateful):
             shard[item.start : item.stop] = p_flat[at : at + item.numel]
             at += item.numel
 
-    def _reduce_q(self, own: Tensor, total: Tensor, group: Member, codec: Codec | None) -> Iterator[Collective]:
+    def _reduce_q(self, own: Tensor, total: Tensor, group: Member, codec: PieceCodec | None) -> Iterator[Collective]:
         """Sums the factors Q into `total`; with a codec, `own` becomes this rank's part of the sum, as decoded."""
         if codec is None:
             yield Collective(ALL_REDUCE, (total,))

@@ -29,14 +29,7 @@ from gradwire.compressors.base import (
     refuse_capture,
     weighted_bounds,
 )
-from gradwire.compressors.codecs.base import (
-    BlockCodec,
-    decode_pieces,
-    encode,
-    encode_pieces,
-    reduce_encode,
-    takes_pieces,
-)
+from gradwire.compressors.codecs.base import BlockCodec, PieceCodec, in_pieces
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.stateful import Stateful
 
@@ -107,21 +100,19 @@ class Residuals:
     """(own part) Receives the new value."""
 
 
-def _blank(codec: Codec, rows: int, nbytes: int, full: int, device: torch.device) -> Tensor:
+def _blank(rows: int, nbytes: int, full: int, device: torch.device) -> Tensor:
     """Returns (rows, nbytes) uint8 for payloads, the first `full` of which fill their rows.
 
-    What may stay unwritten is zero, so that no old memory is sent: the bytes behind a shorter payload, and with a
-    user's codec, which need not write every byte, the whole tensor.
+    What may stay unwritten is zero, so that no old memory is sent: the bytes behind a shorter payload.
     """
     payloads = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
-    written = full if takes_pieces(codec) else 0
-    if written < rows:
-        payloads[written:].zero_()
+    if full < rows:
+        payloads[full:].zero_()
     return payloads
 
 
 def two_stage(
-    source: Tensor, target: Tensor, group: Member, codec: Codec, return_codec: Codec, residuals: Residuals
+    source: Tensor, target: Tensor, group: Member, codec: PieceCodec, return_codec: PieceCodec, residuals: Residuals
 ) -> Iterator[Collective]:
     """Writes an approximation of the sum over the group of source + worker residual (+ server residual) to `target`.
 
@@ -140,34 +131,34 @@ def two_stage(
     there_nbytes = back_nbytes = codec.wire_nbytes(parts.width)
     if return_codec is not codec:
         back_nbytes = return_codec.wire_nbytes(parts.width)
-    payloads = _blank(codec, parts.pieces, there_nbytes, parts.full, source.device)
-    encode_pieces(codec, source, residuals.worker, residuals.new_worker, payloads, parts.width)
+    payloads = _blank(parts.pieces, there_nbytes, parts.full, source.device)
+    codec.encode_pieces(source, residuals.worker, residuals.new_worker, payloads, parts.width)
     start, stop = parts.bounds(group.rank)
     own = parts.owned[group.rank + 1] - parts.owned[group.rank] if group.shares else 1
     received = torch.empty(group.size * own, payloads.shape[1], dtype=torch.uint8, device=source.device)
     yield Collective(ALL_TO_ALL, (received, payloads), parts.owned)
 
     full = (stop - start) // max(parts.width, 1)
-    reduced = _blank(return_codec, own, back_nbytes, full, source.device)
+    reduced = _blank(own, back_nbytes, full, source.device)
     for piece in range(own):
         low = piece * parts.width
         numel = min(stop - start - low, parts.width)
         if numel < parts.width:
             there_nbytes, back_nbytes = codec.wire_nbytes(numel), return_codec.wire_nbytes(numel)
         old, new = residuals.server, residuals.new_server
-        reduce_encode(
-            codec,
-            return_codec,
-            received[piece::own, :there_nbytes],
-            old if old is None or own == 1 else old[low : low + numel],
-            new if new is None or own == 1 else new[low : low + numel],
-            reduced[piece, :back_nbytes],
-            numel,
-        )
+        if own > 1:
+            old, new = (None if each is None else each[low : low + numel] for each in (old, new))
+        rows, row = received[piece::own, :there_nbytes], reduced[piece, :back_nbytes]
+        if return_codec is codec:
+            codec.reduce_encode(rows, old, new, row, numel)
+        else:
+            total = torch.empty(numel, device=source.device)
+            codec.decode_reduce(rows, None, total)
+            return_codec.encode_residual(total, old, new, row)
     all_reduced = torch.empty(parts.pieces, reduced.shape[1], dtype=torch.uint8, device=source.device)
     yield Collective(ALL_GATHER, (all_reduced, reduced), parts.owned)
 
-    decode_pieces(return_codec, all_reduced, target, parts.width)
+    return_codec.decode_pieces(all_reduced, target, parts.width)
 
 
 def two_stage_nbytes(numel: int, group_size: int, codec: Codec, return_codec: Codec) -> int:
@@ -209,8 +200,8 @@ class TwoStage(Stateful):
         if warmup_steps < 0:
             raise ValueError(f"`warmup_steps` is {warmup_steps}; wanted 0 or more")
         super().__init__(name, [*(["residual", "server"] if residual else []), *(["momentum"] if momentum else [])])
-        self.codec = codec
-        self.return_codec = codec if return_codec is None else return_codec
+        self.codec = in_pieces(codec)
+        self.return_codec = self.codec if return_codec is None or return_codec is codec else in_pieces(return_codec)
         self.residual = residual
         self.momentum = momentum
         self.warmup_steps = warmup_steps
@@ -246,7 +237,7 @@ class TwoStage(Stateful):
             self._own_parts[layout, group] = layout.cut(
                 *Parts(layout.numel, group.size, group.shares).bounds(group.rank)
             )
-        source = self._with_momentum(shard, layout)
+        source = self._with_momentum(shard, layout) if self.momentum else shard
         if group.size == 1 or self.step < self.warmup_steps or not shard.numel():
             yield from self._dense(source, shard, layout, group)
             return
@@ -275,8 +266,8 @@ class TwoStage(Stateful):
         target: Tensor,
         layout: Layout,
         group: Member,
-        codec: Codec,
-        return_codec: Codec,
+        codec: PieceCodec,
+        return_codec: PieceCodec,
         residuals: Residuals,
     ) -> Iterator[Request]:
         """The exchange of payloads: `two_stage`, where no compressor has another with the same result.
@@ -292,7 +283,7 @@ class TwoStage(Stateful):
         """
         return two_stage(source, target, group, codec, return_codec, residuals)
 
-    def codec_for(self, layout: Layout, rank: int) -> Codec:
+    def codec_for(self, layout: Layout, rank: int) -> PieceCodec:
         """Returns the codec for this step's payload of this shard: codecs with random numbers override this."""
         return self.codec
 
@@ -317,7 +308,7 @@ class TwoStage(Stateful):
         for start in range(0, flat.numel(), MEASURED_NUMEL):
             run = flat[start : start + MEASURED_NUMEL]
             rest = difference[: run.numel()]
-            encode(self.codec, run, None, rest, payload[: self.codec.wire_nbytes(run.numel())])
+            self.codec.encode_residual(run, None, rest, payload[: self.codec.wire_nbytes(run.numel())])
             total += torch.linalg.vector_norm(rest, dtype=torch.float64).square()
         return total
 
@@ -338,8 +329,6 @@ class TwoStage(Stateful):
         return super().export(layout, device)
 
     def _with_momentum(self, shard: Tensor, layout: Layout) -> Tensor:
-        if not self.momentum:
-            return shard
         old, new = self.fields["momentum"].update(layout, shard.device)
         return torch.add(shard, old, alpha=self.momentum, out=new)
 

@@ -92,7 +92,8 @@ class LaneExecutor(Executor):
 
     def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
         """See `Executor.walk`; the last chunk to end completes the launch."""
-        self._raise_failure()
+        if self._failures.error is not None:
+            self._raise_failure()
         yield from self._programs.walk(run, chunk)
         with self._lock:
             run.pending -= 1
@@ -126,7 +127,8 @@ class LaneExecutor(Executor):
         return not any(thread.is_alive() for thread in self._threads)
 
     def _submit(self, job: _ChunkJob) -> None:
-        self._open(self._lanes.submit(job))
+        if opened := self._lanes.submit(job):
+            self._open(opened)
 
     def _open(self, lanes: Sequence[Lane]) -> None:
         """Makes a thread for each new lane."""
@@ -155,7 +157,8 @@ class LaneExecutor(Executor):
                 if hop is None:
                     break
                 if not job.stays:
-                    self._open(self._lanes.move(job, hop))
+                    if opened := self._lanes.move(job, hop):
+                        self._open(opened)
                     return
                 lane = job.lane = hop.lane
                 job.works = hop.works

@@ -42,8 +42,8 @@ _DONE = Done()
 _STRIDED = torch.strided
 
 
-def _code(name: str, tensor: Tensor) -> int:
-    """The native code of a tensor to compute with, after checking that it can be addressed."""
+def _code(name: str, tensor: Tensor, scale: float) -> int:
+    """The native code of a tensor to sum with a factor, after checking that it can be addressed and multiplied."""
     code = _DTYPES.get(tensor.dtype)
     _check(name, tensor)
     if code is None:
@@ -51,7 +51,16 @@ def _code(name: str, tensor: Tensor) -> int:
             f"`{name}` has dtype {tensor.dtype}; shared memory reduces "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}: convert it first"
         )
+    if scale != 1.0 and code >= _FLOATING:
+        raise ValueError(f"`scale` is {scale} for an integer `{name}`; wanted 1: scale it in a floating dtype")
     return code
+
+
+def _number_of(op: str) -> int:
+    number = _OPS.get(op)
+    if number is None:
+        raise ValueError(f"`op` is {op!r}; wanted one of {', '.join(map(repr, _OPS))}")
+    return number
 
 
 def _check(name: str, tensor: Tensor) -> None:
@@ -131,14 +140,6 @@ class ShmGroup:
             f"shared-memory group of {self.size} ranks, seen from rank {self.rank}: {reason}", tuple(missing)
         )
 
-    def _check_reduction(self, code: int, scale: float, op: str) -> int:
-        number = _OPS.get(op)
-        if scale != 1.0 and code >= _FLOATING:
-            raise ValueError(f"`scale` is {scale} for an integer `tensor`; wanted 1: scale it in a floating dtype")
-        if number is None:
-            raise ValueError(f"`op` is {op!r}; wanted one of {', '.join(map(repr, _OPS))}")
-        return number
-
     def _check_bounds(self, tensor: Tensor, bounds: Sequence[int]) -> list[int]:
         offsets = list(bounds)
         ascending = all(left <= right for left, right in pairwise(offsets))
@@ -160,15 +161,15 @@ class ShmGroup:
             MismatchError: Another rank called something else, or with another numel or dtype.
             PeerError: A peer is gone.
         """
-        code = _code("tensor", tensor)
-        number = self._check_reduction(code, scale, op)
+        code = _code("tensor", tensor, scale)
+        number = _number_of(op)
         return self._finish(self._native.all_reduce(tensor.data_ptr(), tensor.numel(), code, number, scale))
 
     def reduce(self, tensor: Tensor, root: int, scale: float = 1.0, op: str = "sum") -> Done:
         """Like `all_reduce`, but only rank `root`'s `tensor` changes."""
-        code = _code("tensor", tensor)
+        code = _code("tensor", tensor, scale)
         self._check_root(root)
-        number = self._check_reduction(code, scale, op)
+        number = _number_of(op)
         return self._finish(self._native.reduce(tensor.data_ptr(), tensor.numel(), code, root, number, scale))
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Done:
@@ -176,8 +177,7 @@ class ShmGroup:
 
         The rest of `tensor` keeps what it held.
         """
-        code = _code("tensor", tensor)
-        self._check_reduction(code, scale, "sum")
+        code = _code("tensor", tensor, scale)
         offsets = self._check_bounds(tensor, bounds)
         return self._finish(self._native.reduce_scatter(tensor.data_ptr(), tensor.numel(), code, offsets, scale))
 

@@ -1,8 +1,7 @@
 """What codecs offer the exchange beyond `Codec`, the same for any codec, and the codecs that have kernels."""
 
-import functools
 from abc import abstractmethod
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -95,90 +94,77 @@ class PieceCodec(FusedCodec, Protocol):
         """
 
 
-@functools.cache
-def _offers(kind: type, protocol: type) -> bool:
-    """Whether a class has a protocol's methods: asked of `typing` it takes 10 us, and each bucket asks five times."""
-    return issubclass(kind, protocol)
+class InPieces(PieceCodec):
+    """Any codec as one that does each stage of the exchange in one call: one step after the other, a piece at a time.
+
+    Payloads are cleared before they are written: a user's codec need not write every byte, and no old memory is sent.
+
+    Args:
+        codec: What encodes and decodes.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._fused = codec if isinstance(codec, FusedCodec) else None
+
+    def wire_nbytes(self, numel: int) -> int:
+        """See `Codec.wire_nbytes`."""
+        return self._codec.wire_nbytes(numel)
+
+    def encode_residual(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+    ) -> None:
+        """See `FusedCodec.encode_residual`."""
+        payload.zero_()
+        if self._fused is not None:
+            self._fused.encode_residual(flat, residual, new_residual, payload)
+            return
+        p = flat if residual is None else flat + residual
+        self._codec.encode(p, payload)
+        if new_residual is not None:
+            decoded = torch.empty_like(p)
+            self._codec.decode(payload, decoded)
+            torch.sub(p, decoded, out=new_residual)
+
+    def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
+        """See `FusedCodec.decode_reduce`."""
+        if self._fused is not None:
+            self._fused.decode_reduce(payloads, addend, flat)
+            return
+        decoded = torch.empty_like(flat)
+        flat.zero_() if addend is None else flat.copy_(addend)
+        for payload in payloads:
+            self._codec.decode(payload, decoded)
+            flat.add_(decoded)
+
+    def encode_pieces(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
+    ) -> None:
+        """See `PieceCodec.encode_pieces`."""
+        for start, row in zip(range(0, flat.numel(), width), payloads, strict=False):
+            run = slice(start, start + width)
+            piece = flat[run]
+            old, new = (None if each is None else each[run] for each in (residual, new_residual))
+            self.encode_residual(piece, old, new, row[: self.wire_nbytes(piece.numel())])
+
+    def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
+        """See `PieceCodec.decode_pieces`."""
+        for start, row in zip(range(0, flat.numel(), width), payloads, strict=False):
+            piece = flat[start : start + width]
+            self._codec.decode(row[: self.wire_nbytes(piece.numel())], piece)
+
+    def reduce_encode(
+        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
+    ) -> None:
+        """See `PieceCodec.reduce_encode`."""
+        total = torch.empty(numel, device=payloads.device)
+        self.decode_reduce(payloads, None, total)
+        self.encode_residual(total, residual, new_residual, reduced)
 
 
-def _is_fused(codec: Codec) -> TypeGuard[FusedCodec]:
-    return _offers(type(codec), FusedCodec)
-
-
-def takes_pieces(codec: Codec) -> TypeGuard[PieceCodec]:
-    """Whether a codec does each stage of the exchange in one call."""
-    return _offers(type(codec), PieceCodec)
-
-
-def encode(codec: Codec, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor) -> None:
-    """Does what FusedCodec.encode_residual does, with any codec."""
-    if _is_fused(codec):
-        codec.encode_residual(flat, residual, new_residual, payload)
-        return
-    p = flat if residual is None else flat + residual
-    codec.encode(p, payload)
-    if new_residual is not None:
-        decoded = torch.empty_like(p)
-        codec.decode(payload, decoded)
-        torch.sub(p, decoded, out=new_residual)
-
-
-def encode_pieces(
-    codec: Codec, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
-) -> None:
-    """Does what PieceCodec.encode_pieces does, with any codec and any number of elements."""
-    if not flat.numel():
-        return
-    if takes_pieces(codec):
-        codec.encode_pieces(flat, residual, new_residual, payloads, width)
-        return
-    for start, row in zip(range(0, flat.numel(), width), payloads, strict=False):
-        run = slice(start, start + width)
-        piece = flat[run]
-        old, new = (None if each is None else each[run] for each in (residual, new_residual))
-        encode(codec, piece, old, new, row[: codec.wire_nbytes(piece.numel())])
-
-
-def decode_pieces(codec: Codec, payloads: Tensor, flat: Tensor, width: int) -> None:
-    """Does what PieceCodec.decode_pieces does, with any codec and any number of elements."""
-    if not flat.numel():
-        return
-    if takes_pieces(codec):
-        codec.decode_pieces(payloads, flat, width)
-        return
-    for start, row in zip(range(0, flat.numel(), width), payloads, strict=False):
-        piece = flat[start : start + width]
-        codec.decode(row[: codec.wire_nbytes(piece.numel())], piece)
-
-
-def decode_sum(codec: Codec, payloads: Tensor, flat: Tensor) -> None:
-    """Does what FusedCodec.decode_reduce does without an addend, with any codec."""
-    if _is_fused(codec):
-        codec.decode_reduce(payloads, None, flat)
-        return
-    decoded = torch.empty_like(flat)
-    flat.zero_()
-    for payload in payloads:
-        codec.decode(payload, decoded)
-        flat.add_(decoded)
-
-
-def reduce_encode(
-    codec: Codec,
-    return_codec: Codec,
-    payloads: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    reduced: Tensor,
-    numel: int,
-) -> None:
-    """Does what PieceCodec.reduce_encode does, with any two codecs: `return_codec` encodes the sum."""
-    if return_codec is codec and takes_pieces(codec):
-        codec.reduce_encode(payloads, residual, new_residual, reduced, numel)
-        return
-    total = torch.empty(numel, device=payloads.device)
-    decode_sum(codec, payloads, total)
-    encode(return_codec, total, residual, new_residual, reduced)
+def in_pieces(codec: Codec) -> PieceCodec:
+    """A codec as the exchange takes it: itself, where it does each stage in one call."""
+    return codec if isinstance(codec, PieceCodec) else InPieces(codec)
 
 
 class BlockCodec(BlockFormat, PieceCodec):
@@ -203,11 +189,13 @@ class BlockCodec(BlockFormat, PieceCodec):
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
         """See `PieceCodec.encode_pieces`."""
-        KERNELS_ON[flat.device.type].encode_pieces(self, flat, residual, new_residual, payloads, width)
+        if flat.numel():
+            KERNELS_ON[flat.device.type].encode_pieces(self, flat, residual, new_residual, payloads, width)
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
         """See `PieceCodec.decode_pieces`."""
-        KERNELS_ON[flat.device.type].decode_pieces(self, payloads, flat, width)
+        if flat.numel():
+            KERNELS_ON[flat.device.type].decode_pieces(self, payloads, flat, width)
 
     def reduce_encode(
         self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int

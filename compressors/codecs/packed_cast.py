@@ -9,7 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import ALL_GATHER, ALL_TO_ALL, Codec, Collective, Layout, Member, Request
+from gradwire.compressors.base import ALL_GATHER, ALL_TO_ALL, Collective, Layout, Member, Request
+from gradwire.compressors.codecs.base import PieceCodec
 from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels
 from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, exponents_most_nbytes, exponents_nbytes
@@ -260,8 +261,8 @@ class PackedCast(TwoStage):
         target: Tensor,
         layout: Layout,
         group: Member,
-        codec: Codec,
-        return_codec: Codec,
+        codec: PieceCodec,
+        return_codec: PieceCodec,
         residuals: Residuals,
     ) -> Iterator[Request]:
         """See `TwoStage.exchange`."""

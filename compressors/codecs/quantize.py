@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Codec, Layout
-from gradwire.compressors.codecs.base import BlockCodec
+from gradwire.compressors.base import Layout
+from gradwire.compressors.codecs.base import BlockCodec, PieceCodec
 from gradwire.compressors.kernels.hashing import hash_uniforms, mix_key, name_key
 from gradwire.compressors.two_stage import TwoStage
 
@@ -113,7 +113,7 @@ class Quantize(TwoStage):
         self.stochastic = stochastic
         self.seed = seed
 
-    def codec_for(self, layout: Layout, rank: int) -> Codec:
+    def codec_for(self, layout: Layout, rank: int) -> PieceCodec:
         """See `TwoStage.codec_for`."""
         if not self.stochastic:
             return self.codec

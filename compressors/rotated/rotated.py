@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Codec, Layout, Member, Request, Slice
+from gradwire.compressors.base import Layout, Member, Request, Slice
+from gradwire.compressors.codecs.base import PieceCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.matrices import cut_between
 from gradwire.compressors.residual import ElementStore
@@ -126,8 +127,8 @@ class Rotated(TwoStage):
         target: Tensor,
         layout: Layout,
         group: Member,
-        codec: Codec,
-        return_codec: Codec,
+        codec: PieceCodec,
+        return_codec: PieceCodec,
         residuals: Residuals,
     ) -> Iterator[Request]:
         """See `TwoStage.exchange`: of what was turned."""

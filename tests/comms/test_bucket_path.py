@@ -26,7 +26,6 @@ EXACT = (
     "comms.fusion",
     "comms.communicator",
     "comms.run.lane_executor",
-    "comms.run.executor",
     "comms.run.programs",
     "comms.run.ledger",
     "comms.run.launches",
@@ -46,12 +45,12 @@ COMPRESSED = (
     "compressors.codecs.quantize",
 )
 """The codec's own file is the lowest: it describes the format, which all above ask for a payload's length."""
-MOST_EXACT, MOST_COMPRESSED = 12, 18
+MOST_EXACT, MOST_COMPRESSED = 11, 17
 """Files of one question each: an executor, the programs that it takes forward, what it notes, and what it is given."""
 
-MOST_OF_A_BUCKET = {"none": (53, 33), "int8": (95, 68)}
+MOST_OF_A_BUCKET = {"none": (49, 32), "int8": (85, 62)}
 """Compressor -> functions that a bucket enters on a rank, and hops from file to file: what a reader pays for. Counted
-2026-11-24: 50 to 52 and 27 to 31, 93 and 62 to 66; how often a lane looks for work depends on the others' threads."""
+2026-11-25: 46 to 47 and 26 to 30, 82 to 83 and 57 to 59; how often a lane looks for work depends on other threads."""
 
 Edge = tuple[str | None, str]
 """Whose frame is the nearest of ours above a call, and which module was called."""

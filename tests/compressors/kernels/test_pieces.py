@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.transport.torch_group import Done
-from gradwire.compressors.codecs.base import PieceCodec, decode_pieces, encode_pieces
+from gradwire.compressors.codecs.base import PieceCodec, in_pieces
 from gradwire.compressors.kernels import reference
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.two_stage import Parts, Residuals, two_stage
@@ -29,8 +29,8 @@ def test_each_piece_is_encoded_by_itself(codec: PieceCodec, numel: int, width: i
     x, residual, rows = randn(numel, 0), randn(numel, 1) if with_residual else None, -(-numel // width)
     payloads = torch.full((rows, codec.wire_nbytes(width)), 0xAA, dtype=torch.uint8)
     new_residual, decoded = torch.empty(numel), torch.empty(numel)
-    encode_pieces(codec, x, residual, new_residual, payloads, width)
-    decode_pieces(codec, payloads, decoded, width)
+    codec.encode_pieces(x, residual, new_residual, payloads, width)
+    codec.decode_pieces(payloads, decoded, width)
     for row, start in enumerate(range(0, numel, width)):
         run = slice(start, start + width)
         piece = x[run]
@@ -79,6 +79,38 @@ def test_reducing_at_once_is_decoding_and_encoding(codec: PieceCodec, native_ker
     codec.encode_residual(total, residual, new_residuals[1], reduced_payloads[1])
     assert torch.equal(reduced_payloads[0], reduced_payloads[1])
     assert torch.equal(new_residuals[0], new_residuals[1])
+
+
+class Sparing:
+    """A user's codec that writes every second byte of its payload, and reads no other."""
+
+    def wire_nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, flat: Tensor, payload: Tensor) -> None:
+        payload[::2] = flat.clamp(-3, 3).mul(16).round().to(torch.int8).view(torch.uint8)
+
+    def decode(self, payload: Tensor, flat: Tensor) -> None:
+        flat.copy_(payload[::2].view(torch.int8)).div_(16)
+
+
+def test_a_codec_of_three_methods_does_each_stage_in_pieces() -> None:
+    """What a user's codec lacks follows from its three methods: pieces, the sum of payloads, and what is left out."""
+    codec, numel, width = in_pieces(Sparing()), 100, 64
+    x, residual, left, decoded = randn(numel, 0), randn(numel, 1), torch.empty(numel), torch.empty(numel)
+    payloads = torch.full((2, codec.wire_nbytes(width)), 0xAA, dtype=torch.uint8)
+    codec.encode_pieces(x, residual, left, payloads, width)
+    codec.decode_pieces(payloads, decoded, width)
+    assert torch.allclose(decoded + left, x + residual)
+    assert (payloads[0, 1::2] == 0).all() and (payloads[1, 1 : 2 * (numel - width) : 2] == 0).all(), "old memory"
+    rows, addend, total = torch.stack([payloads[0], payloads[0]]), randn(width, 2), torch.empty(width)
+    codec.decode_reduce(rows, addend, total)
+    assert torch.allclose(total, addend + 2 * decoded[:width])
+    back, owner_left, told = torch.empty(2 * width, dtype=torch.uint8), torch.empty(width), torch.empty(width)
+    codec.reduce_encode(rows, None, owner_left, back, width)
+    codec.decode(back, told)
+    assert torch.allclose(told + owner_left, 2 * decoded[:width])
+    assert in_pieces(codec) is codec
 
 
 @pytest.mark.parametrize("numel", [0, 1, 65, 200, 2500])
