@@ -373,7 +373,20 @@ class CardStreams(Streams):
             if error.errno in _NO_WAY and line.outside:
                 self._leave_out(line.peer, line.card, f"{os.strerror(error.errno)}", tell=True)
             else:
+                self._hear_last_words(line)
                 self._lose(line)
+
+    def _hear_last_words(self, line: _CardLine) -> None:
+        """Takes in the words that came before a connection broke in sending: they may say why."""
+        if not line.is_for_words:
+            return
+        rest, line.have = bytearray(line.header[: line.have]), 0
+        with suppress(OSError):
+            while part := line.connection.recv(4096):
+                rest += part
+        for start in range(0, len(rest) // HEADER.size * HEADER.size, HEADER.size):
+            _, kind, value = HEADER.unpack_from(rest, start)
+            self._hear(line.peer, kind, value)
 
     def _begin(self, line: Line) -> None:
         line = cast(_CardLine, line)

@@ -1,5 +1,6 @@
 """Law: no bit depends on which network card carried what, or on one that fails."""
 
+import select
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from gradwire.comms.bootstrap.cards import Cards
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.transport import cards as card_streams
 from gradwire.comms.transport.cards import CardStreams
+from gradwire.comms.transport.streams import Line
 from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
 from support.threads import run_ranks
 
@@ -228,6 +230,42 @@ def test_the_end_of_gloos_own_card_is_said_by_name_on_both_ranks(down: set[str])
 
     mine, theirs = on_cards(2, 2, body, cards=lambda rank: named_cards(rank, 2, 2))
     assert "the network card first1 (127.1.0.2) has failed: its link is down" in str(theirs)
+    assert "the network card first0 (127.1.0.1) has failed: rank 1 of the group is not reached over it" in str(mine)
+
+
+def test_last_words_are_heard_where_sending_to_who_said_them_fails(down: set[str]) -> None:
+    """A connection that breaks as this rank sends has more to be read than the word that was read before."""
+    ended = threading.Event()
+
+    def body(transport: GlooTransport) -> str:
+        streams = transport.open_cards()
+        assert isinstance(streams, CardStreams)
+        streams._cards.gloos, serve = 0, streams._serve
+
+        def late(line: Line, events: int) -> None:
+            words = [each for card in streams._lines if (each := cast(card_streams._CardLine, card)).is_for_words]
+            if line in words and not ended.is_set():
+                assert ended.wait(20)
+                for each in words:
+                    each.words.append((card_streams._ECHO, 0))
+                    if each.is_open:
+                        serve(each, select.POLLIN | select.POLLOUT)
+            serve(line, events)
+
+        def lose(turn: int) -> None:
+            if transport.rank == 1:
+                for line in streams._to(0, words=True):
+                    line.words += [(card_streams._ECHO, 0)] * 3
+                down.add("first1")
+
+        if transport.rank == 0:
+            streams._serve = late  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError) as caught:
+            in_turns(transport, lose)
+        ended.set()
+        return str(caught.value)
+
+    mine, _ = on_cards(2, 2, body, cards=lambda rank: named_cards(rank, 2, 2))
     assert "the network card first0 (127.1.0.1) has failed: rank 1 of the group is not reached over it" in str(mine)
 
 
