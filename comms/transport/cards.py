@@ -186,6 +186,17 @@ class _CardLine(Line):
         again, nbytes, busy, kept = _TCP_INFO.unpack(facts) if len(facts) == _TCP_INFO.size else (0, 0, 0, 0)
         return again, nbytes, busy - kept
 
+    def last_words(self) -> list[tuple[int, int]]:
+        """The words that came before the connection broke in sending, and were not heard: they may say why."""
+        if not self.is_for_words:
+            return []
+        rest = bytearray(self.header[: self.have])
+        with suppress(OSError):
+            while part := self.connection.recv(4096):
+                rest += part
+        whole = len(rest) // HEADER.size * HEADER.size
+        return [(kind, value) for _, kind, value in HEADER.iter_unpack(rest[:whole])]
+
     def count(self) -> None:
         """Counts what it carried since the last time, while there was something to carry all along."""
         _, nbytes, busy = self.info()
@@ -373,20 +384,9 @@ class CardStreams(Streams):
             if error.errno in _NO_WAY and line.outside:
                 self._leave_out(line.peer, line.card, f"{os.strerror(error.errno)}", tell=True)
             else:
-                self._hear_last_words(line)
+                for kind, value in line.last_words():
+                    self._hear(line.peer, kind, value)
                 self._lose(line)
-
-    def _hear_last_words(self, line: _CardLine) -> None:
-        """Takes in the words that came before a connection broke in sending: they may say why."""
-        if not line.is_for_words:
-            return
-        rest, line.have = bytearray(line.header[: line.have]), 0
-        with suppress(OSError):
-            while part := line.connection.recv(4096):
-                rest += part
-        for start in range(0, len(rest) // HEADER.size * HEADER.size, HEADER.size):
-            _, kind, value = HEADER.unpack_from(rest, start)
-            self._hear(line.peer, kind, value)
 
     def _begin(self, line: Line) -> None:
         line = cast(_CardLine, line)
