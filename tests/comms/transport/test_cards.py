@@ -235,7 +235,7 @@ def test_the_end_of_gloos_own_card_is_said_by_name_on_both_ranks(down: set[str])
 
 def test_last_words_are_heard_where_sending_to_who_said_them_fails(down: set[str]) -> None:
     """A connection that breaks as this rank sends has more to be read than the word that was read before."""
-    ended = threading.Event()
+    ended, met = threading.Event(), threading.Barrier(2)
 
     def body(transport: GlooTransport) -> str:
         streams = transport.open_cards()
@@ -260,6 +260,7 @@ def test_last_words_are_heard_where_sending_to_who_said_them_fails(down: set[str
 
         if transport.rank == 0:
             streams._serve = late  # type: ignore[method-assign]
+        met.wait(20)  # or the word could come before this rank is ready to miss it
         with pytest.raises(RuntimeError) as caught:
             in_turns(transport, lose)
         ended.set()
