@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.metadata
+import signal
 import sys
+from collections.abc import Sequence
 
 from gradwire.comms.bootstrap.requirement import require_torch
 from gradwire.topology.printable import printable
@@ -48,7 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: Words after `gradwire`; the process's own by default.
     """
-    words = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # in a command, or before it: torch takes seconds to be loaded
+        print("gradwire: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0

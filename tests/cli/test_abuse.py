@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,14 @@ def test_a_package_that_is_missing_is_one_line(
     monkeypatch.setitem(COMMANDS, "topo", ("gradwire.no_such_module", ""))
     with pytest.raises(ModuleNotFoundError):  # a fault of ours stays one
         main(["topo"])
+
+
+def test_an_interrupt_while_torch_is_loaded_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradwire.__main__.require_torch", interrupted)
+    assert main(["selftest"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "gradwire: interrupted\n"
