@@ -606,6 +606,8 @@ def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
 def _over(transport: object, connections: object) -> str:
     """A transport over so many connections, each given by an option of its own."""
     name, _, number = str(transport).partition(":")
+    if name not in TCP_TRANSPORTS:
+        return name  # has no connections of ours: a number meant nothing there
     if number and number != str(connections):
         raise ValueError(f"`connections` is {connections!r} and `transport` is {transport!r}; wanted one of them alone")
     return f"{name}:{connections}"
@@ -893,9 +895,6 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` is {value!r}; wanted one of {', '.join(choices)}")
 
 
-# Readers of one variable each. Their ValueError says what was wanted.
-
-
 def _check_transport(text: str) -> None:
     name, colon, number = text.partition(":")
     _check_choice("transport", name, TRANSPORTS)
@@ -904,6 +903,9 @@ def _check_transport(text: str) -> None:
             f"`transport` is {text!r}; wanted {' or '.join(TCP_TRANSPORTS)} with 1 to 256 connections behind a colon, "
             "such as gloo:8, or no colon: the round trip decides"
         )
+
+
+# Readers of one variable each. Their ValueError says what was wanted.
 
 
 def _whole_number(text: str) -> int:

@@ -667,7 +667,13 @@ def idle_in(config: Config, without: Collection[str] = ()) -> list[str]:
         config: Where they are.
         without: Names that do not count.
     """
-    return config.asked_for([name for name in INSIDE_ONLY if name not in without])
+    asked = config.asked_for([name for name in INSIDE_ONLY if name not in without])
+    return [name for name in asked if not _is_of_exchanges(name, getattr(config, name))]
+
+
+def _is_of_exchanges(name: str, value: object) -> bool:
+    """Whether a value of one of `INSIDE_ONLY` is one that exchanges heed, too: they are marked for Nsight Systems."""
+    return name == "trace" and value == NVTX
 
 
 def refuse_idle(options: Mapping[str, object], why: str) -> None:
@@ -677,7 +683,7 @@ def refuse_idle(options: Mapping[str, object], why: str) -> None:
         ValueError: One was given, with another value than its default.
     """
     for name in INSIDE_ONLY:
-        if name in options and asks(name, options[name]):
+        if name in options and asks(name, options[name]) and not _is_of_exchanges(name, options[name]):
             raise ValueError(f"`{name}` is {options[name]!r}, and {why}: it would change nothing, so leave it out")
 
 

@@ -254,6 +254,7 @@ def test_a_compressor_of_none_wins_over_the_environment_and_says_so(
         ({"tune": True, "tune_profile": "tuned.json"}, {"tune": "tuned.json"}),
         ({"connections": 8}, {"transport": "auto:8"}),
         ({"connections": 1, "transport": "gloo"}, {"transport": "gloo:1"}),
+        ({"connections": 8, "transport": "mpi"}, {"transport": "mpi"}),
         ({"connections": 0, "nvtx": True}, {"trace": "nvtx"}),
         ({"elastic": True, "join": "host:1"}, {"elastic": "host:1"}),
     ],

@@ -339,5 +339,7 @@ def test_variables_for_gradients_do_not_vanish_silently(monkeypatch: pytest.Monk
     assert idle_in(Config.from_env(probe=True), without={"probe"}) == ["fusion"]
     assert idle_in(Config()) == idle_in(Config(probe=False)) == []
     refuse_idle({"probe": False}, "there is no unit")
+    refuse_idle({"trace": "nvtx"}, "there is no unit")  # what is exchanged is marked, too
+    assert idle_in(Config(trace="nvtx")) == [] and idle_in(Config(trace="steps.json")) == ["trace"]
     with pytest.raises(ValueError, match="`probe` is True"):
         refuse_idle({"probe": True}, "there is no unit")

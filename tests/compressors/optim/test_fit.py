@@ -92,14 +92,17 @@ def test_what_muon_makes_worse_is_named_with_its_figure(
     ] == ([True] if bits else [])
 
 
-@pytest.mark.parametrize(("compressor", "bits"), [("onebit", "0.37"), ("dgc", "0.49")])
+@pytest.mark.parametrize(
+    ("compressor", "options", "bits"),
+    [("onebit", {}, "0.37"), ("dgc", {}, "0.49"), ("dgc", {"density": 0.001}, "0.64")],
+)
 def test_what_folds_the_momentum_in_is_named_under_muon_without_one(
-    compressor: str, bits: str, caplog: pytest.LogCaptureFixture
+    compressor: str, options: dict[str, Option], bits: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     matrix = [torch.nn.Parameter(torch.ones(4, 4))]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # not "untested", too: it was measured
-        check_optimizer(compressor, torch.optim.Muon(matrix, momentum=0.0))
+        check_optimizer(compressor, torch.optim.Muon(matrix, momentum=0.0), options)
     (said,) = caplog.messages
     assert f"under Muon is known to end behind: a small transformer by {bits} bits" in said
 
