@@ -46,6 +46,7 @@ def run_child(body: Callable[[], None]) -> int:
             gc.freeze()  # nor others that objects of earlier tests would be released through
             try:
                 torch.ones(100_000).add_(1).sum()
+                TCPStore(HOST, 0, None, True, timedelta(seconds=60), wait_for_workers=False)  # as each body has one
                 os.write(writer, b"1")
                 body()
                 code = 0
