@@ -29,6 +29,7 @@ from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.session import Face, GradientSession, SessionRanks, refused
 from gradwire.comms.step.life import StepLife, StepState, is_timed
 from gradwire.comms.step.listeners import EndedStep
+from gradwire.comms.streams import Mark
 from gradwire.compressors.base import Layout
 
 if TYPE_CHECKING:
@@ -273,17 +274,18 @@ class HookState(Face[GradientSession]):
         connection = self._connection or self._connect(flat.device)
         if begins:
             self._begin_step(connection)
-        recorder = connection.communicator.executor.ledger.recorder
-        if recorder is None:
-            future = self._reduce(bucket, flat, connection)
+        ledger = connection.communicator.executor.ledger
+        now = ledger.clock.now() if self._timed else None
+        if ledger.recorder is None:
+            future = self._reduce(bucket, flat, connection, now)
         else:
-            with recorder.host_range(f"bucket {len(self._buckets)}"):
-                future = self._reduce(bucket, flat, connection)
+            with ledger.recorder.host_range(f"bucket {len(self._buckets)}"):
+                future = self._reduce(bucket, flat, connection, now)
         if bucket.is_last():
             self._last_came(connection)
         return future
 
-    def _reduce(self, bucket: GradBucket, flat: Tensor, connection: GradientSession) -> FutureTensor:
+    def _reduce(self, bucket: GradBucket, flat: Tensor, connection: GradientSession, now: Mark | None) -> FutureTensor:
         if flat.layout != torch.strided:
             if self._elastic is not None:
                 raise TypeError("a sparse gradient in elastic training; wanted dense ones: nn.Embedding(sparse=False)")
@@ -297,7 +299,7 @@ class HookState(Face[GradientSession]):
         index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
             contents[index] = flat.numel(), self.names.known(bucket.parameters())
-        arrived = Bucket.of(flat, layout, connection.communicator.clock.now() if self._timed else None, index)
+        arrived = Bucket.of(flat, layout, now, index)
         self._buckets.append(arrived)
         if self._elastic is not None:
             return self._elastic.add(arrived, lambda: self._travel(connection, arrived))

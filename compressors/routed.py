@@ -150,24 +150,9 @@ class Routed(Planned):
         if layout not in self._known:
             check_gradient(shard)
         split = self._split(layout)
-        parts = [selection.gather(shard) for _, selection in split]
-        running = [
-            compressor.all_reduce(part, selection.layout, group)
-            for (compressor, selection), part in zip(split, parts, strict=True)
-        ]
-        while running:
-            requests: list[Collective] = []
-            still = []
-            for steps in running:
-                request = next(steps, None)
-                if request is not None:
-                    requests += (request,) if isinstance(request, Collective) else request
-                    still.append(steps)
-            if requests:
-                yield tuple(requests)
-            running = still
-        for (_, selection), part in zip(split, parts, strict=True):
-            selection.scatter(part, shard)
+        if len(split) == 1 and split[0][1].layout is layout:  # one compressor has all of it
+            return split[0][0].all_reduce(shard, layout, group)
+        return _side_by_side(shard, split, group)
 
     def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`."""
@@ -301,6 +286,27 @@ class Routed(Planned):
                 (self.routes[number], _selection(triples, layout)) for number, triples in sorted(places.items())
             ]
         return self._known[layout]
+
+
+def _side_by_side(shard: Tensor, split: Sequence[tuple[Compressor, Selection]], group: Member) -> Iterator[Request]:
+    parts = [selection.gather(shard) for _, selection in split]
+    running = [
+        compressor.all_reduce(part, selection.layout, group)
+        for (compressor, selection), part in zip(split, parts, strict=True)
+    ]
+    while running:
+        requests: list[Collective] = []
+        still = []
+        for steps in running:
+            request = next(steps, None)
+            if request is not None:
+                requests += (request,) if isinstance(request, Collective) else request
+                still.append(steps)
+        if requests:
+            yield tuple(requests)
+        running = still
+    for (_, selection), part in zip(split, parts, strict=True):
+        selection.scatter(part, shard)
 
 
 def _spread(part: Tensor, selection: Selection, target: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -97,7 +96,9 @@ class Ledger:
             row.logical_nbytes += logical_nbytes
             row.wire_nbytes += wire_nbytes
 
-    def count(self, index: int, part: PhasePart, element_nbytes: int, began: Mark | None, sent_nbytes: float) -> None:
+    def count(
+        self, index: int, part: PhasePart, element_nbytes: int, began: Mark | None, sent_nbytes: float
+    ) -> Mark | None:
         """Counts one chunk's way through a phase of its plan.
 
         Args:
@@ -106,7 +107,11 @@ class Ledger:
             element_nbytes: Of the gradient.
             began: When it was issued; None where it is not timed.
             sent_nbytes: Bytes sent that the plan alone does not give.
+
+        Returns:
+            The moment at which the next phase begins; None where `began` is.
         """
+        now = None if began is None else self.clock.now()
         phase = part.phase
         level = "all ranks" if phase.whole else self._level_names[phase.level]
         key = (index, phase.op, level)
@@ -114,14 +119,15 @@ class Ledger:
             row = self._rows.get(key)
             if row is None:
                 row = self._rows[key] = PhaseTotals(*key)
-            if isinstance(began, float):
-                row.seconds += time.perf_counter() - began
+            if isinstance(began, float) and isinstance(now, float):
+                row.seconds += now - began
                 row.timed_calls += part.shards
-            elif began is not None:
-                self._being_issued.append((row, part.shards, began, self.clock.now()))
+            elif began is not None and now is not None:
+                self._being_issued.append((row, part.shards, began, now))
             row.calls += part.shards
             row.logical_nbytes += part.logical_numel * element_nbytes
             row.wire_nbytes += part.sent_numel * element_nbytes + sent_nbytes
+        return now
 
     def note_end(self, run: RunningLaunch, now: Mark | None) -> None:
         """Notes that a launch has ended well, for whoever asked to hear of it.

@@ -92,8 +92,8 @@ class Programs:
         """
         flat, scale = run.flat, run.scale
         lane: Lane = (0, 0)
+        began = self._ledger.now() if chunk.parts else None
         for index, part in enumerate(chunk.parts):
-            began = self._ledger.now()
             if scale != 1.0 and not part.whole_chunk:
                 flat[chunk.start : chunk.stop].mul_(scale)
                 scale = 1.0
@@ -106,10 +106,12 @@ class Programs:
                 lane = (index + 1, 0)
                 yield Hop(lane, ended.works)
                 ended.works.clear()  # they hold the buffers that were received
-            if run.launch.counted:
-                self._ledger.count(index, part, flat.element_size(), began, ended.sent_nbytes)
             if self._ledger.recorder is not None and began is not None:
                 self._note(run, index, part, began)
+            if run.launch.counted:
+                began = self._ledger.count(index, part, flat.element_size(), began, ended.sent_nbytes)
+            elif began is not None:
+                began = self._ledger.now()
         scale *= run.after
         if scale != 1.0:  # also for a single rank: its plan has no phases
             flat[chunk.start : chunk.stop].mul_(scale)

@@ -48,9 +48,9 @@ COMPRESSED = (
 MOST_EXACT, MOST_COMPRESSED = 11, 17
 """Files of one question each: an executor, the programs that it takes forward, what it notes, and what it is given."""
 
-MOST_OF_A_BUCKET = {"none": (49, 32), "int8": (85, 62)}
+MOST_OF_A_BUCKET = {"none": (48, 29), "int8": (80, 57)}
 """Compressor -> functions that a bucket enters on a rank, and hops from file to file: what a reader pays for. Counted
-2026-11-25: 46 to 47 and 26 to 30, 82 to 83 and 57 to 59; how often a lane looks for work depends on other threads."""
+2026-11-25: 46 and 25, 80 and 53 to 54; how often a lane looks for work depends on other threads."""
 
 Edge = tuple[str | None, str]
 """Whose frame is the nearest of ours above a call, and which module was called."""
