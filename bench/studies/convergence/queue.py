@@ -57,12 +57,18 @@ from gradwire.bench.studies.convergence.results import (
     results_from,
     tables,
 )
-from gradwire.bench.studies.convergence.tasks import RANKS, TEXT_SIZES, BatchedTask, FashionTask, TextTask
+from gradwire.bench.studies.convergence.tasks import (
+    IMAGE_SIZES,
+    RANKS,
+    TEXT_SIZES,
+    BatchedTask,
+    FashionTask,
+    TextTask,
+)
 from gradwire.bench.studies.convergence.words import WORDS_SIZE, WordsTask
 from gradwire.bench.studies.tables.page import put_between
 from gradwire.compressors.registry import Option, options_of
 
-FASHION_SIZE = "0.1M"
 LEAST_PRIORITY = 19
 RANKS_OF_NODE = RANKS // NODES
 
@@ -75,13 +81,13 @@ def task_of(name: str, size: str, ranks: int = RANKS) -> BatchedTask:
     """
     if name == "text" and size in TEXT_SIZES:
         return TextTask(size=size)
-    if name == "fashion" and size == FASHION_SIZE:
-        return FashionTask(ranks=ranks)
+    if name == "fashion" and size in IMAGE_SIZES:
+        return FashionTask(ranks=ranks, size=size)
     if name == "words" and size == WORDS_SIZE:
         return WordsTask()
     raise ValueError(
-        f"`{name} {size}` is no task; wanted text {' or '.join(TEXT_SIZES)}, fashion {FASHION_SIZE}, or words "
-        f"{WORDS_SIZE}"
+        f"`{name} {size}` is no task; wanted text {' or '.join(TEXT_SIZES)}, fashion {' or '.join(IMAGE_SIZES)}, "
+        f"or words {WORDS_SIZE}"
     )
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import cast
 
 from gradwire.bench.plot.style import BASELINE, load_pyplot
+from gradwire.bench.studies.convergence.tasks import TASKS
 from gradwire.compressors.registry import Option
 
 EXACT, ACCUMULATE, OUTER = "none", "accumulate", "Outer"
 NODES_KEY, EXACT_KEY = OF_ALL = ("nodes", "exact")
 """Among an entry's options, what is of no compressor: how many nodes of two ranks, and which parameters are exact."""
+HIGHER_IS_BETTER = frozenset(name for name, make in TASKS.items() if make().facts.higher_is_better)
 SOURCE = "queue"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 """Between them a page holds the tables."""
@@ -137,7 +139,7 @@ def tables(results: Sequence[Result]) -> str:
         lines = [
             f"## {task}, {size[:-1]} M parameters, {steps} batches of each rank{many}",
             "",
-            _line(["method", "fewer bytes", *(f"{name}: end, seeds | over `none`" for name in optimizers)]),
+            _line(["method", "fewer bytes", *(f"{name}: end, seeds | behind `none`" for name in optimizers)]),
         ]
         lines.append("|---" * (lines[-1].count("|") - 1) + "|")
         methods = list(dict.fromkeys(each.entry.method for each in mine))
@@ -175,13 +177,19 @@ def accumulations(results: Sequence[Result]) -> str:
 def over_exact(results: Sequence[Result], everything: Sequence[Result]) -> list[float]:
     """Returns how far the results lie behind an exact sum of the same optimizer and seed; those without one are left.
 
+    What lies ahead of it has a minus, whether the task's quality is a loss or an accuracy.
+
     Args:
         results: Of one method.
         everything: Of the same kind.
     """
     exact = {(each.entry.optimizer, each.entry.seed): each.quality for each in everything if each.entry.method == EXACT}
     keys = [(each.entry.optimizer, each.entry.seed) for each in results]
-    return [each.quality - exact[key] for key, each in zip(keys, results, strict=True) if key in exact]
+    return [
+        (exact[key] - each.quality) if each.entry.task in HIGHER_IS_BETTER else (each.quality - exact[key])
+        for key, each in zip(keys, results, strict=True)
+        if key in exact
+    ]
 
 
 def _worst(everything: Sequence[Result], method: str) -> float:

@@ -197,9 +197,42 @@ def test_muon_gets_the_matrices_inside_and_the_rest_is_adamws() -> None:
         optimizers_of(FashionTask(), nn.Linear(2, 2), "muon")
 
 
-@pytest.mark.parametrize(("size", "wanted"), [("0.5M", 470_528), ("10M", 10_048_640)])
-def test_sizes_are_what_they_say(size: str, wanted: int) -> None:
-    assert sum(each.numel() for each in task_of("text", size).model(0).parameters()) == wanted
+@pytest.mark.parametrize(
+    ("name", "size", "wanted"),
+    [
+        ("text", "0.5M", 470_528),
+        ("text", "10M", 10_048_640),
+        ("fashion", "0.1M", 105_866),
+        ("fashion", "5M", 5_054_026),
+    ],
+)
+def test_sizes_are_what_they_say(name: str, size: str, wanted: int) -> None:
+    assert sum(each.numel() for each in task_of(name, size).model(0).parameters()) == wanted
+
+
+def test_ten_million_parameters_take_a_lower_rate_of_adamw_and_muons_own() -> None:
+    task = task_of("text", "10M")
+    model = task.model(0)
+    (alone,) = optimizers_of(task, model, "adamw")
+    assert [group["lr"] for group in alone.param_groups] == [1e-3]
+    assert [group["lr"] for group in groups_of(optimizers_of(task, model, "muon"))] == [3e-3, 3e-3]
+
+
+def test_behind_is_less_of_an_accuracy_and_more_of_a_loss() -> None:
+    for task, optimizer, ends in (("fashion", "sgd", (90.0, 89.0)), ("text", "adamw", (2.0, 3.0))):
+        results = [
+            Result(
+                entry=Entry(task=task, size="1M", optimizer=optimizer, compressor=name, options={}, seed=0, steps=9),
+                curve=((9, end),),
+                ratio=1.0,
+                processor_seconds=None,
+                date="2026-11-25",
+                machine="a machine, 2 cores",
+                load=None,
+            )
+            for name, end in zip(("none", "int8"), ends, strict=True)
+        ]
+        assert over_exact(results[1:], results) == [1.0]
 
 
 def test_entries_are_the_same_whatever_the_order_of_their_options() -> None:
