@@ -1,7 +1,8 @@
 """Signals that a watch answers also where the main thread waits in a collective for ever.
 
 Python's handlers run in the main thread. But when a signal comes its number is written to a descriptor, at once, by the
-C part of the interpreter; the thread of the watch reads that.
+C part of the interpreter; the thread of the watch reads that. So it hears of an abort, too, as gloo's for unlike sizes,
+and has a moment to say what it knows: csrc/cpu/abort.cpp.
 """
 
 import ctypes
@@ -12,10 +13,12 @@ import signal
 import sys
 import threading
 
+from gradwire._native import hold_abort, let_abort_go
+
 log = logging.getLogger("gradwire")
 
-REPORT, END = signal.SIGUSR2, signal.SIGTERM
-"""What asks for a report, and what launchers end the other ranks with when one has failed."""
+REPORT, END, ABORT = signal.SIGUSR2, signal.SIGTERM, signal.SIGABRT
+"""What asks for a report, what launchers end other ranks with when one has failed, and what C++ ends this one with."""
 
 
 class Signals:
@@ -26,6 +29,7 @@ class Signals:
 
     def __init__(self) -> None:
         self._reading: int | None = None
+        self._writing = -1
         self._mine: list[signal.Signals] = []
         if sys.stderr is not None and not faulthandler.is_enabled():
             try:
@@ -44,7 +48,7 @@ class Signals:
             os.close(reading)
             os.close(writing)
             return
-        self._reading = reading
+        self._reading, self._writing = reading, writing
         self._mine = mine
         for number in mine:
             signal.signal(number, lambda number, frame: None)
@@ -56,12 +60,25 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL)
             self._mine = []
 
+    def hold_abort(self, seconds: float) -> None:
+        """Has an abort from C++, which comes from now on, wait for `let_abort_go`.
+
+        Args:
+            seconds: How long at most.
+        """
+        if self._reading is not None and not hold_abort(self._writing, round(1000 * seconds)):
+            log.debug("an abort of C++ cannot be held up: this interpreter does not say who has it")
+
+    def let_abort_go(self) -> None:
+        """Lets an abort that waits end the process, and those to come at once."""
+        let_abort_go()
+
     def come(self) -> frozenset[int]:
         """The signals that have come since the last call."""
         if self._reading is None:
             return frozenset()
         try:
-            return frozenset(os.read(self._reading, 4096)) & {REPORT, END}
+            return frozenset(os.read(self._reading, 4096)) & {REPORT, END, ABORT}
         except BlockingIOError:
             return frozenset()
 

@@ -24,7 +24,7 @@ from gradwire.comms.config import (
     watch_options,
 )
 from gradwire.comms.watch.messages import MessageNotes
-from gradwire.comms.watch.signals import END, REPORT, Signals
+from gradwire.comms.watch.signals import ABORT, END, REPORT, Signals
 
 if TYPE_CHECKING:
     from gradwire.comms.observe.metrics import Metrics
@@ -110,15 +110,17 @@ class Watch:
                 continue
             # Here: torch is being imported when a watch begins.
             from gradwire.comms.watch.collective import TRACE_LOOK_SECONDS
-            from gradwire.comms.watch.session import LOOK_SECONDS, Session
+            from gradwire.comms.watch.session import CONCLUDE_SECONDS, LOOK_SECONDS, Session
 
             self._session = session = Session(self._stall_seconds, self._messages, self._trace)
             self._open_metrics(session)
+            self._signals.hold_abort(CONCLUDE_SECONDS)
             seconds = LOOK_SECONDS if self._trace is None else TRACE_LOOK_SECONDS
             while not session.is_over and not self._closed.wait(seconds):
                 session.look()
                 self._answer(session)
                 self._export(session)
+            self._signals.let_abort_go()
             self._last, self._session = session.report, None
         if END in self._signals.come():
             Signals.end()
@@ -128,6 +130,9 @@ class Watch:
         signals = self._signals.come()
         if REPORT in signals and session.report is not None:
             log.warning("watch: %s", session.report)
+        if ABORT in signals and not session.leaves:
+            session.leave("an abort in C++")
+            self._signals.let_abort_go()
         if END in signals:
             if session.leaves:  # it ends by itself in a moment: as soon as it has compared
                 self._ends = True

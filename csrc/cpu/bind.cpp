@@ -3,6 +3,7 @@
 
 namespace nb = nanobind;
 
+void bind_abort(nb::module_& m);
 void bind_shm(nb::module_& m);
 void bind_block_formats(nb::module_& m);
 void bind_dgc(nb::module_& m);
@@ -17,8 +18,9 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
   m.doc() = "gradwire's CPU kernels and shared-memory collectives.";
   // Add 1 here and in compressors/kernels/native.py, which refuses a module compiled before, whenever the bytes of a
-  // payload or the parameters of a function change.
-  m.attr("INTERFACE") = 2;
+  // payload, the parameters of a function, or which functions there are change.
+  m.attr("INTERFACE") = 3;
+  bind_abort(m);
   bind_shm(m);
   bind_block_formats(m);
   bind_dgc(m);

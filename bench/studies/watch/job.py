@@ -189,6 +189,16 @@ class TellsStall(logging.StreamHandler[TextIO]):
             self._store.set(SAID, "1")
 
 
+class EndsWhereSaid(logging.StreamHandler[TextIO]):
+    """Prints what the watch logs, and ends this rank once it has said who disagrees, in place of the time-out."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes in what the watch logs."""
+        super().emit(record)
+        if "disagree in collective" in record.getMessage():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def stand_still() -> None:
     """Waits until the watch has said that this rank is here, and its timeline, where it draws one, shows all ranks."""
     store, trace, size = dist.distributed_c10d._get_default_store(), watch_options().trace, dist.get_world_size()
@@ -232,6 +242,7 @@ def train(kind: str, fault: str, rank: int, steps: int, step_seconds: float = ST
         if fault in ("skip", "order", "shape", "dtype") and step >= FAULT_STEP:
             if step == FAULT_STEP:
                 wait_until_watched()
+                logging.getLogger("gradwire").addHandler(EndsWhereSaid())
             if faulty and step == FAULT_STEP:
                 print(f"{FAULT_AT} {time.time()}", flush=True)
             disagree(fault, faulty and step == FAULT_STEP)

@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import os, signal, sys
 from gradwire.comms.watch.signals import END, REPORT, Signals
@@ -21,3 +23,63 @@ print("still here")
 def test_signals_are_seen_and_end_the_process_once_the_watch_is_closed() -> None:
     ended = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, timeout=120)
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "True frozenset()\n"), ended.stderr
+
+
+ABORTS = """
+import ctypes, sys, threading, time
+from gradwire.comms.watch.signals import ABORT, Signals
+
+signals = Signals()
+signals.hold_abort(60.0)
+
+def look():
+    while ABORT not in signals.come():
+        time.sleep(0.01)
+    print("heard of it", flush=True)
+    signals.let_abort_go()
+
+looking = threading.Thread(target=look)
+if "let go" in sys.argv:
+    signals.let_abort_go()
+else:
+    looking.start()
+{abort}
+"""
+ABORT_ALONE = "ctypes.CDLL(None).abort()"
+"""As a thread of C++ would: without the interpreter."""
+ABORT_WITHIN = "ctypes.PyDLL(None).abort()"
+"""With it: nobody else could run Python."""
+
+
+@pytest.mark.parametrize(
+    ("abort", "words", "heard"),
+    [(ABORT_ALONE, [], "heard of it\n"), (ABORT_ALONE, ["let go"], ""), (ABORT_WITHIN, ["let go"], "")],
+)
+def test_an_abort_waits_until_the_watch_lets_it_go_and_still_shows_where_threads_stand(
+    abort: str, words: list[str], heard: str
+) -> None:
+    code = ABORTS.format(abort=abort)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (ended.returncode, ended.stdout) == (-signal.SIGABRT, heard), ended.stderr
+    assert "Fatal Python error: Aborted" in ended.stderr and "most recent call first" in ended.stderr
+
+
+def test_an_abort_with_the_interpreter_waits_for_nobody() -> None:
+    code = ABORTS.format(abort=ABORT_WITHIN).replace("looking.start()", "pass")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGABRT, ""), ended.stderr
+
+
+def test_an_abort_that_nobody_lets_go_ends_by_itself() -> None:
+    code = ABORTS.format(abort=ABORT_ALONE).replace("looking.start()", "pass").replace("60.0", "0.2")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGABRT, ""), ended.stderr
+
+
+def test_a_forked_child_aborts_at_once_and_its_parent_hears_nothing_of_it() -> None:
+    fork = "import os\nchild = os.fork()\nif not child: ctypes.CDLL(None).abort()\nprint(os.waitpid(child, 0)[1] & 127)"
+    code = ABORTS.format(abort=fork).replace("looking.start()", "pass") + "\nprint(signals.come())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
+    assert (ended.returncode, ended.stdout) == (0, f"{int(signal.SIGABRT)}\nfrozenset()\n"), ended.stderr

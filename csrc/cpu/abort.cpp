@@ -1,0 +1,72 @@
+// Holds up an abort for a moment, so that another thread of the process can still say what it knows.
+//
+// Gloo ends the process from a thread of its own where two ranks send unlike sizes. Nothing is wrong with the rest of
+// the process then: the handler writes the signal to a descriptor, and waits until a Python thread lets it go on.
+#include <dlfcn.h>
+#include <nanobind/nanobind.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <csignal>
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr int kLookMilliseconds = 10;
+
+enum State { off, armed, held };
+
+std::atomic<State> state{off};
+int descriptor = -1;
+int most_milliseconds = 0;
+pid_t owner = 0;
+struct sigaction before;
+bool installed = false;
+int (*has_interpreter)() = nullptr;  // PyGILState_Check, which the stable interface of Python has not
+
+// Only what may be called in a handler: write, nanosleep, sigaction, raise, and what reads atomics.
+void hold(int number) {
+  // A forked child has nobody who would let it go; nor has a thread with the interpreter, while no other runs Python.
+  if (getpid() == owner && !has_interpreter()) {
+    State wanted = armed;
+    if (state.compare_exchange_strong(wanted, held)) {
+      const unsigned char word = static_cast<unsigned char>(number);
+      if (write(descriptor, &word, 1) != 1) state = off;
+    }
+    const timespec look{0, kLookMilliseconds * 1000000L};
+    for (int left = most_milliseconds; left > 0 && state == held; left -= kLookMilliseconds) nanosleep(&look, nullptr);
+  }
+  sigaction(SIGABRT, &before, nullptr);  // what was there before does the rest, once this handler has returned
+  raise(SIGABRT);
+}
+
+bool hold_abort(int told, int milliseconds) {
+  if (has_interpreter == nullptr) {
+    has_interpreter = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+    if (has_interpreter == nullptr) return false;
+  }
+  descriptor = told;
+  most_milliseconds = milliseconds;
+  owner = getpid();
+  if (!installed) {
+    struct sigaction mine {};
+    mine.sa_handler = hold;
+    sigemptyset(&mine.sa_mask);
+    if (sigaction(SIGABRT, &mine, &before) != 0) return false;
+    installed = true;
+  }
+  state = armed;
+  return true;
+}
+
+void let_abort_go() { state = off; }
+
+}  // namespace
+
+void bind_abort(nb::module_& m) {
+  m.def("hold_abort", hold_abort, nb::arg("descriptor"), nb::arg("milliseconds"));
+  m.def("let_abort_go", let_abort_go);
+}
