@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,17 +107,35 @@ def _inverse_cholesky(squares: Tensor) -> tuple[Tensor, Tensor]:
     pivots = []
     for first in range(0, length, PANEL):
         last = min(first + PANEL, length)
-        for row in range(first, last):
-            pivot = both[:, row, row].clamp(min=LEAST_PIVOT).sqrt()
-            both[:, row] /= pivot.unsqueeze(1)
-            pivots.append(pivot)
-            if row + 1 < last:
-                both[:, row + 1 : last] -= both[:, row, row + 1 : last].unsqueeze(2) * both[:, row].unsqueeze(1)
+        # To the left of it nothing is looked at any more, to the right there are still zeros.
+        panel = both[:, first:last, first : length + last]
+        pivots.append(_eliminate(panel))
         if last < length:
-            factor = both[:, first:last, last:length].transpose(1, 2)
-            both[:, last:, last:length] -= product(factor, both[:, first:last, last:length])
-            both[:, last:, length:] -= product(factor, both[:, first:last, length:])
-    return both[:, :, length:], torch.stack(pivots, 1)
+            factor = panel[:, :, last - first : length - first].transpose(1, 2)
+            both[:, last:, last:length] -= product(factor, panel[:, :, last - first : length - first])
+            both[:, last:, length : length + last] -= product(factor, panel[:, :, length - first :])
+    return both[:, :, length:], torch.cat(pivots, 1)
+
+
+def _eliminate(panel: Tensor) -> Tensor:
+    """Eliminates rows one by one; on the host in NumPy, which takes a third of the time of torch for so little at once.
+
+    Args:
+        panel: (parts, rows, columns) float64, its pivots on the diagonal; changed in place.
+
+    Returns:
+        (parts, rows) float64: the square roots of the pivots.
+    """
+    on_host = panel.cpu()
+    rows = on_host.numpy()
+    roots = np.empty(rows.shape[:2])
+    with np.errstate(all="ignore"):  # what is not finite stays so, as in torch, without a warning
+        for row in range(rows.shape[1]):
+            roots[:, row] = np.sqrt(np.maximum(rows[:, row, row], LEAST_PIVOT))
+            rows[:, row] /= roots[:, row, None]
+            rows[:, row + 1 :] -= rows[:, row, row + 1 : rows.shape[1], None] * rows[:, row, None]
+    panel.copy_(on_host)
+    return torch.from_numpy(roots).to(panel.device)
 
 
 def looked(held: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:

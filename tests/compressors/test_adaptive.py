@@ -12,7 +12,7 @@ from gradwire.compressors.base import Collective, Layout, Request
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.rules import Rule
 from support.layouts import layout_of_whole
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 CANDIDATES = (
     "bf16(residual=True)",
@@ -71,7 +71,7 @@ def train(rank: int, group: ThreadGroup, bad: int = -1, stop_at: int = -1) -> tu
 
 def on_ranks(size: int, **settings: int) -> list[tuple[list[Tensor], Adaptive]]:
     groups = ThreadGroup.create(size)
-    return run_ranks(size, lambda rank: train(rank, groups[rank], **settings))
+    return take_turns(size, lambda rank: train(rank, groups[rank], **settings))
 
 
 def test_outputs_and_residuals_account_for_every_gradient_through_all_changes() -> None:
@@ -119,7 +119,7 @@ def test_what_is_left_out_is_what_encoding_leaves_out() -> None:
             assert sum(each.left_out[number] for each in numbers.values()) == pytest.approx(wanted, rel=1e-6)
             return wanted, sum(each.outstanding for each in numbers.values())
 
-        found = run_ranks(2, body)
+        found = take_turns(2, body)
         predicted, outstanding = (sum(column) for column in zip(*found, strict=True))
         # the owners' part comes on top; a cold start of one round leaves out more than the measured two
         assert 0.3 * outstanding < predicted < 1.3 * outstanding, (text, predicted, outstanding)
@@ -156,7 +156,7 @@ def test_exact_layers_of_16_bits_travel_in_16_bits_and_are_rounded_once() -> Non
                 wire[step // 2] += each.tensors[-1].nbytes
             yield request
 
-    outputs = run_ranks(size, body)
+    outputs = take_turns(size, body)
     for step in (0, 4):
         wanted = torch.stack([gradient_of(rank, step) for rank in range(size)]).sum(0).bfloat16()
         assert all(torch.equal(found[step], wanted) for found in outputs)
@@ -202,7 +202,7 @@ def test_what_was_held_back_of_a_layer_that_comes_late_loses_no_bits_on_the_way(
             wire += [number * 10 + each.tensors[-1].element_size() for each in collectives]
             yield request
 
-    (arrived, wire), (other, _) = run_ranks(2, body)
+    (arrived, wire), (other, _) = take_turns(2, body)
     sent = sum(gradient(rank, 0, second.numel).bfloat16().double() for rank in range(2))
     assert torch.equal(arrived, other)
     torch.testing.assert_close(arrived, sent, rtol=0.0, atol=2e-6)
@@ -225,7 +225,7 @@ def test_an_average_of_16_bits_is_rounded_once_for_any_number_of_ranks(dtype: to
         return shard
 
     wanted = ((sent[0] + sent[1] + sent[2]) * (1 / 3)).to(dtype)
-    assert wanted.isfinite().all() and all(torch.equal(found, wanted.float()) for found in run_ranks(3, body))
+    assert wanted.isfinite().all() and all(torch.equal(found, wanted.float()) for found in take_turns(3, body))
 
 
 def test_rules_keep_their_parameters() -> None:

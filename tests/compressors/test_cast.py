@@ -6,7 +6,7 @@ from torch import Tensor
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.codecs.cast import Cast
 from gradwire.compressors.optim.peers import carry_out
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 LAYOUT = Layout((Slice("w", (1000,), 0, 0, 1000),))
 
@@ -19,7 +19,7 @@ def reduced(plain: bool, inputs: list[Tensor]) -> list[Tensor]:
         carry_out(ours.all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
         return shard
 
-    return run_ranks(len(inputs), body)
+    return take_turns(len(inputs), body)
 
 
 def test_the_narrow_sum_is_torchs() -> None:
@@ -43,4 +43,4 @@ def test_overflow_reaches_everybody() -> None:
         carry_out(Cast("fp16").all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
         return shard
 
-    assert all(output.isinf().all() for output in run_ranks(2, body))
+    assert all(output.isinf().all() for output in take_turns(2, body))

@@ -17,7 +17,7 @@ from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import Option, make
 from gradwire.compressors.residual import ElementStore
 from gradwire.compressors.routed import Routed
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "none": ("none", {"momentum": 0.9}),
@@ -82,8 +82,8 @@ def test_a_tensor_decides_as_the_host_does(case: str, layout: Layout) -> None:
 
     for bad_steps in BAD_STEPS:
         groups = [ThreadGroup.create(SIZE) for _ in range(2)]
-        ours = run_ranks(SIZE, lambda rank: body(rank, bad_steps, groups[0], on_device=True))  # noqa: B023
-        wanted = run_ranks(SIZE, lambda rank: body(rank, bad_steps, groups[1], on_device=False))  # noqa: B023
+        ours = take_turns(SIZE, lambda rank: body(rank, bad_steps, groups[0], on_device=True))  # noqa: B023
+        wanted = take_turns(SIZE, lambda rank: body(rank, bad_steps, groups[1], on_device=False))  # noqa: B023
         for rank in range(SIZE):
             for number, (one, other) in enumerate(zip(ours[rank], wanted[rank], strict=True)):
                 words = f"of rank {rank} after step {number // 2} with {bad_steps} not finite"
@@ -121,7 +121,7 @@ def test_a_step_retracted_late_loses_no_other_gradient(case: str, layout: Layout
 
     for bad_steps in BAD_STEPS:
         groups = ThreadGroup.create(SIZE)
-        ends = run_ranks(SIZE, lambda rank: body(rank, bad_steps, groups))  # noqa: B023
+        ends = take_turns(SIZE, lambda rank: body(rank, bad_steps, groups))  # noqa: B023
         sent = sum(
             gradient_of(rank, step, layout, False).double()
             for rank in range(SIZE)

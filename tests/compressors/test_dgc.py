@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.dgc import DGC, pack_places, places_nbytes, unpack_places
 from gradwire.compressors.optim.peers import carry_out
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 SIZE, NUMEL = 3, 400
 LAYOUT = Layout((Slice("w", (300,), 0, 0, 300), Slice("x", (100,), 0, 300, 100)))
@@ -75,7 +75,7 @@ def test_it_is_the_papers_algorithm(nesterov: bool, clip: float, masked: bool) -
             outputs.append(shard)
         return outputs
 
-    for ours, wanted in zip(run_ranks(SIZE, body)[0], model(steps, 0.9, nesterov, clip, 0.05, masked), strict=True):
+    for ours, wanted in zip(take_turns(SIZE, body)[0], model(steps, 0.9, nesterov, clip, 0.05, masked), strict=True):
         torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_a_nan_is_always_among_the_largest() -> None:
         carry_out(DGC(warmup_steps=0).all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
         return shard
 
-    for shard in run_ranks(2, body):
+    for shard in take_turns(2, body):
         assert shard.isnan().nonzero().tolist() == [[11]]
 
 

@@ -10,7 +10,7 @@ from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.codecs.onebit import OneBit
 from gradwire.compressors.element_scale import FLOOR, ElementScale
 from gradwire.compressors.optim.peers import carry_out
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 CPU = torch.device("cpu")
 NUMEL, WARMUP = 4000, 20
@@ -114,7 +114,7 @@ def first_compressed(warmup_steps: int) -> Tensor:
             compressor.end_step(True)
         return shard
 
-    ours, theirs = run_ranks(2, body)
+    ours, theirs = take_turns(2, body)
     assert torch.equal(bits(ours), bits(theirs))
     return ours
 

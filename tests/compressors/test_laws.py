@@ -15,7 +15,7 @@ from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import BUILT_IN, Option, make, options_of
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.stateful import Stateful
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "none": ("none", {}),
@@ -94,7 +94,7 @@ def run(maker: Maker, layout: Layout, size: int, steps: int, bad_step: int = -1)
             ours.step(gradient, layout, groups[rank])
         return ours
 
-    return run_ranks(size, body)
+    return take_turns(size, body)
 
 
 def residual_of(compressor: Compressor, layout: Layout) -> Tensor:
@@ -161,7 +161,7 @@ def test_resume_is_no_interruption(maker: Maker, layout: Layout) -> None:
             ours.step(gradient_of(rank, step, layout.numel), layout, groups[rank])
         return ours
 
-    for resumed, wanted in zip(run_ranks(size, resume), whole, strict=True):
+    for resumed, wanted in zip(take_turns(size, resume), whole, strict=True):
         for ours, theirs in zip(resumed.outputs, wanted.outputs[half:], strict=True):
             assert torch.equal(ours, theirs)
 
@@ -193,7 +193,7 @@ def test_a_new_layout_keeps_everything(maker: Maker, layout: Layout) -> None:
                 total[places] += ours.outputs[-1].double()
         return total, residual_of(ours.compressor, layout)
 
-    results = run_ranks(size, body)
+    results = take_turns(size, body)
     sent = sum(gradient_of(rank, step, layout.numel).double() for rank in range(size) for step in range(6))
     arrived = results[0][0] + sum(held_back for _, held_back in results)
     torch.testing.assert_close(arrived, sent, rtol=0.0, atol=2e-5)
@@ -222,7 +222,7 @@ def test_state_can_move_to_new_owners(maker: Maker, layout: Layout) -> None:
             held_back[start:stop] = residual_of(owner, layout.cut(start, stop))
         return total, held_back
 
-    results = run_ranks(size, body)
+    results = take_turns(size, body)
     sent = sum(gradient_of(rank, step, layout.numel).double() for rank in range(size) for step in range(steps))
     arrived = results[0][0] + sum(held_back for _, held_back in results)
     torch.testing.assert_close(arrived, sent, rtol=0.0, atol=2e-5)

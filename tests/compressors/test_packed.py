@@ -14,7 +14,7 @@ from gradwire.compressors.kernels import reference
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import Option, make
 from support.guarded import guarded
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -63,7 +63,7 @@ def reduced(
             outputs.append(shard)
         return outputs, ours  # type: ignore[return-value]
 
-    found = run_ranks(len(groups), body)
+    found = take_turns(len(groups), body)
     return [each for each, _ in found], [group.sent_nbytes for group in groups], [each for _, each in found]
 
 

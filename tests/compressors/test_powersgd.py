@@ -12,7 +12,7 @@ from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.matrices import as_matrix, cut_between
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.powersgd import PowerSGD
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 SHAPE = (60, 80)
 LAYOUT = Layout((Slice("w", SHAPE, 0, 0, 4800),))
@@ -33,7 +33,7 @@ def test_a_matrix_of_low_rank_arrives_whole() -> None:
         ours = PowerSGD(rank=2, warmup_steps=0, use_error_feedback=False)
         return [reduce(ours, (rank + 1) * (left @ right).view(-1), groups[rank]) for _ in range(2)]
 
-    torch.testing.assert_close(run_ranks(2, body)[0][1].view(SHAPE), 3 * (left @ right), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(take_turns(2, body)[0][1].view(SHAPE), 3 * (left @ right), rtol=1e-4, atol=1e-4)
 
 
 def test_the_residual_stays_bounded() -> None:
@@ -47,7 +47,7 @@ def test_the_residual_stays_bounded() -> None:
             norms.append(float(ours.fields["residual"].read(LAYOUT, torch.device("cpu")).norm()))
         return norms
 
-    for norms in run_ranks(size, body):
+    for norms in take_turns(size, body):
         assert max(norms[200:]) < 1.25 * max(norms[80:150])
 
 
@@ -63,7 +63,7 @@ def test_zeros_give_zeros_and_do_no_lasting_harm(options: dict[str, bool | int])
             last = reduce(ours, torch.ones(4800), end)
         return zeros, last
 
-    for zeros, last in run_ranks(2, body):
+    for zeros, last in take_turns(2, body):
         assert not zeros.any()
         torch.testing.assert_close(last, torch.full((4800,), 2.0), rtol=1e-3, atol=1e-3)
 
@@ -76,7 +76,7 @@ def test_an_inf_does_not_poison_the_factors() -> None:
         bad[3] = float("inf")
         return reduce(ours, bad, groups[rank]).clone(), reduce(ours, torch.ones(4800), groups[rank])
 
-    for bad, after in run_ranks(2, body):
+    for bad, after in take_turns(2, body):
         assert not bad.isfinite().all()
         torch.testing.assert_close(after, torch.full((4800,), 2.0), rtol=1e-3, atol=1e-3)
 

@@ -15,7 +15,7 @@ from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import BUILT_IN, make, names, options_of, register_codec, register_compressor
 from gradwire.compressors.two_stage import TwoStage
 from support.block_codecs import CODECS
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "compressors.md"
 
@@ -60,7 +60,7 @@ def test_a_users_codec_obeys_the_laws(layout: Layout) -> None:
         ours.flush(held_back, layout)
         return outputs, held_back, sent
 
-    results = run_ranks(size, body)
+    results = take_turns(size, body)
     for outputs, _, _ in results[1:]:
         assert all(torch.equal(ours, first) for ours, first in zip(outputs, results[0][0], strict=True))
     arrived = torch.stack(results[0][0]).sum(0) + sum(held for _, held, _ in results)

@@ -9,7 +9,7 @@ from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.routed import Routed, make_routed
 from gradwire.compressors.rules import Rule, rules_from
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 
 def item(name: str, *shape: int) -> Slice:
@@ -57,7 +57,7 @@ def test_dense_parameters_arrive_exactly(name: str, layout: Layout) -> None:
             outputs.append(shard[bias.start : bias.stop].clone())
         return outputs
 
-    outputs = run_ranks(size, body)
+    outputs = take_turns(size, body)
     momentum = 0.9 if name in ("onebit", "dgc") else 0.0
     velocity = torch.zeros(2, bias.numel)
     for step in range(3):

@@ -14,7 +14,7 @@ from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import Option, make
 from gradwire.compressors.routed import Routed
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 NUMELS = {"a.weight": 3500, "a.bias": 37, "conv.weight": 1728, "b.weight": 2400, "cut.weight": 900}
 
@@ -33,7 +33,7 @@ def used(compressor_name: str, layout: Layout) -> Compressor:
             made.end_step(True)
         return made
 
-    return run_ranks(2, body)[0]
+    return take_turns(2, body)[0]
 
 
 def refuses(compressor: Compressor, state: StateDict, match: str) -> None:
@@ -167,5 +167,5 @@ def test_what_is_held_back_of_a_parameter_is_counted_in_units_of_gradients() -> 
         assert made.held_squares(()) == {}
         return float(made.held_squares({"other"})["other"]), float(flushed[4096:].double().square().sum())
 
-    ours, wanted = run_ranks(2, body)[0]
+    ours, wanted = take_turns(2, body)[0]
     assert wanted > 1.0 and ours == pytest.approx(wanted, rel=1e-4)

@@ -1,4 +1,4 @@
-"""One rank on the emulated cluster: prints what its node's NIC sends in a compressed step of one 2,048-square layer."""
+"""One rank on the emulated cluster: prints what its node's NIC sends in a compressed step of one square layer."""
 
 import json
 import os
@@ -13,9 +13,12 @@ import gradwire
 from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.compressors.registry import names, options_of
 
+WIDTH, TURNED_WIDTH = 2048, 512
+"""Of the layer; `rotated*` looks for bases, on one of 2048 for twenty seconds."""
 
-def step(model: nn.Module) -> None:
-    model(torch.randn(4, 2048, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
+
+def step(model: nn.Module, width: int) -> None:
+    model(torch.randn(4, width, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
 
 
 def sent() -> int:
@@ -34,15 +37,16 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def measured(name: str) -> dict[str, object]:
-    model = nn.parallel.DistributedDataParallel(nn.Linear(2048, 2048), gradient_as_bucket_view=True)
+    width = TURNED_WIDTH if name.startswith("rotated") else WIDTH
+    model = nn.parallel.DistributedDataParallel(nn.Linear(width, width), gradient_as_bucket_view=True)
     warm = {"warmup_steps": 0} if "warmup_steps" in options_of(name) else {}
     state = gradwire.HookState(model, compressor=name, compressor_options=warm, nic_bytes_per_second=25e6)
     model.register_comm_hook(state, gradwire.comm_hook)
-    step(model)
-    step(model)  # DDP has rebuilt its buckets, all groups are connected
+    step(model, width)
+    step(model, width)  # DDP has rebuilt its buckets, all groups are connected
     dist.barrier()
     before = sent()
-    step(model)
+    step(model, width)
     after = sent()
     dist.barrier()
     nbytes = sum(parameter.numel() for parameter in model.parameters()) * 4

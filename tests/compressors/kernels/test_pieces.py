@@ -12,7 +12,7 @@ from gradwire.compressors.kernels import reference
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.two_stage import Parts, Residuals, two_stage
 from support.block_codecs import CODECS, check_pieces, randn
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, take_turns
 
 CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (4097, 1408))
 """(elements, elements of a piece): short last pieces, none, a piece that is not full."""
@@ -143,7 +143,7 @@ def test_no_old_memory_travels(codec: PieceCodec, numel: int, monkeypatch: pytes
 
     monkeypatch.setattr("gradwire.compressors.two_stage.torch.empty", dirty)
     for fill in (0x00, 0x55):
-        sent[fill] = run_ranks(size, body)
+        sent[fill] = take_turns(size, body)
     assert parts.full <= size
     for clean, other in zip(sent[0x00], sent[0x55], strict=True):
         assert all(torch.equal(one, another) for one, another in zip(clean, other, strict=True))
