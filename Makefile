@@ -31,9 +31,8 @@
 # WORKERS=0 runs the tests in one process: to debug one, or with --pdb.
 # REQUIRE=netns makes the tests of the emulated cluster fail where they would be skipped.
 
-# Many tests wait, on emulated links and for time-outs: on 2 cores `make test` takes 13 minutes with 3 workers; when it
-# took 7:40, 2 needed 9:34.
-WORKERS ?= 3
+# Many tests wait, on emulated links and for time-outs: on 2 cores `make test` takes 11 minutes with 4 workers.
+WORKERS ?= 4
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
