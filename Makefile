@@ -106,6 +106,8 @@ test: $(stamp)test
 test-long: $(stamp)test
 	$(python) -m pytest $(spread) -m long $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
 
+# Nothing of it waits: more workers than cores would only collect once more.
+test-fast: WORKERS = 2
 test-fast: $(stamp)test
 	$(python) -m pytest $(spread) -m "not slow and not long" $(ARGS)
 
