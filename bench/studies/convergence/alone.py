@@ -24,7 +24,17 @@ from gradwire.bench.arguments import add_import_option, check_number, import_mod
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, optimizers_of
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
 from gradwire.bench.terminal import complain
-from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, Collective, Compressor, Layout, Member, Request, Slice
+from gradwire.compressors.base import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    Collective,
+    Compressor,
+    Layout,
+    Member,
+    Request,
+    Slice,
+    planned,
+)
 from gradwire.compressors.optim.fit import take_momentum
 from gradwire.compressors.registry import Option, options_of
 from gradwire.compressors.routed import make_routed
@@ -219,7 +229,7 @@ def train_alone(
                     (task.loss(model, step, rank, seed) / (ranks * accumulate)).backward()  # type: ignore[no-untyped-call]
             flats.append(torch.cat([_gradient(parameter) for parameter in parameters.values()]))
         if compressors:
-            sent += compressors[0].wire_nbytes(layout, nodes)
+            sent += sent_nbytes(compressors[0], layout, nodes, update)
             reduce_together(compressors, flats, layout)
         else:
             sent += 4 * numel
@@ -237,6 +247,23 @@ def train_alone(
         if told is not None:
             told(update + 1, updates, quality)
     return LoneRun(tuple(curve), 4 * numel * steps / sent)
+
+
+def sent_nbytes(compressor: Compressor, layout: Layout, nodes: int, update: int) -> int:
+    """Returns the bytes that a node sends in an update, which counts from 0: float32 in a dense start.
+
+    Args:
+        compressor: Of a node.
+        layout: Of all parameters.
+        nodes: How many there are.
+        update: Which one.
+    """
+    found = 0
+    for each, part in planned(compressor).parts(layout):
+        # The start of dgc is not dense: it sends more of the gradient.
+        dense = not each.name.startswith("dgc") and update < getattr(each, "warmup_steps", 0)
+        found += 4 * part.numel if dense else each.wire_nbytes(part, nodes)
+    return found
 
 
 def looks(updates: int) -> list[int]:

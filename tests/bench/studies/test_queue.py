@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.bench.studies.convergence.alone import train_alone
+from gradwire.bench.studies.convergence.alone import sent_nbytes, train_alone
 from gradwire.bench.studies.convergence.optimizers import groups_of, optimizers_of
 from gradwire.bench.studies.convergence.queue import entries_from, main, task_of, with_tables
 from gradwire.bench.studies.convergence.results import (
@@ -27,6 +27,8 @@ from gradwire.bench.studies.convergence.results import (
     tables,
 )
 from gradwire.bench.studies.convergence.tasks import FashionTask, TextTask
+from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.routed import make_routed
 
 LIST = """
 # what a queue does
@@ -233,6 +235,16 @@ def test_behind_is_less_of_an_accuracy_and_more_of_a_loss() -> None:
             for name, end in zip(("none", "int8"), ends, strict=True)
         ]
         assert over_exact(results[1:], results) == [1.0]
+
+
+def test_a_dense_start_counts_among_the_bytes() -> None:
+    shape = (512, 512)
+    layout = Layout((Slice("blocks.weight", shape, 0, 0, 512 * 512),))
+    powersgd = make_routed("powersgd", {"rank": 4, "warmup_steps": 3}, ())
+    sent = [sent_nbytes(powersgd, layout, 2, update) for update in range(5)]
+    assert sent == [4 * 512 * 512] * 3 + [powersgd.wire_nbytes(layout, 2)] * 2
+    dgc = make_routed("dgc", {"momentum": 0.0}, ())
+    assert sent_nbytes(dgc, layout, 2, 0) == dgc.wire_nbytes(layout, 2)
 
 
 def test_entries_are_the_same_whatever_the_order_of_their_options() -> None:
