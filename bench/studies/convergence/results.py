@@ -218,7 +218,7 @@ def _places(results: Sequence[Result]) -> str:
         load = f", load {min(loads):.0f} to {max(loads):.0f}" if loads else ""
         machine = rows[0].machine.rpartition(", ")[0]
         count = f"{len(rows)} training{'s' if len(rows) > 1 else ''}"
-        lines.append(f"- {source}: {count}; {machine}, {' to '.join(dict.fromkeys(days))}{load}.")
+        lines.append(f"- {source}: {count}; {machine}, {' to '.join(dict.fromkeys((days[0], days[-1])))}{load}.")
     return "\n".join(lines)
 
 
