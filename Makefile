@@ -97,7 +97,7 @@ help:
 export PYTHONDONTWRITEBYTECODE :=
 
 # Workers take whole files, in the order in which tests/conftest.py has them.
-spread := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+spread = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # A mark in ARGS takes the place of this one.
 test: $(stamp)test
