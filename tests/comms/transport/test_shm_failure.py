@@ -1,9 +1,9 @@
 """What survives when processes die, folders are full and permissions are missing: real processes, real signals."""
 
 import gc
+import inspect
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -23,50 +23,59 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport import segment
 from gradwire.comms.transport.shm import ShmGroup
+from support.processes import Processes
 from support.shared_memory import left_since, segments
 from support.threads import run_ranks
 
 HOST = "127.0.0.1"
 
 
-def run_child(body: Callable[[], None]) -> int:
-    """Forks a process that runs `body` and nothing else of pytest's; returns its pid. It exits 1 where body raises.
+Test = Callable[..., None]
+BODIES: dict[str, Test] = {}
 
-    A process with threads may fork one that never comes to life (a lock that another thread holds at that moment stays
-    locked there), and other tests' libraries have left threads here. Such a child is replaced before `body` begins.
+
+def forks(test: Test) -> Test:
+    """Has a test that forks run in a process of its own, with a store that outlives every rank under test.
+
+    A process with threads may fork one that never comes to life: a lock that another thread holds at that moment stays
+    locked there, and the libraries of other tests have left threads behind.
     """
-    for _ in range(5):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            signal.alarm(90)  # a hung child is a failure, not a hung test run
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
-            torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
-            gc.freeze()  # nor others that objects of earlier tests would be released through
-            try:
-                torch.ones(100_000).add_(1).sum()
-                TCPStore(HOST, 0, None, True, timedelta(seconds=60), wait_for_workers=False)  # as each body has one
-                os.write(writer, b"1")
-                body()
-                code = 0
-            except BaseException as error:  # noqa: BLE001 - the parent reads it
-                os.write(2, f"child: {type(error).__name__}: {error}\n".encode())
-            os._exit(code)
-        os.close(writer)
-        alive, _, _ = select.select([reader], [], [], 10.0)
-        os.close(reader)
-        if alive:
-            return pid
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    raise RuntimeError("five forks in a row have hung")
+    BODIES[test.__name__] = test
+    own, *parameters = inspect.signature(test).parameters.values()
+    assert own.name == "server"
+
+    def in_its_own(processes: Processes, no_leftovers: None, **given: object) -> None:
+        processes(1, run_test, test.__name__, given)
+
+    for name in ("__name__", "__doc__", "__module__"):
+        setattr(in_its_own, name, getattr(test, name))
+    fixtures = [each for name, each in inspect.signature(in_its_own).parameters.items() if name != "given"]
+    here = [each.replace(kind=each.KEYWORD_ONLY) for each in (*fixtures, *parameters)]
+    in_its_own.__signature__ = inspect.Signature(here)  # type: ignore[attr-defined]
+    return in_its_own
 
 
-@pytest.fixture
-def server() -> Iterator[TCPStore]:
-    """A store that outlives every rank under test."""
-    yield TCPStore(HOST, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+def run_test(_: int, name: str, given: dict[str, object]) -> None:
+    store = TCPStore(HOST, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    BODIES[name](store, **given)
+
+
+def run_child(body: Callable[[], None]) -> int:
+    """Forks a process that runs `body`; returns its pid. It exits 1 where body raises."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    signal.alarm(90)  # a hung child is a failure, not a hung test run
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
+    torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
+    gc.freeze()  # nor others that objects would be released through
+    try:
+        body()
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - the parent reads it
+        os.write(2, f"child: {type(error).__name__}: {error}\n".encode())
+    os._exit(code)
 
 
 @pytest.fixture
@@ -90,7 +99,8 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_processes_agree_on_every_bit(server: TCPStore, no_leftovers: None) -> None:
+@forks
+def test_processes_agree_on_every_bit(server: TCPStore) -> None:
     def body(rank: int) -> None:
         group = make(server, rank, 3)
         for step in range(50):
@@ -105,7 +115,8 @@ def test_processes_agree_on_every_bit(server: TCPStore, no_leftovers: None) -> N
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_survivors_name_a_killed_rank(server: TCPStore, no_leftovers: None, victim: int) -> None:
+@forks
+def test_survivors_name_a_killed_rank(server: TCPStore, victim: int) -> None:
     def body(rank: int) -> None:
         group = make(server, rank, 3)
         tensor = torch.ones(100_000)
@@ -133,8 +144,9 @@ def test_survivors_name_a_killed_rank(server: TCPStore, no_leftovers: None, vict
 
 
 @pytest.mark.parametrize(("victim", "word"), [(0, "door"), (1, "hello"), (1, "mapped")])
+@forks
 def test_a_rank_killed_during_set_up_is_named_at_once_and_leaves_nothing(
-    server: TCPStore, no_leftovers: None, victim: int, word: str
+    server: TCPStore, victim: int, word: str
 ) -> None:
     """It dies when it has made the memory, when it has called for it, when it has mapped it."""
 
@@ -169,7 +181,8 @@ def test_a_rank_killed_during_set_up_is_named_at_once_and_leaves_nothing(
     assert exit_code(pid) == -signal.SIGKILL
 
 
-def test_a_forked_worker_neither_uses_nor_keeps_the_group_alive(server: TCPStore, no_leftovers: None) -> None:
+@forks
+def test_a_forked_worker_neither_uses_nor_keeps_the_group_alive(server: TCPStore) -> None:
     """Like a DataLoader worker that outlives its trainer."""
 
     def trainer() -> None:
@@ -197,7 +210,8 @@ def test_a_forked_worker_neither_uses_nor_keeps_the_group_alive(server: TCPStore
         os.kill(int(server.get("worker")), signal.SIGKILL)
 
 
-def test_time_out_of_a_stopped_process(server: TCPStore, no_leftovers: None) -> None:
+@forks
+def test_time_out_of_a_stopped_process(server: TCPStore) -> None:
     def sleeper() -> None:
         group = make(server, 0, 2, seconds=1.0)
         group.barrier()
@@ -299,7 +313,8 @@ def test_a_group_has_no_name_and_leaves_no_descriptor() -> None:
     assert descriptors() == before
 
 
-def test_an_interrupt_ends_a_long_wait(server: TCPStore, no_leftovers: None) -> None:
+@forks
+def test_an_interrupt_ends_a_long_wait(server: TCPStore) -> None:
     def body() -> None:
         group = make(server, 0, 2)
         group.barrier()
