@@ -97,7 +97,7 @@ help:
 export PYTHONDONTWRITEBYTECODE :=
 
 # Workers take whole files, in the order in which tests/conftest.py has them.
-spread = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+spread := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # A mark in ARGS takes the place of this one.
 test: $(stamp)test
@@ -106,8 +106,6 @@ test: $(stamp)test
 test-long: $(stamp)test
 	$(python) -m pytest $(spread) -m long $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
 
-# Nothing of it waits: more workers than cores would only collect once more.
-test-fast: WORKERS = 2
 test-fast: $(stamp)test
 	$(python) -m pytest $(spread) -m "not slow and not long" $(ARGS)
 
