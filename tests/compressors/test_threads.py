@@ -1,6 +1,7 @@
 """One compressor serves several shards at once, each in a thread of its own, as an executor drives it."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import make
-from support.threads import ThreadGroup, run_ranks
+from support.threads import ThreadGroup, run_ranks, take_turns
 
 LAYOUTS = [Layout((Slice(f"w{i}", (40, 50), 0, 0, 2000),)) for i in range(4)]
 
@@ -47,3 +48,25 @@ def outputs_of(name: str, concurrent: bool) -> list[list[Tensor]]:
 def test_at_once_is_one_after_the_other(name: str) -> None:
     for ours, wanted in zip(outputs_of(name, True), outputs_of(name, False), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+
+
+def test_ranks_that_take_turns_compute_one_at_a_time_and_meet_as_others_do() -> None:
+    groups, inside, most = ThreadGroup.create(3), [0], [0]
+
+    def compute() -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+
+    def body(rank: int) -> float:
+        tensor = torch.tensor([float(rank)])
+        for _ in range(3):
+            compute()
+            groups[rank].all_reduce(tensor)
+        return tensor.item()
+
+    assert take_turns(3, body) == run_ranks(3, body) == [27.0] * 3
+    most[0] = 0
+    take_turns(3, body)
+    assert most == [1]
