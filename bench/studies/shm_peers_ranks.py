@@ -84,23 +84,21 @@ def run_torch(peer: str, rank: int, ranks: int, port: int, output: Path, sizes: 
 
 def launch_torch(peer: str, ranks: int, output: Path, sizes: list[int]) -> int:
     """Starts the ranks as plain processes around a store; returns 0 if all of them end well."""
-    from datetime import timedelta
+    from gradwire.bench.studies.store import serve_store
 
-    from torch._C._distributed_c10d import TCPStore
-
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    pids = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                run_torch(peer, rank, ranks, server.port, output, sizes)
-                code = 0
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids)
+    with serve_store() as (port, _):
+        pids = []
+        for rank in range(ranks):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    run_torch(peer, rank, ranks, port, output, sizes)
+                    code = 0
+                finally:
+                    os._exit(code)
+            pids.append(pid)
+        return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids)
 
 
 def main() -> int:

@@ -18,26 +18,24 @@ ranks exchange, and measures it. `gloo` counts what torch's own group of CPUs as
 import argparse
 import hashlib
 import heapq
-import multiprocessing
 import os
-import resource
 import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import count as count_up
-from multiprocessing.connection import Connection
 from typing import Protocol
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from gradwire.bench.studies.store import serve_store
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import Store, TCPStore, make_gloo
 from gradwire.comms.bootstrap.door import Place
@@ -400,40 +398,6 @@ def gloo(size: int) -> tuple[int, int, int]:
         sum(client.keys for client in clients),
         sum(client.nbytes for client in clients),
     )
-
-
-def _serve(port: Connection) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port.send((store.port, _busy_seconds()))
-    while port.poll(None):
-        if port.recv() is None:
-            return
-        port.send(_busy_seconds())
-
-
-def _busy_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-@contextmanager
-def serve_store() -> Iterator[tuple[int, Callable[[], float]]]:
-    """A TCPStore that a process of its own serves: its port, and a function of how many seconds it has worked."""
-    here, there = multiprocessing.Pipe()
-    server = multiprocessing.get_context("fork").Process(target=_serve, args=(there,), daemon=True)
-    server.start()
-    port, before = here.recv()
-
-    def busy_seconds() -> float:
-        here.send("used")
-        busy: float = here.recv() - before
-        return busy
-
-    try:
-        yield port, busy_seconds
-    finally:
-        here.send(None)
-        server.join()
 
 
 def real(size: int) -> tuple[float, float]:

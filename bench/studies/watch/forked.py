@@ -19,6 +19,7 @@ from typing import IO, NoReturn
 import torch.distributed as dist
 
 from gradwire.bench.emulation.signals import die_with_parent
+from gradwire.bench.studies.store import serve_store
 from gradwire.comms.bootstrap.compat import TCPStore
 
 GRACE_SECONDS = 30.0
@@ -54,12 +55,11 @@ def run_ranks(size: int, main: Callable[[int, int], None], seconds: float) -> tu
     Returns:
         The status with which each rank has ended, negative for a signal; and what all of them have printed.
     """
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
-    port = server.port
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
         parent = os.getpid()
         with _one_forks:
+            port, _ = stack.enter_context(serve_store())
             running = {_fork(rank, port, parent, file.fileno(), main): rank for rank, file in enumerate(files)}
         statuses = [0] * size
         until, told = time.monotonic() + seconds, False

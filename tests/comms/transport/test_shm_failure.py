@@ -35,17 +35,18 @@ BODIES: dict[str, Test] = {}
 
 
 def forks(test: Test) -> Test:
-    """Has a test that forks run in a process of its own, with a store that outlives every rank under test.
+    """Has a test that forks run in a process of its own, and its store be served by another one.
 
     A process with threads may fork one that never comes to life: a lock that another thread holds at that moment stays
-    locked there, and the libraries of other tests have left threads behind.
+    locked there. The libraries of other tests have left threads behind, and a store is served by one: of the ranks that
+    were forked beside it, one in thirty stood still in connecting to it.
     """
     BODIES[test.__name__] = test
     own, *parameters = inspect.signature(test).parameters.values()
     assert own.name == "server"
 
     def in_its_own(processes: Processes, no_leftovers: None, **given: object) -> None:
-        processes(1, run_test, test.__name__, given)
+        processes(1, run_test, test.__name__, given, agent=True)
 
     for name in ("__name__", "__doc__", "__module__"):
         setattr(in_its_own, name, getattr(test, name))
@@ -56,12 +57,12 @@ def forks(test: Test) -> Test:
 
 
 def run_test(_: int, name: str, given: dict[str, object]) -> None:
-    store = TCPStore(HOST, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    BODIES[name](store, **given)
+    BODIES[name](connected(int(os.environ["MASTER_PORT"])), **given)
 
 
 def run_child(body: Callable[[], None]) -> int:
     """Forks a process that runs `body`; returns its pid. It exits 1 where body raises."""
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread may hold a lock that the fork then waits for"
     pid = os.fork()
     if pid:
         return pid
@@ -85,8 +86,12 @@ def no_leftovers() -> Iterator[None]:
     assert not left_since(before)
 
 
+def connected(port: int) -> TCPStore:
+    return TCPStore(HOST, port, None, False, timedelta(seconds=60), wait_for_workers=False)
+
+
 def client(server: TCPStore) -> TCPStore:
-    return TCPStore(HOST, server.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    return connected(server.port)
 
 
 def make(server: TCPStore, rank: int, size: int, seconds: float = 60.0) -> ShmGroup:
