@@ -32,7 +32,7 @@ PREFIX = "gradwire/"
 JOB = PREFIX + "job"
 """Key of what all ranks know alike: `size`, the number of ranks, `dirty`, whether residuals are held back, `format`."""
 FORMAT = 2
-"""Of the values: from 2 on each rank's states its entries. 1, which does not say so itself, is read too, unchecked."""
+"""Version of the values: since 2 each rank's list its entries; 1, which does not say so, is read too, unchecked."""
 NAMED = PREFIX + "named"
 """Key in an entry: 1 where parameters go by their names in the model, 0 where they are numbered."""
 ENTRIES = PREFIX + "entries"

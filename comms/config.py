@@ -133,9 +133,9 @@ class Planning:
     """Pieces a bucket is cut into so that phases overlap; 0 lets the planner choose."""
 
     transport: str = "auto"
-    """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device. `gloo:8` has large messages travel
-    over 8 TCP connections between two nodes of CPUs, `gloo:1` over gloo's own alone; without a number the measured
-    round trip and the rate decide. No bit depends on it. See docs/results/distance.md."""
+    """Transport between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device. `gloo:8` has large messages
+    travel over 8 TCP connections between two nodes of CPUs, `gloo:1` over gloo's own alone; without a number the
+    measured round trip and the rate decide. No bit depends on it. See docs/results/distance.md."""
 
     timeout: timedelta = timedelta(0)
     """A collective that takes longer fails on all ranks. 0 takes the time-out of the process group that the ranks are
@@ -220,7 +220,7 @@ class Compressing:
     """Options of that compressor, as its documentation names them."""
 
     rules: "Sequence[Rule | Mapping[str, object]]" = ()
-    """Per-parameter rules (`gradwire.compressors.rules.Rule`): which parameters travel how."""
+    """Rules for parameters (`gradwire.compressors.rules.Rule`): which of them travel how."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", self.rules or ())
@@ -317,7 +317,7 @@ class Watching:
     docs/how-to/find_the_slow_rank.md."""
 
     stall_seconds: float = 10.0
-    """After so long without progress a warning says which rank has not come, and what the others wait in; 0 never."""
+    """Seconds without progress before a warning says which rank has not come, and what others wait in; 0 never."""
 
     trace: "str | tuple[str, int] | None" = None
     """JSON file for Perfetto that rank 0 writes a timeline of all ranks into, once, from the sixth step on: of 20

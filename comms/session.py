@@ -33,7 +33,7 @@ FUSION_TIMEOUT = timedelta(seconds=30)
 """How long `fuse()` waits for the other ranks to ask for the same."""
 
 GRADIENT_NBYTES = 4
-"""Of an element, where the size of a model's gradients is estimated."""
+"""Bytes of an element, where the size of a model's gradients is estimated."""
 
 if TYPE_CHECKING:
     from gradwire.comms.autotune.job_advice import JobAdvice
@@ -242,7 +242,7 @@ class GradientSession(AveragingSession):
         if self.compression is not None:
             choose_compressors(self.listeners, self.communicator, self.compression, consensus)
         self.scale, self.after = _factors(config, self.communicator)
-        """On every rank's gradients, and on their sum."""
+        """Factors on every rank's gradients, and on their sum."""
         self.weights = weigh_by_samples(self.listeners, self.communicator, config)
         """What weighs gradients by samples, before anything else; None where all ranks weigh alike."""
         self.watch_steps(previous)

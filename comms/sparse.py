@@ -21,14 +21,14 @@ from gradwire.compressors.base import ALL_TO_ALL, Work
 from gradwire.topology.cluster import Cluster
 
 LANES: tuple[Lane, ...] = ((-3, 0), (-3, 1), (-3, 2))
-"""Of the steps (inside the node and the numbers of rows between them; the rows between them; inside the node again), in
-a communicator whose plans have lanes from (0, 0) on."""
+"""Lanes of the steps (inside the node and the numbers of rows between them; the rows between them; inside the node
+again), in a communicator whose plans have lanes from (0, 0) on."""
 
 BETWEEN = 1
 """Place among them of what crosses between the nodes."""
 
 KEY_NBYTES = 8
-"""Of a row's number: an int64."""
+"""Bytes of a row's number, an int64."""
 
 AUTO = "auto"
 

@@ -31,7 +31,7 @@ STREAMS = 2
 """One for the chunk between the nodes, one for the chunk inside them."""
 
 HIGH_PRIORITY = -1
-"""Of the side streams: what a codec computes is short, and the network waits for it."""
+"""Priority of the side streams: what a codec computes is short, and the network waits for it."""
 
 Mark = float | torch.cuda.Event
 """A moment: seconds on the host, or an event on a stream."""

@@ -57,8 +57,8 @@ class Collective:
     `bounds[r]:bounds[r + 1]`. `all_to_all`: of `source`; `output` (size times the rows of this rank's part) receives
     this rank's part from every rank, in rank order. `all_gather`: of `output`; `source` is this rank's part."""
     as_ring: bool = False
-    """Of an all_reduce that its caller takes apart, for parts that are unequal: whether its sums are to have the bits
-    that the transport's own all_reduce gives."""
+    """Whether an all_reduce that its caller takes apart, for parts that are unequal, is to have the bits that the
+    transport's own all_reduce gives."""
 
 
 Request = Collective | tuple[Collective, ...]
@@ -80,7 +80,7 @@ class Member:
     it costs the processor; 0 where nothing is known of them, above 1 where it never pays. The same on all ranks, and no
     part of the identity: it changes when links become known, and what is kept for a member stays."""
     dtype: torch.dtype = torch.float32
-    """Of the bucket that the shard is of, whatever it was widened to: the result is rounded to it in the end."""
+    """Dtype of the bucket that the shard is of, whatever it was widened to: the result is rounded to it in the end."""
     scale: float = 1.0
     """What every rank's values of `dtype` were multiplied with in float32, to give the shard; > 0, alike on all."""
 
@@ -160,7 +160,7 @@ class HeldRun:
     """A run of one parameter that a compressor holds state about."""
 
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     start: int
     """First element within the flattened parameter."""
     numel: int | None
@@ -248,7 +248,7 @@ class Packer(Protocol):
     """As `Compressor.name`."""
 
     plain_name: str
-    """Of the other one: what is not packed takes its bytes and its time."""
+    """Name of the other one: what is not packed takes its bytes and its time."""
 
     always: bool
     """Pack whatever the links."""

@@ -32,7 +32,7 @@ from gradwire.compressors.two_stage import MEASURED_NUMEL, SHARD_ALIGN, TwoStage
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 """Source: Lin et al., ICLR 2018, section 3.3: four epochs of rising sparsity before the final one."""
 INDEX_NBYTES = 4
-"""Of an int32."""
+"""Bytes of an index, an int32."""
 WINDOW = 1 << 16
 """Elements of a shard whose places differ in two bytes alone."""
 SAMPLED_NUMEL = 1 << 16

@@ -18,17 +18,17 @@ from gradwire.compressors.base import Layout
 from gradwire.compressors.residual import ElementStore, Piece, keep_until_read
 
 FLOOR = 0.125
-"""Of the mean of a parameter's run, added to every element's unit: an element that the dense start hardly moved can
-still catch up. Measured: 0.02 to 0.5 end alike on the CNN of docs/results/convergence.md; a floor of 1 after a short
-start does not."""
+"""Share of the mean of a parameter's run that is added to every element's unit: an element that the dense start hardly
+moved can still catch up. Measured: 0.02 to 0.5 end alike on the CNN of docs/results/convergence.md; a floor of 1 after
+a short start does not."""
 
 EXPONENT = 0x7F800000
-"""Of a float32's bits. The exponent alone makes the unit a power of two: what is divided by it and multiplied by it
-again is what it was, so that a residual comes back exact. That all units are rounded down alike changes nothing in a
-block's signs."""
+"""Mask of a float32's exponent bits. The exponent alone makes the unit a power of two: what is divided by it and
+multiplied by it again is what it was, so that a residual comes back exact. That all units are rounded down alike
+changes nothing in a block's signs."""
 
 DOUBLE_BIAS = 1023
-"""Of a float64's exponent."""
+"""Bias of a float64's exponent."""
 
 SMALLEST, LARGEST = 2.0**-60, 2.0**60
 """Limits of a unit: no gradient of a training that converges becomes infinite, or denormal, when it is divided by
@@ -45,7 +45,7 @@ class ElementScale(ElementStore):
     def __init__(self) -> None:
         super().__init__()
         self._sums: dict[Layout, tuple[Tensor, Tensor]] = {}
-        """By shard: the units that `freeze` has made, and the sums that they were made of; until `confirm`."""
+        """Shard -> the units that `freeze` has made, and the sums that they were made of; until `confirm`."""
         self._summed_pieces: tuple[list[Piece], list[Piece]] | None = None
         """The same of what no shard holds."""
 

@@ -38,7 +38,7 @@ from gradwire.compressors.stateful import Stateful
 from gradwire.compressors.two_stage import Parts, Residuals, TwoStage, two_stage, two_stage_nbytes
 
 MEASURED_ROUNDS = 2
-"""Of power iteration, where only the error is wanted: as good as a warm start of some steps."""
+"""Rounds of power iteration, where only the error is wanted: as good as a warm start of some steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +100,7 @@ class PowerSGD(Stateful):
             self.codec = inner.codec
         self._factors: dict[str, Tensor] = {}
         self._flat_factors: dict[tuple[str, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
-        """By the parameters of a shard: their factors one after the other, and the views of it that `_factors` got."""
+        """Parameters of a shard -> their factors one after the other, and the views of it that `_factors` got."""
         self._staged_factors: dict[tuple[str, ...], tuple[_Parts, Tensor, Tensor]] = {}
         """The same of all factors that this step began with, and of those that it found."""
         self._parts: dict[Layout, _Parts] = {}

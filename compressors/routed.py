@@ -45,7 +45,7 @@ class Selection:
     """Where they lie in the shard; neighbours are one run."""
 
     sizes: tuple[int, ...] = ()
-    """Of several runs: elements before the first, of the first, up to the second, of the second, and so on."""
+    """Elements before the first run, of the first, up to the second, of the second, and so on; empty for one run."""
 
     def gather(self, shard: Tensor) -> Tensor:
         """Returns the selected elements: a view where they are one run, else a copy."""

@@ -14,9 +14,9 @@ class HostSummary:
     """This machine in two rates and a few names; None is unknown (a virtual NIC, a link nobody published)."""
 
     intra_node_bytes_per_second: float | None
-    """Per GPU, inside the node, one direction."""
+    """Rate of a GPU inside the node, one direction."""
     inter_node_bytes_per_second: float | None
-    """Of the whole node, over the NICs that its GPUs drive, one direction."""
+    """Rate of the whole node, over the NICs that its GPUs drive, one direction."""
     nic: str | None
     """The NIC that the rank should drive."""
     interface: str | None

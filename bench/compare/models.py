@@ -15,7 +15,7 @@ _WIDTH, _SAMPLES, _CONTEXT = 256, 4, 32
 """The width of layers, where the wanted size is about a number of them."""
 _CHANNELS, _PIXELS = 128, 8
 FEW_LAYERS = 4
-"""From so many on their number comes near enough to a size, and widths stay multiples of 16."""
+"""Layers from which on their number comes near enough to a size, and widths stay multiples of 16."""
 _OUTPUTS = 32
 
 BatchLoss = Callable[[nn.Module, int], Tensor]

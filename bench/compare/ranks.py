@@ -21,7 +21,7 @@ from gradwire.bench.emulation.fork import ForkedRank
 WARMUP_ROUNDS = 1
 
 PROBE_STEPS = 3
-"""Before the rounds: DDP rebuilds its buckets after the first, torch's PowerSGD starts in the third."""
+"""Steps before the rounds: DDP rebuilds its buckets after the first, torch's PowerSGD starts in the third."""
 
 REPLAY_PROBE_STEPS = 2
 """A step of a replay lasts seconds: these make all connections and buckets, and no warm-up round follows."""

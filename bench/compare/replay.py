@@ -124,7 +124,7 @@ SHAPES: dict[str, Callable[[], Iterator[Shape]]] = {
     "vgg16": vgg16,
     "swin_t": swin_t,
 }
-"""By the name that `--replay` takes."""
+"""Name that `--replay` takes -> what yields the shapes of its parameters."""
 
 
 FORWARD_SHARE = 1 / 3
@@ -282,7 +282,7 @@ def spread(shapes: Sequence[tuple[int, ...]], seconds: float) -> list[float]:
 
 
 MOST_GRADIENT_NBYTES = 9_000_000
-"""With 32 ranks and five contenders the buffers then take some 5 GB."""
+"""Most bytes of scaled gradients: with 32 ranks and five contenders the buffers then take some 5 GB."""
 
 MESSAGE_SECONDS = 130e-6
 """Processor time of one message of gloo's ring, all included: 16 or 32 ranks on one machine, 60 B to 25 KB alike.

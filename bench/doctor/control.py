@@ -14,7 +14,7 @@ from gradwire.bench.doctor.arrival import KEY
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 
 PIECE_NBYTES = 1000
-"""With all headers below 1280, the smallest MTU that IPv6 allows. Source: RFC 8200, section 5."""
+"""Bytes of a piece: with all headers below 1280, the smallest MTU that IPv6 allows. Source: RFC 8200, section 5."""
 
 
 Late = Callable[[list[int], float], None]

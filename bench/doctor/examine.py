@@ -50,12 +50,12 @@ from gradwire.comms.bootstrap.compat import PrefixStore, clone_of
 from gradwire.comms.config import local_rank
 
 ARRIVE = timedelta(minutes=5)
-"""For the ranks to come: torch takes minutes to be imported from a cold network file system."""
+"""Time for the ranks to come: torch takes minutes to be imported from a cold network file system."""
 SAY_LATE_SECONDS = 30.0
-"""After which it is said who is waited for, also where no terminal shows it."""
+"""Seconds after which it is said who is waited for, also where no terminal shows it."""
 WORD = timedelta(seconds=60)
 GROUP = timedelta(seconds=15)
-"""For a backend to connect, and for a collective of it."""
+"""Time for a backend to connect, and for a collective of it."""
 
 LONGEST_FLOW, SHORTEST_FLOW = 0.5, 0.12
 MOST_ROUNDS = 16
@@ -63,7 +63,7 @@ MOST_AGAIN = 3
 """Pairs that are measured again in a round, of those that look bad."""
 REPEATS = 5
 REPEATS_SHARE = 0.6
-"""Of the whole time, after which no round of them begins."""
+"""Share of the whole time, after which no further repeat begins."""
 AGAIN_FLOW = 0.35
 GLOO_SECONDS = 25.0
 BACKEND_SECONDS = 0.4

@@ -10,13 +10,13 @@ from typing import TypeVar
 R = TypeVar("R")
 
 DEFAULT_GRADIENT_NBYTES = 100_000_000
-"""Where the user gave none: 25 million parameters in float32, which is ResNet-50."""
+"""Gradient bytes where the user gave none: 25 million parameters in float32, which is ResNet-50."""
 
 BUCKET_NBYTES = 25 << 20
 """DDP's default bucket, each of which waits for the network once. Source: DistributedDataParallel, bucket_cap_mb."""
 
 TCP_SHARE = 0.94
-"""Of a card's rate that payload can have: Ethernet, IP and TCP headers at an MTU of 1500. Source: RFC 6691's sizes."""
+"""Share of a card's rate for payload: Ethernet, IP and TCP headers at an MTU of 1500. Source: RFC 6691's sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class NetworkInterface:
     bits_per_second: float | None = None
     """What the card says its link runs at; None where a virtual driver would make it up."""
     pcie_bits_per_second: float | None = None
-    """Of the PCIe link to the card; None for others, and in virtual machines, where it means nothing."""
+    """Rate of the PCIe link to the card; None for others, and in virtual machines, where it means nothing."""
     other_half: str | None = None
     """The interface of the same port that has PCIe lanes of its own, as on DGX Spark."""
     duplex: str | None = None
@@ -51,8 +51,8 @@ class GpuState:
     """Clock under load."""
     max_sm_mhz: int | None = None
     p2p: tuple[int, ...] = ()
-    """To each GPU of the node whether this one may read its memory, as NVML's nvmlGpuP2PStatus_t numbers it: 0 is "
-    "yes."""
+    """Peer access to each GPU of the node, as NVML's nvmlGpuP2PStatus_t numbers it: 0 where this one may read its
+    memory."""
     slowed_by: tuple[str, ...] = ()
     """Why the driver holds its clock down."""
 
@@ -65,28 +65,28 @@ class RankFacts:
     host: tuple[str, ...]
     """Hostname, boot id, device number of /dev/shm: equal on ranks that share a node."""
     local_rank: int | None = None
-    """As the launcher says."""
+    """The rank's number on its node, as the launcher says."""
     device: str = "cpu"
     versions: Mapping[str, str] = field(default_factory=dict)
     """python, torch, gradwire, and where there are GPUs nccl, cuda, driver."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Of the environment, those that steer libraries."""
+    """Environment variables that steer libraries."""
     cores: int = 1
-    """Of the machine."""
+    """Logical CPUs of the machine."""
     affinity: tuple[int, ...] = (0,)
-    """Those that this process may use."""
+    """Logical CPUs that this process may use."""
     cpu_limit: float | None = None
     """CPUs that a container's quota allows all its processes together."""
     threads: int = 1
-    """torch's for one operation."""
+    """torch's threads for one operation."""
     shm_nbytes: int | None = None
     """Size of /dev/shm."""
     shm_free_nbytes: int | None = None
     interfaces: tuple[NetworkInterface, ...] = ()
     gloo_interface: str | None = None
-    """Where gloo's connections were seen; where none could be, the one it would take."""
+    """The interface on which gloo's connections were seen; where none could be, the one it would take."""
     gloo_seen: bool = False
-    """Whether they were seen."""
+    """Whether gloo's connections were seen."""
     gloo_error: str | None = None
     """Why gloo did not connect."""
     nccl_interface: str | None = None
@@ -119,22 +119,22 @@ class PairRates:
     a: int
     b: int
     latency_seconds: float
-    """One way: half a round trip, the shortest seen."""
+    """Seconds one way: half of the shortest round trip seen."""
     one: tuple[float, float] = (0.0, 0.0)
-    """One connection."""
+    """Rates of one connection."""
     many: tuple[float, float] = (0.0, 0.0)
-    """Several at once."""
+    """Rates of several at once."""
     both: tuple[float, float] = (0.0, 0.0)
-    """Several in each direction, both at once."""
+    """Rates of several in each direction, both at once."""
     sent: tuple[int, int] = (0, 0)
     """Segments of flows that left the link more than half empty, all tries together."""
     lost: tuple[int, int] = (0, 0)
-    """Of these lost, as the senders' kernels count them."""
+    """Segments of these that were lost, as the senders' kernels count them."""
     window_share: float | None = None
-    """Of one connection's time, that in which the receiver's window held it back, in the worse direction; None where
+    """Share of one connection's time in which the receiver's window held it back, in the worse direction; None where
     the kernel does not say."""
     buffer_share: float | None = None
-    """That in which the sender's buffer did."""
+    """Share of that time in which the sender's buffer did."""
     clock_seconds: float = 0.0
     """How far b's clock is ahead of a's."""
     packet_nbytes: int | None = None
@@ -186,7 +186,7 @@ class InterfaceRate:
     b: int
     interface: str
     bytes_per_second: float
-    """Of the slower direction; 0 where it does not lead from one to the other."""
+    """Rate of the slower direction; 0 where the interface does not lead from one to the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +195,11 @@ class CoreWork:
 
     rank: int
     per_second: float
-    """One thread, all ranks at once."""
+    """Sums a second of one thread, all ranks at once."""
     again: tuple[float, ...] = ()
-    """Of a node that looked slow: its share of a good node's work, both alone, in each repetition."""
+    """Shares of a good node's work that a node which looked slow does, both alone, one for each repetition."""
     threads_seconds: float | None = None
-    """An operation with torch's own number of threads, all ranks at once."""
+    """Seconds of an operation with torch's own number of threads, all ranks at once."""
     fair_seconds: float | None = None
     """The same with as many threads as the rank has cores."""
 
@@ -216,7 +216,7 @@ class BackendTime:
     """The best round; noise only makes it longer."""
     error: str | None = None
     rank: int | None = None
-    """Where it failed."""
+    """The rank on which it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +224,7 @@ class ScriptRun:
     """What was seen of a script on one rank."""
 
     gradient_nbytes: int = 0
-    """Of all parameters that had a gradient, in their own type."""
+    """Bytes of the gradients of all parameters that had one, in their own type."""
     step_seconds: float | None = None
     """Seconds from one optimizer step to the next, the usual one; None where fewer than two were made."""
     activity: Mapping[str, float] = field(default_factory=dict)
@@ -232,10 +232,10 @@ class ScriptRun:
     lines: Mapping[str, str] = field(default_factory=dict)
     """What its main thread did -> the line where it did that most."""
     under_way_seconds: float | None = None
-    """Of a step in which this rank had a collective under way; None without one."""
+    """Seconds of a step in which this rank had a collective under way; None without one."""
     error: str | None = None
     status: int = 0
-    """With which the script ended by itself, 128 + N for signal N; 0 where it was ended after its steps or its time."""
+    """Exit status of a script that ended by itself, 128 + N for signal N; 0 where its steps or time were up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ class JobFacts:
     ranks: tuple[RankFacts, ...]
     gradient_nbytes: int = DEFAULT_GRADIENT_NBYTES
     step_seconds: float | None = None
-    """Of the user's script, measured or given."""
+    """Seconds of a step of the user's script, measured or given."""
     link_bytes_per_second: float | None = None
     """What the user says a node's link gives, one direction."""
     pairs: tuple[PairRates, ...] = ()
@@ -257,7 +257,7 @@ class JobFacts:
     work: tuple[CoreWork, ...] = ()
     backends: tuple[BackendTime, ...] = ()
     missing_ranks: tuple[int, ...] = ()
-    """That did not come."""
+    """Ranks that did not come."""
     started_ranks: Mapping[int, str] = field(default_factory=dict)
     """The started ranks of these, those that have said that they run, before they import torch -> their host."""
     launcher: str = ""
@@ -267,7 +267,7 @@ class JobFacts:
     notes: tuple[str, ...] = ()
     """What could not be looked at, and why."""
     script_runs: tuple[ScriptRun, ...] = ()
-    """Of `--script`, by rank."""
+    """Runs of `--script`, by rank."""
     script_status: int = 0
     """The first status other than 0 with which the user's script ended by itself on a rank, as a shell says it."""
 
@@ -351,18 +351,18 @@ class Diagnosis:
     """Something that is wrong, in words for someone who knows none of ours."""
 
     key: str
-    """For programs: never changes."""
+    """Identifier for programs: never changes."""
     title: str
     sure: float
-    """0 to 1."""
+    """How sure it is, 0 to 1."""
     cost_seconds: float = 0.0
-    """Per step, for the user's gradients; 0 where it cannot be told."""
+    """Seconds that it costs a step, for the user's gradients; 0 where it cannot be told."""
     evidence: tuple[str, ...] = ()
     remedy: tuple[str, ...] = ()
     """What to type or change."""
     nodes: tuple[str, ...] = ()
     stops: bool = False
-    """A job would not start, or hang."""
+    """Whether a job would not start, or would hang."""
 
 
 def to_record(facts: object) -> dict[str, object]:

@@ -26,11 +26,11 @@ user guide, NCCL_NSOCKS_PERTHREAD and NCCL_SOCKET_NTHREADS."""
 
 CHUNK_NBYTES = 256 << 10
 LEAD_SHARE = 0.4
-"""Of a flow's time, in which TCP finds its rate; it does not count."""
+"""Share of a flow's time in which TCP finds its rate; it does not count."""
 
 SMALL_BUFFER_NBYTES = 208 << 10
-"""For links whose product of rate and latency is far below it: what is under way is gone soon after a flow's end. The
-kernel's own default limit: Linux net/core/sock.c, sysctl_wmem_max."""
+"""Send buffer for links whose product of rate and latency is far below it: what is under way is gone soon after a
+flow's end. The kernel's own default limit: Linux net/core/sock.c, sysctl_wmem_max."""
 
 PINGS = 60
 CONNECT_SECONDS = 3.0
@@ -41,13 +41,13 @@ _PACKET_TRIES = 4
 _PACKET_SECONDS = 0.15
 _SETTLE_SECONDS = 0.5
 _HEADERS_NBYTES = 28
-"""IPv4 and UDP."""
+"""Bytes of the headers of IPv4 and UDP."""
 _DATA, _CONTROL = b"D", b"C"
 
 PACED_SHARE = 0.4
-"""Of one connection's rate, at which a flow is sent that fills no queue: what it loses, the way loses by itself."""
+"""Share of one connection's rate at which a flow fills no queue: what it loses, the way loses by itself."""
 PACED_SEGMENTS = 400
-"""So many are wanted of it; it lasts longer for that, but no longer than `LONGEST_PACED_SECONDS`."""
+"""Segments that such a flow should have; it lasts longer for that, but no longer than `LONGEST_PACED_SECONDS`."""
 LONGEST_PACED_SECONDS = 2.0
 _SEGMENT_NBYTES = 1448
 FLOW_ROUND_TRIPS = 30

@@ -154,7 +154,7 @@ class RunResult(JobOutcome):
     """How a command on the cluster ended, and what it put on the links."""
 
     nic_bytes: tuple[NicBytes, ...]
-    """By node."""
+    """Bytes that the cards of each node carried."""
 
     @property
     def busiest_nic_bytes(self) -> int:

@@ -29,9 +29,9 @@ class JobOutcome:
     """How the ranks of a job ended."""
 
     returncodes: tuple[int, ...]
-    """By rank, as subprocess gives them: -9 for a rank that SIGKILL ended."""
+    """Exit statuses by rank, as subprocess gives them: -9 for a rank that SIGKILL ended."""
     output: tuple[str, ...]
-    """By rank: stdout and stderr, in the order printed; empty where the output was passed through raw."""
+    """What each rank printed, stdout and stderr in the order printed; empty where the output was passed through raw."""
     seconds: float
     """Seconds from the first rank's start to the last rank's end."""
     first_failure: int | None

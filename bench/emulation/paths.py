@@ -10,7 +10,7 @@ SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 MOST_DELAY_SECONDS = 10.0
 """One way. A geostationary satellite takes 0.27 s; from here on connections time out before they are made."""
 MOST_LOSS = 0.5
-"""Of the packets. TCP hardly connects at half, and a link that loses all is no link."""
+"""Largest share of packets lost. TCP hardly connects at half, and a link that loses all is no link."""
 DEFAULT_QUEUE_SECONDS = 0.2
 """What the links without delay hold, so that TCP fills them without losing packets: see `EmulatedCluster`."""
 MOST_QUEUE_SECONDS = 10.0

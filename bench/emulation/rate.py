@@ -7,12 +7,12 @@ BITS_PER_UNIT = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 
 """Decimal units in bits, the ones of network cards. Source: tc(8), section PARAMETERS, RATES."""
 
 LEAST_BITS_PER_SECOND = 100_000
-"""Below this one bucket of a small model takes minutes and every time-out strikes first."""
+"""Least rate: below it one bucket of a small model takes minutes and every time-out strikes first."""
 MOST_BITS_PER_SECOND = 10**15
 """A petabit: a rack of GPUs behind NVLink has a fifth of it."""
 
 MOST_CARDS = 8
-"""In a node: as many as a DGX has for its GPUs."""
+"""Most cards of a node: as many as a DGX has for its GPUs."""
 
 
 def parse_rate(text: str, parameter: str) -> int:

@@ -13,7 +13,7 @@ import sys
 import threading
 
 _PRIORITY = -15
-"""Of -20 (first) to 19 (last)."""
+"""Nice value of the relay: -20 is first, 19 last."""
 
 
 def _load(path: str):  # type: ignore[no-untyped-def]  # the module has stubs under its own name only

@@ -42,7 +42,7 @@ RANK = 4
 SCALE = 0.125
 """The mean of eight ranks: a factor that rounds nothing."""
 TOLERANCE = 1e-4
-"""Of sums whose order is a library's: the difference over the largest magnitude."""
+"""Largest error of sums whose order is a library's: the difference over the largest magnitude."""
 FORMATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 

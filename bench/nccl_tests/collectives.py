@@ -224,4 +224,4 @@ COLLECTIVES = {
         ),
     )
 }
-"""By name."""
+"""What the bench knows about each collective, by name."""

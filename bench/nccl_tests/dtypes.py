@@ -49,7 +49,7 @@ ELEMENT_TYPES = {
         ElementType("f8e5m2", torch.float8_e5m2, 2**3),
     )
 }
-"""By name, in the order of nccl-tests. `exact` is 2^(mantissa bits + 1) for floating types (IEEE 754, table 3.5)."""
+"""Types by name, in nccl-tests' order. `exact` is 2^(mantissa bits + 1) for floating types (IEEE 754, table 3.5)."""
 
 OPERATIONS = ("sum", "prod", "max", "min", "avg", "mulsum")
 """The reductions of nccl-tests; `mulsum` multiplies every input by `MULSUM_FACTOR` first."""

@@ -26,7 +26,7 @@ BACKENDS = ("gradwire", "gloo", "nccl", "mpi", "shm", "nccl-raw")
 ALGORITHMS = ("auto", "flat", "hierarchical", "leader")
 
 MOST_NBYTES = 2**50
-"""Of a tensor: a thousand times the memory of a large machine."""
+"""Most bytes of a tensor: a thousand times the memory of a large machine."""
 MOST_ROWS = 100_000
 _MOST_TIMES = 10**9
 """Iterations, warm-ups, checks: at a microsecond each a quarter of an hour."""

@@ -19,7 +19,7 @@ from gradwire.bench.terminal import STDOUT, complain, working, write_json, writi
 from gradwire.topology.printable import printable
 
 _MOST_NBYTES = 1 << 28
-"""Of a file; a trace of 20 steps on 64 ranks has some 20 MB."""
+"""Most bytes of a file; a trace of 20 steps on 64 ranks has some 20 MB."""
 
 
 _DRAWN = {"compare": draw_compare, "hook_speed": draw_hook_speed, "main_job": draw_training}

@@ -16,7 +16,7 @@ from gradwire.bench.selftest.run import SelftestFindings
 WIDTH = 80
 """Columns: what a terminal has at least, and what an issue shows without a scroll bar."""
 SLOW = 0.5
-"""Of a copy's bandwidth: kernels below it stand in the terminal's table, the others in the JSON alone."""
+"""Share of a copy's bandwidth below which kernels stand in the terminal's table; the others are in the JSON alone."""
 
 
 def exit_status(findings: SelftestFindings) -> int:

@@ -29,7 +29,7 @@ from gradwire.bench.selftest.rank import (
 LEAST_SECONDS = 5.0
 """A part for which less is left is not begun: torch alone takes some seconds to import."""
 GRACE_SECONDS = 5.0
-"""That the other ranks get, after one has failed, to say what they saw."""
+"""Seconds that the other ranks get, after one has failed, to say what they saw."""
 LAST_LINES = 12
 """The last lines of what a process printed besides its records, where it failed."""
 MOST_RANKS = 8
@@ -37,8 +37,8 @@ NAME_OF_PROCESS = "the processes"
 """The check that stands for a part whose processes ended without naming a check."""
 
 SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-"""For ranks that share one GPU, besides a NCCL_HOSTID of each: NCCL refuses two ranks of one host on one GPU. Source:
-NCCL documentation, Environment Variables."""
+"""NCCL's variables for ranks that share one GPU, besides a NCCL_HOSTID of each: NCCL refuses two ranks of one host on
+one GPU. Source: NCCL documentation, Environment Variables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

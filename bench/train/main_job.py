@@ -33,7 +33,7 @@ HOOKS = ["plain", "gradwire", "gradwire:int8"]
 int8 sends the fewest bytes without costing loss, or a dense start that would be the whole of a run as short as this."""
 
 STEPS = 56
-"""Of each hook."""
+"""Steps of each hook."""
 LEAST_STEPS = 12
 """Fewer say nothing of the loss."""
 BUDGET_SECONDS = 300.0

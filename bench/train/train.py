@@ -132,7 +132,7 @@ LAST_STEPS = 10
 STEPS_TO_PREDICT = 4
 """HookState.advise() wants three whole ones."""
 FIRST_STEPS = 2
-"""Left out of the timing: DDP rebuilds its buckets after the first step, gradwire connects its groups in it."""
+"""Steps left out of the timing: DDP rebuilds its buckets after the first, gradwire connects its groups in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,13 +151,13 @@ class TrainingResult:
     final_loss: float
     """Training loss in nats per byte, mean of the last 10 steps over all ranks."""
     loss_deviation: float
-    """By which it varied from step to step in them: standard deviation; 0 for a single step."""
+    """Standard deviation of the losses of these steps; 0 for a single step."""
     validation_bits_per_byte: float
     report: str | None
     """The hook's own report, as text."""
     predicted_seconds: dict[str, float] | None = None
-    """On rank 0, of gradwire without a compressor: from the start of a backward pass to the last gradient, as predicted
-    with each compressor that fits the optimizer. None where the links' rate is not known."""
+    """Compressor that fits the optimizer -> seconds predicted from the start of a backward pass to the last gradient;
+    on rank 0, of gradwire without a compressor. None where the links' rate is not known."""
     predicted_plain_seconds: float | None = None
     """The same for plain DDP; where `predicted_seconds` is there."""
     node_nbytes_per_step: float | None = None

@@ -46,7 +46,7 @@ from gradwire.compressors.base import Layout, Slice, planned
 log = logging.getLogger("gradwire")
 
 MEASURING_SHARE = 0.01
-"""Of the time of all steps that measuring may take: steps between two measurements grow until it is no more."""
+"""Share of the time of all steps that measuring may take: steps between two measurements grow until it is no more."""
 
 PROFILED_STEPS = 20
 """Last steps whose arrivals are kept for the first choice."""
@@ -55,7 +55,7 @@ PRICED_NBYTES = 8 << 20
 """Gradient that the candidates are timed on."""
 
 PLANNED_SHARE = 0.9
-"""Of a budget that is a number: from one step to the next the share that a codec leaves out changes by some percent."""
+"""Share of a numeric budget that is planned with: what a codec leaves out changes by some percent from step to step."""
 
 MOST_OUTSTANDING = 1.0
 """Squared norm that a layer may hold back, over that of its gradient, whatever the budget: beyond it the layer learns
@@ -72,10 +72,10 @@ back no more than the bound in the long run: it looked worse beside a gradient t
 compressor before it had left. Low ranks and sparse values are tried again rarely."""
 
 MOST_CORRECTION = 100.0
-"""By which a prediction is corrected downwards at most: a layer in its first steps is not believed more."""
+"""Largest factor that corrects a prediction downwards: a layer in its first steps is not believed more."""
 
 WORST_CORRECTION = 1e6
-"""By which one is corrected upwards at most: no budget has room for more, and it is forgotten within some choices."""
+"""Largest factor that corrects one upwards: no budget has room for more, and it is forgotten within some choices."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.plan.planner import plan_all_reduce
 
 TIMED_EVERY, STEPS_IN_A_ROW = 100, 3
-"""Of the sums on CUDA, which ones are timed: events cost host time."""
+"""Sums on CUDA that are timed: in each hundred the first three, because events cost host time."""
 
 SUMMED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)

@@ -23,7 +23,7 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 log = logging.getLogger("gradwire")
 
 NAME_NBYTES = 16
-"""Of a start, in ASCII: what a caller says before its number, so that strangers hear nothing."""
+"""Bytes of a start's name, in ASCII: a caller says it before its number, so that strangers hear nothing."""
 
 CALL_SECONDS = 2.0
 """Seconds for each address of a rank to be reached, and for the rank to answer: it may hold the GIL for a while."""
@@ -35,7 +35,7 @@ LOOK_SECONDS = 5.0
 """Seconds between two looks for callers who have said nothing for long."""
 
 CALLS = 64
-"""At most, of one rank after one failure: they are made all at once."""
+"""Most calls of one rank after one failure: they are made all at once."""
 
 WITNESSES = 2
 """Ranks of a host that are called besides, to know whether it lets callers in."""
@@ -45,7 +45,7 @@ ASK, TELL = b"?", b"!"
 """First byte behind the name of a rank: whether it is here, or what has happened, as 4 bytes of length and a `Loss`."""
 
 LONGEST_WORD_NBYTES = 1 << 16
-"""Of what a rank is told."""
+"""Most bytes of what a rank is told."""
 
 ANSWERS, ENDED, REFUSED, SILENT = "answers", "has ended", "refuses connections", "does not answer"
 """What is known of a rank that was called. A rank whose process lives on without this communicator has ended, too. One

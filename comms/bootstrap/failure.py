@@ -49,8 +49,8 @@ LOOK_SECONDS = 1.0
 """Seconds between two looks at the store's alarm, in groups of up to `LOOKS_PER_SECOND` ranks."""
 
 LOOKS_PER_SECOND = 2048
-"""At most, of all ranks of a group together: one server answers them, on one thread. Each rank of torch's own NCCL
-group asks it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
+"""Most looks a second of all ranks of a group together: one server answers them, on one thread. Each rank of torch's
+own NCCL group asks it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
 
 NAP_SECONDS = 0.05
 """Seconds between the first two looks at the board; each later one comes twice as late, up to `look_seconds`."""

@@ -50,7 +50,7 @@ from gradwire.comms.errors import PeerError
 log = logging.getLogger("gradwire")
 
 FIRST_NAP_SECONDS = 0.05
-"""Before the second look for the next rank's address; doubled until it is there."""
+"""Seconds before the second look for the next rank's address; doubled until it is there."""
 
 CONNECT_SECONDS = 3.0
 """Seconds for each address of the next rank."""
@@ -81,14 +81,14 @@ GOODBYE, LOST, HERE = b".", b"!", b"~"
 """First byte of what is said: behind it the number of launches, 8 bytes; or a length, 4 bytes, and JSON; or nothing."""
 
 FROZEN_SECONDS = 10.0
-"""After that long without a word, and with all that wait for it, a rank is given up that has a connection still: its
-process is stopped. Much longer than a thread waits for the GIL."""
+"""Seconds for which a rank with a connection says nothing while this one waits, before it is given up: its process is
+stopped. Much longer than a thread waits for the GIL."""
 
 
 COMING_SECONDS = (0.3, 1.0, 3.0)
-"""After the beginning of a ring whose ranks wait for each other: when a rank asks its kernel whether the next one is
-still there that it has not reached yet. One that ends before it is reached is seen by this, or by a call to it that is
-refused."""
+"""Seconds from the beginning of a ring, whose ranks wait for each other, until a rank asks its kernel whether the next
+one is still there that it has not reached yet. One that ends before it is reached is seen by this, or by a call to it
+that is refused."""
 
 Lost = Callable[[Exception], None]
 """Called once, from the ring's thread, with what happened: a `LostError`, or what a source has raised."""

@@ -17,10 +17,10 @@ from gradwire.comms.config import Config, local_rank
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
-"""Inside a node where the topology does not say, until it is measured: shared memory of a small host."""
+"""Link inside a node where the topology does not say, until it is measured: shared memory of a small host."""
 
 INTER_NODE = Link(alpha_seconds=100e-6, bytes_per_second=1.25e9, presumed=True)
-"""Between nodes where the topology does not say, until it is measured: TCP over a 10 Gbit card."""
+"""Link between nodes where the topology does not say, until it is measured: TCP over a 10 Gbit card."""
 
 
 @dataclass(frozen=True, slots=True)

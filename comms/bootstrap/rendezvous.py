@@ -32,7 +32,7 @@ BLOCK = 64
 16,384; with 64, rank 0 reads 256 values and each packer 64."""
 
 START_NBYTES = 16
-"""Of a start's name: hexadecimal digits."""
+"""Bytes of a start's name: hexadecimal digits."""
 
 LINGER_SECONDS = 2.0
 """Seconds for the others to read what does not fit, before the process that may serve the store ends."""
@@ -369,4 +369,4 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "cards": tuple,
     "hardware": _hardware,
 }
-"""From JSON, by field."""
+"""Field -> what reads its value from parsed JSON."""

@@ -27,13 +27,13 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 
 FIRST_NAP_SECONDS = 0.001
 LONGEST_NAP_SECONDS = 0.05
-"""Between two looks of one rank, where few wait."""
+"""Longest pause between two looks of one rank, where few wait."""
 
 LOOKS_PER_SECOND = 8192
-"""At most, of all ranks that may wait for one key: one server answers them, on one thread, some 20,000 a second."""
+"""Most looks a second of all ranks that may wait for one key: one server answers some 20,000, on one thread."""
 
 IDLE_SECONDS = 3.0
-"""Then the thread that asks ends, until there is another question."""
+"""Seconds without a question after which the thread that asks ends, until there is another one."""
 
 Result = TypeVar("Result")
 

@@ -20,7 +20,7 @@ from gradwire.comms.elastic.survive import Survivor, as_bytes
 SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 
 _LENGTH_NBYTES = 8
-"""In front of each rank's bytes, which are padded to the longest."""
+"""Bytes of the length in front of each rank's bytes, which are padded to the longest."""
 
 
 class ElasticGroup(dist.ProcessGroup):

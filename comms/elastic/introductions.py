@@ -9,7 +9,7 @@ from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.rendezvous import Presences
 
 START = "start"
-"""Of the ranks of an epoch, which start once."""
+"""Name of the start of an epoch's ranks, which start once."""
 
 
 def packed(presence: Presence) -> str:

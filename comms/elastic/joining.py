@@ -31,10 +31,10 @@ PULSE_SECONDS = 0.1
 """Seconds between two signs of life of a process that waits, and between its looks for an answer."""
 
 SILENT_SECONDS = 2.0
-"""Without a sign of life: then a process that waits is not taken in. Nobody waits for it but itself."""
+"""Seconds without a sign of life after which a waiting process is not taken in. Nobody waits for it but itself."""
 
 FORGOTTEN_SECONDS = 60.0
-"""Likewise: then it is not looked at any more, and told so, should it live."""
+"""Seconds without one after which it is not looked at any more, and told so, should it live."""
 
 Newcomer = tuple[int, str, str]
 """Number of the request, name of the process, and what it says about itself: see `packed`."""

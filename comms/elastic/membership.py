@@ -31,15 +31,15 @@ from gradwire.comms.errors import PeerError
 log = logging.getLogger("gradwire")
 
 CALLING_AFTER_SECONDS = 0.5
-"""After an alarm: then this kernel is asked for its own ranks that have not said that they are here. A rank's thread
-says so within milliseconds, on a busy machine within tenths of a second."""
+"""Seconds from an alarm until this kernel is asked for its own ranks that have not said that they are here. A rank's
+thread says so within milliseconds, on a busy machine within tenths of a second."""
 
 LOOK_SECONDS = 0.1
 """Seconds between two looks, while ranks agree, at who has gone whose connection has ended."""
 
 SILENCE_SECONDS = 5.0
-"""After an alarm: then who has said nothing is given up, though nobody knows that its process has ended. Longer than a
-thread waits for the GIL on a busy machine."""
+"""Seconds from an alarm until who has said nothing is given up, though nobody knows that its process has ended. Longer
+than a thread waits for the GIL on a busy machine."""
 
 LEADER_SECONDS = 3.0
 """Longer than that a leader takes, or is gone: then another rank leads, which may tell as many members or fewer."""

@@ -58,7 +58,7 @@ Rebuild = Callable[[View, Store, Oversight], Communicator]
 
 
 KEPT_CHANGES = 1000
-"""Of which it is known how long they took."""
+"""Latest changes of the ranks that are kept, each with what took how long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +431,7 @@ def _forget(error: BaseException) -> None:
 
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""Of glibc; other C libraries have none."""
+"""glibc's malloc_trim; None in other C libraries."""
 
 
 def _trim_heap() -> None:

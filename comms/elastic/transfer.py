@@ -22,7 +22,7 @@ from gradwire.comms.elastic.survive import as_bytes
 from gradwire.comms.run.launches import FutureTensor
 
 PIECE_NBYTES = 64 << 20
-"""Of one broadcast: large against a latency, small against a model."""
+"""Bytes of one broadcast: large against a latency, small against a model."""
 
 SMALL_NBYTES = 512 << 10
 """Up to here a broadcast saves less than its connections cost: tenths of a second on a busy machine."""

@@ -20,7 +20,7 @@ FIRST_WATCHED, STEPS_WATCHED = 1, 3
 """Not the first step: connections are made in it, and DDP has other buckets. One of three may be disturbed."""
 
 LEAST_NBYTES = 4 << 20
-"""Over the outermost link in all watched steps: below that messages' latency is most of what is seen."""
+"""Least bytes over the outermost link in all watched steps: below that messages' latency is most of what is seen."""
 
 
 def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:

@@ -20,21 +20,21 @@ from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Pha
 from gradwire.topology.cluster import Cluster, Level, Link, Unit
 
 SMALL_NBYTES = 16 << 10
-"""Small enough to be latency alone, also where a traffic shaper lets the first 64 kB pass unshaped."""
+"""Bytes small enough to be latency alone, also where a traffic shaper lets the first 64 kB pass unshaped."""
 
 LARGE_NBYTES = 4 << 20
-"""At most: large enough that latency is a small part on 10 Gbit/s."""
+"""Most bytes of the large size: latency is then a small part on 10 Gbit/s."""
 
 LEAST_LARGE_NBYTES, LARGE_SECONDS = 1 << 20, 0.05
 """Fewer bytes where they would take longer than that; but pieces of an exchange between four ranks on two nodes stay as
 large as training's, which gloo sends over two connections."""
 
 INSIDE_NBYTES = 16 << 20
-"""In place of it inside a node: more than the caches of its ranks hold, as a model's gradients are."""
+"""Bytes in place of it inside a node: more than the caches of its ranks hold, as a model's gradients are."""
 
 ROUNDS, WARM_UP_ROUNDS = (9, 3), (3, 1)
-"""Of SMALL_NBYTES, and of more. What is short is disturbed more easily; the first rounds make connections and threads,
-and do not count."""
+"""Rounds that count, and those before them, of SMALL_NBYTES and of more. What is short is disturbed more easily; the
+first rounds make connections and threads."""
 
 MANY, FEW = 8, 4
 """Chunks: of the small size each, and of the large one together."""
@@ -43,7 +43,7 @@ LARGEST_HIDDEN = 0.75
 """No more of an exchange than this is taken to be idle, whatever a disturbed measurement says."""
 
 BARRIER_NUMEL = 64
-"""For each rank: so that every rank has a part in it, and none can leave before all have arrived."""
+"""Elements for each rank: so that every rank has a part in it, and none can leave before all have arrived."""
 
 _known: dict[tuple[tuple[Unit, ...], str], tuple[Level, ...]] = {}
 

@@ -35,11 +35,11 @@ Result = TypeVar("Result")
 log = logging.getLogger("gradwire")
 
 DRAIN_NBYTES = 80 << 10
-"""From each node, before each timed swap and without a pause: what a token bucket has saved up (64 kB in `tbf` as
+"""Bytes from each node, before each timed swap and without a pause: what a token bucket has saved up (64 kB in `tbf` as
 `gradwire emulate` sets it, and as guides recommend) is gone then, and what is timed goes at the link's rate."""
 
 TRIAL_NBYTES = 64 << 10
-"""Of the first timed swap, which says how large the others may be: 52 ms on 10 Mbit/s."""
+"""Bytes from each node in the first timed swap, which says how large the others may be: 52 ms on 10 Mbit/s."""
 
 SWAP_SECONDS, LEAST_SWAPPED_NBYTES, MOST_SWAPPED_NBYTES = 0.08, 32 << 10, 1 << 20
 """How long a timed swap may take on the slowest link, and its bytes from each node at least and at most. With a third

@@ -15,8 +15,8 @@ from gradwire.comms.links.probe import line_up
 from gradwire.comms.step.listeners import StepListener
 
 SWAPPED_NBYTES, LEAST_SWAPPED_NBYTES, SWAP_SECONDS = 1 << 20, 512 << 10, 0.02
-"""From each node to its partner, over all its ranks, as far as the slowest link takes no longer than that. The least is
-more than a shaper lets pass at once."""
+"""Most and least bytes from each node to its partner, over all its ranks, and seconds that the slowest link may take
+between those bounds. The least is more than a shaper lets pass at once."""
 
 MEETINGS, REPEATS = 3, 3
 """Partners of each node, and how often it meets each: the median counts."""

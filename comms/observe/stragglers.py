@@ -49,8 +49,8 @@ WINDOW, OUTLIERS = 8, 1
 """Steps that a look is about, and how many of them may stray on either side: a garbage collection, a checkpoint."""
 
 PULSE_STEPS = 12
-"""Between two pulses. Four late steps may escape the first one; the next, the look, and what it takes to hear of it
-make 4 + 12 + 2 steps after which a rank is named at the latest."""
+"""Steps between two pulses. Four late steps may escape the first one; the next, the look, and what it takes to hear of
+it make 4 + 12 + 2 steps after which a rank is named at the latest."""
 
 PULSE_SECONDS = 0.24
 """And at least so long: an exchange takes some 0.3 to 0.4 ms of a rank's own thread on a busy machine, and faster steps
@@ -83,7 +83,7 @@ MOST_PHASES = 6
 KEPT_STEPS, MOST_UNREAD = 128, 32
 
 Names = Callable[[int], tuple[str, ...]]
-"""From a bucket's place in its step to the names of its parameters."""
+"""Place of a bucket in its step -> names of its parameters."""
 
 
 @dataclass(frozen=True, slots=True)

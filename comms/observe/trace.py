@@ -31,10 +31,10 @@ from gradwire.comms.streams import Mark
 log = logging.getLogger("gradwire")
 
 ROUNDS = 16
-"""Some 0.3 ms each; the fastest one counts."""
+"""Rounds in which clocks are compared, some 0.3 ms each; the fastest one counts."""
 
 MOST_NBYTES = 256 << 20
-"""Of all ranks' notes; of more ranks the first ones are kept."""
+"""Most bytes of all ranks' notes; of more ranks the first ones are kept."""
 
 KIND = "gradwire trace"
 """What such a file calls itself, in `otherData`."""

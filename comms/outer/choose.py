@@ -33,8 +33,8 @@ LOOK_STEPS, START_UP_STEPS = 8, 2
 """Steps that are measured before the choice, and how many of them hold start-up."""
 
 FILL = 0.5
-"""Of the link that exchanges may take. On 10 Mbit/s ranks waited for 2 % of the time where exchanges took 0.52 of the
-link (every 5 in waterfill2), and went at 0.80 of their speed where they took all of it (every 5 in int4)."""
+"""Share of the link that exchanges may take. On 10 Mbit/s ranks waited for 2 % of the time where exchanges took 0.52 of
+the link (every 5 in waterfill2), and went at 0.80 of their speed where they took all of it (every 5 in int4)."""
 
 LEAST_TURNS = 3
 """A delay of more than one step is at most `every` over this: every 5 with a delay of 4 was no better than every 30
@@ -44,7 +44,7 @@ MOST_EVERY = 500
 """What was published at most (arXiv 2311.08105, section 3): a link that cannot carry that gets it nevertheless."""
 
 ALONE_EVERY = 30
-"""Of one unit, which exchanges nothing: it looks seldom at what it has learned."""
+"""`every` of a single unit, which exchanges nothing: it looks seldom at what it has learned."""
 
 TRIPS = 4
 """One-way trips of an exchange: a message in each of its two stages, and the receiver's word before it."""

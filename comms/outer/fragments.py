@@ -16,7 +16,7 @@ from gradwire._native import outer_set_out, outer_take_up
 from gradwire.compressors.base import Compressor, Layout, Slice
 
 UNEVEN = 1.02
-"""Of the mean: so large a fragment may become for the sake of having the small parameters together."""
+"""Largest fragment over the mean: so large may one become for the sake of having the small parameters together."""
 
 _Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 """The form of a tensor: dtype, shape, and its dimensions, those of size 1 left out, from the largest stride to the

@@ -58,7 +58,7 @@ INSIDE = (EXACT, NONE, *LEVEL_NAMES[:-1])
 """What `inside` may be; the levels are those that have one above."""
 
 PACKED_NBYTES = 2**25
-"""Of what is made alike at the start and is not trained, at a time."""
+"""Most bytes sent at a time of what is made alike at the start and is not trained."""
 
 INSIDE_ONLY = ("fusion", "tune", "probe", "trace", "reduction", "straggler_every")
 """Options of the hook that averages gradients inside a unit; exchanges between units have no use for them."""
@@ -67,9 +67,9 @@ OF_EXCHANGES = (*PLANNING, *COMPRESSION, "elastic", "stall_seconds")
 """Options of exchanges between units; the others are of the gradients inside one."""
 
 DEFAULT_COMPRESSOR = "waterfill2"
-"""Between units it ends where int4 ends, with half of its bytes, and nothing sparser came within 0.06 bits of exact
-averages (docs/results/outer.md). What holds of gradients at every step under AdamW, where it ends behind, does not hold
-here: what is averaged goes through no AdamW."""
+"""The compressor between units: it ends where int4 ends, with half of its bytes, and nothing sparser came within 0.06
+bits of exact averages (docs/results/outer.md). What holds of gradients at every step under AdamW, where it ends behind,
+does not hold here: what is averaged goes through no AdamW."""
 
 NO_GRADIENTS = "Outer exchanges parameters, which carry no loss scale: leave it out"
 GRADIENTS_INSIDE = "it is of the gradients inside a unit: ask `outer.hook`, where there is one"

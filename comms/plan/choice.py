@@ -31,7 +31,7 @@ ERROR_PARTS = 1024
 what they are worth is looked for once more afterwards."""
 
 TOLERANCE = 0.005
-"""Of choices that take as long up to this share, the one with the smallest error is taken: what hides stays exact."""
+"""Share by which choices may differ and count as equally fast: the least error wins, so what hides stays exact."""
 
 
 MARGIN = 1.25

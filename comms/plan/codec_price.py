@@ -77,7 +77,7 @@ EDGE = 0.25
 """Part of a measurement at its beginning and at its end in which not all ranks may be computing yet, or still."""
 
 UNKNOWN_TOUCHED_NBYTES = 32.0
-"""For a compressor that a user has registered."""
+"""`TOUCHED_NBYTES` of a compressor that a user has registered."""
 
 KEPT_NBYTES = {
     "none": (0.0, 0.0),
@@ -102,7 +102,7 @@ known to be finite; onebit's units are one. PowerSGD's factors, which are small,
 float32 of each side; the maps made of them are as many float64, of matrices up to four times as long as wide."""
 
 UNKNOWN_KEPT_NBYTES = (8.0, 8.0)
-"""For a compressor that a user has registered: as for a codec with both residuals."""
+"""The same of a compressor that a user has registered: as for a codec with both residuals."""
 
 
 def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_second: float) -> CodecPrice:

@@ -32,17 +32,17 @@ BASE_SECONDS = {
     TREE: (6.8e-6, 14.0e-6, 8.4e-6),
     "pat": (8.0e-6, 8.0e-6, 8.0e-6),
 }
-"""Of each call: LL, LL128, Simple (baseLatencies)."""
+"""Seconds of each call: LL, LL128, Simple (baseLatencies)."""
 
 HOP_SECONDS = {
     "nvlink": {RING: (0.6e-6, 1.9e-6, 3.4e-6), TREE: (0.6e-6, 1.25e-6, 4.0e-6)},
     "pcie": {RING: (1.0e-6, 2.5e-6, 5.7e-6), TREE: (1.0e-6, 1.9e-6, 4.0e-6)},
     "network": {RING: (2.7e-6, 4.0e-6, 14.0e-6), TREE: (5.0e-6, 8.5e-6, 14.0e-6)},
 }
-"""Of each step: LL, LL128, Simple (hwLatencies). With one GPU a node a ring's steps over the network cost a tree's."""
+"""Seconds of a step: LL, LL128, Simple (hwLatencies). With one GPU a node a ring's network steps cost a tree's."""
 
 NVLS_SECONDS = 25.0e-6
-"""In-network reduction inside a node, whole (hwLatencies, NVLink, NVLS and NVLSTree)."""
+"""Seconds of in-network reduction inside a node, whole (hwLatencies, NVLink, NVLS and NVLSTree)."""
 NVLS_TREE_HOP_SECONDS = 20.9e-6
 """A step of its tree between nodes (hwLatencies, network, NVLSTree)."""
 
@@ -78,7 +78,7 @@ LL128_TREE_SHARE = {True: 7 / 9, False: 120 / 128}
 and on more."""
 
 PLATEAU, PLATEAU_BEFORE_AMPERE, PLATEAU_NBYTES = 1.4, 1.9, 64
-"""Between nodes a ring with Simple waits so many times longer, from so many bytes a rank and channel on."""
+"""Factors on a ring's latency between nodes with Simple, and bytes a rank and channel from which on they hold."""
 
 PAT_SHARE, PAT_RANK_SECONDS, PAT_HOP_SHARE = 0.75, 2.8e-6, 1 / 3.5
 """All-gather over ranks that are each alone on their node: bandwidth, seconds a rank, share of a network step."""

@@ -9,8 +9,8 @@ plans (advise.py) have both. Needs no torch.
 """
 
 FORWARD_SHARE = 0.5
-"""Of a backward pass. Source: Kaplan et al., "Scaling Laws for Neural Language Models", arXiv:2001.08361, section 2.1:
-backward takes twice the operations of forward."""
+"""Time of a forward pass over that of a backward pass. Source: Kaplan et al., "Scaling Laws for Neural Language
+Models", arXiv:2001.08361, section 2.1: backward takes twice the operations of forward."""
 
 _FORWARD = FORWARD_SHARE / (1 + FORWARD_SHARE)
 

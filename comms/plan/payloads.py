@@ -31,7 +31,7 @@ the messages about lengths (`bench/studies/hook_speed.py`, 16 MB, 1 Gbit/s, 2026
 2 ns; but a plan must not count on idle cores beside a backward pass."""
 
 BREAK_EVEN_HALVINGS = 10
-"""To a thousandth."""
+"""Halvings of the interval that holds the share: to a thousandth."""
 
 
 def packing_break_even(cluster: Cluster, plan: Plan, library: str) -> float:

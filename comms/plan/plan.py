@@ -49,8 +49,8 @@ class Phase:
     """Where the links of the units differ: what each rank would own of a bucket that its group shares out, in any
     measure; the members of a transfer own in proportion. Empty: equal parts."""
     in_ring_order: bool = False
-    """With shares: whether every element is summed in the order in which gloo's ring sums it with equal shares, so that
-    no bit depends on the shares; else in rank order, wherever it lies."""
+    """Whether, with shares, every element is summed in the order in which gloo's ring sums it with equal shares, so
+    that no bit depends on the shares; else in rank order, wherever it lies."""
 
     def describe(self, level_names: tuple[str, ...]) -> str:
         """The phase in a few words.

@@ -39,7 +39,7 @@ MINIMUM_CHUNK_NBYTES = 512 * 1024
 """Chunks below this spend more on per-message cost than overlap returns (gloo over TCP, measured at 200 Mbit)."""
 
 CHUNK_TOLERANCE = 0.01
-"""Of plans that differ in chunks alone and by less than this share of their time, the one with more chunks is taken:
+"""Share of its time that more chunks may cost: of plans that differ in chunks alone the one with most is taken, as
 collectives in flight together fill each other's gaps, which no term of the model stands for. Measured at 4x4 on 200
 Mbit: 16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063 with 8 (`bench/studies/hook_speed.py`, 2-core EPYC VM,
 2026-11-21)."""
@@ -78,7 +78,7 @@ FLAT_ALGORITHMS = {"flat": RING, TREE: TREE, NVLS_TREE: NVLS_TREE, HALVING_DOUBL
 PLAN_NAMES = (*FLAT_ALGORITHMS, "hierarchical", "leader")
 
 COMPRESSED = "compressed"
-"""In place of a compressor's name, where any has the same phases."""
+"""What stands in place of a compressor's name, where any has the same phases."""
 
 PROCESSOR = -1
 """What encoding and decoding occupy, and phases through shared memory, in place of a level's link."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradwire")
 
 RouteKey = tuple[int, torch.dtype, Layout | None]
-"""Of a bucket: elements, dtype, and which parameter lies where if it may be compressed."""
+"""What tells buckets apart: elements, dtype, and which parameter lies where if it may be compressed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ ALIGN_NUMEL = 16
 """Shards start at multiples of 64 bytes (of float32): a cache line, so that no two ranks write to the same one."""
 
 ELEMENT_NBYTES = 4
-"""Of float32, in which bytes are predicted; what is sent does not depend on how they are divided into elements."""
+"""Bytes of a float32, in which bytes are predicted; what is sent does not depend on how they are cut into elements."""
 
 Partition = Callable[[int, int, int], tuple[int, ...]]
 """(start, stop, parts) -> `parts + 1` ascending offsets from start to stop: where a region may be cut."""

@@ -59,7 +59,7 @@ Source: Touvron et al., "LLaMA: open and efficient foundation language models", 
 OPTIMIZER_NBYTES = {"sgd": 4.0, "adagrad": 4.0}
 """State for each parameter in float32: SGD's momentum, Adagrad's sum."""
 OTHER_OPTIMIZER_NBYTES = 8.0
-"""Of Adam and its relatives: two moments."""
+"""The same of Adam and its relatives: two moments."""
 
 GATHERED_UNITS = 2
 """Units whose weights are whole at once: the one that computes, and the one that is gathered meanwhile."""

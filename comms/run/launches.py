@@ -18,14 +18,14 @@ from gradwire.compressors.base import Layout
 
 FutureTensor = torch.futures.Future[Tensor]
 Open = torch.futures.Future[Tensor | BaseException]
-"""To be completed with a tensor, or with the error that took its place: raised only in a `.then`, an error's message
-survives DDP's reducer."""
+"""A future of a tensor, or of the error that took its place: raised only in a `.then`, an error's message survives
+DDP's reducer."""
 
 _PENDING = threading.Lock()
 """Held while a bucket's count of launches changes: its pieces may end in different lanes."""
 
 NO_ROUTE = Route(Plan("none", (), 1, 0, 0.0, {}, ""), (), (), 0, False)
-"""Of what follows no plan."""
+"""The route of what follows no plan."""
 
 
 def unwrap(done: Open) -> Tensor:

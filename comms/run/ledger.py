@@ -72,7 +72,7 @@ class Ledger:
         self._level_names = level_names
         self._rows: dict[PhaseKey, PhaseTotals] = {}
         self._issued: list[tuple[PhaseTotals, int, Mark, Mark]] = []
-        """On CUDA: (row, calls, began, ended) of the step before this one, to be read."""
+        """Phases of the step before this one, on CUDA, to be read: (row, calls, began, ended)."""
         self._being_issued: list[tuple[PhaseTotals, int, Mark, Mark]] = []
         self._lock = threading.Lock()
 

@@ -17,7 +17,7 @@ from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.store import PollingStore
 
 ROUNDS = 2
-"""From any rank to any other of a grid it is one step along the row and one along the column."""
+"""Rounds in which every rank hears of every other one: a step along the grid's row, and one along its column."""
 
 OK, ERROR = "ok ", "error "
 

@@ -24,7 +24,7 @@ from gradwire.comms.sharded.rows import gather_runs, scatter_runs
 from gradwire.compressors.rules import Rule
 
 LEFT_OUT, SENT = "left_out", "sent"
-"""Of what is saved, by its unit."""
+"""Prefixes of the keys of saved rows; the number of the unit follows."""
 
 
 class LeftOut:

@@ -59,10 +59,10 @@ WEIGHT_CHOICES = ("exact", "bf16", "int8", "waterfill4")
 """What weights may travel as."""
 
 CARRIED = "waterfill4"
-"""Of both, the one that carries on what it leaves out."""
+"""The choice, of gradients and of weights, that carries on what it leaves out."""
 
 SHARD_LEVEL = "between nodes, of the ranks that share parameters"
-"""In a report's rows."""
+"""The level of these collectives in a report's rows."""
 
 
 def codec_of(choice: str, key: int | None) -> RowCodec:

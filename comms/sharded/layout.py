@@ -13,7 +13,7 @@ from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.rules import Rule, first_match
 
 PADDING = "#padding"
-"""Behind a parameter's name: the zeros that fill its shard up; of one dimension, so that they travel dense."""
+"""Suffix of a parameter's name, for the zeros that fill its shard up; of one dimension, so that they travel dense."""
 
 
 @dataclass(frozen=True, slots=True)

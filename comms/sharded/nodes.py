@@ -25,7 +25,7 @@ _all_gather = dist.all_gather_single
 _reduce_scatter = dist.reduce_scatter_single
 
 LANES = {"inside": (-1, 0), "between": (-2, 0)}
-"""Of the two steps, in a communicator whose plans have lanes from (0, 0) on."""
+"""Lanes of the two steps, in a communicator whose plans have lanes from (0, 0) on."""
 
 
 class Members(Protocol):

@@ -62,7 +62,7 @@ SCALE_OF = PREFIX + "loss_scale/"
 """Begins the keys in a rank's entry of the loss scale that rows which were left out are of; see `CARRIED_ON`."""
 
 OF_SHARDS = ", of the ranks that share parameters"
-"""Behind a level's name in a report's rows."""
+"""Suffix of a level's name in a report's rows."""
 
 BOUND = "gradwire.fsdp.apply(model, ...) has bound it to its model for good"
 LOST = "`elastic` is refused for sharded models: a lost rank's shards are lost with it"
@@ -142,7 +142,7 @@ class FsdpState(Face[AveragingSession]):
         self._reduced: set[int] = set()
         self._finite = True
         self._under_way: list[tuple[Tensor, FutureTensor]] = []
-        """On a CPU: averages that torch has made gradients of already."""
+        """Averages on a CPU that torch has made gradients of already, each with its future."""
         self._buckets: list[Bucket] = []
         self._sizes: list[int] = []
         if replicas is not None:

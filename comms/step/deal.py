@@ -25,10 +25,10 @@ WINDOW = 8
 """Steps whose median says how fast a rank is: one or two that stray, for a checkpoint say, change nothing."""
 
 FIRST_STEPS = 3
-"""That say nothing: they hold start-up."""
+"""First steps, which say nothing: they hold start-up."""
 
 LEAST_GAIN = 0.03
-"""Of a step that new shares must save: less is noise of a median of eight steps, and shares would go to and fro."""
+"""Share of a step that new shares must save: less is noise of a median of 8 steps, and shares would go to and fro."""
 
 SAVED = ("length", "batch_size", "shuffle", "seed", "drop_last")
 """What must be the same where a state is loaded: with these each batch of all ranks holds the same samples."""

@@ -88,17 +88,17 @@ _NO_WAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOW
 """Errors that are of the way and not of the process at its end."""
 
 MOST_LINES = MOST_CONNECTIONS + 1
-"""To each rank, over each card."""
+"""Most connections to each rank over each card."""
 
 _MOST_UNSENT_NBYTES = 1 << 20
-"""That wait in a connection's kernel at most: a quarter of its even share of what is left. `_takes` keeps slow cards
+"""Most bytes that wait in a connection's kernel: a quarter of its even share of what is left. `_takes` keeps slow cards
 from hoarding, so this need not, and a thread that comes 50 ms late finds a link of 100 Mbit/s busy."""
 
 _LEAST_SECONDS = 0.01
-"""Of sending, before a connection's rate is believed."""
+"""Seconds of sending before a connection's rate is believed."""
 
 _MEMORY_SECONDS = 0.5
-"""Of sending, over which a card's rate is averaged; older counts half."""
+"""Seconds of sending over which a card's rate is averaged; older counts half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class _CardMessage(StreamedMessage):
         self.again: list[tuple[int, int]] = []
         """(start, stop) of chunks that may not have come."""
         self.came: set[int] = set()
-        """Where the chunks begin that have."""
+        """Offsets of the chunks that have come."""
         self.only: int | None = None
         """The card that carries all of it; None: all of them."""
 
@@ -155,7 +155,7 @@ class _CardLine(Line):
         self.under_way: deque[tuple[_CardMessage, int, int]] = deque()
         """Chunks that it was given, as long as their messages have not come."""
         self.chunk: tuple[_CardMessage, int, int] | None = None
-        """That it receives."""
+        """The chunk that it receives."""
         self.rests = False
         """A card was passed over, and is asked again in a moment."""
         self.acknowledged, self.moved, self.proved = 0, time.monotonic(), 0.0
@@ -248,9 +248,9 @@ class CardStreams(Streams):
         self._patience = min(PATIENCE_SECONDS, timeout.total_seconds() / 4)
         self._next_look = 0.0
         self._last_words: tuple[float, str] | None = None
-        """Until when they may be said, and what all ends with then."""
+        """Deadline for last words, and what all ends with then."""
         self._ends: float | None = None
-        """Until when a peer may say why it does not reach this rank any more."""
+        """Deadline for a peer to say why it does not reach this rank any more."""
         self._of = {each: found for several in connections.values() for found in several for each in _sockets(found)}
         self._data_lines = max(sum(len(each.data) for each in several) for several in connections.values())
         flat = {rank: [each for found in several for each in _sockets(found)] for rank, several in connections.items()}

@@ -101,8 +101,8 @@ class OfOneNode(Abortable, Protocol):
 
 FIRST_LANE: Lane = (0, 0)
 RETURN_LANE: Lane = (0, -1)
-"""On CUDA, of what owners of unequal parts send back. A node with a slow link owns little: it sends in one stage and
-receives in the other, so its link is busy in both directions only where stages of different chunks overlap, and a
+"""Lane on CUDA of what owners of unequal parts send back. A node with a slow link owns little: it sends in one stage
+and receives in the other, so its link is busy in both directions only where stages of different chunks overlap, and a
 communicator of NCCL runs one collective after the other."""
 
 
@@ -179,7 +179,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._nccl = nccl_groups
         self._connecting: NcclTransport | None = None
         self._users: NcclTransport | None = None
-        """On the user's own group, which a plan need not use, and the user does besides: aborted all the same."""
+        """Transport on the user's own group, which plans need not use and the user does: aborted all the same."""
         if self._nccl is not None and self._nccl.backend is not None:
             from gradwire.comms.transport import nccl
 

@@ -191,4 +191,4 @@ class Devices:
 
 
 devices = Devices()
-"""Of this process."""
+"""This process's communicators, by device."""

@@ -96,7 +96,7 @@ class Pacing:
         self._rates: deque[float] = deque(maxlen=REMEMBERED)
         self._is_handing_out = False
         self._began: list[tuple[socket.socket, _Counts]] = []
-        """Of each connection, as the message began whose rate is not known yet."""
+        """Each connection and its counts, as the message began whose rate is not known yet."""
         self._held: dict[int, int] = {}
         """Descriptor -> bytes per second, as the kernel was last told."""
 

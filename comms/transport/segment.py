@@ -32,13 +32,13 @@ FOLDER = Path("/dev/shm")
 """Where ranks meet that share this folder and not the network namespace: they see no abstract socket of each other."""
 
 LONGEST_LOOK_SECONDS = 0.25
-"""Between two looks of the first rank into the store, for what ranks say there that cannot connect."""
+"""Longest pause between two looks of the first rank into the store, for what ranks say there that cannot connect."""
 
 LATE_SECONDS = 5.0
-"""Beyond the time-out, for the first rank to say who is missing."""
+"""Seconds beyond the time-out, for the first rank to say who is missing."""
 
 MESSAGE_NBYTES = 1 << 16
-"""At most, of what ranks say to each other here; a line each."""
+"""Most bytes of what ranks say to each other here; a line each."""
 
 FAILED, ELSEWHERE, DOOR, FOLDER_DOOR = "failed", "elsewhere", "door", "folder_door"
 

@@ -61,9 +61,9 @@ HEADER = struct.Struct("!QQQ")
 _HELLO = struct.Struct("!QI")
 """Token of who listens, rank of who connects."""
 _TCP_INFO_MIN_RTT = 148
-"""Of `tcpi_min_rtt`, in microseconds. Source: Linux include/uapi/linux/tcp.h, struct tcp_info (since 4.9)."""
+"""Offset of `tcpi_min_rtt`, microseconds. Source: Linux include/uapi/linux/tcp.h, struct tcp_info (since 4.9)."""
 _TCP_NOTSENT_LOWAT = 25
-"""Source: Linux include/uapi/linux/tcp.h."""
+"""Number of the socket option. Source: Linux include/uapi/linux/tcp.h."""
 
 Alarm = Callable[[], str | None]
 """As in `gradwire.comms.transport.torch_group`."""
@@ -269,7 +269,7 @@ class Line:
         self.receiving: StreamedExchange | None = None
         self.is_open = True
         self.unsent_nbytes = 0
-        """Below this the kernel asks for more: its TCP_NOTSENT_LOWAT, as it was last told."""
+        """Unsent bytes below which the kernel asks for more: its TCP_NOTSENT_LOWAT, as it was last told."""
         self.parked = False
         """Its next chunk is of a message that this rank has not asked for yet."""
 

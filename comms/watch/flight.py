@@ -25,7 +25,7 @@ PIPELINES = TORCH / "distributed" / "pipelining"
 """Torch's package in which ranks have different parts."""
 
 ENDS = 1024
-"""Of the ends of a group's collectives, as they were seen, that are kept for timelines."""
+"""Latest ends of a group's collectives, as they were seen, that are kept for timelines."""
 
 
 @dataclass(frozen=True, slots=True)

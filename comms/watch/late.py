@@ -31,14 +31,14 @@ FLOOR_SECONDS, SHARE = 10e-3, 0.05
 STRONG_SECONDS, STRONG_SHARE = 0.05, 0.25
 MADE_LATE = 1 / 3
 LONGEST_SECONDS = 60.0
-"""What is older is forgotten."""
+"""Seconds that points are kept: what is older is forgotten."""
 
 UNLIKE_SHARE = 0.05
 """What a late rank is said to be late in takes so much more of its time than of the median rank's."""
 
 QUEUE_SHARE = 0.5
-"""Of what a late rank does longer than the others: where it waits for a processor for so much of that, it is this that
-makes it late, whatever it was about to do."""
+"""Share of a late rank's extra time: where it waits for a processor for so much of that, it is this that makes it late,
+whatever it was about to do."""
 
 
 @dataclass(frozen=True, slots=True)

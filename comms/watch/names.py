@@ -24,8 +24,8 @@ from gradwire.comms.watch.collective import IssuedCollective, title_of
 _SIZED = re.compile(r"(?P<operation>\w+) of \[(?P<sizes>\d+(?:, \d+)*)\]")
 
 FIRST_SECONDS = 3.0
-"""After a group's first collective, until models are looked for; then after twice as long again, and so on, for models
-that are made or have their first step later. Among a million objects it takes some 0.1 s."""
+"""Seconds from a group's first collective until models are looked for; then after twice as long again, and so on, for
+models that are made or have their first step later. Among a million objects it takes some 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from gradwire.comms.watch.flight import Progress
 from gradwire.comms.watch.links import LINKS_SECONDS, LinkState, connection_states
 
 QUIET_POINTS = 128
-"""Of a group, that a rank says at a time; each word repeats what the one before said, so one may be missed."""
+"""Most quiet points of a group that a rank says at a time; each word repeats the one before, so one may be missed."""
 
 
 @dataclass(frozen=True, slots=True)

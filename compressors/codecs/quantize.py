@@ -15,7 +15,7 @@ from gradwire.compressors.two_stage import TwoStage
 QUANTIZE_BLOCK = 512
 """Elements that share a range. Source: Alistarh et al., QSGD, NeurIPS 2017, section 5 (buckets of 512 for 4 bits)."""
 _SMALLEST_NORMAL = 2.0**-126
-"""Of float32: below it 1 / unit is inf, so such a range counts as empty. Source: IEEE 754-2019, binary32."""
+"""Smallest normal float32: below it 1 / unit is inf, so such a range is empty. Source: IEEE 754-2019, binary32."""
 
 
 @lru_cache(maxsize=1024)

@@ -19,14 +19,14 @@ WATERFILL_BLOCK = 32
 WATERFILL_BITS = (2, 3, 4, 5)
 """Bits an element that kernels exist for."""
 MOST_WIDTH = 8
-"""The most width of a code, in bits."""
+"""The widest code, in bits."""
 _BLOCKS = WATERFILL_GROUP // WATERFILL_BLOCK
 _STEPS = 8
 """Scales in an octave: a scale is the upper 12 bits of a float32, of which 3 are mantissa."""
 _LEAST_SCALE, _LARGEST_SCALE = 72, 0x7F7
 """2^-118, so that the step of the widest code is a normal number still, and the largest finite one."""
 _NAN_SCALE = 0x7FC
-"""Of a group with inf or NaN: the upper bits of NaN."""
+"""Scale of a group with inf or NaN: the upper bits of NaN."""
 _EMPTY = 255
 """How far a block's scale lies below the group's, where it lies further or the block is zero: it gets no bits."""
 

@@ -28,7 +28,7 @@ from gradwire.compressors.kernels.reference.powersgd import (
 )
 
 _INTERFACE = 3
-"""Of payloads' bytes, functions and their parameters, as these files know them; csrc/cpu/bind.cpp has the same."""
+"""Version of payloads' bytes, functions and parameters, as these files know them; csrc/cpu/bind.cpp has the same."""
 
 if (_compiled := getattr(_native, "INTERFACE", None)) != _INTERFACE:  # one built before there were numbers has none
     raise RuntimeError(

@@ -28,7 +28,7 @@ _checks: WeakKeyDictionary[HasParameters, Check] = WeakKeyDictionary()
 """Main compressor and rules of each model."""
 
 _passed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[HasParameters, tuple[Check, int]]] = WeakKeyDictionary()
-"""Of each optimizer that has stepped: the models that it was checked for, by which check, and with how many groups."""
+"""Optimizer that has stepped -> the models that it was checked for, by which check, and with how many groups."""
 
 Resumed = Callable[[], None]
 """Called where an optimizer goes on from a checkpoint."""

@@ -44,11 +44,11 @@ BEHIND_UNDER_ADAPTIVE = {"waterfill2": 0.055, "rotated2": 0.048}
 DDP's own seeds lie 0.015 apart; rotated2 as docs/results/optimizers.md has it."""
 
 ENOUGH_RANK = 16
-"""The enough rank of PowerSGD's factors under an adaptive optimizer. Measured (docs/results/convergence.md): on
+"""The least rank of PowerSGD that is enough under an adaptive optimizer. Measured (docs/results/convergence.md): on
 matrices of 128 to 512 under AdamW a transformer ended 0.16 bits behind at rank 4, 0.08 at rank 8, 0.02 at rank 16."""
 ENOUGH_DENSITY = 0.01
-"""Of DGC. Measured on the CNN of the same page: half a point behind at a thousandth, within the noise of seeds at
-this."""
+"""The least density of DGC that is enough. Measured on the CNN of the same page: half a point behind at a thousandth,
+within the noise of seeds at this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class CompressorUse:
     options: Mapping[str, Option]
     """Those that the user gave."""
     pattern: str | None = None
-    """Of the rule that named it; None for the main compressor."""
+    """Pattern of the rule that named it; None for the main compressor."""
     budget: str | float | None = None
     """What stands behind `auto:`: the compressor that it names is a candidate, too."""
 

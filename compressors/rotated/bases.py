@@ -24,23 +24,23 @@ from torch import Tensor
 from gradwire.compressors.rotated.whole import LARGEST_WHOLE, lengths, product, rounded, total
 
 MEMORY = 0.7
-"""Of the averages, from one look at a matrix' gradient to the next."""
+"""Weight of the averages so far, at each look at a matrix' gradient."""
 DAMPING = 1e-2
-"""Of the mean eigenvalue, added to all."""
+"""Share of the mean eigenvalue that is added to all."""
 TILE = 512
 """Longest run of a side that is turned as one: a longer side is turned in equal parts, each in a basis of its own."""
 SHORTEST = 8
 """Shortest run that is worth a basis."""
 FIRST_ITERATIONS, ITERATIONS = 8, 2
-"""Of power iteration, at the first look and at each other."""
+"""Rounds of power iteration, at the first look and at each other."""
 ORTHOGONALISED = 2
 """Times in each: what rounding leaves of the first time goes the second time."""
 LEAST_PIVOT = 1e-5
-"""Of a squared length 1: what rounding leaves of a direction that others make up is less."""
+"""Least pivot, where squared lengths are 1: what rounding leaves of a direction that others make up is less."""
 PANEL = 16
 """Rows that are eliminated one by one before the others get their sum."""
 BASIS_BITS = 20
-"""The basis bits of the elements of a basis."""
+"""Bits that the elements of a basis are rounded to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Side:
 
     parts: int
     length: int
-    """Of each part."""
+    """Length of each part."""
 
     @property
     def numel(self) -> int:

@@ -15,7 +15,7 @@ LARGEST_WHOLE = 53
 """Bits of the whole numbers up to which float64 holds all. Source: IEEE 754."""
 
 _BIAS, _MANTISSA_BITS = 1023, 52
-"""Of float64's exponent, and where that begins. Source: IEEE 754."""
+"""Bias of float64's exponent, and bits of the mantissa below it. Source: IEEE 754."""
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

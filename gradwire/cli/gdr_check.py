@@ -33,7 +33,7 @@ from gradwire.topology.printable import printable
 T = TypeVar("T")
 
 JOB_OPTIONS = frozenset({"--json", "--prove", "--all-pairs"})
-"""With any other option not the job is looked at, but a description: by the first rank of each host."""
+"""Options of a look at the job. With any other one a description is looked at, by the first rank of each host."""
 PROVE_COMMAND = (sys.executable, "-P", "-m", "gradwire.cli.gdr_prove")
 """The all-reduce that `--prove` runs in a child process of every rank."""
 _TIMEOUT = timedelta(minutes=10)  # a probe with two all-reduces may take six

@@ -22,7 +22,7 @@ class Proof:
     """What one rank saw of the all-reduces."""
 
     log: NcclLog | None = None
-    """Of the first run; None when it left none."""
+    """NCCL's log of the first run; None when it left none."""
     gigabits_per_second: Mapping[str, float] = field(default_factory=dict)
     """Bus bandwidth as configured (`default`) and with GPUDirect RDMA off (`LOC`)."""
     error: str = ""

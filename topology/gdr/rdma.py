@@ -72,7 +72,7 @@ class RdmaDevice:
     firmware: str | None
     ports: tuple[RdmaPort, ...]
     system_guid: str | None = None
-    """Of the card: the same on all its functions, in whatever slot they are."""
+    """GUID of the card: the same on all its functions, in whatever slot they are."""
     verbs: bool = True
     """False for Slingshot: libfabric's cxi provider, no verbs."""
 

@@ -25,7 +25,7 @@ class GdrReport:
     results: tuple[CheckResult, ...]
     pairs: dict[Pair, dict[Verdict, Judgement]]
     verdicts: dict[Verdict, Judgement]
-    """For the host: the worst among each GPU's nearest NICs."""
+    """The host's verdicts: the worst among each GPU's nearest NICs."""
     nothing: str = ""
     """Why there was nothing to check."""
 

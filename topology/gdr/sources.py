@@ -22,9 +22,9 @@ from gradwire.topology.readers.pci_sysfs import read_tree
 LIVE_ROOT = Path("/")
 """Where this machine itself is looked at."""
 _TEXT_NBYTES = 16 << 20
-"""lspci -vvv of a large server is 1 MB."""
+"""Most bytes of a text; lspci -vvv of a large server is 1 MB."""
 _MAX_PAIRS = 1 << 16
-"""Of GPUs and NICs: 16 GPUs with 16 cards of 256 virtual functions each."""
+"""Most pairs of GPUs and NICs: 16 GPUs with 16 cards of 256 virtual functions each."""
 
 
 class SourceError(ValueError):

@@ -33,7 +33,7 @@ _ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "arm64", "ppc64le": "ppc64", "p
 OsDeviceKind = Literal["network", "openfabrics", "other"]
 _KINDS: dict[int, OsDeviceKind] = {2: "network", 3: "openfabrics"}
 _NETWORK_BIT, _OPENFABRICS_BIT = 1 << 4, 1 << 5
-"""From version 3 on the kinds are bits, and an RDMA device may have both."""
+"""Bits of a device's kind from version 3 on, where an RDMA device may have both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class PciFunction:
     """Lanes in use."""
     max_width: int | None = None
     physical_function: str | None = None
-    """For an SR-IOV virtual function: bus id of its physical function."""
+    """Bus id of an SR-IOV virtual function's physical function; None for others."""
     virtual_functions: tuple[str, ...] = ()
     iommu_group: int | None = None
     net_devices: tuple[str, ...] = ()

@@ -411,8 +411,8 @@ def _shows_nvlink(text: str) -> bool:
 
 
 _GRACE_GPUS, _GRACE_LINKS = 4, 6
-"""At most so many GPUs of a host of Grace, and at least so many NVLinks of each pair. Source: NVIDIA, GB200 NVL72 and
-GH200 reference designs: 4 GPUs of 18 links a compute tray; NVL4: 6 links between two of four."""
+"""Most GPUs of a host of Grace, and least NVLinks of each pair. Source: NVIDIA, GB200 NVL72 and GH200 reference
+designs: 4 GPUs of 18 links a compute tray; NVL4: 6 links between two of four."""
 
 
 def _may_be_grace(matrix: _Matrix, gpus: Sequence[str]) -> bool:

@@ -101,7 +101,7 @@ class Drawing:
     edges: list[Edge] = field(default_factory=list)
     brackets: list[Bracket] = field(default_factory=list)
     lane_width: float = LANE_WIDTH
-    """From one bracket to the next."""
+    """Pixels from one bracket to the next."""
     lanes_x: float = 0
     """Right edge of the devices, where the brackets begin."""
     fabric_x: float = 0

@@ -5,10 +5,10 @@ from gradwire.bench.doctor.facts import Diagnosis, JobFacts, RankFacts
 from gradwire.bench.doctor.local import matches
 
 WORTH = 0.1
-"""Of what the card in use gives, what another one has to give to be worth naming."""
+"""Share of the rate of the card in use that another one has to give to be worth naming."""
 
 ANOTHER = 1.4
-"""Times that: a card which is so much faster is the one to use, and named as the wrong interface."""
+"""Multiple of that rate above which the other card is the one to use, and the interface is named as the wrong one."""
 
 HOOK = "GRADWIRE_HOOK"
 

@@ -18,30 +18,30 @@ SLOW = 0.7
 best of three tries was never below 85 % (2-core EPYC VM, 2026-11-22)."""
 
 DOUBTFUL = 0.8
-"""Below this a link is measured again."""
+"""Share of a good link's rate below which a link is measured again."""
 
 DOUBTFUL_LOSS = 5e-4
-"""Above this share of lost packets, too."""
+"""Share of lost packets above which it is, too."""
 
 ONE_OF_MANY = 0.55
 """One connection with less than this share of several is limited by itself."""
 
 HALF_DUPLEX = 0.62
-"""Of the rate in one direction, the mean of both when both are used at once: 0.5 is half duplex, 1 is full. On a busy
-machine of two cores the best of three tries was 0.7 once, with 28 processes waiting for a core (2-core EPYC VM,
-2026-11-22)."""
+"""Rate of both directions used at once, over their rates alone, below which a link is half duplex: 0.5 is half, 1 is
+full. On a busy machine of two cores the best of three tries was 0.7 once, with 28 processes waiting for a core (2-core
+EPYC VM, 2026-11-22)."""
 
 CONFIRMED = 3
 """Tries of a pair before anything is said of it: the first, and two alone with nobody else measuring."""
 
 PLAIN = 0.75
-"""Of what lets a pair pass: below it a confirmed pair is plainly bad, and not tried once more."""
+"""Share of what lets a pair pass, below which a confirmed pair is plainly bad, and not tried once more."""
 
 HEADROOM = 2.0
 """What this program moves inside a node must be so many times the link's rate, or the program is what is measured."""
 
 FAR_SECONDS = 2e-3
-"""One way, more than any two machines of a data centre are apart; between zones of a cloud it is 0.5 to 1 ms."""
+"""Seconds one way, more than any two machines of a data centre are apart; between zones of a cloud 0.5 to 1 ms."""
 
 SLOW_ANSWER = 5.0
 """Times the usual latency of the other pairs, and at least `ANSWER_SECONDS` more."""

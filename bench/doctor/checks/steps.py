@@ -9,10 +9,10 @@ LOADER, SAVING = "the data loader", "saving a checkpoint"
 """As gradwire/comms/watch/activity.py names them; not imported, because that needs torch."""
 
 LATE_SHARE = 0.15
-"""Of a step that the others wait for a rank, before it is named."""
+"""Share of a step for which the others wait for a rank, before it is named."""
 LOADER_SHARE, SAVING_SHARE = 0.15, 0.1
 LEAST_SECONDS = 5e-3
-"""What is seen every 5 ms says little of less."""
+"""Least seconds of a step that are named: what is seen every 5 ms says little of less."""
 GPU_STEP_SECONDS = 1.0
 """torch learns of the end of NCCL's collectives ten times a second: shorter steps are not split there."""
 

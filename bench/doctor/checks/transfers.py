@@ -13,18 +13,18 @@ loses less than 1e-6; at 1e-3 cubic and reno fall behind from some Gbit/s on. So
 behavior of the TCP congestion avoidance algorithm", CCR 1997: rate = segment / round trip * 1.22 / sqrt(loss)."""
 
 HELD_SHARE = 0.3
-"""Of the time in which there is something to send, that in which a window or a buffer holds it back."""
+"""Share of the time with something to send in which a window or a buffer must hold it back to be named."""
 
 SLOW_EXCHANGE = 1.5
 """An all-reduce is slow that takes so many times what the links that were measured need for it."""
 LEAST_EXTRA_SECONDS = 5e-3
-"""By less a scheduler alone may delay it."""
+"""Least seconds beyond what the links need: a scheduler alone may delay an all-reduce by less."""
 
 MOST_TCP_NBYTES = 1 << 30
 USUAL_TCP_NBYTES = 6 << 20
-"""That Linux allows a receiver where nobody has set anything else. Source: tcp(7), tcp_rmem."""
+"""Bytes that Linux lets a receiver buffer where nobody has set anything else. Source: tcp(7), tcp_rmem."""
 DEFAULT_TCP_NBYTES = 128 << 10
-"""With which Linux begins; a maximum below it is somebody's setting. Source: tcp(7), tcp_rmem."""
+"""Bytes of buffer with which Linux begins; a maximum below it is somebody's setting. Source: tcp(7), tcp_rmem."""
 
 
 def packet_loss(facts: JobFacts) -> list[Diagnosis]:

@@ -21,7 +21,7 @@ _SELECTION_NBYTES = 32 + 4 * 2048
 _SAMPLE_LINES, _LINE = 1024, 16
 """As csrc/cpu/kernels/dgc.cpp: to read and order 16384 elements is 5 % of the pass over 25 MiB."""
 _FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Of the values in dgc_sum."""
+"""dtype of the values -> its number in dgc_sum."""
 _MOST_NUMEL = 2**31 - 1
 
 

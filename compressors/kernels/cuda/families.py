@@ -39,7 +39,7 @@ class Family:
     """The kernels of one codec."""
 
     file: str
-    """Of csrc/cuda, without its suffix."""
+    """File in csrc/cuda, without its suffix."""
     encode_pieces: Stage
     decode_pieces: Stage | None
     """None where payloads lie side by side, as one payload: then decode_reduce does it, and no kernel takes pieces."""
@@ -47,7 +47,7 @@ class Family:
     reduce_encode: Stage | None
     """None where decode_reduce and encode_pieces have to do it."""
     threads: int = THREADS
-    """Of a CTA."""
+    """Threads of a CTA."""
     cta_each: bool = False
     """Whether each unit has a CTA of its own, however many there are."""
     word: int = 1
@@ -118,7 +118,7 @@ FAMILIES: dict[str, Callable[..., Family]] = {
     "quantize": quantize,
     "waterfill": waterfill,
 }
-"""By `BlockFormat.family`; each is called with the format's parameters."""
+"""`BlockFormat.family` -> what makes its kernels, called with the format's parameters."""
 
 
 @lru_cache(maxsize=1024)

@@ -27,15 +27,15 @@ from torch import Tensor
 EXPONENTS_BLOCK = 64
 """Values that share the largest exponent: the bits of a machine word."""
 HEADER_NBYTES = 32
-"""Of eight uint32."""
+"""Bytes of the header, eight uint32."""
 BLOCK_NBYTES = 80
-"""Of a block that is not all zero, but for what the planes take."""
+"""Bytes of a block that is not all zero, but for what the planes take."""
 PLANES = 7
 """Unary digits at most; the first goes with its block."""
 RAW = 0xFFFFFFFF
-"""In place of the number of blocks: the values follow as they are."""
+"""Mark in place of the number of blocks: the values follow as they are."""
 SYMBOLS = (4, 0, 1, 2, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14)
-"""Of an exponent that lies 0, 1, 2, ... below the largest of its block; further below is `ESCAPE`."""
+"""Symbols of exponents that lie 0, 1, 2, ... below the largest of their block; further below is `ESCAPE`."""
 ZERO, ESCAPE = 6, 15
 """Symbols of the exponent 0, and of one that follows whole."""
 

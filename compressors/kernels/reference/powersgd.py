@@ -47,7 +47,7 @@ class FactorRuns:
     """The matrices of one shard; made once for a layout, and a key by its identity."""
 
     runs: tuple[FactorRun, ...]
-    """In the order of their places."""
+    """The matrices, in the order of their places."""
 
 
 Project = Callable[[Tensor, Tensor | None, Tensor, Tensor], None]

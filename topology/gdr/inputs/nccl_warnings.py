@@ -36,7 +36,7 @@ def _known(
 
 
 _STATUS = r"Got completion from peer.*(?:status=(?:\w+\()?|with error )"
-"""Before the number of an ibv_wc_status; NCCL before 2.20 called it an error."""
+"""Pattern of what precedes the number of an ibv_wc_status; NCCL before 2.20 called it an error."""
 
 KNOWN_WARNINGS = (
     _known(
@@ -247,7 +247,7 @@ _SPEAKS = re.compile(
     r"NCCL WARN|Watchdog caught|eligible provider|isabling GDR|GDR disabled|NET plugin|libnccl-net"
     r"|NET/OFI .*(?:ailed|ould)"
 )
-"""In every line that may be one of the table."""
+"""Pattern of what is in every line that may be one of the table."""
 
 
 def read_warning(line: str) -> tuple[str, KnownWarning | None] | None:
