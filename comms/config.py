@@ -434,7 +434,8 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
         So does `compressor=None`: exact, whatever GRADWIRE_COMPRESSOR says, and that is logged.
 
-        Every field has a variable: `GRADWIRE_<NAME>`, and `GRADWIRE_TIMEOUT_SECONDS` for `timeout`.
+        Every field has a variable: `GRADWIRE_<NAME>`, and `GRADWIRE_TIMEOUT_SECONDS` for `timeout`. An empty one counts
+        as unset.
         Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; `location` is `region/rack`;
         `compressor_options` is a JSON object and `rules` a JSON list of objects.
 
@@ -450,7 +451,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         values: dict[str, object] = {}
         for name, (entry, convert) in _VARIABLES.items():
             text = os.environ.get(ENVIRONMENT_PREFIX + name)
-            if text is not None:
+            if text:
                 try:
                     values[entry] = convert(text)
                 except ValueError as error:
@@ -500,7 +501,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         name = os.environ.get(AUTOMATIC)
         if not name:
             return None
-        other = os.environ.get(ENVIRONMENT_PREFIX + "COMPRESSOR", name)
+        other = os.environ.get(ENVIRONMENT_PREFIX + "COMPRESSOR") or name
         if other != name:
             raise ValueError(f"`{AUTOMATIC}` is {name!r}, but `GRADWIRE_COMPRESSOR` is {other!r}: set one of them")
         try:

@@ -133,6 +133,15 @@ def test_every_field_has_a_variable(field: str, monkeypatch: pytest.MonkeyPatch)
     assert getattr(Config.from_env(), field) == value
 
 
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a job script leaves it that hands on a setting which nobody has made."""
+    for variable, _, _ in VARIABLES.values():
+        monkeypatch.setenv(variable, "")
+    assert Config.from_env() == Config()
+    monkeypatch.setenv("GRADWIRE_HOOK", "int8")
+    assert Config.automatic() == Config(compressor="int8")
+
+
 @pytest.mark.parametrize("text", ["0", "false", "No", "OFF"])
 @pytest.mark.parametrize("field", ["probe", "tune"])
 def test_a_switch_can_be_off(field: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +165,7 @@ def test_the_probe_has_three_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GRADWIRE_TIMEOUT_SECONDS", "5m", "a number of seconds"),
         ("GRADWIRE_TIMEOUT_SECONDS", "inf", "a number of seconds"),
         ("GRADWIRE_PROBE", "maybe", "1, true, yes or on; or 0, false, no or off; or auto"),
-        ("GRADWIRE_TUNE", "", "1, true, yes or on; or 0, false, no or off; or a .json file"),
+        ("GRADWIRE_TUNE", "maybe", "1, true, yes or on; or 0, false, no or off; or a .json file"),
         ("GRADWIRE_REDUCTION", "{", "sum, adasum, or a JSON object such as"),
         ("GRADWIRE_NIC_PER_RANK", "2", "1, true, yes or on; or 0, false, no or off"),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "rank=2", 'a JSON object such as {"rank": 2} (Expecting value'),
