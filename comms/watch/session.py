@@ -73,9 +73,14 @@ class Session:
         return None if self._judge is None else self._judge.report
 
     @property
+    def is_unanswered(self) -> bool:
+        """Whether the store no longer answers."""
+        return self._failures >= MOST_FAILURES
+
+    @property
     def is_over(self) -> bool:
         """Whether another group has taken the default group's place, or the store no longer answers."""
-        return self._failures >= MOST_FAILURES or not dist.is_initialized() or dist.group.WORLD is not self.group
+        return self.is_unanswered or not dist.is_initialized() or dist.group.WORLD is not self.group
 
     def look(self) -> None:
         """Looks at this rank; now and then speaks to the others."""

@@ -14,11 +14,15 @@ import sys
 import threading
 
 from gradwire._native import hold_abort, let_abort_go
+from gradwire.comms.bootstrap.forks import leave_to_parent
 
 log = logging.getLogger("gradwire")
 
-REPORT, END, ABORT = signal.SIGUSR2, signal.SIGTERM, signal.SIGABRT
-"""What asks for a report, what launchers end other ranks with when one has failed, and what C++ ends this one with."""
+REPORT, END = signal.SIGUSR2, signal.SIGTERM
+"""What asks for a report, and what launchers end other ranks with when one has failed."""
+
+HELD_ABORT = 128 + signal.SIGABRT
+"""What csrc/cpu/abort.cpp writes where it holds an abort up; SIGABRT itself is written for a program's own handler."""
 
 
 class Signals:
@@ -52,6 +56,19 @@ class Signals:
         self._mine = mine
         for number in mine:
             signal.signal(number, lambda number, frame: None)
+        leave_to_parent(self)
+
+    def leave_to_parent(self) -> None:
+        """Has a signal end a forked child, as ever, and its parent hear nothing of it."""
+        if self._reading is None:
+            return
+        if (set_now := signal.set_wakeup_fd(-1)) != self._writing:
+            signal.set_wakeup_fd(set_now)
+        for number in self._mine:
+            signal.signal(number, signal.SIG_DFL)
+        os.close(self._reading)
+        os.close(self._writing)
+        self._reading, self._mine = None, []
 
     def close(self) -> None:
         """Leaves the signals to the system again: what ends the process now ends it at once. In the main thread."""
@@ -74,11 +91,11 @@ class Signals:
         let_abort_go()
 
     def come(self) -> frozenset[int]:
-        """The signals that have come since the last call."""
+        """The signals that have come since the last call, and `HELD_ABORT`."""
         if self._reading is None:
             return frozenset()
         try:
-            return frozenset(os.read(self._reading, 4096)) & {REPORT, END, ABORT}
+            return frozenset(os.read(self._reading, 4096)) & {REPORT, END, HELD_ABORT}
         except BlockingIOError:
             return frozenset()
 

@@ -9,12 +9,15 @@ import logging
 import math
 import sys
 import threading
+import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.config import (
     FLIGHT_RECORDER_SIZE,
@@ -24,7 +27,7 @@ from gradwire.comms.config import (
     watch_options,
 )
 from gradwire.comms.watch.messages import MessageNotes
-from gradwire.comms.watch.signals import ABORT, END, REPORT, Signals
+from gradwire.comms.watch.signals import END, HELD_ABORT, REPORT, Signals
 
 if TYPE_CHECKING:
     from gradwire.comms.observe.metrics import Metrics
@@ -64,13 +67,24 @@ class Watch:
         self._session: Session | None = None
         self._last: WatchReport | None = None
         self._closed = threading.Event()
-        self._ends = False
+        self._unanswered: weakref.ref[dist.ProcessGroup] | None = None
+        """The group whose store no longer answers: it is not watched again."""
+        self._ends_by: float | None = None
+        """Monotonic seconds by which a process that compares first ends, having been told to; None: nobody has."""
         self._signals = Signals()
         self._hook = sys.excepthook
         sys.excepthook = self._ends_with
         self._thread = BackgroundThread("gradwire watch", self._run, end=self._closed.set)
         self._thread.start()
         atexit.register(self.close)
+        leave_to_parent(self)
+
+    def leave_to_parent(self) -> None:
+        """Watches nothing in a forked child: it has no thread, and the store's connection is its parent's."""
+        atexit.unregister(self.close)
+        self._closed = threading.Event()  # the parent's may be locked
+        self._closed.set()
+        self._session = None
 
     @property
     def report(self) -> "WatchReport | None":
@@ -91,7 +105,7 @@ class Watch:
         self._messages.remove()
         if self.report is not None:
             self._leave_report(self.report)
-        ends = self._ends or END in self._signals.come()
+        ends = self._ends_by is not None or END in self._signals.come()
         self._signals.close()  # what torch still waits for behind this, a launcher must be able to end
         if ends:
             Signals.end()
@@ -106,13 +120,24 @@ class Watch:
 
     def _run(self) -> None:
         while not self._closed.wait(IDLE_SECONDS):
-            if not dist.is_initialized() or dist.get_world_size() == 1:
+            group = self._group()
+            if group is None:
+                signals = self._signals.come()
+                if REPORT in signals and self._last is not None:
+                    log.warning("watch: %s", self._last)
+                if END in signals:
+                    Signals.end()
                 continue
             # Here: torch is being imported when a watch begins.
             from gradwire.comms.watch.collective import TRACE_LOOK_SECONDS
             from gradwire.comms.watch.session import CONCLUDE_SECONDS, LOOK_SECONDS, Session
 
-            self._session = session = Session(self._stall_seconds, self._messages, self._trace)
+            try:
+                self._session = session = Session(self._stall_seconds, self._messages, self._trace)
+            except RuntimeError as error:  # whoever trains will hear of it, too
+                log.debug("the default group is not watched: %s", error)
+                self._unanswered = weakref.ref(group)
+                continue
             self._open_metrics(session)
             self._signals.hold_abort(CONCLUDE_SECONDS)
             seconds = LOOK_SECONDS if self._trace is None else TRACE_LOOK_SECONDS
@@ -121,24 +146,37 @@ class Watch:
                 self._answer(session)
                 self._export(session)
             self._signals.let_abort_go()
+            if session.is_unanswered:
+                self._unanswered = weakref.ref(group)
             self._last, self._session = session.report, None
         if END in self._signals.come():
             Signals.end()
 
+    def _group(self) -> dist.ProcessGroup | None:
+        """The default group, where there is one to be watched."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        group = dist.group.WORLD
+        return None if self._unanswered is not None and self._unanswered() is group else group
+
     def _answer(self, session: "Session") -> None:
         """Does what signals ask for; before the process ends for one of them, ranks that wait compare what they did."""
+        from gradwire.comms.watch.session import CONCLUDE_SECONDS
+
         signals = self._signals.come()
         if REPORT in signals and session.report is not None:
             log.warning("watch: %s", session.report)
-        if ABORT in signals and not session.leaves:
+        if HELD_ABORT in signals and not session.leaves:
             session.leave("an abort in C++")
             self._signals.let_abort_go()
         if END in signals:
             if session.leaves:  # it ends by itself in a moment: as soon as it has compared
-                self._ends = True
-                return
-            if session.waits:
-                session.leave("a signal that ends it")
+                self._ends_by = time.monotonic() + CONCLUDE_SECONDS
+            else:
+                if session.waits:
+                    session.leave("a signal that ends it")
+                Signals.end()
+        if self._ends_by is not None and time.monotonic() > self._ends_by:  # a thread of the program's keeps it here
             Signals.end()
 
     def _export(self, session: "Session") -> None:

@@ -27,7 +27,7 @@ from gradwire.compressors.kernels.reference.powersgd import (
     restore_each,
 )
 
-_INTERFACE = 3
+_INTERFACE = 4
 """Version of payloads' bytes, functions and parameters, as these files know them; csrc/cpu/bind.cpp has the same."""
 
 if (_compiled := getattr(_native, "INTERFACE", None)) != _INTERFACE:  # one built before there were numbers has none

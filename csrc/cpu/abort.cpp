@@ -16,6 +16,7 @@ namespace nb = nanobind;
 namespace {
 
 constexpr int kLookMilliseconds = 10;
+constexpr int kHeld = 128;  // added to the signal: Python writes the bare number where the program has a handler of its own
 
 enum State { off, armed, held };
 
@@ -33,7 +34,7 @@ void hold(int number) {
   if (getpid() == owner && !has_interpreter()) {
     State wanted = armed;
     if (state.compare_exchange_strong(wanted, held)) {
-      const unsigned char word = static_cast<unsigned char>(number);
+      const unsigned char word = static_cast<unsigned char>(kHeld + number);
       if (write(descriptor, &word, 1) != 1) state = off;
     }
     const timespec look{0, kLookMilliseconds * 1000000L};

@@ -27,13 +27,13 @@ def test_signals_are_seen_and_end_the_process_once_the_watch_is_closed() -> None
 
 ABORTS = """
 import ctypes, sys, threading, time
-from gradwire.comms.watch.signals import ABORT, Signals
+from gradwire.comms.watch.signals import HELD_ABORT, Signals
 
 signals = Signals()
 signals.hold_abort(60.0)
 
 def look():
-    while ABORT not in signals.come():
+    while HELD_ABORT not in signals.come():
         time.sleep(0.01)
     print("heard of it", flush=True)
     signals.let_abort_go()
@@ -83,3 +83,32 @@ def test_a_forked_child_aborts_at_once_and_its_parent_hears_nothing_of_it() -> N
     code = ABORTS.format(abort=fork).replace("looking.start()", "pass") + "\nprint(signals.come())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
     assert (ended.returncode, ended.stdout) == (0, f"{int(signal.SIGABRT)}\nfrozenset()\n"), ended.stderr
+
+
+def test_a_signal_that_the_program_answers_itself_is_no_abort_that_is_held() -> None:
+    own = "import os, signal\nsignal.signal(signal.SIGABRT, lambda *_: None)\nos.kill(os.getpid(), signal.SIGABRT)"
+    code = ABORTS.format(abort=own).replace("looking.start()", "pass") + "\nprint(signals.come())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
+    assert (ended.returncode, ended.stdout) == (0, "frozenset()\n"), ended.stderr
+
+
+FORKS = """
+import os, signal, time
+from gradwire.comms.watch.signals import Signals
+
+signals = Signals()
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    child = os.fork()
+    if not child:
+        signals.come()
+        time.sleep(60)
+    time.sleep(0.2)
+    os.kill(child, number)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number, signals.come())
+"""
+
+
+def test_a_signal_ends_a_forked_child_and_its_parent_hears_nothing_of_it() -> None:
+    """So does multiprocessing's pool end its workers."""
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=False, timeout=50)
+    assert (ended.returncode, ended.stdout) == (0, "True frozenset()\n" * 2), ended.stderr
