@@ -330,8 +330,14 @@ class Watching:
             raise ValueError(f"`straggler_every` is {self.straggler_every}; wanted a number of steps, or 0 for never")
         if not 0 <= self.stall_seconds < float("inf"):
             raise ValueError(f"`stall_seconds` is {self.stall_seconds}; wanted a number of seconds, or 0 for never")
-        if isinstance(self.trace, tuple) and (len(self.trace) != 2 or not isinstance(self.trace[1], int)):
+        file: object = self.trace or ""
+        steps: object = TRACE_STEPS
+        if isinstance(self.trace, tuple) and len(self.trace) == 2:
+            file, steps = self.trace
+        if not isinstance(file, str | os.PathLike) or isinstance(steps, bool) or not isinstance(steps, int):
             raise TypeError(f"`trace` is {self.trace!r}; wanted a file, or (file, steps)")
+        if file == NVTX and isinstance(self.trace, tuple):
+            raise ValueError(f"`trace` is {self.trace!r}; wanted {NVTX} alone, which marks every step")
         if self.trace_steps < 1:
             raise ValueError(f"`trace` is of {self.trace_steps} steps; wanted a number of steps >= 1")
 
@@ -595,7 +601,11 @@ def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
         if found.get("trace", NVTX) != NVTX:
             raise ValueError(f"`nvtx` is set and `trace` is {found['trace']!r}; wanted one of them alone")
         found["trace"] = NVTX
-    if "trace_steps" in old and found.get("trace") is not None:
+    if "trace_steps" in old and found.get("trace") not in (None, NVTX):
+        if isinstance(found["trace"], tuple):
+            raise ValueError(
+                f"`trace_steps` is {old['trace_steps']} and `trace` is {found['trace']!r}; wanted one of them alone"
+            )
         found["trace"] = found["trace"], old["trace_steps"]
     if old.get("join") is not None:
         if not found.get("elastic"):
@@ -608,7 +618,7 @@ def _over(transport: object, connections: object) -> str:
     """A transport over so many connections, each given by an option of its own."""
     name, _, number = str(transport).partition(":")
     if name not in TCP_TRANSPORTS:
-        return name  # has no connections of ours: a number meant nothing there
+        return str(transport)  # has no connections of ours: a number meant nothing there
     if number and number != str(connections):
         raise ValueError(f"`connections` is {connections!r} and `transport` is {transport!r}; wanted one of them alone")
     return f"{name}:{connections}"

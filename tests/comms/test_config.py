@@ -86,6 +86,8 @@ def test_defaults_ask_for_nothing() -> None:
         ({"straggler_every": -1}, "`straggler_every` is -1; wanted a number of steps, or 0 for never"),
         ({"stall_seconds": float("inf")}, "`stall_seconds` is inf"),
         ({"trace": ("steps.json", 0)}, "`trace` is of 0 steps"),
+        ({"trace": ("nvtx", 5)}, "`trace` is ('nvtx', 5); wanted nvtx alone"),
+        ({"connections": 8, "transport": "nccl:8"}, "`transport` is 'nccl:8'"),
         ({"elastic": "host"}, "`elastic` is 'host'; wanted True, or HOST:PORT"),
         ({"fusion": "auto:many"}, "`fusion` is 'auto:many'; wanted one of bucket"),
         ({"fusion": -1.0}, "`fusion` is -1.0; wanted a number of MiB >= 0"),
@@ -265,6 +267,7 @@ def test_a_compressor_of_none_wins_over_the_environment_and_says_so(
         ({"connections": 1, "transport": "gloo"}, {"transport": "gloo:1"}),
         ({"connections": 8, "transport": "mpi"}, {"transport": "mpi"}),
         ({"connections": 0, "nvtx": True}, {"trace": "nvtx"}),
+        ({"nvtx": True, "trace_steps": 40}, {"trace": "nvtx"}),
         ({"elastic": True, "join": "host:1"}, {"elastic": "host:1"}),
     ],
 )
@@ -288,11 +291,27 @@ def test_old_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.fusion, found.sums.average, found.trace) == (25.0, False, ("steps.json", 5))
 
 
-@pytest.mark.parametrize("options", [{"connections": 8, "transport": "gloo:4"}, {"nvtx": True, "trace": "steps.json"}])
-def test_an_old_name_that_contradicts_the_new_one_is_refused(options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"connections": 8, "transport": "gloo:4"},
+        {"nvtx": True, "trace": "steps.json"},
+        {"trace_steps": 40, "trace": ("steps.json", 5)},
+    ],
+)
+def test_an_old_name_that_contradicts_the_new_one_is_refused(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "_warned", set())
     old, new = options
     with pytest.raises(ValueError, match=f"`{old}` is .* and `{new}` is "), pytest.warns(FutureWarning):
         Config.from_env(**options)
+
+
+@pytest.mark.parametrize("trace", [7, (None, 5), ("steps.json", True), (("steps.json", 5), 9), ("steps.json",)])
+def test_a_timeline_is_a_file_and_a_number_of_steps(trace: object) -> None:
+    with pytest.raises(TypeError, match=r"`trace` is .*; wanted a file, or \(file, steps\)"):
+        Config(trace=trace)  # type: ignore[arg-type]
 
 
 def test_a_newcomer_is_told_by_a_variable_alone(monkeypatch: pytest.MonkeyPatch) -> None:
