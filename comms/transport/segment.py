@@ -122,6 +122,7 @@ class _Line:
         data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
         self.ended = not data
         if descriptors:
+            os.set_inheritable(descriptors[0], False)  # recv_fds hands no flags on (Python 3.11)
             return descriptors[0]
         self._heard += data  # of the reason why there is none
         return None
