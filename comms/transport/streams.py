@@ -15,6 +15,7 @@ Polychronopoulos and Kuck, "Guided self-scheduling", IEEE Transactions on Comput
 tcp(7), TCP_INFO and TCP_NOTSENT_LOWAT; what was measured: docs/results/distance.md.
 """
 
+import errno
 import os
 import select
 import socket
@@ -177,20 +178,25 @@ def connect(
             each.setblocking(False)
             if source:
                 each.bind((source, 0))
-            each.connect_ex((address, port))
+            if (error := each.connect_ex((address, port))) not in (0, errno.EINPROGRESS):
+                raise _unreached(address, error)
         for each in made:
             waiting = select.poll()
             waiting.register(each, select.POLLOUT)
             while not waiting.poll(1000):
                 _check_on(deadline, alarm)
             if error := each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                raise OSError(error, f"cannot connect to rank at {address}: {os.strerror(error)}")
+                raise _unreached(address, error)
             each.sendall(_HELLO.pack(token, rank))  # 12 bytes into an empty buffer
     except BaseException:
         for each in made:
             each.close()
         raise
     return made
+
+
+def _unreached(address: str, error: int) -> OSError:
+    return OSError(error, f"cannot connect to rank at {address}: {os.strerror(error)}")
 
 
 def _check_on(deadline: float, alarm: Alarm | None) -> None:

@@ -341,6 +341,11 @@ def test_more_than_was_asked_for_is_refused_and_not_written() -> None:
     theirs[0].close()
 
 
+def test_an_address_that_cannot_be_reached_at_all_is_named() -> None:
+    with pytest.raises(OSError, match=r"cannot connect to rank at 255\.255\.255\.255: "):
+        streams.connect(socket.AF_INET, "255.255.255.255", 9, 0, 0, 1, time.monotonic() + 30, None)
+
+
 def test_strangers_are_not_let_in() -> None:
     listener = StreamListener(socket.AF_INET, "127.0.0.1", 8)
     place = ("127.0.0.1", listener.port)
