@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.compressors.rotated.whole import LARGEST_WHOLE, lengths, product, rounded, total
+from gradwire.compressors.rotated.whole import LARGEST_WHOLE, lengths, product, roots_of, rounded, total
 
 MEMORY = 0.7
 """Weight of the averages so far, at each look at a matrix' gradient."""
@@ -207,5 +207,5 @@ def turns_of(held: Tensor) -> tuple[Turn, Turn] | None:
         return None
     vectors = held / values
     mean = total(values) / values.numel()
-    widths = (values / mean).sqrt_().sqrt_()
+    widths = roots_of(roots_of(values / mean))
     return Turn.of((vectors / widths).transpose(1, 2)), Turn.of(vectors * widths)

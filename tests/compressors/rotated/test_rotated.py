@@ -1,5 +1,7 @@
 """Matrices in bases of their own: nothing is lost, all ranks have the same bits, and Muon's steps are nearer."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from gradwire.compressors.base import Compressor, Layout, Member, Slice
 from gradwire.compressors.registry import make
 from gradwire.compressors.rotated.bases import DAMPING, TILE, Side, looked, side_of, turns_of
 from gradwire.compressors.rotated.rotated import EVERY, matrix_of
-from gradwire.compressors.rotated.whole import product, rounded
+from gradwire.compressors.rotated.whole import product, roots_of, rounded
 
 ROWS, COLUMNS, STEPS = 64, 96, 40
 LAYOUT = Layout(
@@ -194,3 +196,10 @@ def test_the_more_bits_the_less_a_step_is_turned() -> None:
 def test_a_pattern_of_no_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`only` is 'bytes.\*'.*wanted one as blocks"):  # AdamW trains it
         keep_gradients(TextTask(), 0, "bytes.*")
+
+
+def test_square_roots_are_rounded_alike_on_every_processor() -> None:
+    """math.sqrt is the processor's, which IEEE 754 binds; torch's own on a CPU is a library's."""
+    x = torch.rand(4_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e3
+    assert roots_of(x).tolist() == [math.sqrt(each) for each in x.tolist()]
+    assert torch.equal(roots_of(x.view(40, 100).T), roots_of(x).view(40, 100).T)
