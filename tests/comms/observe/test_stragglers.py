@@ -209,7 +209,7 @@ NOISES: dict[str, Callable[[random.Random], float]] = {
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_chance_names_nobody(noise: str, steps: int = 600) -> None:
-    """bench/studies/false_alarms.py goes through ten thousand steps of each."""
+    """`bench.studies.stragglers alarms` goes through ten thousand steps of each."""
     job, draw = Job(4), random.Random(noise)
     for _ in range(steps):
         job.step(lambda step, rank, bucket: max(evenly(step, rank, bucket) + NOISES[noise](draw), 0.0))
