@@ -1,5 +1,7 @@
 """The store of a study's ranks, served by a process of its own, as torchrun's agent serves one.
 
+Feeds docs/develop/startup.md and docs/results/elastic.md, by the studies that use it.
+
 Whoever serves a TCPStore has a thread of it, in C++. Of ranks that were forked beside one, one in thirty stood still in
 connecting to it (torch 2.13, glibc 2.36): a lock that the thread held at that moment is never given back there.
 """
