@@ -135,7 +135,7 @@ class Watch:
             try:
                 self._session = session = Session(self._stall_seconds, self._messages, self._trace)
             except RuntimeError as error:  # whoever trains will hear of it, too
-                log.debug("the default group is not watched: %s", error)
+                log.warning("watch: the default group is not watched: %s", error)
                 self._unanswered = weakref.ref(group)
                 continue
             self._open_metrics(session)
