@@ -6,6 +6,7 @@ needed: most of the suite's folders do without it.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -122,6 +123,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.long)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])  # stable: within a file, and of files alike, the order stays
+
+
+def pytest_collection_finish() -> None:
+    """Has the garbage collector pass over what was collected: ten thousand items, and all of torch, that stay."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

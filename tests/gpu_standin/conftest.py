@@ -29,11 +29,12 @@ def missing() -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "gpu_standin" in config.getoption("--require") and (reason := missing()) is not None:
         raise pytest.UsageError(f"`--require=gpu_standin` was given, but this Python is not the stand-in's: {reason}")
+    reason = missing()
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.nodeid.startswith("tests/gpu_standin/"):
             item.add_marker(pytest.mark.gpu_standin)
             item.add_marker(pytest.mark.slow)
-            if (reason := missing()) is not None:
+            if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
