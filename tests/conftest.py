@@ -103,8 +103,9 @@ LONG_FOLDERS = (
     "tests/csrc",
     "tests/fake_cuda",
     "tests/fake_cupy",
+    "tests/test_notebook.py::test_it_runs",
 )
-"""The CUDA path and its kernels on the CPU, and the jobs of studies: a third of the suite's time."""
+"""The CUDA path and its kernels on the CPU, and the jobs of studies and of the notebook: a third of the suite's time."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
