@@ -142,7 +142,7 @@ gpu-standin: $(stamp)test
 	$(python) tests/gpu_standin/build.py $(prefix)/gpu-standin $(if $(TORCH_CUDA),--torch $(TORCH_CUDA))
 
 test-gpu-standin: gpu-standin
-	$(prefix)/gpu-standin/bin/python -m pytest tests/gpu_standin --require=gpu_standin $(ARGS)
+	$(prefix)/gpu-standin/bin/python -m pytest $(spread) tests/gpu_standin --require=gpu_standin $(ARGS)
 
 # Those that are still skipped are listed at the end, with the reason.
 test-on-gpu-standin: gpu-standin

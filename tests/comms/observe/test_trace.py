@@ -169,6 +169,12 @@ def test_a_trace_by_configuration_begins_behind_the_first_steps(tmp_path: Path) 
     assert (about["first_step"], about["steps"]) == (6, 2)
 
 
+def test_marks_of_cuda_that_are_asked_for_without_it_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    on_ranks("ab", Steps.step, stall_seconds=0.0, trace="nvtx")
+    (record,) = caplog.records
+    assert "`trace` is 'nvtx'" in record.message and "on a cpu" in record.message
+
+
 def test_profilers_see_our_phases_by_name_and_cost_nothing_otherwise() -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
