@@ -273,7 +273,10 @@ class _First:
                 self._mapped.add(rank)
             else:
                 self._lines[rank] = line
-                line.give(descriptor)
+                try:
+                    line.give(descriptor)
+                except (BrokenPipeError, ConnectionResetError):  # it has ended since it called
+                    line.ended = True
         if line.ended:
             self._selector.unregister(line.socket)
             self._look_for_failures()

@@ -160,12 +160,15 @@ def test_survivors_name_a_killed_rank(server: TCPStore, victim: int) -> None:
     assert [code for rank, code in enumerate(codes) if rank != victim] == [0, 0]
 
 
-@pytest.mark.parametrize(("victim", "word"), [(0, "door"), (1, "hello"), (1, "mapped")])
+@pytest.mark.parametrize(("victim", "word"), [(0, "door"), (1, "hello"), (1, "hello, and is gone"), (1, "mapped")])
 @forks
 def test_a_rank_killed_during_set_up_is_named_at_once_and_leaves_nothing(
     server: TCPStore, victim: int, word: str
 ) -> None:
-    """It dies when it has made the memory, when it has called for it, when it has mapped it."""
+    """It dies when it has made the memory, when it has called for it, when it has mapped it.
+
+    Whoever has called may be gone before the memory is handed to it.
+    """
 
     def dying() -> None:
         own = client(server)
@@ -189,6 +192,14 @@ def test_a_rank_killed_during_set_up_is_named_at_once_and_leaves_nothing(
         ShmGroup.create(Fatal(), victim, 2, key=word, timeout=timedelta(seconds=60), block_nbytes=65536)  # type: ignore[arg-type]
 
     pid = run_child(dying)
+    give = segment._Line.give
+
+    def give_late(line: segment._Line, descriptor: int) -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        give(line, descriptor)
+
+    if word.endswith("gone"):
+        setattr(segment._Line, "give", give_late)  # noqa: B010 - see above
     with pytest.raises(PeerError, match=f"rank {victim} has (ended during the set-up|died)") as caught:
         # Where it dies with its last word, that shows in the first collective.
         ShmGroup.create(
