@@ -105,7 +105,7 @@ LONG_FOLDERS = (
     "tests/fake_cupy",
     "tests/test_notebook.py::test_it_runs",
 )
-"""The CUDA path and its kernels on the CPU, and the jobs of studies and of the notebook: a third of the suite's time."""
+"""The CUDA path and its kernels on the CPU, and jobs of studies and of the notebook: a third of the suite's time."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -62,8 +62,8 @@ class Observer(StepListener):
         self._stall: StallWatch | None = None
         if config.marks_nvtx and communicator.device.type != "cuda" and communicator.rank == 0:
             log.warning(
-                "`trace` is 'nvtx', which marks what is issued on CUDA, and the tensors are on a %s: nothing is marked; "
-                "wanted a file there, such as 'steps.json', or torch.profiler",
+                "`trace` is 'nvtx', which marks what is issued on CUDA, and the tensors are on a %s: nothing is "
+                "marked; wanted a file there, such as 'steps.json', or torch.profiler",
                 communicator.device.type,
             )
         if communicator.size == 1:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 
 import torch
@@ -127,15 +127,19 @@ class StreamListener:
             RuntimeError: They did not come in time.
         """
         found: dict[int, list[socket.socket]] = {rank: [] for rank in wanted}
-        with closing(Strangers(self._socket, lambda heard: _HELLO.size - len(heard))) as strangers:
+        with (
+            ExitStack() as unless_all_come,
+            closing(Strangers(self._socket, lambda heard: _HELLO.size - len(heard))) as strangers,
+        ):
             while any(len(found[rank]) < count for rank, count in wanted.items()):
                 _check_on(deadline, alarm)
                 for connection, said in strangers.next(1.0):
                     token, rank = _HELLO.unpack(said.ljust(_HELLO.size, b"\0"))  # zeros are nobody's token
                     if token == self.token and len(found.get(rank, ())) < wanted.get(rank, 0):
-                        found[rank].append(connection)
+                        found[rank].append(unless_all_come.enter_context(connection))
                     else:
                         connection.close()
+            unless_all_come.pop_all()
         return found
 
     def close(self) -> None:
@@ -459,6 +463,9 @@ class Streams:
             self._fail(f"a connection to another rank was lost: {error.strerror or error}")
         except Ended as error:
             self._fail(f"{error}")
+        except BaseException as error:
+            self._fail(f"the thread of the connections to other ranks has failed: {type(error).__name__}: {error}")
+            raise
         finally:
             for line in self._lines:
                 line.connection.close()

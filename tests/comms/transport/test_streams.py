@@ -187,6 +187,24 @@ def test_what_fails_between_two_exchanges_ends_them_by_its_words() -> None:
     other.close()
 
 
+def test_a_thread_that_fails_ends_every_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Streams) -> None:
+        raise MemoryError("no room for a header")
+
+    seen = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: seen.set())
+    monkeypatch.setattr(Streams, "_take_up", full)
+    own, theirs = pairs(2)
+    mine = Streams({1: own}, TIMEOUT, None)
+    tensor = contribution(0, NUMEL)
+    work = mine.exchange([(1, tensor, torch.empty_like(tensor))])
+    with pytest.raises(RuntimeError, match=r"thread of the connections .*MemoryError: no room for a header"):
+        work.wait()
+    assert seen.wait(30), "nobody is told of it"
+    for each in theirs:
+        each.close()
+
+
 def test_chunks_shrink_as_less_is_left() -> None:
     for connections in (1, 4, 64):
         left, sizes = 16 << 20, list[int]()
@@ -344,6 +362,18 @@ def test_more_than_was_asked_for_is_refused_and_not_written() -> None:
 def test_an_address_that_cannot_be_reached_at_all_is_named() -> None:
     with pytest.raises(OSError, match=r"cannot connect to rank at 255\.255\.255\.255: "):
         streams.connect(socket.AF_INET, "255.255.255.255", 9, 0, 0, 1, time.monotonic() + 30, None)
+
+
+def test_who_came_is_let_go_where_others_do_not_come() -> None:
+    listener = StreamListener(socket.AF_INET, "127.0.0.1", 8)
+    deadline = time.monotonic() + 30
+    (early,) = streams.connect(socket.AF_INET, "127.0.0.1", listener.port, listener.token, 1, 1, deadline, None)
+    with pytest.raises(RuntimeError, match="did not open its connections") as caught:
+        listener.accept({1: 2}, time.monotonic() + 0.5, None)
+    early.settimeout(30)
+    assert early.recv(1) == b"", f"still open behind {caught.value}"
+    early.close()
+    listener.close()
 
 
 def test_strangers_are_not_let_in() -> None:
