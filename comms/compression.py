@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradwire._native import all_finite
 from gradwire.comms.checkpoint import PREFIX
 from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.resume import to_rows
@@ -18,6 +17,7 @@ from gradwire.comms.run.launches import Bucket
 from gradwire.comms.streams import LateFlag
 from gradwire.compressors.adaptive import AUTO, Adaptive
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue, planned
+from gradwire.compressors.compiled import native
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule, rules_from
@@ -231,7 +231,7 @@ def is_finite(flat: Tensor) -> bool:
         return True
     alone = flat.numel() < ONE_THREAD_NUMEL or torch.get_num_threads() == 1
     if alone and flat.is_cpu and flat.dtype == torch.float32 and flat.is_contiguous():
-        return all_finite(flat.data_ptr(), flat.numel())
+        return native.all_finite(flat.data_ptr(), flat.numel())
     low, high = torch.aminmax(flat)
     if flat.is_cpu:
         return math.isfinite(low.item()) and math.isfinite(high.item())  # a tenth of what operators on tensors take

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from gradwire._native import outer_set_out, outer_take_up
 from gradwire.compressors.base import Compressor, Layout, Slice
+from gradwire.compressors.compiled import native
 
 UNEVEN = 1.02
 """Largest fragment over the mean: so large may one become for the sake of having the small parameters together."""
@@ -194,7 +194,7 @@ class Fragment:
         if sent is None or runs is None:
             self.progress(self.gather(flat if sent is None else sent), flat)
         else:
-            outer_set_out(runs, self.anchor.data_ptr(), sent.data_ptr(), flat.data_ptr())
+            native.outer_set_out(runs, self.anchor.data_ptr(), sent.data_ptr(), flat.data_ptr())
 
     def arrive(self, mean: Tensor, sent: Tensor | None, settings: OuterSettings | None) -> None:
         """What `update` and then `take_up` do, the same bits; `mean` is overwritten."""
@@ -204,7 +204,7 @@ class Fragment:
             self.update(mean, settings)
             self.take_up(sent, mean)
         else:
-            outer_take_up(runs, mean.data_ptr(), sent.data_ptr(), self.anchor.data_ptr())
+            native.outer_take_up(runs, mean.data_ptr(), sent.data_ptr(), self.anchor.data_ptr())
             increment_version(self._locals())  # a backward pass through what they were is refused, as after operators
 
     def _runs(self) -> list[tuple[int, int]] | None:

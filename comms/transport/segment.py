@@ -22,9 +22,9 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
-from gradwire._native import SharedMemoryGroup, shm_segment_nbytes
 from gradwire.comms.bootstrap.store import Naps
 from gradwire.comms.errors import PeerError
+from gradwire.compressors.compiled import native
 
 log = logging.getLogger("gradwire")
 
@@ -199,15 +199,15 @@ class _First:
         self._lines: dict[int, _Line] = {}
         self._mapped = {0}
 
-    def open(self, block_nbytes: int, map_it: Callable[[int], SharedMemoryGroup]) -> SharedMemoryGroup:
+    def open(self, block_nbytes: int, map_it: Callable[[int], native.SharedMemoryGroup]) -> native.SharedMemoryGroup:
         try:
-            descriptor = _allocate(shm_segment_nbytes(self._size, block_nbytes))
+            descriptor = _allocate(native.shm_segment_nbytes(self._size, block_nbytes))
         except OSError as error:
             self._words.say(DOOR, json.dumps({"error": error.strerror, "errno": error.errno}))
             raise
-        native = map_it(descriptor)  # and owns the descriptor from now on
+        group = map_it(descriptor)  # and owns the descriptor from now on
         if self._size == 1:
-            return native
+            return group
         self._listen(f"\0{self._name}")
         offer = {"name": self._name, "network": _network(), "size": self._size, "block_nbytes": block_nbytes}
         self._words.say(DOOR, json.dumps(offer))
@@ -220,7 +220,7 @@ class _First:
             self._tell(failed=f"rank 0 could not set the group up: {type(error).__name__}: {error}", missing=())
             raise
         self._tell(go=True)
-        return native
+        return group
 
     def _listen(self, name: str) -> None:
         listener = self._closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -310,8 +310,8 @@ def _join(
     size: int,
     block_nbytes: int,
     closing: ExitStack,
-    map_it: Callable[[int], SharedMemoryGroup],
-) -> SharedMemoryGroup:
+    map_it: Callable[[int], native.SharedMemoryGroup],
+) -> native.SharedMemoryGroup:
     """Every other rank's part."""
     offer = json.loads(words.hear(DOOR))
     if "error" in offer:
@@ -331,9 +331,9 @@ def _join(
         line = _Line(connection)
         line.say(rank=rank)
         descriptor = line.take(deadline)
-        native = None
+        group = None
         if descriptor is not None:
-            native = map_it(descriptor)
+            group = map_it(descriptor)
             line.say(rank=rank, mapped=True)
         outcome = line.hear(deadline)
     except TimeoutError as error:
@@ -342,11 +342,11 @@ def _join(
         raise words.ended(0) from error
     if outcome is None:
         raise words.ended(0)
-    if "go" not in outcome or native is None:
+    if "go" not in outcome or group is None:
         missing = outcome.get("missing", ())
         assert isinstance(missing, Sequence)
         raise PeerError(str(outcome["failed"]), tuple(missing))
-    return native
+    return group
 
 
 def _network() -> str:
@@ -375,7 +375,7 @@ def _sweep() -> None:
 
 def open_group(
     store: Store, rank: int, size: int, key: str, timeout: timedelta, block_nbytes: int
-) -> SharedMemoryGroup:
+) -> native.SharedMemoryGroup:
     """Maps new memory in all ranks; returns when every rank has mapped it.
 
     Raises:
@@ -385,8 +385,8 @@ def open_group(
     """
     words = _Rendezvous(store, key, time.monotonic() + timeout.total_seconds())
 
-    def map_it(descriptor: int) -> SharedMemoryGroup:
-        return SharedMemoryGroup(descriptor, rank, size, block_nbytes, timeout.total_seconds())
+    def map_it(descriptor: int) -> native.SharedMemoryGroup:
+        return native.SharedMemoryGroup(descriptor, rank, size, block_nbytes, timeout.total_seconds())
 
     with ExitStack() as closing:
         try:

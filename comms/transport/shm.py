@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from gradwire._native import SHM_MAX_RANKS, SharedMemoryGroup
 from gradwire.comms.errors import MismatchError, PeerError
 from gradwire.comms.transport.segment import open_group
 from gradwire.comms.transport.torch_group import Done
+from gradwire.compressors.compiled import native
 
 BLOCK_NBYTES = 512 << 10
 """Staging per rank and slot. Source: bench/studies/shm_peers.py on a 2-core EPYC VM: larger blocks leave the
@@ -93,10 +93,10 @@ class ShmGroup:
     are summed in float32 and rounded once. Every collective returns when it is done. One thread at a time.
     """
 
-    def __init__(self, native: SharedMemoryGroup, rank: int, size: int) -> None:
+    def __init__(self, group: native.SharedMemoryGroup, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._native = native
+        self._native = group
 
     @classmethod
     def create(
@@ -118,8 +118,8 @@ class ShmGroup:
             PeerError: A rank did not join within `timeout`.
         """
         block = BLOCK_NBYTES if block_nbytes is None else block_nbytes
-        if not 1 <= size <= SHM_MAX_RANKS:
-            raise ValueError(f"`size` is {size}; wanted 1 to {SHM_MAX_RANKS}")
+        if not 1 <= size <= native.SHM_MAX_RANKS:
+            raise ValueError(f"`size` is {size}; wanted 1 to {native.SHM_MAX_RANKS}")
         if not 0 <= rank < size:
             raise ValueError(f"`rank` is {rank}; wanted 0 <= rank < {size}")
         if block % 64 or block < max(_SMALLEST_BLOCK_NBYTES, 64 * size):

@@ -13,8 +13,8 @@ import signal
 import sys
 import threading
 
-from gradwire._native import hold_abort, let_abort_go
 from gradwire.comms.bootstrap.forks import leave_to_parent
+from gradwire.compressors.compiled import native
 
 log = logging.getLogger("gradwire")
 
@@ -83,12 +83,12 @@ class Signals:
         Args:
             seconds: How long at most.
         """
-        if self._reading is not None and not hold_abort(self._writing, round(1000 * seconds)):
+        if self._reading is not None and not native.hold_abort(self._writing, round(1000 * seconds)):
             log.debug("an abort of C++ cannot be held up: this interpreter does not say who has it")
 
     def let_abort_go(self) -> None:
         """Lets an abort that waits end the process, and those to come at once."""
-        let_abort_go()
+        native.let_abort_go()
 
     def come(self) -> frozenset[int]:
         """The signals that have come since the last call, and `HELD_ABORT`."""

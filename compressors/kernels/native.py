@@ -9,14 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-try:
-    from gradwire import _native
-except ImportError as error:
-    raise ImportError(
-        "gradwire was installed without its compiled part, which training needs (the wheel py3-none-any is for "
-        "`gradwire doctor`, `topo` and `gdr-check` alone): install the wheel of this machine, or, with a C++ compiler, "
-        f"`pip install --no-binary gradwire --force-reinstall --no-deps gradwire` ({error})"
-    ) from error
+from gradwire.compressors.compiled import native as _native
 from gradwire.compressors.kernels.block import BlockFormat
 from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, DgcRule, DgcRun, DgcState, exponents_most_nbytes
 from gradwire.compressors.kernels.reference.dgc import step_each, sum_each
@@ -26,15 +19,6 @@ from gradwire.compressors.kernels.reference.powersgd import (
     project_each,
     restore_each,
 )
-
-_INTERFACE = 4
-"""Version of payloads' bytes, functions and parameters, as these files know them; csrc/cpu/bind.cpp has the same."""
-
-if (_compiled := getattr(_native, "INTERFACE", None)) != _INTERFACE:  # one built before there were numbers has none
-    raise RuntimeError(
-        f"`gradwire._native` ({_native.__file__}) was compiled from other sources than these Python files: found "
-        f"interface {_compiled}, wanted {_INTERFACE}; rebuild it: `pip install -e .` in the checkout"
-    )
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -17,7 +17,7 @@ NB_MODULE(_native, m) {
   // Groups may outlive the interpreter, because lanes are daemon threads; the operating system frees what they hold.
   nb::set_leak_warnings(false);
   m.doc() = "gradwire's CPU kernels and shared-memory collectives.";
-  // Add 1 here and in compressors/kernels/native.py, which refuses a module compiled before, whenever the bytes of a
+  // Add 1 here and in compressors/compiled.py, which refuses a module compiled before, whenever the bytes of a
   // payload, the parameters of a function, or which functions there are change.
   m.attr("INTERFACE") = 4;
   bind_abort(m);

@@ -72,11 +72,14 @@ def test_topo_and_gdr_check_work(packages: Path) -> None:
     assert done.returncode == 0 and "PASS" in done.stdout.upper(), done
 
 
-def test_the_compiled_part_that_is_missing_is_named() -> None:
+@pytest.mark.parametrize(
+    "caller", ["compressors.kernels.native", "comms.transport.shm", "comms.watch.watch", "comms.outer.fragments"]
+)
+def test_the_compiled_part_that_is_missing_is_named(caller: str) -> None:
     """Where torch is there and the wheel is the pure one: training says what to install."""
     program = (
         "import sys, gradwire\nsys.modules['gradwire._native'] = None\n"
-        "try:\n    import gradwire.compressors.kernels.native\nexcept ImportError as error:\n    print(error)"
+        f"try:\n    import gradwire.{caller}\nexcept ImportError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
     assert "without its compiled part" in done.stdout and "--no-binary gradwire" in done.stdout, done

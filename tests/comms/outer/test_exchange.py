@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwire._native import all_finite, outer_set_out, outer_take_up
 from gradwire.comms import compression
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
@@ -19,7 +18,8 @@ from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.config import Config
 from gradwire.comms.outer.averaging import agreement_of
 from gradwire.comms.outer.exchange import OuterExchange
-from gradwire.comms.outer.fragments import Fragment, OuterSettings, cut_into_fragments, wire_nbytes_of
+from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, wire_nbytes_of
+from gradwire.compressors.compiled import native
 from gradwire.compressors.routed import make_routed
 from support.threads import run_ranks
 
@@ -704,15 +704,15 @@ def test_one_pass_gives_the_bits_of_its_operators(lr: float, form: str, monkeypa
     settings = OuterSettings(every=1, fragments=1, delay=1, lr=lr)
     passes: list[str] = []
 
-    def counting(name: str, native: Callable[..., None]) -> None:
+    def counting(name: str, one_pass: Callable[..., None]) -> None:
         def counted(*arguments: Any) -> None:
             passes.append(name)
-            native(*arguments)
+            one_pass(*arguments)
 
-        monkeypatch.setattr(f"{Fragment.__module__}.{name}", counted)
+        monkeypatch.setattr(native, name, counted)
 
-    counting("outer_set_out", outer_set_out)
-    counting("outer_take_up", outer_take_up)
+    counting("outer_set_out", native.outer_set_out)
+    counting("outer_take_up", native.outer_take_up)
 
     def exchanged(in_one: bool) -> list[Tensor]:
         draw = torch.Generator().manual_seed(1)
@@ -780,12 +780,13 @@ def test_one_element_that_is_not_finite_is_found_anywhere(value: float, dtype: t
 
 def test_a_large_flat_is_looked_at_by_all_threads_and_a_small_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
+    all_finite = native.all_finite
 
-    def native(address: int, numel: int) -> bool:
+    def looking(address: int, numel: int) -> bool:
         looked.append(numel)
         return all_finite(address, numel)
 
-    monkeypatch.setattr(compression, "all_finite", native)
+    monkeypatch.setattr(native, "all_finite", looking)
     flat = torch.zeros(compression.ONE_THREAD_NUMEL)
     flat[-1] = float("nan")
     for threads, numels in ((1, [flat.numel() - 1, flat.numel()]), (2, [flat.numel() - 1])):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.compressors import compiled
 from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
@@ -28,10 +29,10 @@ def other(numel: int) -> Tensor:
 def test_a_module_compiled_from_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "INTERFACE", _native.INTERFACE - 1)
     with pytest.raises(RuntimeError, match="rebuild it"):
-        importlib.reload(native)
+        importlib.reload(compiled)
     monkeypatch.delattr(_native, "INTERFACE")
     with pytest.raises(RuntimeError, match="found interface None"):
-        importlib.reload(native)
+        importlib.reload(compiled)
 
 
 @pytest.mark.parametrize("name", GROUPS)
