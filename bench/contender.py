@@ -59,7 +59,6 @@ def take_turns(
     rounds: int,
     warmup: int,
     interface: str | None,
-    group: dist.ProcessGroup | None = None,
     before_round: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -70,7 +69,6 @@ def take_turns(
         rounds: Timed rounds.
         warmup: Rounds before them that are not kept: connections are made and DDP rebuilds its buckets there.
         interface: Whose bytes are counted, for example `eth0`; None counts nothing.
-        group: Used for the barriers and to bring the figures together; never inside the timed part.
         before_round: Called with the number of each round before its turns, outside the clock.
         progress: Called on rank 0.
     """
@@ -80,20 +78,20 @@ def take_turns(
             before_round(number)
         for contender in contenders:
             # The barriers stand outside the clock: nobody's bytes or waits leak into another contender's turn.
-            dist.barrier(group)
+            dist.barrier()
             before, began = nic_nbytes(interface), time.perf_counter()
             contender.step(number)
             seconds = time.perf_counter() - began
-            dist.barrier(group)
+            dist.barrier()
             after = nic_nbytes(interface)
             if contender.after is not None:
                 contender.after(number)
             sent, received = (now - then for now, then in zip(after, before, strict=True))
             worst = torch.tensor([seconds, max(sent, received)], dtype=torch.float64)
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
             if number >= warmup:
                 contender.seconds.append(worst[0].item())
                 contender.nic_nbytes.append(int(worst[1].item()))
             turns += 1
-            if progress is not None and dist.get_rank(group) == 0:
+            if progress is not None and dist.get_rank() == 0:
                 progress(contender.name, turns, (warmup + rounds) * len(contenders))

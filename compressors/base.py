@@ -177,19 +177,18 @@ def even_bounds(numel: int, parts: int, align: int = 1) -> tuple[int, ...]:
     return tuple(min(numel, blocks * part // parts * align) for part in range(parts + 1))
 
 
-def weighted_bounds(numel: int, shares: Sequence[int], align: int = 1) -> tuple[int, ...]:
+def weighted_bounds(numel: int, shares: Sequence[int]) -> tuple[int, ...]:
     """Cuts `numel` elements in proportion to some shares.
 
     Args:
         numel: Elements.
         shares: Whole numbers >= 0, not all 0.
-        align: Cuts are at multiples of this many elements, but for the end.
 
     Returns:
         `len(shares) + 1` ascending offsets from 0 to `numel`.
     """
-    blocks, total = -(-numel // align), sum(shares)
-    return tuple(min(numel, blocks * before // total * align) for before in accumulate(shares, initial=0))
+    total = sum(shares)
+    return tuple(numel * before // total for before in accumulate(shares, initial=0))
 
 
 def equal_bounds(numel: int, parts: int, align: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_second
-from gradwire.topology.graph import Gpu, Machine, Nic
+from gradwire.topology.graph import Machine, Nic
 from gradwire.topology.paths import Distances
 
 
@@ -29,16 +29,6 @@ def fastest_nics(nics: Sequence[Nic]) -> list[Nic]:
     usable = _usable(nics)
     best = max(map(_speed, usable), default=0.0)
     return [nic for nic in usable if _speed(nic) == best]
-
-
-def nearest_nics(machine: Machine, gpu: Gpu) -> tuple[Nic, ...]:
-    """Returns the cards at the shortest distance from a GPU; none where distances are unknown.
-
-    Args:
-        machine: The machine.
-        gpu: One of its GPUs.
-    """
-    return Distances(machine).nearest_nics(gpu)[1]
 
 
 def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:

@@ -234,14 +234,6 @@ class Cluster:
         """Whether NVSwitches can sum for some ranks: inside the one node of all, or inside each of several."""
         return self.fabric is not None and self.fabric.nvls and not self.all_apart(members)
 
-    def crossing_level(self, source: int, target: int) -> int:
-        """The highest level whose link a message between two ranks takes; 0 inside a node."""
-        ours, theirs = self.locations[source], self.locations[target]
-        for depth, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            if one != other:
-                return self.depth - 1 - depth
-        return 0
-
     def describe(self) -> str:
         """One line: `2 nodes x 4 ranks`, `3 nodes of 3, 3 and 1 ranks`."""
         counts = [len(ranks) for ranks in self.nodes]
@@ -278,12 +270,6 @@ def uniform_cluster(counts: Sequence[int], levels: Sequence[Level]) -> Cluster:
             rest //= count
         locations.append(tuple(location))
     return Cluster(tuple(locations), tuple(levels))
-
-
-def two_level_cluster(node_of_rank: Iterable[int], intra_node: Link, inter_node: Link) -> Cluster:
-    """A cluster of nodes from the node number of each rank, in any order and of any sizes."""
-    levels = (Level(LEVEL_NAMES[0], intra_node), Level(LEVEL_NAMES[1], inter_node))
-    return Cluster(tuple((node,) for node in node_of_rank), levels)
 
 
 @lru_cache(maxsize=64)

@@ -236,19 +236,6 @@ class Distances:
         """
         return PathType.LOC if a.key == b.key else self._path(a, b)
 
-    def proxy(self, gpu: Gpu, nic: Nic) -> Gpu | None:
-        """Returns the GPU through which NCCL can reach a far NIC (PXN): an NVLink peer that is near it.
-
-        Args:
-            gpu: The GPU that wants to send.
-            nic: A NIC it is far from.
-        """
-        own = self.gpu_nic(gpu, nic)
-        if own is None or own in GDR_BY_DEFAULT:
-            return None
-        near = (peer for peer in self.machine.gpus if self.gpu_gpu(gpu, peer) is PathType.NVL)
-        return next((peer for peer in near if self.gpu_nic(peer, nic) in GDR_BY_DEFAULT), None)
-
     def nearest_nics(self, gpu: Gpu) -> tuple[PathType | None, tuple[Nic, ...]]:
         """Returns the shortest path from a GPU to any NIC and the NICs at that distance, in the machine's order.
 

@@ -53,16 +53,16 @@ Carrier = Literal["auto", "netem", "relay"]
 FIRST_NETWORK = "10.77.0.0/16"
 
 
-def check_names(names: str, parameter: str = "names") -> Names:
+def check_names(names: str) -> Names:
     """Returns what the nodes' names are to resolve to.
 
     Raises:
-        ValueError: if it is none of the three; the message names `parameter`.
+        ValueError: if it is none of the three.
     """
     for known in get_args(Names):
         if names == known:
             return cast(Names, known)
-    raise ValueError(f"`{parameter}`: found {names[:40]!r}, wanted one of {', '.join(get_args(Names))}")
+    raise ValueError(f"`names`: found {names[:40]!r}, wanted one of {', '.join(get_args(Names))}")
 
 
 def check_carrier(carrier: str, paths: Paths | None, parameter: str = "carrier") -> Carrier:
@@ -155,11 +155,6 @@ class RunResult(JobOutcome):
 
     nic_bytes: tuple[NicBytes, ...]
     """Bytes that the cards of each node carried."""
-
-    @property
-    def busiest_nic_bytes(self) -> int:
-        """The largest number of bytes that a node sent or received, one direction."""
-        return max(max(nic.tx, nic.rx) for nic in self.nic_bytes)
 
 
 class EmulatedCluster:

@@ -78,33 +78,13 @@ def _has_levels(cluster: Cluster) -> bool:
     return sum(cluster.widest(level) > 1 for level in range(cluster.depth)) > 1
 
 
-def finish_seconds(
-    cuts: Sequence[int], arrivals: Sequence[float], sizes: Sequence[int], alpha_seconds: float, seconds_per_byte: float
-) -> float:
-    """When the last transfer is done.
-
-    Args:
-        cuts: Each transfer's end, counted in buckets; buckets behind the last cut form one more.
-        arrivals: When each bucket arrives, in seconds, ascending.
-        sizes: Bytes of each bucket.
-        alpha_seconds: Of a transfer.
-        seconds_per_byte: Of a transfer.
-    """
-    finish, start = 0.0, 0
-    for stop in (*cuts, len(sizes)):
-        if stop > start:
-            finish = max(finish, arrivals[stop - 1]) + alpha_seconds + seconds_per_byte * sum(sizes[start:stop])
-            start = stop
-    return finish
-
-
 def optimal_cuts(
     arrivals: Sequence[float], sizes: Sequence[int], alpha_seconds: float, seconds_per_byte: float
 ) -> tuple[int, ...]:
     """The cuts that let the last transfer end first; O(n^2) for n buckets.
 
     Args:
-        arrivals: As for `finish_seconds`.
+        arrivals: When each bucket arrives, in seconds, ascending.
         sizes: Bytes of each bucket.
         alpha_seconds: Of a transfer.
         seconds_per_byte: Of a transfer.

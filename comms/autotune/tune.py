@@ -283,7 +283,6 @@ class Tuning(StepListener):
         store: A store that all ranks share; a client of its own is made from it.
         name: Unique among the models of this store, equal on all ranks.
         model: A digest of the model's parameters.
-        budget: How many steps it may take.
         clock: The one that arrivals are given by; where it is a device's, each step is looked at a step later.
     """
 
@@ -296,7 +295,6 @@ class Tuning(StepListener):
         store: Store,
         name: str,
         model: str,
-        budget: Budget | None = None,
         clock: Clock | None = None,
     ) -> None:
         config, cluster = communicator.config, communicator.cluster
@@ -306,8 +304,8 @@ class Tuning(StepListener):
         self._ended = self._clock.now()
         self._unread: deque[tuple[Mark, Mark, tuple[int, ...], Sequence[Mark]]] = deque()
         lag = self._clock.lag
-        budget = budget or Budget()
-        budget = replace(budget, trial_steps=budget.trial_steps + lag, uncounted_steps=budget.uncounted_steps + lag)
+        plain = Budget()
+        budget = replace(plain, trial_steps=plain.trial_steps + lag, uncounted_steps=plain.uncounted_steps + lag)
         keeps = config.tune and communicator.rank == 0
         self._file = Path(config.tune) if isinstance(config.tune, str) and keeps else None
         self._key: dict[str, object] = {

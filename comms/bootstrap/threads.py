@@ -120,9 +120,9 @@ def gloo_rests(tasks: Path = Path("/proc/self/task")) -> bool:
     return True
 
 
-def wait_for_gloo(seconds: float = GLOO_SECONDS) -> None:
+def wait_for_gloo() -> None:
     """Waits until torch's threads of gloo rest, without the GIL, which they may want."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + GLOO_SECONDS
     resting = 0
     while resting < 2 and time.monotonic() < deadline:  # twice: one that has just been given the GIL runs on
         time.sleep(NAP_SECONDS / 10)

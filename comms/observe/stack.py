@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -24,15 +23,14 @@ def is_users(file: str) -> bool:
     return path.exists() and not any(path.resolve().is_relative_to(folder) for folder in (COMMS, PYTHON, TORCH))
 
 
-def line_of(frame: FrameType | None, wanted: Callable[[str], bool] = is_users) -> str | None:
-    """The innermost line of a stack whose file is wanted, else the innermost one: `train.py:88 in load`.
+def line_of(frame: FrameType | None) -> str | None:
+    """The innermost line of a stack that is the user's own, else the innermost one: `train.py:88 in load`.
 
     Args:
         frame: The innermost one; None gives None.
-        wanted: Given the name of a frame's file.
     """
     innermost = frame
-    while frame is not None and not wanted(frame.f_code.co_filename):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:

@@ -4,7 +4,6 @@ What is exchanged when, and what becomes of the average, is for exchange.py. Her
 compressor holds back is staged until `decide` says what becomes of it.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +27,6 @@ from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.step.listeners import Listeners
 from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.residual import keep_until_read
-
-log = logging.getLogger("gradwire")
 
 TELL_SECONDS = 0.2
 """That a rank waits for a result before it says so, to ranks that may have taken fewer steps: the store is on the link

@@ -21,10 +21,9 @@ WATERFILL_BITS = (2, 3, 4, 5)
 MOST_WIDTH = 8
 """The widest code, in bits."""
 _BLOCKS = WATERFILL_GROUP // WATERFILL_BLOCK
-_STEPS = 8
-"""Scales in an octave: a scale is the upper 12 bits of a float32, of which 3 are mantissa."""
 _LEAST_SCALE, _LARGEST_SCALE = 72, 0x7F7
-"""2^-118, so that the step of the widest code is a normal number still, and the largest finite one."""
+"""A scale is the upper 12 bits of a float32: 2^-118, so that the step of the widest code is a normal number still, and
+the largest finite one. 3 of the bits are mantissa: an octave has 8 scales."""
 _NAN_SCALE = 0x7FC
 """Scale of a group with inf or NaN: the upper bits of NaN."""
 _EMPTY = 255

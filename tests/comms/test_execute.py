@@ -17,7 +17,8 @@ from gradwire.comms.plan.routes import Chunk, PhasePart, Route
 from gradwire.comms.run.lane_executor import LaneExecutor, _ChunkJob
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch, Pool, finish
 from gradwire.comms.transport.torch_group import Done
-from gradwire.topology.cluster import Link, two_level_cluster
+from gradwire.topology.cluster import Link
+from support.simulate import two_level_cluster
 
 SECONDS = 20.0
 CLUSTER = two_level_cluster([0], Link(4e-6, 5e9), Link(30e-6, 25e6))

@@ -24,7 +24,8 @@ from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import Compressor, Layout, Slice
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
-from gradwire.topology.cluster import Link, two_level_cluster
+from gradwire.topology.cluster import Link
+from support.simulate import two_level_cluster
 
 Memory = Callable[[int], AbstractContextManager[object]]
 SIZE = 3

@@ -19,7 +19,8 @@ from gradwire.comms.plan.routes import Chunk, Route
 from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch
 from gradwire.comms.run.stream_executor import StreamExecutor
 from gradwire.comms.streams import STREAMS, HostClock, IssuedWork, SideStreams
-from gradwire.topology.cluster import Link, two_level_cluster
+from gradwire.topology.cluster import Link
+from support.simulate import two_level_cluster
 
 HIERARCHICAL = (Phase(REDUCE_SCATTER, 0, 2), Phase(ALL_REDUCE, 1), Phase(ALL_GATHER, 0, 2))
 FLAT = (Phase(ALL_REDUCE, 0, whole=True),)

@@ -1,4 +1,4 @@
-"""Runs a plan's transfers on plain arrays in one process and counts the bytes on every link: the proof of a plan.
+"""Clusters; and a plan's transfers, run on plain arrays in one process and counted on every link: the proof of a plan.
 
 Messages are real: every collective is taken apart into sends of array slices between two ranks, by the algorithm that
 the cost model prices (all_reduce as a ring, tree or halving-doubling, direct reduce_scatter and all_gather, broadcast
@@ -7,7 +7,7 @@ that every rank holds the sum of all ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 
 import numpy as np
@@ -18,9 +18,15 @@ from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, T
 from gradwire.comms.plan.schedule import Partition, Schedule, even_partition
 from gradwire.comms.plan.traffic import sole_owner
 from gradwire.compressors.base import even_bounds
-from gradwire.topology.cluster import Cluster
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link
 
 Array = NDArray[np.int64]
+
+
+def two_level_cluster(node_of_rank: Iterable[int], intra_node: Link, inter_node: Link) -> Cluster:
+    """A cluster of nodes from the node number of each rank, in any order and of any sizes."""
+    levels = (Level(LEVEL_NAMES[0], intra_node), Level(LEVEL_NAMES[1], inter_node))
+    return Cluster(tuple((node,) for node in node_of_rank), levels)
 
 
 class Wires:
@@ -33,11 +39,19 @@ class Wires:
 
     def send(self, source: int, target: int, numel: int) -> None:
         """Books a message on every link that it leaves a unit by."""
-        crossed = self.cluster.crossing_level(source, target)
+        crossed = self._crossing_level(source, target)
         if crossed == 0:
             self.egress[0, (source,)] += numel * self.element_nbytes
         for level in range(1, crossed + 1):
             self.egress[level, self.cluster.unit(source, level - 1)] += numel * self.element_nbytes
+
+    def _crossing_level(self, source: int, target: int) -> int:
+        """The highest level whose link a message between two ranks takes; 0 inside a node."""
+        ours, theirs = self.cluster.locations[source], self.cluster.locations[target]
+        for depth, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if one != other:
+                return self.cluster.depth - 1 - depth
+        return 0
 
     def busiest(self) -> dict[str, int]:
         """For each level's name the bytes of the busiest unit."""

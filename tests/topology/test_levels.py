@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.topology.assign import nearest_nics, nic_for_gpu, nic_for_local_rank, nics_of_gpus
+from gradwire.topology.assign import nic_for_gpu, nic_for_local_rank, nics_of_gpus
 from gradwire.topology.graph import DeviceLink, Machine, Nic, Port
 from gradwire.topology.levels import levels_of, measure_host_memory
 from gradwire.topology.paths import Distances, PathType
@@ -67,9 +67,9 @@ def test_a_matrix_has_links_of_unknown_speed() -> None:
 
 
 def test_every_gpu_drives_one_of_its_nearest_cards_and_they_take_turns(preset: Machine) -> None:
-    chosen = nics_of_gpus(preset)
+    chosen, distances = nics_of_gpus(preset), Distances(preset)
     for gpu in preset.gpus:
-        assert chosen[gpu.key] in nearest_nics(preset, gpu)
+        assert chosen[gpu.key] in distances.nearest_nics(gpu)[1]
     if preset.hostname in ("dgx_a100", "dgx_h100"):
         assert len({nic.key for nic in chosen.values() if nic}) == 8
 
@@ -89,7 +89,7 @@ def test_the_number_of_a_gpu_is_the_drivers() -> None:
 
 def test_a_card_that_is_down_or_slow_is_not_chosen() -> None:
     machine = dgx_a100()
-    near = nearest_nics(machine, machine.gpus[0])
+    _, near = Distances(machine).nearest_nics(machine.gpus[0])
     down = {near[0].key: replace(near[0], ports=(replace(near[0].ports[0], active=False),))}
     slow = {near[0].key: replace(near[0], ports=(replace(near[0].ports[0], bits_per_second=1e9),))}
     for changed in (down, slow):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, DeviceLink, Gpu, Machine, Nic, NvSwitch, PciSwitch, Port
-from gradwire.topology.paths import GDR_BY_DEFAULT, Distances, PathType, path_of_printed
-from gradwire.topology.presets import dgx_a100, dgx_h100, pcie_box
+from gradwire.topology.paths import Distances, PathType, path_of_printed
+from gradwire.topology.presets import dgx_a100, pcie_box
 
 ORDER = list(PathType)
 
@@ -65,19 +65,6 @@ def test_nearest_nics_are_exactly_those_at_the_least_distance(machine: Machine) 
             assert ORDER.index(best) <= ORDER.index(path)
 
 
-@settings(max_examples=100, deadline=None)
-@given(machines())
-def test_a_proxy_is_near_the_nic_and_joined_by_nvlink(machine: Machine) -> None:
-    distances = Distances(machine)
-    for gpu in machine.gpus:
-        for nic in machine.nics:
-            proxy = distances.proxy(gpu, nic)
-            if proxy is not None:
-                assert distances.gpu_gpu(gpu, proxy) is PathType.NVL
-                assert distances.gpu_nic(proxy, nic) in GDR_BY_DEFAULT
-                assert distances.gpu_nic(gpu, nic) not in GDR_BY_DEFAULT
-
-
 def stacked(device: int, upper: int, lower: int) -> Machine:
     """GPU below the lower, NIC below the upper of two Broadcom switches with these subsystem ids."""
     half = PciSwitch(key="", vendor=0x1000, device=device, subsystem_vendor=0x1000)
@@ -122,13 +109,6 @@ def test_two_hops_of_nvlink_are_nvb() -> None:
     distances = Distances(chained)
     assert distances.gpu_gpu(box.gpus[0], box.gpus[1]) is PathType.NVL
     assert distances.gpu_gpu(box.gpus[0], box.gpus[2]) is PathType.NVB
-
-
-def test_pxn_reaches_the_nic_of_another_socket() -> None:
-    machine = dgx_h100()
-    far = machine.nics[7]
-    assert Distances(machine).gpu_nic(machine.gpus[0], far) is PathType.SYS
-    assert Distances(machine).proxy(machine.gpus[0], far) == machine.gpus[7]
 
 
 def test_an_unknown_numa_node_is_unknown_and_not_another_socket() -> None:

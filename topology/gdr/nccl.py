@@ -31,14 +31,6 @@ def parse_version(text: str | None) -> Version | None:
     return None
 
 
-def path_name(number: int, version: Version | None) -> str | None:
-    """Name of a path type that an old log prints as a number; None without a version."""
-    if version is None:
-        return None
-    names = next((names for first, names in _NUMBERS if version >= first), ())
-    return names[number] if 0 <= number < len(names) else None
-
-
 def named_distance(number: int, level: int, version: Version | None, level_name: str | None) -> tuple[str, str]:
     """Names of a distance and of the level it exceeds, which old logs print as numbers; the numbers where unclear.
 

@@ -25,16 +25,13 @@ def is_muons(name: str, parameter: nn.Parameter) -> bool:
     return name.startswith(INSIDE) and parameter.ndim == 2
 
 
-def optimizers_of(
-    task: Task, model: nn.Module, kind: str, *, momentum: float = MUON_MOMENTUM, lr: float = 1.0
-) -> list[Optimizer]:
+def optimizers_of(task: Task, model: nn.Module, kind: str, *, lr: float = 1.0) -> list[Optimizer]:
     """Returns what trains the model: every one of them steps once after each backward pass.
 
     Args:
         task: Its own optimizer trains all parameters, or those that Muon does not.
         model: The task's.
         kind: `muon`, or the name of the task's own.
-        momentum: Of Muon; 0 where a compressor applies it.
         lr: Factor of the learning rates.
 
     Raises:
@@ -52,7 +49,7 @@ def optimizers_of(
         for group in groups_of(optimizers):
             group["lr"] = MUON_LR
         optimizers.insert(
-            0, Muon(matrices, lr=MUON_LR, momentum=momentum, adjust_lr_fn="match_rms_adamw", weight_decay=0.0)
+            0, Muon(matrices, lr=MUON_LR, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw", weight_decay=0.0)
         )
     for group in groups_of(optimizers):
         group["lr"] *= lr

@@ -28,10 +28,6 @@ class HandedBucket:
         """The gradients, end to end."""
         return self._buffer
 
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Has the gradients be elsewhere."""
-        self._buffer = buffer
-
     def parameters(self) -> list[Tensor]:
         """Whose gradients these are."""
         return self._parameters

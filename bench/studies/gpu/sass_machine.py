@@ -32,7 +32,6 @@ PARAMETERS = {80: 0x160, 90: 0x210}
 """Where the arguments begin in constant bank 0."""
 RZ, URZ = 255, 63
 
-_ALL = np.ones(LANES, bool)
 _LANE = np.arange(LANES, dtype=np.uint32)
 _ADDRESS = re.compile(r"\[([^\[\]]*)\]$")
 
@@ -77,9 +76,9 @@ class SassMemory:
         self.read, self.written = np.zeros(nbytes // SECTOR + 1, bool), np.zeros(nbytes // SECTOR + 1, bool)
         self._used = 256
 
-    def place(self, data: NDArray[np.uint8], alignment: int = 256) -> int:
-        """Copies bytes into memory and returns their address."""
-        start = -(-self._used // alignment) * alignment
+    def place(self, data: NDArray[np.uint8]) -> int:
+        """Copies bytes into memory, and returns their address: a multiple of 256, as of what cudaMalloc gives."""
+        start = -(-self._used // 256) * 256
         if start + data.size > self.bytes.size:
             raise ValueError(f"`data` has {data.size} bytes; wanted at most {self.bytes.size - start}")
         self.bytes[start : start + data.size] = data

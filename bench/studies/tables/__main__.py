@@ -9,7 +9,6 @@ watch.jsonl, and what `gradwire predict` says now of the plans on GPUs and of pu
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gradwire.bench.studies.tables.made import MADE
@@ -18,12 +17,11 @@ from gradwire.bench.studies.tables.page import files_of, with_tables
 RESULTS = Path("docs/results")
 
 
-def pages(folder: Path, made: Mapping[str, Callable[[str, Path], str]] = MADE) -> dict[Path, str]:
+def pages(folder: Path) -> dict[Path, str]:
     """Each page that has tables -> its text with the tables of the data.
 
     Args:
         folder: docs/results of a checkout.
-        made: Name of a page -> what makes its tables that no CSV file holds, of its text and the folder of the data.
 
     Raises:
         ValueError: A page or a file cannot be read, or a file belongs to no page.
@@ -38,8 +36,8 @@ def pages(folder: Path, made: Mapping[str, Callable[[str, Path], str]] = MADE) -
         unused = {each.name for each in data.glob("*.csv")} - files_of(text)
         if unused:
             raise ValueError(f"{data / min(unused)} has no place in {file}: `<!-- data: {min(unused)} -->`")
-        if file.stem in made:
-            found[file] = made[file.stem](found[file], folder / "data")
+        if file.stem in MADE:
+            found[file] = MADE[file.stem](found[file], folder / "data")
     return found
 
 

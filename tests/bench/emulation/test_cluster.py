@@ -69,7 +69,6 @@ def test_bytes_counted_are_bytes_sent_and_the_rate_holds(pair: EmulatedCluster) 
     assert NBYTES < sender.tx < 1.06 * NBYTES + 10_000
     assert NBYTES < receiver.rx < 1.06 * NBYTES + 10_000
     assert sender.rx < 0.1 * NBYTES and receiver.tx < 0.1 * NBYTES
-    assert result.busiest_nic_bytes == max(sender.tx, receiver.rx)
     # 0.8 s at 20 Mbit, of which the first 64 KiB are free; no link lets a byte through faster than it is rated. The
     # sender's clock runs from before the first byte until the receiver has all: a busy machine can only make it longer.
     assert float(result.output[0]) > 0.9 * (NBYTES - 2 * 65536) * 8 / 20e6
@@ -122,7 +121,8 @@ def test_a_script_written_for_torchrun_runs_unchanged() -> None:
         result = cluster.run([sys.executable, "-c", ALL_REDUCE], timeout_seconds=120)
     result.check()
     # 2 (N - 1) / N = 1 time the 4 MiB, headers and the store's few messages; on busy cores TCP repeats some packets.
-    assert 4 * 2**20 < result.busiest_nic_bytes < 1.15 * 4 * 2**20 + 100_000
+    busiest = max(max(nic.tx, nic.rx) for nic in result.nic_bytes)
+    assert 4 * 2**20 < busiest < 1.15 * 4 * 2**20 + 100_000
 
 
 def test_nodes_have_their_own_names_memory_and_processes(uneven: EmulatedCluster) -> None:

@@ -11,8 +11,9 @@ from gradwire.comms.backend.planned import PlannedAllReduce
 from gradwire.comms.config import Config
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.comms.plan.routes import Routes
-from gradwire.topology.cluster import Cluster, Link, two_level_cluster
+from gradwire.topology.cluster import Cluster, Link
 from gradwire.topology.presets import dgx_a100, dgx_h100
+from support.simulate import two_level_cluster
 
 SIZES = (1, 1024, 1 << 18, 25 << 18)
 

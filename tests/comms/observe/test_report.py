@@ -8,7 +8,8 @@ from gradwire.comms.plan.plan import describe_plans, summarise_plans
 from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.comms.report import COLUMNS, SLOW_LINK, Report, Straggler
 from gradwire.comms.run.ledger import PhaseTotals
-from gradwire.topology.cluster import Cluster, Link, two_level_cluster
+from gradwire.topology.cluster import Cluster, Link
+from support.simulate import two_level_cluster
 
 LEVEL_NAMES = ("intra_node", "inter_node")
 SIZES = (700_000, 9_000_000, 26_214_400)

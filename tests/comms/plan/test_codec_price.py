@@ -26,7 +26,8 @@ from gradwire.compressors import registry
 from gradwire.compressors.codecs.packed_cast import PACKED_SHARE
 from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule
-from gradwire.topology.cluster import Level, Link, two_level_cluster
+from gradwire.topology.cluster import Level, Link
+from support.simulate import two_level_cluster
 
 LAYOUT = square_layout(4 << 20, side=256)
 

@@ -18,7 +18,8 @@ from gradwire.comms.plan.collectives import (
 )
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER, Exchange, Transfer
 from gradwire.comms.plan.traffic import sole_owner
-from gradwire.topology.cluster import Cluster, Link, two_level_cluster
+from gradwire.topology.cluster import Cluster, Link
+from support.simulate import two_level_cluster
 
 Array = NDArray[np.int64]
 placements = st.lists(st.integers(0, 4), min_size=1, max_size=12)

@@ -16,9 +16,10 @@ from gradwire.comms.plan.plan import NVLS, NVLS_TREE, RING, TREE, Plan
 from gradwire.comms.plan.planner import HIERARCHY_HOST_SECONDS, NCCL_MINIMUM_GAIN, candidates, plan_all_reduce
 from gradwire.comms.plan.routes import Routes
 from gradwire.compressors import registry
-from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link, two_level_cluster
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
 from gradwire.topology.fabric import NETWORK_SECONDS, sender_nics
 from gradwire.topology.presets import dgx_a100, dgx_h100, p4d, pcie_box
+from support.simulate import two_level_cluster
 
 MACHINES = {"dgx_a100": dgx_a100(), "dgx_h100": dgx_h100(), "p4d": p4d(), "pcie_box": pcie_box(), "one": pcie_box(1)}
 SIZES = (4, 4096, 1 << 16, 1 << 20, 5 << 20, 25 << 20, 100 << 20, 1 << 30)

@@ -33,9 +33,9 @@ from gradwire.comms.transport.torch_group import connect_gloo
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.registry import names
 from gradwire.compressors.routed import make_routed
-from gradwire.topology.cluster import Cluster, Level, Link, two_level_cluster
+from gradwire.topology.cluster import Cluster, Level, Link
 from gradwire.topology.presets import dgx_h100
-from support.simulate import Wires, simulate
+from support.simulate import Wires, simulate, two_level_cluster
 from support.threads import run_ranks
 
 INSIDE, CARD = Link(20e-6, 5e9), Link(100e-6, 25e6)

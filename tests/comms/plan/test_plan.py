@@ -5,8 +5,8 @@ import pytest
 
 from gradwire.comms.plan.planner import UNKNOWN_RATE_TOLERANCE, candidates, plan_all_reduce
 from gradwire.comms.plan.schedule import equal_partition, executable
-from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
-from support.simulate import simulate
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+from support.simulate import simulate, two_level_cluster
 
 MEMORY, NIC = Link(4e-6, 5e9), Link(30e-6, 25e6)
 LEVELS = tuple(

@@ -34,10 +34,10 @@ from gradwire.comms.plan.sharded import (
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors import registry
 from gradwire.compressors.optim.peers import carry_out
-from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from gradwire.topology.presets import dgx_a100, dgx_h100, pcie_box
 from support.convergence_page import ended_behind
-from support.simulate import Wires
+from support.simulate import Wires, two_level_cluster
 
 INSIDE, CARD = Link(5e-6, 5e9), Link(50e-6, 25e6)
 NODES = {

@@ -25,8 +25,8 @@ from gradwire.comms.plan.routes import Routes
 from gradwire.comms.run.lane_executor import LaneExecutor
 from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.comms.transport.torch_group import Done
-from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
-from support.simulate import simulate, transfers_of
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+from support.simulate import simulate, transfers_of, two_level_cluster
 from support.threads import ThreadGroup, run_ranks
 
 LINKS = (Link(4e-6, 5e9), Link(30e-6, 25e6), Link(5e-5, 1e7), Link(1e-3, 1e6))

@@ -15,7 +15,8 @@ from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.registry import make
-from gradwire.topology.cluster import Link, two_level_cluster
+from gradwire.topology.cluster import Link
+from support.simulate import two_level_cluster
 from support.threads import ThreadGroup, run_ranks
 
 SIZE, NUMEL = 3, 96 * 40

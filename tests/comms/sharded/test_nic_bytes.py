@@ -12,7 +12,8 @@ from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.sharded import FULL, ShardedWorkload, advise_sharded
-from gradwire.topology.cluster import Link, two_level_cluster
+from gradwire.topology.cluster import Link
+from support.simulate import two_level_cluster
 
 SCRIPT = Path(__file__).parents[1] / "jobs" / "sharded_nic_bytes_job.py"
 SHARES = {

@@ -35,8 +35,9 @@ from gradwire.comms.transport.nccl import (
 from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, even_bounds
 from gradwire.compressors.registry import make
-from gradwire.topology.cluster import Cluster, GpuFabric, Level, Link, two_level_cluster, uniform_cluster
+from gradwire.topology.cluster import Cluster, GpuFabric, Level, Link, uniform_cluster
 from support.nccl import FakeNccl, FakeNcclWorld, NoAllocation
+from support.simulate import two_level_cluster
 from support.threads import run_ranks
 
 SIZES = (1, 2, 3, 5, 8)

@@ -8,7 +8,7 @@ import pytest
 from gradwire.topology.gdr.example import ExampleMachine
 from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log, read_nccl_log
 from gradwire.topology.gdr.model import CheckOutcome, Finding
-from gradwire.topology.gdr.nccl import default_level, parse_level, parse_version, path_name
+from gradwire.topology.gdr.nccl import default_level, parse_level, parse_version
 from gradwire.topology.gdr.stages.stage6_proof import nccl_log
 
 LOGS = Path(__file__).resolve().parents[4].parent / "shared" / "fixtures" / "nccl_logs"
@@ -196,7 +196,6 @@ def test_versions_and_levels() -> None:
     assert parse_version("2.7") == (2, 7) and parse_version("cheese") is None is parse_version(None)
     assert [parse_level(text) for text in ("phb", "0", "5", "6", "", "NODE")] == ["PHB", "LOC", "SYS", None, None, None]
     assert [default_level(version) for version in (None, (2, 20), (2, 26), (2, 27))] == ["PXB", "PXB", "PXB", "P2C"]
-    assert path_name(7, (2, 26)) == "PHB" and path_name(99, (2, 26)) is None and path_name(3, None) is None
 
 
 HEALTHY_CHANNELS = [channel(0, 1, "send"), channel(1, 0, "receive")]
