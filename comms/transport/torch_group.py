@@ -378,25 +378,16 @@ class GlooTransport(TorchTransport):
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`. Of gloo's ring through two ranks both directions are one connection, too."""
         found = self._streams_for(source.nbytes) if self.size > 1 else None
-        if self.size > 2 and found is not None:
-            flat, places = source.view(-1), output.view(self.size, source.numel())
-            places[self.rank].copy_(flat)
-            return _Holding(
-                found.exchange([(rank, flat, places[rank]) for rank in range(self.size) if rank != self.rank]), source
-            )
-        if self.size != 2 or not source.numel():
+        if found is None and (self.size != 2 or not source.numel()):
             return super().all_gather(output, source)
-        own, (first, second) = source.view(-1), output.view(-1).chunk(2)
-        (second if self.rank else first).copy_(own)
-        nothing, numel = own[:0], own.numel()
+        own, places = source.view(-1), output.view(self.size, source.numel())
+        places[self.rank].copy_(own)
         if found is not None:
-            return _Holding(found.exchange([(1 - self.rank, own, first if self.rank else second)]), source)
-        if source.nbytes < LARGE_NBYTES:  # gloo's ring would send two messages
-            splits = [0, numel] if self.rank == 0 else [numel, 0]
-            return _Holding(super()._exchange(first if self.rank else second, own, splits, splits), source)
-        if self.rank == 0:
-            return self._full_duplex(nothing, own, [0, 0], [0, numel], second, nothing, [0, numel], [0, 0])
-        return self._full_duplex(first, nothing, [numel, 0], [0, 0], nothing, own, [0, 0], [numel, 0])
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            return _Holding(found.exchange([(rank, own, places[rank]) for rank in others]), source)
+        # In place of gloo's ring, which would send two messages.
+        splits = [own.numel() * (rank != self.rank) for rank in range(2)]
+        return _Holding(self._exchange(places[1 - self.rank], own, splits, splits), source)
 
     def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
         largest_nbytes = max(source_splits) * source.element_size()  # the same on all ranks
@@ -470,40 +461,21 @@ class GlooTransport(TorchTransport):
         source_splits: list[int],
         found: "Streams | None",
     ) -> Work:
+        """Exchanges over the connections that were found; without, all that goes upwards takes the first group.
+
+        What goes to lower ranks takes the second one.
+        """
         lower_out, own_out, higher_out = self._sections(output, output_splits)
         lower_in, own_in, higher_in = self._sections(source, source_splits)
         own_out.copy_(own_in)
         if found is not None:
             return _Holding(found.exchange(self._pieces(output, source, output_splits, source_splits)), source)
-        return self._full_duplex(
-            lower_out,
-            higher_in,
-            self._lower(output_splits),
-            self._higher(source_splits),
-            higher_out,
-            lower_in,
-            self._higher(output_splits),
-            self._lower(source_splits),
-        )
-
-    def _full_duplex(
-        self,
-        lower_out: Tensor,
-        higher_in: Tensor,
-        up_output_splits: list[int],
-        up_source_splits: list[int],
-        higher_out: Tensor,
-        lower_in: Tensor,
-        down_output_splits: list[int],
-        down_source_splits: list[int],
-    ) -> Work:
-        """Sends to higher ranks, and receives from lower ones, through the first group; the rest through the second."""
         downwards = self.connect_both_ways()
         up = getattr(self._group, ALL_TO_ALL_SINGLE)(
-            lower_out, higher_in, up_output_splits, up_source_splits, dist.AllToAllOptions()
+            lower_out, higher_in, self._lower(output_splits), self._higher(source_splits), dist.AllToAllOptions()
         )
         down = getattr(downwards, ALL_TO_ALL_SINGLE)(
-            higher_out, lower_in, down_output_splits, down_source_splits, dist.AllToAllOptions()
+            higher_out, lower_in, self._higher(output_splits), self._lower(source_splits), dist.AllToAllOptions()
         )
         return Works([Waiting(up, self._alarm), Waiting(down, self._alarm)])
 
