@@ -4,21 +4,16 @@ Each checks its tensors first (ValueError), and passes addresses to gradwire._na
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from gradwire.compressors.compiled import native as _native
 from gradwire.compressors.kernels.block import BlockFormat
-from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, DgcRule, DgcRun, DgcState, exponents_most_nbytes
+from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, DgcRule, DgcState, exponents_most_nbytes
 from gradwire.compressors.kernels.reference.dgc import step_each, sum_each
-from gradwire.compressors.kernels.reference.powersgd import (
-    FactorRuns,
-    back_project_each,
-    project_each,
-    restore_each,
-)
+from gradwire.compressors.kernels.reference.powersgd import back_project_each, project_each, restore_each
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -201,26 +196,8 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
     )
 
 
-def dgc_step_many(
-    gradient: Tensor,
-    state: DgcState,
-    rule: DgcRule,
-    scales: Tensor | None,
-    runs: Sequence[DgcRun],
-    indices: Tensor,
-    values: Tensor,
-) -> None:
-    """See reference.dgc_step_many."""
-    step_each(dgc_step, gradient, state, rule, scales, runs, indices, values)
-
-
-def dgc_sum(payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
-    """See reference.dgc_sum.
-
-    Raises:
-        IndexError: An index is outside `target`; what came before it was added.
-    """
-    sum_each(scatter_add, payloads, count, value_dtype, target)
+dgc_step_many = partial(step_each, dgc_step)
+"""See reference.dgc_step_many."""
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
@@ -233,6 +210,10 @@ def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
     _check(indices.numel(), torch.float32, values=values)
     _check(target.numel(), torch.float32, target=target)
     _native.scatter_add(indices.data_ptr(), values.data_ptr(), indices.numel(), target.data_ptr(), target.numel())
+
+
+dgc_sum = partial(sum_each, scatter_add)
+"""See reference.dgc_sum. An index outside `target` raises IndexError; what came before it was added."""
 
 
 def powersgd_project(matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
@@ -264,21 +245,12 @@ def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_o
     )
 
 
-def powersgd_project_many(flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor) -> None:
-    """See reference.powersgd_project_many."""
-    project_each(powersgd_project, flat, residual, matrices, q, p)
-
-
-def powersgd_back_project_many(flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
-    """See reference.powersgd_back_project_many."""
-    back_project_each(powersgd_back_project, flat, matrices, p, q)
-
-
-def powersgd_restore_many(
-    flat: Tensor, new_residual: Tensor | None, matrices: FactorRuns, p: Tensor, q_own: Tensor, q_sum: Tensor
-) -> None:
-    """See reference.powersgd_restore_many."""
-    restore_each(powersgd_restore, flat, new_residual, matrices, p, q_own, q_sum)
+powersgd_project_many = partial(project_each, powersgd_project)
+"""See reference.powersgd_project_many."""
+powersgd_back_project_many = partial(back_project_each, powersgd_back_project)
+"""See reference.powersgd_back_project_many."""
+powersgd_restore_many = partial(restore_each, powersgd_restore)
+"""See reference.powersgd_restore_many."""
 
 
 def orthogonalize(matrix: Tensor, key: int) -> None:

@@ -9,13 +9,12 @@ from gradwire.compressors.kernels.cuda.blocks import decode_pieces, decode_reduc
 from gradwire.compressors.kernels.cuda.dgc import dgc_step, dgc_step_many, dgc_sum, scatter_add
 from gradwire.compressors.kernels.cuda.powersgd import (
     orthogonalize_many,
-    powersgd_back_project,
     powersgd_back_project_many,
-    powersgd_project,
     powersgd_project_many,
     powersgd_restore,
     powersgd_restore_many,
 )
+from gradwire.compressors.kernels.reference import powersgd_back_project, powersgd_project
 
 __all__ = [
     "decode_pieces",

@@ -9,17 +9,7 @@ from torch import Tensor
 
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda.launch import address, check_tensors
-from gradwire.compressors.kernels.reference import FactorRun, FactorRuns, powersgd_back_project, powersgd_project
-
-__all__ = [
-    "orthogonalize_many",
-    "powersgd_back_project",
-    "powersgd_back_project_many",
-    "powersgd_project",
-    "powersgd_project_many",
-    "powersgd_restore",
-    "powersgd_restore_many",
-]
+from gradwire.compressors.kernels.reference import FactorRun, FactorRuns
 
 _COLUMNS = 1024
 """kColumns of csrc/cuda/powersgd.cu: of a row, a warp's work in the restoration."""
