@@ -45,8 +45,8 @@ def own_addresses(toward: str | None = None, seconds: float = LOOK_UP_SECONDS) -
         toward: A host that this one has reached already: the route to it is known to work.
         seconds: How long its name may take to be looked up; 0 waits for nothing.
     """
-    first = _sources((socket.AF_INET6 if ":" in each else socket.AF_INET, each) for each in _found(toward, seconds))
-    others = sorted([*_sources(ROUTES), *interface_addresses()], key=lambda each: (_is_a_makeshift(each), ":" in each))
+    first = sources((socket.AF_INET6 if ":" in each else socket.AF_INET, each) for each in _found(toward, seconds))
+    others = sorted([*sources(ROUTES), *interface_addresses()], key=lambda each: (_is_a_makeshift(each), ":" in each))
     outside = [each for each in dict.fromkeys([*first, *others]) if is_outside(each)]
     return [*outside[:MOST_ADDRESSES], LOOPBACK]
 
@@ -125,7 +125,7 @@ def _aligned(nbytes: int) -> int:
     return (nbytes + 3) & ~3
 
 
-def _sources(destinations: Iterable[tuple[int, str]]) -> list[str]:
+def sources(destinations: Iterable[tuple[int, str]]) -> list[str]:
     """The address from which this host would send to each destination, where it has a route."""
     found = []
     for family, destination in destinations:

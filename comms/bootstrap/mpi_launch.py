@@ -20,6 +20,8 @@ from types import ModuleType
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from gradwire.comms.bootstrap.addresses import ROUTES, sources
+
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 INSTALL = (
@@ -115,13 +117,7 @@ def _address(one_node: bool) -> str:
     if address and not address.startswith("127."):
         return address
     # Debian writes the host's own name as 127.0.1.1; the address of the default route is the one others see.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737); nothing is sent
-            found: str = probe.getsockname()[0]
-        except OSError:
-            return name
-    return found
+    return next(iter(sources(ROUTES[:1])), name)
 
 
 def _free_port() -> int:
