@@ -38,7 +38,6 @@ from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LeftOut, SentRows
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, ShardNames, runs_of
 from gradwire.comms.sharded.nodes import Members, ShardNodes
 from gradwire.comms.sharded.rows import (
-    RowCodec,
     add_payload,
     decode_rows,
     encode_row,
@@ -47,6 +46,7 @@ from gradwire.comms.sharded.rows import (
     scatter_runs,
 )
 from gradwire.comms.sharded.turns import InTurn, TorchGroups
+from gradwire.compressors.codecs.base import FusedCodec
 from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
@@ -65,7 +65,7 @@ SHARD_LEVEL = "between nodes, of the ranks that share parameters"
 """The level of these collectives in a report's rows."""
 
 
-def codec_of(choice: str, key: int | None) -> RowCodec:
+def codec_of(choice: str, key: int | None) -> FusedCodec:
     """The codec of one of the choices.
 
     Args:
@@ -240,7 +240,7 @@ class GradientReduceScatter(ReduceScatter):
     def _exchange(
         self,
         between: Members,
-        codec: RowCodec,
+        codec: FusedCodec,
         runs: RowRuns,
         mine: Tensor,
         present: Sequence[NamedShard],

@@ -1,33 +1,18 @@
 """A row of a unit (what one rank owns of it) as bytes: matrices encoded in few bits, the rest as it is."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gradwire.comms.sharded.layout import RowRuns
+from gradwire.compressors.codecs.base import FusedCodec
 
 ALIGN_NBYTES = 16
 """Payloads, and the parts of one, start at multiples of this: any dtype may be viewed there, and kernels read wide."""
 
 
-class RowCodec(Protocol):
-    """What a row needs of a codec; see `compressors.base.Codec` and `compressors.codecs.base.FusedCodec`."""
-
-    def wire_nbytes(self, numel: int) -> int:
-        """Bytes of the payload of so many elements."""
-
-    def encode_residual(
-        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
-    ) -> None:
-        """Encodes flat + residual: 1-D float32 -> 1-D uint8, overwritten; what it leaves out to `new_residual`."""
-
-    def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
-        """Writes addend + decode(payloads[0]) + ... into `flat`."""
-
-
-def payload_nbytes(codec: RowCodec, runs: RowRuns, dtype: torch.dtype) -> int:
+def payload_nbytes(codec: FusedCodec, runs: RowRuns, dtype: torch.dtype) -> int:
     """Bytes of a row's payload.
 
     Args:
@@ -39,7 +24,7 @@ def payload_nbytes(codec: RowCodec, runs: RowRuns, dtype: torch.dtype) -> int:
 
 
 def encode_row(
-    codec: RowCodec,
+    codec: FusedCodec,
     runs: RowRuns,
     row: Tensor,
     payload: Tensor,
@@ -71,7 +56,7 @@ def encode_row(
     payload[start + dense_nbytes :].zero_()
 
 
-def decode_rows(codec: RowCodec, runs: RowRuns, payloads: Tensor, dtype: torch.dtype, own: Tensor | None) -> Tensor:
+def decode_rows(codec: FusedCodec, runs: RowRuns, payloads: Tensor, dtype: torch.dtype, own: Tensor | None) -> Tensor:
     """The sum of several ranks' payloads of one row.
 
     Args:
@@ -100,7 +85,7 @@ def decode_rows(codec: RowCodec, runs: RowRuns, payloads: Tensor, dtype: torch.d
     return total
 
 
-def add_payload(codec: RowCodec, runs: RowRuns, payload: Tensor, dtype: torch.dtype, sent: Tensor) -> None:
+def add_payload(codec: FusedCodec, runs: RowRuns, payload: Tensor, dtype: torch.dtype, sent: Tensor) -> None:
     """Brings what the receivers have of a row up to date.
 
     Args:
@@ -121,7 +106,7 @@ def add_payload(codec: RowCodec, runs: RowRuns, payload: Tensor, dtype: torch.dt
         scatter_runs(dense.float(), sent, runs.dense)
 
 
-def _dense_at(codec: RowCodec, runs: RowRuns) -> int:
+def _dense_at(codec: FusedCodec, runs: RowRuns) -> int:
     return _aligned(codec.wire_nbytes(runs.compressed_numel)) if runs.compressed_numel else 0
 
 
