@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
+from rich.table import Column
 
 from gradwire.topology.printable import printable
 
@@ -141,6 +142,11 @@ class StatusLine:
         """Wipes the line, before anything else is printed and at the end."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def right_columns(*headings: str) -> list[Column]:
+    """Columns of a table for figures, which end below each other; those of names are given by their headings alone."""
+    return [Column(heading, justify="right") for heading in headings]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from gradwire.bench.compare.contenders import PLAIN
 from gradwire.bench.compare.replay import ReplayCase, Scale, load_case
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.machine import machine_line
-from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, write_json, writing
+from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, right_columns, write_json, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +192,8 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
 
 def table(results: list[ContenderResult]) -> Table:
     """What ran as a table, fastest first."""
-    rows = Table(box=SIMPLE_HEAD, padding=0)
-    for heading in ("compared", "s per step", "MB on NIC", "gradient error", "speed-up"):
-        rows.add_column(heading, justify="left" if heading == "compared" else "right")
+    figures = right_columns("s per step", "MB on NIC", "gradient error", "speed-up")
+    rows = Table("compared", *figures, box=SIMPLE_HEAD, padding=0)
     for one in sorted((each for each in results if each.seconds is not None), key=lambda each: each.seconds or 0.0):
         nbytes = "-" if one.nic_nbytes is None else f"{one.nic_nbytes / 1e6:.2f}"
         error = "-" if one.error is None else f"{one.error:.1e}"

@@ -10,8 +10,9 @@ from rich.table import Table
 from gradwire.bench.doctor.checks.basis import BASES
 from gradwire.bench.doctor.checks.settings import WANTED_HERE
 from gradwire.bench.doctor.checks.steps import step_split
-from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
+from gradwire.bench.doctor.checks.words import nbytes, rate, seconds
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
+from gradwire.bench.terminal import right_columns
 from gradwire.comms.plan import overlap
 
 MOST_PAIRS = 15
@@ -214,9 +215,9 @@ def pair_table(facts: JobFacts) -> Table:
     """The slowest pairs of nodes."""
     pairs = sorted(facts.pairs, key=lambda pair: min(pair.many))
     left = len(pairs) - MOST_PAIRS
-    table = Table(title=f"links between nodes{f', the slowest; {left} more in --json' if left > 0 else ''}")
-    for heading in ("from", "to", "latency", "one connection", "several", "both ways at once"):
-        table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
+    figures = right_columns("latency", "one connection", "several", "both ways at once")
+    more = f", the slowest; {left} more in --json" if left > 0 else ""
+    table = Table("from", "to", *figures, title=f"links between nodes{more}")
     for pair in pairs[:MOST_PAIRS]:
         names = facts.names
         table.add_row(
@@ -230,10 +231,8 @@ def pair_table(facts: JobFacts) -> Table:
 
 def backend_table(facts: JobFacts) -> Table:
     """An all-reduce by every backend, the fastest first."""
-    table = Table(title=f"all-reduce of {nbytes(facts.backends[0].nbytes)} by all ranks")
-    table.add_column("backend")
-    table.add_column("time", justify="right")
-    table.add_column(f"so {nbytes(facts.gradient_nbytes)} take", justify="right")
+    figures = right_columns("time", f"so {nbytes(facts.gradient_nbytes)} take")
+    table = Table("backend", *figures, title=f"all-reduce of {nbytes(facts.backends[0].nbytes)} by all ranks")
     for each in sorted(facts.backends, key=lambda one: one.seconds or float("inf")):
         if each.seconds is None:
             table.add_row(each.backend, "failed", "")
@@ -263,8 +262,3 @@ def as_record(facts: JobFacts, found: Sequence[Diagnosis], status: int, took_sec
         "good_bytes_per_second": facts.good_rate() if facts.pairs else None,
         "facts": to_record(facts),
     }  # fmt: skip
-
-
-def summary(found: Sequence[Diagnosis]) -> str:
-    """Keys and nodes, for a log's one line."""
-    return "; ".join(f"{each.key} ({listed(each.nodes)})" for each in found) or "nothing"

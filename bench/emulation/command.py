@@ -27,7 +27,7 @@ from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_cards, parse_cards
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
-from gradwire.bench.terminal import STDOUT, CleanConsole, complain, working, write_json
+from gradwire.bench.terminal import STDOUT, CleanConsole, complain, right_columns, working, write_json
 
 GRACE_HELP = "how long the others may go on after a rank failed, so that they can say what they saw (default 30)"
 _EXAMPLE = "example: gradwire emulate --nodes 2 --ranks-per-node 4 --nic 200mbit -- python train.py"
@@ -132,9 +132,8 @@ def path_table(cluster: EmulatedCluster) -> Table:
     Args:
         cluster: A cluster with paths.
     """
-    table = Table(title="packets between the nodes")
-    for heading in ("from", "to", "round trip", "packets", "lost", "dropped at a queue"):
-        table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
+    figures = right_columns("round trip", "packets", "lost", "dropped at a queue")
+    table = Table("from", "to", *figures, title="packets between the nodes")
     assert cluster.paths is not None
     pairs = [(node, other) for node in range(len(cluster.nodes)) for other in range(len(cluster.nodes))]
     for network, interface in enumerate(cluster.interfaces):
@@ -190,9 +189,8 @@ def nic_table(cluster: EmulatedCluster, result: RunResult) -> Table:
         result: What its `run` returned.
     """
     rate = ", ".join(dict.fromkeys(map(format_cards, cluster.card_rates))) or "no limit"
-    table = Table(title=f"bytes on the links ({rate}, {result.seconds:.1f} s)", min_width=48)
-    for heading in ("node", "ranks", "sent", "received"):
-        table.add_column(heading, justify="left" if heading == "node" else "right")
+    title = f"bytes on the links ({rate}, {result.seconds:.1f} s)"
+    table = Table("node", *right_columns("ranks", "sent", "received"), title=title, min_width=48)
     for nic in result.nic_bytes:
         table.add_row(nic.hostname, str(cluster.nodes[nic.node]), f"{nic.tx:,}", f"{nic.rx:,}")
         for card in nic.cards if len(nic.cards) > 1 else ():

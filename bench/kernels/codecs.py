@@ -22,7 +22,15 @@ from torch import Tensor
 
 from gradwire.bench.arguments import CommandParser, add_import_option, check_output, import_modules
 from gradwire.bench.kernels.formats import Format, all_formats, exponent_entropy, packed_bits, packing
-from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, add_json_option, complain, write_json
+from gradwire.bench.terminal import (
+    STDOUT,
+    CleanConsole,
+    StatusLine,
+    add_json_option,
+    complain,
+    right_columns,
+    write_json,
+)
 
 PACKINGS = ((32, 3, False), (128, 3, False), (32, 3, True), (64, 3, True), (128, 3, True), (64, 4, False))
 """(values of a block, bits of an exponent's code, whether zero has one)."""
@@ -84,10 +92,8 @@ def read_gradients(file: Path) -> dict[str, Tensor]:
 
 
 def _format_table(rows: list[FormatErrors]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
     tasks = list(rows[0].errors)
-    for heading in ("format", "bits", *(f"vNMSE {task}" for task in tasks), "worst"):
-        table.add_column(heading, justify="left" if heading == "format" else "right")
+    table = Table("format", *right_columns("bits", *(f"vNMSE {task}" for task in tasks), "worst"), box=SIMPLE_HEAD)
     for row in rows:
         table.add_row(row.name, f"{row.bits:.3g}", *(f"{row.errors[task]:.2e}" for task in tasks), f"{row.worst:.2e}")
     return table
@@ -106,9 +112,9 @@ def _packing_rows(gradients: Mapping[str, Tensor]) -> list[dict[str, object]]:
 
 
 def _packing_table(rows: list[dict[str, object]]) -> Table:
-    table = Table(title="bfloat16 with packed exponents, lossless", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("gradient", "entropy", "block", "code", "zero", "bits", "of 16", "escapes", "worst"):
-        table.add_column(heading, justify="left" if heading == "gradient" else "right")
+    figures = right_columns("entropy", "block", "code", "zero", "bits", "of 16", "escapes", "worst")
+    title = "bfloat16 with packed exponents, lossless"
+    table = Table("gradient", *figures, title=title, title_justify="left", box=SIMPLE_HEAD)
     for row in rows:
         table.add_row(
             str(row["gradient"]),
@@ -125,9 +131,8 @@ def _packing_table(rows: list[dict[str, object]]) -> Table:
 
 
 def _sent_table(bits: Mapping[str, float]) -> Table:
-    table = Table(title="bf16_packed", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("gradient", "bits", "of 16"):
-        table.add_column(heading, justify="left" if heading == "gradient" else "right")
+    figures = right_columns("bits", "of 16")
+    table = Table("gradient", *figures, title="bf16_packed", title_justify="left", box=SIMPLE_HEAD)
     for name, each in bits.items():
         table.add_row(name, f"{each:.2f}", f"{16 / each:.2f}x")
     return table

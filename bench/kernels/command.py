@@ -17,7 +17,15 @@ from torch import Tensor
 
 from gradwire.bench.arguments import CommandParser, check_memory, check_number, check_output
 from gradwire.bench.kernels.cases import SETS, KernelCase, Step, all_cases
-from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, add_json_option, complain, write_json
+from gradwire.bench.terminal import (
+    STDOUT,
+    CleanConsole,
+    StatusLine,
+    add_json_option,
+    complain,
+    right_columns,
+    write_json,
+)
 
 _HEAD_START_CYCLES = 2_000_000
 """About a millisecond: the device waits while the host starts the kernels, so that their launches are not timed."""
@@ -104,9 +112,8 @@ def _measure_all(
 
 
 def _table(results: list[KernelResult], copy_note: str) -> Table:
-    table = Table(title=copy_note, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("kernel", "MB", "ms", "GB/s", "of a copy", "torch ms", "vs torch"):
-        table.add_column(heading, justify="left" if heading == "kernel" else "right")
+    figures = right_columns("MB", "ms", "GB/s", "of a copy", "torch ms", "vs torch")
+    table = Table("kernel", *figures, title=copy_note, title_justify="left", box=SIMPLE_HEAD)
     for row in results:
         table.add_row(
             row.kernel,

@@ -28,7 +28,7 @@ from gradwire.bench.nccl_tests.output import BenchBlock, fresh_name, now, to_jso
 from gradwire.bench.nccl_tests.ranks import World, meet
 from gradwire.bench.nccl_tests.rows import RowRunner, TableRow
 from gradwire.bench.nccl_tests.start import Start, find_start, speaks
-from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, complain, write_json, writing
+from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, complain, right_columns, write_json, writing
 from gradwire.comms.config import bench_environment, launcher_variables
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -283,18 +283,9 @@ def _create(path: Path, text: str) -> None:
 
 def loss_table(compressor: str, losses: list[CodingLoss]) -> Table:
     """What was lost and saved, as a table of its own."""
-    table = Table(title=f"{compressor}: {losses[0].bound}; times in us", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in (
-        "size (B)",
-        "error",
-        "cosine",
-        "exact (B)",
-        "sent (B)",
-        "ratio",
-        "encode",
-        "decode",
-    ):
-        table.add_column(heading, justify="right")
+    columns = right_columns("size (B)", "error", "cosine", "exact (B)", "sent (B)", "ratio", "encode", "decode")
+    title = f"{compressor}: {losses[0].bound}; times in us"
+    table = Table(*columns, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for loss in losses:
         coding = [
             f"{seconds * 1e6:.1f}" if seconds is not None else "-"

@@ -6,12 +6,13 @@ from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gradwire.bench.selftest.checks import FAIL, PASS, SKIPPED, SelftestResult
 from gradwire.bench.selftest.kernel_checks import KernelBandwidth
 from gradwire.bench.selftest.run import SelftestFindings
+from gradwire.bench.terminal import right_columns
 
 WIDTH = 80
 """Columns: what a terminal has at least, and what an issue shows without a scroll bar."""
@@ -107,10 +108,8 @@ def _wrapped(console: Console, text: str) -> None:
 
 
 def _table_of_parts(checks: list[SelftestResult]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("part", no_wrap=True)
-    for heading in ("failed", "passed", "skipped", "worst difference", "s"):
-        table.add_column(heading, justify="right")
+    figures = right_columns("failed", "passed", "skipped", "worst difference", "s")
+    table = Table(Column("part", no_wrap=True), *figures, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for part in dict.fromkeys(each.part for each in checks):
         own = [each for each in checks if each.part == part]
         worst = [each.worst_difference for each in own if each.worst_difference is not None]
@@ -124,10 +123,8 @@ def _table_of_parts(checks: list[SelftestResult]) -> Table:
 
 
 def _table_of_bandwidths(rows: list[KernelBandwidth]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("kernel", no_wrap=True)
-    for heading in ("MB", "us", "GB/s", "of a copy"):
-        table.add_column(heading, justify="right")
+    columns = Column("kernel", no_wrap=True), *right_columns("MB", "us", "GB/s", "of a copy")
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         rate = row.nbytes / row.seconds / 1e9
         figures = (f"{row.nbytes / 1e6:.1f}", f"{row.seconds * 1e6:.1f}", f"{rate:.0f}", f"{row.of_copy:.2f}")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradwire.bench.kernels.codecs import read_gradients
 from gradwire.bench.kernels.formats import exponent_entropy, packed_bits
-from gradwire.bench.terminal import CleanConsole
+from gradwire.bench.terminal import CleanConsole, right_columns
 from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK
 
 OWNERS = (2, 4, 16)
@@ -69,10 +69,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     gradients = read_gradients(parser.parse_args().file)
-    table = Table()
     sizes = [f"{kind}, {owners}" for owners in OWNERS for kind in ("fixed", "dealt")]
-    for heading in ("gradient", "alone", "given block", "given last step", "sent", *sizes):
-        table.add_column(heading, justify="left" if heading == "gradient" else "right")
+    table = Table("gradient", *right_columns("alone", "given block", "given last step", "sent", *sizes))
     for name, x in gradients.items():
         exponents, (task, step) = exponents_of(x), name.rsplit("/", 1)
         before = gradients.get(f"{task}/{int(step) - 1}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gradwire.bench.emulation.cluster import EmulatedCluster
@@ -23,7 +23,7 @@ from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
-from gradwire.bench.terminal import STDOUT, StatusLine, add_json_option, working, write_json
+from gradwire.bench.terminal import STDOUT, StatusLine, add_json_option, right_columns, working, write_json
 from gradwire.bench.train.story import foretell, predicted_seconds, tell
 from gradwire.bench.train.train import TrainingResult
 
@@ -163,6 +163,11 @@ def presume_rate(batch: int) -> str:
     return readable_rate(plain.node_nbytes_per_step, plain.seconds_per_step)
 
 
+def _table(title: str, *figures: str) -> Table:
+    columns = Column("hook", no_wrap=True), *right_columns(*figures)
+    return Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def counted_table(results: list[TrainingResult], title: str) -> Table:
     """Returns the table of a comparison whose links were not slow: what a node would send, no time of this run.
 
@@ -170,10 +175,7 @@ def counted_table(results: list[TrainingResult], title: str) -> Table:
         results: The first row is the one the others are compared with.
         title: Where it ran.
     """
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("hook", no_wrap=True)
-    for heading in ("MB a node sends", "predicted s", "loss at the end", "bits/byte"):
-        table.add_column(heading, justify="right")
+    table = _table(title, "MB a node sends", "predicted s", "loss at the end", "bits/byte")
     seconds = predicted_seconds(results)
     for result in results:
         nbytes = result.node_nbytes_per_step
@@ -194,10 +196,7 @@ def result_table(results: list[TrainingResult], title: str) -> Table:
         results: The first row is the one the others are compared with.
         title: Where it ran.
     """
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("hook", no_wrap=True)
-    for heading in ("s per step", "MB on a link", "loss at the end", "bits/byte", "speed-up"):
-        table.add_column(heading, justify="right")
+    table = _table(title, "s per step", "MB on a link", "loss at the end", "bits/byte", "speed-up")
     for result in results:
         nbytes = result.nic_nbytes_per_step
         table.add_row(
