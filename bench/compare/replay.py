@@ -211,16 +211,18 @@ def load_case(name: str, batch: int | None = None) -> ReplayCase:
     return case
 
 
-class _Layer(torch.autograd.Function):
+class ReplayLayer(torch.autograd.Function):
     """Passes a number on; its backward pass waits, then hands out the parameter's gradient."""
 
     @staticmethod
     def forward(ctx: "_Context", x: Tensor, parameter: Tensor, gradient: Tensor, seconds: float) -> Tensor:
+        """Returns `x`; keeps the gradient, and how long the backward pass lasts."""
         ctx.gradient, ctx.seconds = gradient, seconds
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: "_Context", *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Waits, then returns the number's gradient and the parameter's."""
         if ctx.seconds:
             sleep(ctx.seconds)
         return outputs[0], ctx.gradient, None, None
@@ -261,7 +263,7 @@ class ReplayModel(nn.Module):
         """
         sleep(self.forward_seconds)
         for parameter, gradient, seconds in zip(self.weights, self._gradients, self.backward_seconds, strict=True):
-            start = _Layer.apply(start, parameter, gradient, seconds)  # type: ignore[no-untyped-call]  # torch's
+            start = ReplayLayer.apply(start, parameter, gradient, seconds)  # type: ignore[no-untyped-call]  # torch's
         return start
 
 

@@ -40,7 +40,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.compare.replay import FORWARD_SHARE, load_case
+from gradwire.bench.compare.replay import FORWARD_SHARE, ReplayLayer, load_case
 from gradwire.bench.studies.convergence.alone import reduce_together
 from gradwire.bench.train.text import library_text, split_text
 from gradwire.comms.autotune.choose import MOST_OUTSTANDING, LayerChooser, predicted_error
@@ -164,22 +164,6 @@ def recorded(texts: Texts, rank: int, count: int = 4, steps: int = 25) -> list[d
     return found
 
 
-class _Handed(torch.autograd.Function):
-    """Passes a number on; its backward pass waits, then hands out a recorded gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, parameter: Tensor, gradient: Tensor, seconds: float
-    ) -> Tensor:
-        ctx.gradient, ctx.seconds = gradient, seconds  # type: ignore[attr-defined]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        time.sleep(ctx.seconds)  # type: ignore[attr-defined]
-        return outputs[0], ctx.gradient, None, None  # type: ignore[attr-defined]
-
-
 class Replay(nn.Module):
     """The model's parameters and recorded gradients; the convolutions take a backward pass's time."""
 
@@ -197,7 +181,7 @@ class Replay(nn.Module):
         now = self.gradients[self.number % len(self.gradients)]
         for name, parameter in self.model.named_parameters():
             seconds = self.layer_seconds if parameter.dim() == 3 else 0.0
-            start = _Handed.apply(start, parameter, now[name], seconds)  # type: ignore[no-untyped-call]
+            start = ReplayLayer.apply(start, parameter, now[name], seconds)  # type: ignore[no-untyped-call]
         return start
 
 
