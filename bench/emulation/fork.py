@@ -27,15 +27,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from gradwire.bench.emulation.cluster import INTERFACE, WITH_ONE_THREAD, EmulatedCluster, RunResult
 from gradwire.bench.emulation.launch import RankLine
+from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.seats import seat_ranks
 from gradwire.bench.emulation.signals import die_with_parent
 from gradwire.comms.config import launcher_variables
@@ -90,6 +92,12 @@ class ForkedRank:
         dist.barrier()
         dist.destroy_process_group()
 
+    def tell(self, found: object) -> None:
+        """Leaves; rank 0 says before what was found, of what JSON knows, to who has called `hear_forked`."""
+        if self.rank == 0:
+            print(json.dumps(found), flush=True)
+        self.leave()
+
 
 def run_forked(
     cluster: EmulatedCluster,
@@ -135,6 +143,41 @@ def run_forked(
         finally:
             warmed.kill()
             warmed.wait()
+
+
+def hear_forked(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    nodes: Sequence[int],
+    nic: str | None,
+    timeout_seconds: float,
+    order: str = "contiguous",
+    path: PathOptions | None = None,
+    congestion: str | None = None,
+) -> Any:
+    """Runs `module.rank_main` as every rank of a job on an emulated cluster of its own: see `run_forked`.
+
+    Args:
+        module: Full name.
+        arguments: Passed to every rank.
+        nodes: Ranks of each node.
+        nic: Rate of each node's link, as for `EmulatedCluster`.
+        timeout_seconds: Longest time for the whole job.
+        order: How the ranks are dealt over the nodes.
+        path: As for `EmulatedCluster`.
+        congestion: As for `EmulatedCluster`.
+
+    Returns:
+        What the ranks have told by `ForkedRank.tell`.
+
+    Raises:
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
+    with EmulatedCluster([1] * len(nodes), nic, path=path, congestion=congestion) as cluster:
+        outcome = run_forked(cluster, module, arguments, nodes=nodes, order=order, timeout_seconds=timeout_seconds)
+    outcome.check()
+    return json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith(("{", "["))))
 
 
 _CLIENT = r"""
@@ -207,14 +250,7 @@ def ask_in_child(question: Callable[[], bool]) -> bool:
     sys.stderr.flush()
     pid = os.fork()
     if not pid:
-        status = 1
-        try:
-            status = yes if question() else no
-        except BaseException:  # noqa: BLE001 - the child must not run on into the parent's code, whatever happened
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
+        exit_as(lambda: yes if question() else no)
     ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if ended not in (yes, no):
         raise RuntimeError(f"a child process that was to look for devices ended with status {ended}")
@@ -236,12 +272,25 @@ def _fork(place: P, entry: Callable[[P, list[str]], int], arguments: list[str]) 
     pid = os.fork()
     if pid:
         return pid
-    status = 1
-    try:
+
+    def run() -> int:
         die_with_parent(parent)
         print_whole_lines()
-        status = entry(place, arguments)
-    except BaseException:  # noqa: BLE001 - the child must not run on into the parent's code, whatever happened
+        return entry(place, arguments)
+
+    exit_as(run)
+
+
+def exit_as(body: Callable[[], int]) -> NoReturn:
+    """Ends a forked process with the status that `body` returns, or, where it raises, with 1 and what it has raised.
+
+    Args:
+        body: All that the process does: it must not run on into its parent's code, whatever happens.
+    """
+    status = 1
+    try:
+        status = body()
+    except BaseException:  # noqa: BLE001 - see above
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -282,34 +331,28 @@ def main(argv: list[str]) -> int:
             asking, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
-                _serve(asking, own, loaded, problem)
+                exit_as(partial(_serve, asking, own, loaded, problem))
             asking.close()
 
 
-def _serve(asking: socket.socket, parent: int, loaded: ModuleType | None, problem: str) -> NoReturn:
+def _serve(asking: socket.socket, parent: int, loaded: ModuleType | None, problem: str) -> int:
     """Runs one node's ranks with the output and the environment of who asks, and tells it their status."""
     status = 1
-    try:
-        die_with_parent(parent)
-        _, outputs, _, _ = socket.recv_fds(asking, 1, 2)
-        for number, output in enumerate(outputs, start=1):
-            os.dup2(output, number)
-            os.close(output)
-        environment, folder, words = json.loads(asking.makefile().readline())
-        if loaded is None:
-            print(problem, file=sys.stderr)
-        else:
-            # Set, not read: a rank finds the variables of its node, as if it had been started there.
-            os.environ.clear()  # noqa: TID251
-            os.environ.update(environment)  # noqa: TID251
-            status = _inside(asking, folder, loaded, words)
-        asking.sendall(str(status).encode())
-    except BaseException:  # noqa: BLE001 - this process must not run on into its parent's code
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    die_with_parent(parent)
+    _, outputs, _, _ = socket.recv_fds(asking, 1, 2)
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output, number)
+        os.close(output)
+    environment, folder, words = json.loads(asking.makefile().readline())
+    if loaded is None:
+        print(problem, file=sys.stderr)
+    else:
+        # Set, not read: a rank finds the variables of its node, as if it had been started there.
+        os.environ.clear()  # noqa: TID251
+        os.environ.update(environment)  # noqa: TID251
+        status = _inside(asking, folder, loaded, words)
+    asking.sendall(str(status).encode())
+    return status
 
 
 def enter_namespaces(pid: int, names: Sequence[str]) -> None:
@@ -341,15 +384,7 @@ def _inside(asking: socket.socket, folder: str, loaded: ModuleType, words: list[
     os.chdir(folder)
     child = os.fork()
     if child == 0:
-        status = 1
-        try:
-            status = _fork_node(loaded, words)
-        except BaseException:  # noqa: BLE001 - as above
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+        exit_as(partial(_fork_node, loaded, words))
     ended = os.pidfd_open(child)
     waiting = select.poll()
     waiting.register(ended, select.POLLIN)

@@ -30,6 +30,7 @@ from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
+from gradwire.bench.terminal import right_columns
 
 NODES = (2, 2, 2)
 NIC = "200mbit"
@@ -287,24 +288,20 @@ class DoctorRun:
         return self.expected.node is None or self.findings[0]["nodes"] == [self.expected.node]
 
 
-def examine(
-    fault: PlantedFault | None, nodes: Sequence[int] = NODES, nic: str = NIC, words: Sequence[str] = ()
-) -> DoctorRun:
+def examine(fault: PlantedFault | None, nodes: Sequence[int] = NODES) -> DoctorRun:
     """Runs `gradwire doctor` on a cluster of its own.
 
     Args:
         fault: What is wrong with it; None for nothing.
         nodes: Ranks of each node.
-        nic: Rate of each link.
-        words: More of the doctor's options.
 
     Raises:
         RuntimeError: The doctor itself failed.
     """
     wrong = fault or PlantedFault(name="healthy", key="")
-    with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder, EmulatedCluster(nodes, nic) as cluster:
+    with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder, EmulatedCluster(nodes, NIC) as cluster:
         result = Path(folder, "doctor.json")
-        command = [sys.executable, "-P", "-m", "gradwire", "doctor", "--json", str(result), *words]
+        command = [sys.executable, "-P", "-m", "gradwire", "doctor", "--json", str(result)]
         with wrong.plant(cluster):
             began = time.monotonic()
             ran = cluster.run(
@@ -345,9 +342,9 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 def table(runs: Sequence[DoctorRun]) -> Table:
     """A row for each run."""
-    shown = Table(title=f"`gradwire doctor` on {len(NODES)} nodes of {NODES[0]} ranks, {NIC}")
-    for heading in ("planted", "named first", "also named", "right", "seconds", "load"):
-        shown.add_column(heading, justify="right" if heading in ("seconds", "load") else "left")
+    title = f"`gradwire doctor` on {len(NODES)} nodes of {NODES[0]} ranks, {NIC}"
+    names = "planted", "named first", "also named", "right"
+    shown = Table(*names, *right_columns("seconds", "load"), title=title)
     for run in runs:
         first = run.findings[0]["title"] if run.findings else "nothing"
         others = ", ".join(each["key"] for each in run.findings[1:])

@@ -38,13 +38,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.fork import ForkedRank, hear_forked
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_rate, parse_rate, parse_rates
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
 from gradwire.bench.nccl_tests.backends.select import check_compressor
+from gradwire.bench.terminal import right_columns
 from gradwire.comms.bootstrap.compat import GradBucket
 from gradwire.comms.plan.codec_price import short_start
 from gradwire.comms.plan.owners import exact_shares
@@ -210,7 +210,7 @@ def _all_reduce(flat: Tensor) -> None:
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 prints the figures as one line of JSON.
+    """One rank's part; rank 0 tells the figures.
 
     Args:
         place: Where this rank is.
@@ -219,10 +219,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     torch.set_num_threads(1)
     numel, rounds, node_rates = int(arguments[0]), int(arguments[1]), [float(each) for each in arguments[2].split(",")]
     place.connect()
-    measured = _measured(place, numel, rounds, node_rates, arguments[3:])
-    if place.rank == 0:
-        print(json.dumps(measured), flush=True)
-    place.leave()
+    place.tell(_measured(place, numel, rounds, node_rates, arguments[3:]))
     return 0
 
 
@@ -253,25 +250,21 @@ def measure(
     """
     nodes, order = CASES[case]
     node_rates = [bits / 8 for bits in parse_rates(nic, len(nodes), "--nic")]
-    with EmulatedCluster([1] * len(nodes), nic, path=path) as cluster:
-        outcome = run_forked(
-            cluster,
-            "gradwire.bench.studies.hook_speed",
-            [str(numel), str(rounds), ",".join(map(str, node_rates)), *compressors],
-            nodes=nodes,
-            order=order,
-            timeout_seconds=540,
-        )
-    outcome.check()
+    found = hear_forked(
+        "gradwire.bench.studies.hook_speed",
+        [str(numel), str(rounds), ",".join(map(str, node_rates)), *compressors],
+        nodes=nodes,
+        nic=nic,
+        timeout_seconds=540,
+        order=order,
+        path=path,
+    )
     lower_bound = 2 * (len(nodes) - 1) / len(nodes) * numel * 4
     owned = exact_shares(tuple(node_rates), len(nodes) - 2) if len(nodes) > 2 else [0.0] * len(nodes)
     limit_seconds = max(
         numel * 4 * (1 + (len(nodes) - 2) * share) / rate for share, rate in zip(owned, node_rates, strict=True)
     )
-    line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
-    finished = [
-        Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)
-    ]
+    finished = [Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in found]
     plain, nothing = (next(one for one in finished if one.name == name).median_seconds for name in (PLAIN, NOTHING))
     return [
         HookSpeedResult(
@@ -291,9 +284,8 @@ def measure(
 
 def table(results: list[HookSpeedResult], title: str) -> Table:
     """The results as a table."""
-    rows = Table(title=title)
-    for heading in ("cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit", "of link", "speed-up"):
-        rows.add_column(heading, justify="left" if heading in ("cluster", "way") else "right")
+    figures = right_columns("s", "MB on NIC", "x lower bound", "share of limit", "of link", "speed-up")
+    rows = Table("cluster", "way", *figures, title=title)
     for one in results:
         rows.add_row(
             one.case,

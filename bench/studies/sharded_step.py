@@ -29,12 +29,12 @@ from torch.optim import AdamW
 
 import gradwire.fsdp
 from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.fork import ForkedRank, hear_forked
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
+from gradwire.bench.terminal import right_columns
 from gradwire.bench.train.model import VOCABULARY, ByteTransformer, loss_in_nats
 
 CASES = {"2x2": (2, 2), "4x2": (2, 2, 2, 2)}
@@ -143,7 +143,7 @@ def make_contender(
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 prints the figures as one line of JSON.
+    """One rank's part; rank 0 tells the figures.
 
     Args:
         place: Where this rank is.
@@ -152,10 +152,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """
     torch.set_num_threads(1)
     place.connect()
-    measured = _measured(place, arguments)
-    if place.rank == 0:
-        print(json.dumps(measured), flush=True)
-    place.leave()
+    place.tell(_measured(place, arguments))
     return 0
 
 
@@ -192,17 +189,15 @@ def measure(
     """
     nodes = CASES[case]
     rate = 0.0 if nic is None else parse_rate(nic, "--nic") / 8
-    with EmulatedCluster([1] * len(nodes), nic, path=path) as cluster:
-        outcome = run_forked(
-            cluster,
-            "gradwire.bench.studies.sharded_step",
-            [str(rounds), *map(str, batch), str(rate), str(layers), *names],
-            nodes=nodes,
-            timeout_seconds=1200,
-        )
-    outcome.check()
-    line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
-    found = {each["name"]: Contender(**{**each, "step": print}) for each in json.loads(line)}
+    told = hear_forked(
+        "gradwire.bench.studies.sharded_step",
+        [str(rounds), *map(str, batch), str(rate), str(layers), *names],
+        nodes=nodes,
+        nic=nic,
+        timeout_seconds=1200,
+        path=path,
+    )
+    found = {each["name"]: Contender(**{**each, "step": print}) for each in told}
     return [_result(case, one, found[NATIVE if "HSDP" in name else PLAIN]) for name, one in found.items()]
 
 
@@ -220,9 +215,8 @@ def _result(case: str, one: Contender, baseline: Contender) -> ShardedStepResult
 
 def table(results: Sequence[ShardedStepResult], title: str) -> Table:
     """The results as a table."""
-    rows = Table(title=title)
-    for heading in ("cluster", "setting", "s per step", "MB on the card", "faster", "fewer bytes"):
-        rows.add_column(heading, justify="left" if heading in ("cluster", "setting") else "right")
+    columns = right_columns("s per step", "MB on the card", "faster", "fewer bytes")
+    rows = Table("cluster", "setting", *columns, title=title)
     for one in results:
         figures = f"{one.seconds:.3f}", f"{one.nic_nbytes / 1e6:.2f}", f"{one.speed_up:.2f}x", f"{one.fewer:.1f}x"
         rows.add_row(one.case, one.name, *figures)

@@ -18,12 +18,10 @@ the machine change it less than seconds.
 """
 
 import argparse
-import importlib
 import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -41,13 +39,13 @@ from torch.optim import Optimizer
 
 import gradwire
 from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks, run_forked
-from gradwire.bench.emulation.launch import held_port
+from gradwire.bench.emulation.fork import ForkedRank, hear_forked
 from gradwire.bench.emulation.paths import PathOptions
+from gradwire.bench.emulation.seats import seat_ranks
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.optimizers import MUON, optimizers_of
 from gradwire.bench.studies.convergence.tasks import TASKS, BatchedTask, FashionTask, Task, TaskFacts, share_of_peak
+from gradwire.bench.studies.convergence.training import on_forked_ranks
 
 PLAIN, ALONE, INT4, POWERSGD, POST_LOCAL = (
     "plain DDP",
@@ -206,10 +204,10 @@ class Training:
             power = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             self.model.register_comm_hook(power, powerSGD_hook)
         elif method.name == POST_LOCAL:
-            units: list[list[int]] = [[] for _ in place.nodes]
-            for rank in range(place.world_size):
-                units[_node_of(rank, place.nodes)].append(rank)
-            groups = [dist.new_group(unit) for unit in units]
+            seats = seat_ranks(place.nodes)
+            groups = [
+                dist.new_group([seat.rank for seat in seats if seat.node == node]) for node in range(len(place.nodes))
+            ]
             local = PostLocalSGDState(None, groups[place.node], start_localSGD_iter=0)  # type: ignore[no-untyped-call]
             self.model.register_comm_hook(local, post_localSGD_hook)
             averager = PeriodicModelAverager(period=30, warmup_steps=0)
@@ -236,14 +234,6 @@ class Training:
             self.outer.close()
 
 
-def _node_of(rank: int, nodes: Sequence[int]) -> int:
-    node = 0
-    while rank >= nodes[node]:
-        rank -= nodes[node]
-        node += 1
-    return node
-
-
 def task_of_ranks(name: str, ranks: int) -> BatchedTask:
     """The task of that name for a job of so many ranks, who share its data out."""
     return FashionTask(ranks=ranks) if name == "fashion" else TASKS[name]()
@@ -265,38 +255,10 @@ def train(
     Raises:
         RuntimeError: A rank failed; it has printed why.
     """
-    return _on_forked_ranks(
-        task, nodes, lambda place: _curve(task, method, seed, place, steps, optimizer), f"{method.name}, seed {seed}"
-    )
-
-
-def _on_forked_ranks(
-    task: Task, nodes: Sequence[int], body: Callable[[ForkedRank], dict[str, object]], name: str
-) -> dict[str, object]:
-    """What rank 0's body returns."""
     task.load()
-    for module in LAZY:
-        importlib.import_module(module)
-    size = sum(nodes)
-    with held_port() as port, tempfile.TemporaryDirectory(prefix="gradwire-outer-") as folder:
-        places = [
-            ForkedRank(rank, size, _node_of(rank, nodes), tuple(nodes), "127.0.0.1", port, "lo") for rank in range(size)
-        ]
-        file = Path(folder, "run.json")
-
-        def rank_main_here(place: ForkedRank, _: list[str]) -> int:
-            torch.set_num_threads(1)
-            place.connect()
-            found = body(place)
-            if place.rank == 0:
-                file.write_text(json.dumps(found))
-            place.leave()
-            return 0
-
-        if status := fork_ranks(places, rank_main_here, []):
-            raise RuntimeError(f"a rank of {name} ended with status {status}")
-        found: dict[str, object] = json.loads(file.read_text())
-        return found
+    return on_forked_ranks(
+        nodes, lambda place: _curve(task, method, seed, place, steps, optimizer), f"{method.name}, seed {seed}"
+    )
 
 
 def _curve(
@@ -339,7 +301,8 @@ def cost(task: Task, method: SlowLinkMethod, nodes: Sequence[int], steps: int) -
     Raises:
         RuntimeError: A rank failed; it has printed why.
     """
-    found = _on_forked_ranks(task, nodes, lambda place: _cost(task, method, place, steps), method.name)
+    task.load()
+    found = on_forked_ranks(nodes, lambda place: _cost(task, method, place, steps), method.name)
     return {"what": "cost", "method": method.name, "nodes": list(nodes), "load": os.getloadavg()[0], **found}
 
 
@@ -376,16 +339,14 @@ def measure_speed(
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
-    with EmulatedCluster([1] * len(nodes), nic, path=path) as cluster:
-        outcome = run_forked(
-            cluster,
-            "gradwire.bench.studies.convergence.outer",
-            [task_name, str(rounds), str(batches), *(json.dumps(asdict(method)) for method in methods)],
-            nodes=nodes,
-            timeout_seconds=560,
-        )
-    outcome.check()
-    line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
+    found = hear_forked(
+        "gradwire.bench.studies.convergence.outer",
+        [task_name, str(rounds), str(batches), *(json.dumps(asdict(method)) for method in methods)],
+        nodes=nodes,
+        nic=nic,
+        timeout_seconds=560,
+        path=path,
+    )
     return {
         "what": "speed",
         "task": task_name,
@@ -396,22 +357,19 @@ def measure_speed(
         "batches": batches,
         "machine": machine_line(),
         "load": os.getloadavg()[0],
-        "steps": json.loads(line),
+        "steps": found,
     }
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part of the timing; rank 0 prints the figures as one line of JSON."""
+    """One rank's part of the timing; rank 0 tells the figures."""
     torch.set_num_threads(1)
     place.connect()
     name, rounds, batches, *words = arguments
     methods = [SlowLinkMethod(**json.loads(word)) for word in words]
     shared = task_of_ranks(name, place.world_size * int(batches))
     task: Task = shared if batches == "1" else JoinedTask(shared, int(batches))
-    found = _timed(task, place, methods, int(rounds))
-    if place.rank == 0:
-        print(json.dumps(found), flush=True)
-    place.leave()
+    place.tell(_timed(task, place, methods, int(rounds)))
     return 0
 
 

@@ -1,13 +1,10 @@
 """Seconds of a training step under every method, in turns on one emulated cluster of two nodes with two ranks each."""
 
-import json
-
 import torch
 from torch import nn
 
 from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.fork import ForkedRank, hear_forked
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.record import HALF, Speed, Timed
@@ -49,21 +46,18 @@ def _rate_of_half(task: Task) -> tuple[str, float]:
 
 def _run(task: Task, nic: str | None, methods: list[str]) -> list[Timed]:
     bytes_per_second = 0.0 if nic is None else parse_rate(nic, "--nic") / 8
-    with EmulatedCluster([1] * len(NODES), nic) as cluster:
-        outcome = run_forked(
-            cluster,
-            "gradwire.bench.studies.convergence.speed",
-            [task.facts.name, str(bytes_per_second), *methods],
-            nodes=NODES,
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
-    outcome.check()
-    line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
-    return [Timed(**each) for each in json.loads(line)]
+    found = hear_forked(
+        "gradwire.bench.studies.convergence.speed",
+        [task.facts.name, str(bytes_per_second), *methods],
+        nodes=NODES,
+        nic=nic,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    return [Timed(**each) for each in found]
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 prints the figures as one line of JSON.
+    """One rank's part; rank 0 tells the figures.
 
     Args:
         place: Where this rank is.
@@ -71,10 +65,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """
     torch.set_num_threads(1)
     place.connect()
-    measured = _measured(place, *arguments)
-    if place.rank == 0:
-        print(json.dumps(measured), flush=True)
-    place.leave()
+    place.tell(_measured(place, *arguments))
     return 0
 
 

@@ -6,7 +6,7 @@ It runs on two logical nodes of two ranks. Time plays no part in it.
 import importlib
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import gradwire
 import gradwire.fsdp
 from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks
 from gradwire.bench.emulation.launch import held_port
+from gradwire.bench.emulation.seats import seat_ranks
 from gradwire.bench.studies.convergence.tasks import RANKS, Task, share_of_peak
 from gradwire.compressors.registry import Option, options_of
 from gradwire.compressors.registry import names as compressor_names
@@ -235,24 +236,48 @@ def train(task: Task, method: Method, seed: int) -> TrainingRun:
     Raises:
         RuntimeError: A rank failed; it has printed why.
     """
+    name = f"{task.facts.name}, {method.name}, seed {seed}"
+    return run_from(on_forked_ranks((2, 2), lambda place: asdict(train_as_rank(task, method, seed, place)), name))
+
+
+def on_forked_ranks(
+    nodes: Sequence[int], body: Callable[[ForkedRank], dict[str, object]], name: str
+) -> dict[str, object]:
+    """Runs `body` on forked ranks of this machine, each with one thread and in their default process group.
+
+    Args:
+        nodes: Ranks of each.
+        body: Of a rank.
+        name: What runs, for the error.
+
+    Returns:
+        What rank 0's body has returned, by way of JSON.
+
+    Raises:
+        RuntimeError: A rank failed; it has printed why.
+    """
     for module in LAZY:  # once here, not in every rank
         importlib.import_module(module)
     with held_port() as port, tempfile.TemporaryDirectory(prefix="gradwire-convergence-") as folder:
-        places = [ForkedRank(rank, RANKS, rank // 2, (2, 2), "127.0.0.1", port, "lo") for rank in range(RANKS)]
+        places = [
+            ForkedRank(seat.rank, sum(nodes), seat.node, tuple(nodes), "127.0.0.1", port, "lo")
+            for seat in seat_ranks(nodes)
+        ]
         file = Path(folder, "run.json")
 
         def rank_main(place: ForkedRank, _: list[str]) -> int:
+            torch.set_num_threads(1)
             place.connect()
-            run = train_as_rank(task, method, seed, place)
+            found = body(place)
             if place.rank == 0:
-                file.write_text(json.dumps(asdict(run)))
+                file.write_text(json.dumps(found))
             place.leave()
             return 0
 
-        status = fork_ranks(places, rank_main, [])
-        if status:
-            raise RuntimeError(f"a rank of {task.facts.name}, {method.name}, seed {seed} ended with status {status}")
-        return run_from(json.loads(file.read_text()))
+        if status := fork_ranks(places, rank_main, []):
+            raise RuntimeError(f"a rank of {name} ended with status {status}")
+        found: dict[str, object] = json.loads(file.read_text())
+        return found
 
 
 def run_from(record: dict[str, object]) -> TrainingRun:
@@ -271,7 +296,6 @@ def train_as_rank(task: Task, method: Method, seed: int, place: ForkedRank) -> T
         seed: Of weights and batches.
         place: Of this rank; the default process group is connected.
     """
-    torch.set_num_threads(1)
     steps = task.facts.steps
     training = make_training(task, method, steps=steps, seed=seed, node=f"node{place.node}")
     schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: share_of_peak(step, steps))

@@ -8,11 +8,8 @@ rates would give.
 """
 
 import argparse
-import json
 import os
-import statistics
 import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,32 +17,21 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.fork import ForkedRank, hear_forked
 from gradwire.bench.emulation.rate import parse_cards
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.distance.streams import GLOO, TIMEOUT, gloo
+from gradwire.bench.terminal import right_columns
 from gradwire.comms.autotune.card_trial import try_cards
-from gradwire.comms.bootstrap.compat import PrefixStore, Store, make_gloo, store_of
+from gradwire.comms.bootstrap.compat import Store, store_of
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 
 LAZY = ()
 """See `gradwire.bench.emulation.fork`: nothing is trained."""
 
-TIMEOUT = timedelta(seconds=600)
-GLOO, ONE, ALL = "gloo", "one card", "all cards"
-
-
-def gloo(place: ForkedRank, store: Store, numel: int) -> Contender:
-    """Gloo's all-reduce over the first card, as plain DDP has it."""
-    group = make_gloo(PrefixStore("gloo", store), place.rank, len(place.nodes), TIMEOUT, (place.interface,))
-    flat = torch.ones(numel)
-
-    def step(_: int) -> None:
-        group.allreduce([flat], dist.AllreduceOptions()).wait()
-
-    return Contender(GLOO, step)
+ONE, ALL = "one card", "all cards"
 
 
 def gradwire(place: ForkedRank, store: Store, numel: int, name: str) -> tuple[Contender, Communicator]:
@@ -67,7 +53,7 @@ def place_cards() -> list[str]:
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 prints the medians in seconds, by name, and what the cards carried, as a line of JSON.
+    """One rank's part; rank 0 tells the medians in seconds, by name, and what the cards carried.
 
     Args:
         place: Where this rank is.
@@ -83,12 +69,9 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     every, communicator = gradwire(place, store, numel, ALL)
     contenders = [gloo(place, store, numel), one, every]
     take_turns(contenders, rounds=rounds, warmup=1, interface=None)
-    if place.rank == 0:
-        assert communicator.cards is not None
-        carried = [each.sent_nbytes for each in communicator.cards.totals()]
-        medians = {each.name: statistics.median(each.seconds) for each in contenders}
-        print(json.dumps({"seconds": medians, "carried": carried}), flush=True)
-    place.leave()
+    assert communicator.cards is not None
+    carried = [each.sent_nbytes for each in communicator.cards.totals()]
+    place.tell({"seconds": {each.name: each.median_seconds for each in contenders}, "carried": carried})
     return 0
 
 
@@ -103,18 +86,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(argv)
     numel = int(options.megabytes * 1e6 / 4)
-    table = Table(title=f"{options.megabytes:g} MB over {options.nodes} nodes, medians; {machine_line()}")
-    for heading in ("cards", GLOO, ONE, ALL, "over gloo", "over one", "sum of rates", "carried", "load"):
-        table.add_column(heading, justify="right")
+    headings = "cards", GLOO, ONE, ALL, "over gloo", "over one", "sum of rates", "carried", "load"
+    title = f"{options.megabytes:g} MB over {options.nodes} nodes, medians; {machine_line()}"
+    table = Table(*right_columns(*headings), title=title)
     for nic in options.nics.split(","):
         rates = parse_cards(nic, 1, "--nics")[0]
-        nodes = [1] * options.nodes
-        with EmulatedCluster(nodes, nic) as cluster:
-            module = "gradwire.bench.studies.distance.cards"
-            arguments = [str(numel), str(options.rounds)]
-            outcome = run_forked(cluster, module, arguments, nodes=nodes, timeout_seconds=600)
-        outcome.check()
-        found = json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith("{")))
+        found = hear_forked(
+            "gradwire.bench.studies.distance.cards",
+            [str(numel), str(options.rounds)],
+            nodes=[1] * options.nodes,
+            nic=nic,
+            timeout_seconds=600,
+        )
         took, carried = found["seconds"], found["carried"]
         row = [
             nic,

@@ -7,9 +7,7 @@ Every pair of delay and loss is one emulated cluster, on which all contenders ta
 """
 
 import argparse
-import json
 import os
-import statistics
 import sys
 from datetime import timedelta
 from itertools import product
@@ -20,8 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.fork import ForkedRank, hear_forked
 from gradwire.bench.emulation.paths import MOST_DELAY_SECONDS, PathOptions, parse_loss, parse_seconds
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
@@ -38,6 +35,7 @@ LAZY = ()
 """See `gradwire.bench.emulation.fork`: nothing is trained."""
 
 TIMEOUT = timedelta(seconds=600)
+GLOO = "gloo"
 PAYLOAD_SHARE = 1448 / 1514
 """Of an Ethernet frame at MTU 1500, with TCP's time stamps: the goodput of a link without delay and loss."""
 
@@ -50,7 +48,7 @@ def gloo(place: ForkedRank, store: Store, numel: int) -> Contender:
     def step(_: int) -> None:
         group.allreduce([flat], dist.AllreduceOptions()).wait()
 
-    return Contender("gloo", step)
+    return Contender(GLOO, step)
 
 
 def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> Contender:
@@ -68,7 +66,7 @@ def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> C
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 prints the medians in seconds, by name, as one line of JSON.
+    """One rank's part; rank 0 tells the medians in seconds, by name.
 
     Args:
         place: Where this rank is.
@@ -83,9 +81,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     contenders = [gloo(place, store, numel)]
     contenders += [gradwire(place, store, numel, int(count)) for count in arguments[2].split(",")]
     take_turns(contenders, rounds=rounds, warmup=1, interface=None)
-    if place.rank == 0:
-        print(json.dumps({one.name: statistics.median(one.seconds) for one in contenders}), flush=True)
-    place.leave()
+    place.tell({one.name: one.median_seconds for one in contenders})
     return 0
 
 
@@ -106,13 +102,15 @@ def measure(
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
-    with EmulatedCluster([1] * nodes, nic, path=path, congestion=congestion) as cluster:
-        module = "gradwire.bench.studies.distance.streams"
-        outcome = run_forked(
-            cluster, module, [str(numel), str(rounds), connections], nodes=[1] * nodes, timeout_seconds=600
-        )
-    outcome.check()
-    found: dict[str, float] = json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith("{")))
+    found: dict[str, float] = hear_forked(
+        "gradwire.bench.studies.distance.streams",
+        [str(numel), str(rounds), connections],
+        nodes=[1] * nodes,
+        nic=nic,
+        timeout_seconds=600,
+        path=path,
+        congestion=congestion,
+    )
     return found
 
 

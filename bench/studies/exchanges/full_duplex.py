@@ -9,8 +9,6 @@ All contenders take turns in one job on an emulated cluster, so that a slow mome
 """
 
 import argparse
-import json
-import statistics
 import sys
 from datetime import timedelta
 
@@ -20,8 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.fork import ForkedRank, hear_forked
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
@@ -83,7 +80,7 @@ def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, 
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 prints the medians in seconds, by name, as one line of JSON.
+    """One rank's part; rank 0 tells the medians in seconds, by name.
 
     Args:
         place: Where this rank is.
@@ -104,9 +101,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
             for order, large in (("ring", usual), ("one group", NEVER), ("two groups", usual))
         ]
     take_turns(contenders, rounds=ROUNDS, warmup=1, interface=None)
-    if place.rank == 0:
-        print(json.dumps({one.name: statistics.median(one.seconds) for one in contenders}), flush=True)
-    place.leave()
+    place.tell({one.name: one.median_seconds for one in contenders})
     return 0
 
 
@@ -121,13 +116,9 @@ def measure(case: str, nic: str, what: str) -> dict[str, float]:
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
-    nodes = CASES[case]
-    with EmulatedCluster([1] * len(nodes), nic) as cluster:
-        outcome = run_forked(
-            cluster, "gradwire.bench.studies.exchanges.full_duplex", [what], nodes=nodes, timeout_seconds=300
-        )
-    outcome.check()
-    found: dict[str, float] = json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith("{")))
+    found: dict[str, float] = hear_forked(
+        "gradwire.bench.studies.exchanges.full_duplex", [what], nodes=CASES[case], nic=nic, timeout_seconds=300
+    )
     return found
 
 
