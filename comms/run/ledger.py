@@ -47,6 +47,12 @@ class PhaseTotals:
     seconds: float = 0.0
     timed_calls: int = 0
 
+    def book(self, logical_nbytes: int, wire_nbytes: float) -> None:
+        """Counts a collective: the bytes of gradient that this rank contributed, and those that it sent."""
+        self.calls += 1
+        self.logical_nbytes += logical_nbytes
+        self.wire_nbytes += wire_nbytes
+
 
 class Ledger:
     """Counts what is sent, phase by phase, with the times that it took. Any thread.
@@ -92,9 +98,7 @@ class Ledger:
         """
         with self._lock:
             row = self._rows.setdefault((index, op, level), PhaseTotals(index, op, level))
-            row.calls += 1
-            row.logical_nbytes += logical_nbytes
-            row.wire_nbytes += wire_nbytes
+            row.book(logical_nbytes, wire_nbytes)
 
     def count(
         self, index: int, part: PhasePart, element_nbytes: int, began: Mark | None, sent_nbytes: float

@@ -20,7 +20,7 @@ ZeRO++, 2023. Random rounding of gradients without bias: Alistarh et al., QSGD, 
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -266,9 +266,7 @@ class GradientReduceScatter(ReduceScatter):
             left_out.put(present, kept)
         received = torch.empty_like(payloads)
         between.all_to_all(received, payloads)
-        self._totals.calls += 1
-        self._totals.logical_nbytes += mine.nbytes
-        self._totals.wire_nbytes += nbytes * (between.size - 1)
+        self._totals.book(mine.nbytes, nbytes * (between.size - 1))
         from_others = torch.cat([received[:own], received[own + 1 :]])
         return decode_rows(codec, runs, from_others, mine.dtype, mine[self._nodes.numbers[own]])
 
@@ -293,15 +291,15 @@ def divisor_of(op: object, size: int, unit: ShardedUnit) -> float:
     return unit.divide_factor
 
 
-class WeightAllGather(AllGather):
-    """The all-gather of one unit's weights; torch calls it on the stream that it shall run on.
+class EncodedAllGather(AllGather):
+    """An all-gather of one unit's weights in fewer bits; torch calls it on the stream that it shall run on.
 
     On a mesh of another size, that of `reshard_after_forward=2`, weights that have been gathered once travel exactly.
 
     Args:
         runs: Of a row of all the unit's parameters.
         nodes: Where the ranks are.
-        choice: "bf16" or "int8", to nearest.
+        choice: "bf16", "int8" or "waterfill4", to nearest.
         exact: For other meshes.
         totals: Counts what was sent.
     """
@@ -331,54 +329,84 @@ class WeightAllGather(AllGather):
         """
         if group.size() != self._nodes.size:
             return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        self._gather(output_tensor, input_tensor)
+        self._call(output_tensor, input_tensor)()
         return None
 
     def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
         """See `AllGather.job`."""
         if input_tensor.is_cuda or group.size() != self._nodes.size:
             return None
-        return lambda: self._gather(output_tensor, input_tensor)
+        return self._call(output_tensor, input_tensor)
 
-    def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        nodes, runs = self._nodes, self._runs
-        assert nodes.between is not None  # else it is exact
-        if runs.numel != input_tensor.numel():
+    @abstractmethod
+    def _call(self, output_tensor: Tensor, input_tensor: Tensor) -> Job:
+        """What is left to do when everything is known that may have changed by the time it is done."""
+
+    def _between(self, row: Tensor) -> Members:
+        """This rank's counterparts, to whom its row goes.
+
+        Raises:
+            RuntimeError: The row is of another length than expected.
+        """
+        assert self._nodes.between is not None  # else it is exact
+        if self._runs.numel != row.numel():
             raise RuntimeError(
-                f"FSDP2 gathers rows of {input_tensor.numel()} elements where {runs.numel} were expected: this torch "
+                f"FSDP2 gathers rows of {row.numel()} elements where {self._runs.numel} were expected: this torch "
                 f"({torch.__version__}) arranges them otherwise than gradwire knows"
             )
-        nbytes = payload_nbytes(self._codec, runs, input_tensor.dtype)
-        payload = torch.empty(nbytes, dtype=torch.uint8, device=input_tensor.device)
-        encode_row(self._codec, runs, input_tensor, payload)
-        across = torch.empty(len(nodes.members), nbytes, dtype=torch.uint8, device=payload.device)
-        nodes.between.all_gather(across.view(-1), payload)
+        return self._nodes.between
+
+    def _exchange(self, between: Members, runs: RowRuns, row: Tensor, sent: Tensor | None = None) -> Tensor:
+        """(nodes, payload_nbytes) uint8: the payloads of all counterparts and of this rank; see `encode_row`."""
+        nbytes = payload_nbytes(self._codec, runs, row.dtype)
+        payload = torch.empty(nbytes, dtype=torch.uint8, device=row.device)
+        encode_row(self._codec, runs, row, payload, sent=sent)
+        across = torch.empty(between.size, nbytes, dtype=torch.uint8, device=row.device)
+        between.all_gather(across.view(-1), payload)
+        self._totals.book(row.nbytes, nbytes * (between.size - 1))
+        return across
+
+    def _of_all_ranks(self, across: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Passes what this rank has of its counterparts on inside the node: (rank, what its own counterpart has of it).
+
+        Args:
+            across: (nodes, ...), in the order of the counterparts.
+        """
+        nodes = self._nodes
         by_node = _select(across, [nodes.numbers.index(number) for number in range(len(nodes.members))])
         everyone = by_node.unsqueeze(0)
         if nodes.inside is not None:
-            everyone = torch.empty(len(nodes.places), *by_node.shape, dtype=torch.uint8, device=payload.device)
-            nodes.inside.all_gather(everyone.view(-1), by_node.view(-1))
-        self._totals.calls += 1
-        self._totals.logical_nbytes += input_tensor.nbytes
-        self._totals.wire_nbytes += nbytes * (nodes.between.size - 1)
-        rows = output_tensor.view(nodes.size, -1)
-        for payloads, place in zip(everyone, nodes.places or (nodes.place,), strict=True):
-            for number, indices in enumerate(nodes.members):
-                row = decode_rows(self._codec, runs, payloads[number : number + 1], input_tensor.dtype, None)
-                rows[indices[place]].copy_(row)
+            everyone = torch.empty(len(nodes.places), *by_node.shape, dtype=by_node.dtype, device=by_node.device)
+            nodes.inside.all_gather(everyone.view(-1), by_node.contiguous().view(-1))
+        for theirs, place in zip(everyone, nodes.places or (nodes.place,), strict=True):
+            for one, indices in zip(theirs, nodes.members, strict=True):
+                yield indices[place], one
 
 
-class DifferenceAllGather(AllGather):
+class WeightAllGather(EncodedAllGather):
+    """The all-gather of one unit's weights as they are."""
+
+    def _call(self, output_tensor: Tensor, input_tensor: Tensor) -> Job:
+        def run() -> None:
+            across = self._exchange(self._between(input_tensor), self._runs, input_tensor)
+            rows = output_tensor.view(self._nodes.size, -1)
+            for index, payload in self._of_all_ranks(across):
+                rows[index].copy_(decode_rows(self._codec, self._runs, payload[None], input_tensor.dtype, None))
+
+        return run
+
+
+class DifferenceAllGather(EncodedAllGather):
     """The all-gather of one unit's weights as differences from what was sent last; see `carried.py`.
 
     In the backward pass nothing is sent between nodes: weights are those of the forward pass. The first one is exact.
 
     Args:
         unit: Whose.
-        runs: Of a row of all the unit's parameters.
-        nodes: Where the ranks are.
-        exact: For other meshes, see `WeightAllGather`.
-        totals: Counts what was sent.
+        runs: As for `EncodedAllGather`, like what follows.
+        nodes: Likewise.
+        exact: Likewise.
+        totals: Likewise.
 
     Attributes:
         sent: What the counterparts have.
@@ -387,49 +415,22 @@ class DifferenceAllGather(AllGather):
     def __init__(
         self, unit: ShardedUnit, runs: RowRuns, nodes: ShardNodes, exact: Callable[..., object], totals: PhaseTotals
     ) -> None:
+        super().__init__(runs, nodes, CARRIED, exact, totals)
         self._unit = unit
-        self._nodes = nodes
-        self._codec = codec_of(CARRIED, None)
-        self._exact = exact
-        self._totals = totals
         self.sent = SentRows(runs, len(nodes.members))
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> object:
-        """See `WeightAllGather`."""
-        if group.size() != self._nodes.size:
-            return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        self._gather(output_tensor, input_tensor, self._unit.gathers_again)
-        return None
-
-    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
-        """See `AllGather.job`."""
-        if input_tensor.is_cuda or group.size() != self._nodes.size:
-            return None
+    def _call(self, output_tensor: Tensor, input_tensor: Tensor) -> Job:
         again = self._unit.gathers_again
-        return lambda: self._gather(output_tensor, input_tensor, again)
 
-    def _gather(self, output_tensor: Tensor, input_tensor: Tensor, again: bool) -> None:
-        nodes = self._nodes
-        assert nodes.between is not None  # else it is exact
-        if self.sent.runs.numel != input_tensor.numel():
-            raise RuntimeError(
-                f"FSDP2 gathers rows of {input_tensor.numel()} elements where {self.sent.runs.numel} were expected: "
-                f"this torch ({torch.__version__}) arranges them otherwise than gradwire knows"
-            )
-        rows = self.sent.rows
-        if rows is None or not again:
-            rows = self._renewed(nodes.between, input_tensor)
-        by_node = _select(rows, [nodes.numbers.index(number) for number in range(len(rows))]).to(input_tensor.dtype)
-        everyone = by_node.unsqueeze(0)
-        if nodes.inside is not None:
-            everyone = torch.empty(len(nodes.places), *by_node.shape, dtype=by_node.dtype, device=by_node.device)
-            nodes.inside.all_gather(everyone.view(-1), by_node.contiguous().view(-1))
-        found = output_tensor.view(nodes.size, -1)
-        for theirs, place in zip(everyone, nodes.places or (nodes.place,), strict=True):
-            for row, indices in zip(theirs, nodes.members, strict=True):
-                found[indices[place]].copy_(row)
+        def run() -> None:
+            between, rows = self._between(input_tensor), self.sent.rows
+            if rows is None or not again:
+                rows = self._renewed(between, input_tensor)
+            found = output_tensor.view(self._nodes.size, -1)
+            for index, row in self._of_all_ranks(rows.to(input_tensor.dtype)):
+                found[index].copy_(row)
+
+        return run
 
     def _renewed(self, between: Members, row: Tensor) -> Tensor:
         """(nodes, numel) float32: what all counterparts have now."""
@@ -441,14 +442,7 @@ class DifferenceAllGather(AllGather):
             runs = self.sent.runs
             # On the CPU behind a checkpoint; and weights that were not finite do not stay so for ever.
             rows = self.sent.rows.to(row.device).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        nbytes = payload_nbytes(self._codec, runs, row.dtype)
-        payload = torch.empty(nbytes, dtype=torch.uint8, device=row.device)
-        encode_row(self._codec, runs, row, payload, sent=None if exact else rows[between.rank])
-        across = torch.empty(between.size, nbytes, dtype=torch.uint8, device=row.device)
-        between.all_gather(across.view(-1), payload)
-        self._totals.calls += 1
-        self._totals.logical_nbytes += row.nbytes
-        self._totals.wire_nbytes += nbytes * (between.size - 1)
+        across = self._exchange(between, runs, row, None if exact else rows[between.rank])
         for one, kept in zip(across, rows, strict=True):
             add_payload(self._codec, runs, one, row.dtype, kept)
         self.sent.rows = rows
