@@ -167,6 +167,12 @@ class _Examination:
         """What all ranks say, on rank 0; nothing on the others."""
         return self._control.gather(own, WORD) or []
 
+    def _collect(self, own: object) -> list[object]:
+        """As `_gather`; no rank goes on before rank 0 has it all."""
+        found = self._gather(own)
+        self._tell(None)
+        return found
+
     def _tell(self, what: object) -> object:
         return self._control.tell(what, WORD)
 
@@ -305,11 +311,7 @@ class _Examination:
         mine = next((pair for pair in pairs if self._leads and pair[0] == self._node), None)
         if mine is not None:
             own = self._ask(mine, seconds)
-        return [each for each in self._gather(own) if each is not None] + self._together()
-
-    def _together(self) -> list[object]:
-        self._tell(None)
-        return []
+        return [each for each in self._collect(own) if each is not None]
 
     def _ask(self, pair: tuple[int, int], seconds: float) -> dict[str, object]:
         a, b = pair
@@ -364,8 +366,7 @@ class _Examination:
                 except OSError:  # it does not lead there: the rate says so
                     rate = 0.0
                 own.append({"a": a, "b": b, "interface": name, "bytes_per_second": rate})
-        found = self._gather(own)
-        self._tell(None)
+        found = self._collect(own)
         rates = [from_record(InterfaceRate, each) for group in found if isinstance(group, list) for each in group]
         self._facts = replace(self._facts, others=tuple(rates))
 
@@ -399,8 +400,7 @@ class _Examination:
             return
         fair = crowded.get(str(self._node))
         measured = threads_seconds(fair, 0.15) if fair is not None else None
-        found = self._gather(measured)
-        self._tell(None)
+        found = self._collect(measured)
         work = [
             each if not isinstance(times, list) else replace(each, threads_seconds=times[0], fair_seconds=times[1])
             for each, times in zip(self._facts.work, found, strict=False)
@@ -413,8 +413,7 @@ class _Examination:
         for _ in range(AGAIN_TRIES):
             self._control.meet(WORD)
             rate = core_work(WORK_SECONDS) if self._leads and self._node in (slow, good) else 0.0
-            found = self._gather(rate)
-            self._tell(None)
+            found = self._collect(rate)
             if found:
                 first, second = (float(str(found[self._nodes[node][0]])) for node in (slow, good))
                 shares.append(first / max(second, 1e-9))
@@ -450,8 +449,7 @@ class _Examination:
         for number, (kind, device) in enumerate(kinds):
             self._wanted.say(f"all-reduce by {kind}")
             own = _time_backend(kind, torch.device(device), world, nbytes, number, bound)
-            found = [from_record(BackendTime, each) for each in self._gather(to_record(own))]
-            self._tell(None)
+            found = [from_record(BackendTime, each) for each in self._collect(to_record(own))]
             if found:
                 failed = [replace(each, rank=rank) for rank, each in enumerate(found) if each.error]
                 slowest = max(found, key=lambda each: each.seconds or 0.0)

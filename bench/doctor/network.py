@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from gradwire.bench.doctor.facts import PairRates
+from gradwire.comms.bootstrap.addresses import listener
 
 STREAMS = 4
 """Connections at once: what NCCL opens to a peer on a card of 25 Gbit/s and less is 1 to 4, on clouds 8. Source: NCCL
@@ -174,7 +175,7 @@ class Listener:
     """Serves the measurements that other nodes ask for, in threads of its own, until it is closed."""
 
     def __init__(self) -> None:
-        self._tcp = _listening()
+        self._tcp = listener(64)
         self._udp = socket.socket(self._tcp.family, socket.SOCK_DGRAM)
         if self._tcp.family == socket.AF_INET6:
             self._udp.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -269,13 +270,6 @@ class Listener:
     ) -> None:
         """Stops serving."""
         self.close()
-
-
-def _listening() -> socket.socket:
-    try:
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=64)
-    except (OSError, ValueError):  # a kernel without IPv6
-        return socket.create_server(("", 0), backlog=64)
 
 
 class Asker:

@@ -281,23 +281,11 @@ HARMFUL = (
         1.0,
         0.3,
     ),
-    HarmfulVariable(
-        "TORCH_NCCL_BLOCKING_WAIT",
-        _set,
-        "every collective is waited for on the CPU",
-        TORCH_GUIDE,
-        0.5,
-        sure=0.6,
-        cures=_FAILS_LOUDLY,
-    ),
-    HarmfulVariable(
-        "NCCL_BLOCKING_WAIT",
-        _set,
-        "every collective is waited for on the CPU",
-        TORCH_GUIDE,
-        0.5,
-        sure=0.6,
-        cures=_FAILS_LOUDLY,
+    *(
+        HarmfulVariable(
+            name, _set, "every collective is waited for on the CPU", TORCH_GUIDE, 0.5, sure=0.6, cures=_FAILS_LOUDLY
+        )
+        for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
     ),
     HarmfulVariable(
         "TORCH_NCCL_ENABLE_TIMING",
