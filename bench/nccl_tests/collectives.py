@@ -44,8 +44,7 @@ class CollectiveSpec:
     """What the bench knows about a collective.
 
     Attributes:
-        name: On the command line.
-        title: In the output.
+        name: On the command line and in the output.
         counts: (elements asked for, ranks, bytes of an element) -> elements moved.
         bus_factor: ranks -> busbw / algbw.
         prepare: Gives what issues it.
@@ -55,7 +54,6 @@ class CollectiveSpec:
     """
 
     name: str
-    title: str
     counts: Callable[[int, int, int], Counts]
     bus_factor: Callable[[int], float]
     prepare: Prepare
@@ -151,7 +149,6 @@ COLLECTIVES = {
     for each in (
         CollectiveSpec(
             "all_reduce",
-            "all_reduce",
             _whole,
             lambda ranks: 2 * _share(ranks),
             _all_reduce,
@@ -159,7 +156,6 @@ COLLECTIVES = {
             reduces=True,
         ),
         CollectiveSpec(
-            "all_gather",
             "all_gather",
             _gathered,
             _share,
@@ -170,7 +166,6 @@ COLLECTIVES = {
         ),
         CollectiveSpec(
             "reduce_scatter",
-            "reduce_scatter",
             _scattered,
             _share,
             _reduce_scatter,
@@ -179,7 +174,6 @@ COLLECTIVES = {
         ),
         CollectiveSpec(
             "broadcast",
-            "broadcast",
             _whole,
             _one,
             _broadcast,
@@ -187,7 +181,6 @@ COLLECTIVES = {
             rooted=True,
         ),
         CollectiveSpec(
-            "reduce",
             "reduce",
             _whole,
             _one,
@@ -198,7 +191,6 @@ COLLECTIVES = {
         ),
         CollectiveSpec(
             "alltoall",
-            "alltoall",
             _exchanged,
             _share,
             _alltoall,
@@ -208,14 +200,12 @@ COLLECTIVES = {
         ),
         CollectiveSpec(
             "sendrecv",
-            "sendrecv",
             _whole,
             _one,
             _sendrecv,
             lambda inputs, counts, rank, root: inputs.of((rank - 1) % inputs.ranks, 0, counts.output),
         ),
         CollectiveSpec(
-            "barrier",
             "barrier",
             lambda count, ranks, nbytes: Counts(0, 0, 0),
             _one,

@@ -178,27 +178,27 @@ class Bench:
         check = lossy or ExactCheck(world.size, self._device)
         runnable = self._runnable(backend)
         facts = {"ranks": f"{world.shape()}, started by {world.start.by}", **spec.facts(), **backend.facts()}
-        self._say(output.opening(self._collective.title, options, gradwire.__version__))
+        self._say(output.opening(self._collective.name, options, gradwire.__version__))
         self._say(output.devices(world, self._device_name()))
         self._say(output.facts(facts))
         self._say(output.header(options, compact=self._compact))
         table = RowRunner(backend, self._collective, options, self._device, world.control, check, self._many_checks)
         rows: list[TableRow] = []
         count = len(runnable) * len(self._sizes)
-        self._status.show(f"{spec.backend} {self._collective.title}: row 1 of {count}")
+        self._status.show(f"{spec.backend} {self._collective.name}: row 1 of {count}")
         for case in runnable:
             for row in table.rows(case, self._sizes):
                 rows.append(row)
                 self._status.clear()
                 self._say([output.row_line(row, options, compact=self._compact)])
                 if len(rows) < count:
-                    self._status.show(f"{spec.backend} {self._collective.title}: row {len(rows) + 1} of {count}")
+                    self._status.show(f"{spec.backend} {self._collective.name}: row {len(rows) + 1} of {count}")
         self._status.clear()
         after = {key: value for key, value in backend.facts().items() if facts.get(key) != value}
         if options.memory:
             after["memory"] = memory_line(self._device)
         self._say(output.facts(after))
-        self._say(output.closing(self._collective.title, rows, self._wanted))
+        self._say(output.closing(self._collective.name, rows, self._wanted))
         losses = lossy.losses if lossy else []
         if losses and world.rank == 0:
             self._show_losses(spec.compressor, losses)

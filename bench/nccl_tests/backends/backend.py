@@ -11,6 +11,10 @@ Issue = Callable[[], Work]
 """Issues an operation that was prepared; on the CPU its result may be read after `wait()`. Again and again."""
 
 
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+"""The collectives that reduce; what the others move may be of any type."""
+
+
 class Backend(Protocol):
     """The collectives of one library among all ranks. Tensors are contiguous and 1-D, on the backend's device.
 

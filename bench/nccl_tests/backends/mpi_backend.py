@@ -6,14 +6,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from gradwire.bench.nccl_tests.backends.backend import Issue, copy_after
+from gradwire.bench.nccl_tests.backends.backend import REDUCTIONS, Issue, copy_after
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES
 from gradwire.comms.bootstrap.mpi_launch import load_mpi
 from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.base import Work
 
 _DONE = Done()
-_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _TYPES = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
@@ -43,7 +42,7 @@ class MpiBackend:
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
         """See `Backend.refusal`."""
-        if collective not in _REDUCTIONS:
+        if collective not in REDUCTIONS:
             return None
         if ELEMENT_TYPES[element].torch not in _TYPES:
             return f"MPI does not reduce {element}"

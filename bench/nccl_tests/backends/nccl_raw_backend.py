@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.bench.nccl_tests.backends.backend import Issue
+from gradwire.bench.nccl_tests.backends.backend import REDUCTIONS, Issue
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.transport.torch_group import Done
@@ -35,7 +35,6 @@ _TYPES = (
     torch.bfloat16,
 )
 _OPERATIONS = ("sum", "prod", "max", "min", "avg")
-_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 
 
 class RawCommunicator(Protocol):
@@ -116,7 +115,7 @@ class NcclRawBackend:
         """See `Backend.refusal`."""
         if collective == "barrier":
             return "NCCL has no barrier"
-        if collective not in _REDUCTIONS:
+        if collective not in REDUCTIONS:
             return None
         if ELEMENT_TYPES[element].torch not in _TYPES:
             return f"NCCL does not reduce {element}"

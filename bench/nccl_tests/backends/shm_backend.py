@@ -5,14 +5,13 @@ from functools import partial
 
 from torch import Tensor
 
-from gradwire.bench.nccl_tests.backends.backend import Issue, copy_after
+from gradwire.bench.nccl_tests.backends.backend import REDUCTIONS, Issue, copy_after
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, MULSUM_FACTOR, NO_ARITHMETIC
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.transport.shm import ShmGroup
 from gradwire.compressors.base import even_bounds
 
 _SCALED = ("avg", "mulsum")
-_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 
 
 class ShmBackend:
@@ -36,7 +35,7 @@ class ShmBackend:
         kind = ELEMENT_TYPES[element]
         if collective == "sendrecv":
             return "shared memory has no send and receive"
-        if collective not in _REDUCTIONS:
+        if collective not in REDUCTIONS:
             return None
         if kind.torch in NO_ARITHMETIC:
             return f"shared memory does not reduce {element}"

@@ -7,9 +7,9 @@ from typing import cast
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.bench.nccl_tests.backends.backend import Issue, copy_first
+from gradwire.bench.nccl_tests.backends.backend import REDUCTIONS, Issue, copy_first
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, NO_ARITHMETIC
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.torch_group import Done, Works
 from gradwire.compressors.base import Work
 
 _OPERATIONS = {
@@ -19,7 +19,6 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "avg": dist.ReduceOp.AVG,
 }
-_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 
 
 class TorchBackend:
@@ -44,7 +43,7 @@ class TorchBackend:
         """See `Backend.refusal`."""
         if operation == "mulsum":
             return f"torch.distributed has no mulsum on {self._backend}"
-        if collective not in _REDUCTIONS:
+        if collective not in REDUCTIONS:
             return None
         kind = ELEMENT_TYPES[element]
         if kind.torch in NO_ARITHMETIC:
@@ -92,7 +91,7 @@ class TorchBackend:
             dist.P2POp(dist.isend, source, after, self._group),
             dist.P2POp(dist.irecv, output, before, self._group),
         ]
-        return lambda: _All(cast(list[Work], dist.batch_isend_irecv(calls)))
+        return lambda: Works(cast(list[Work], dist.batch_isend_irecv(calls)))
 
     def barrier(self) -> Issue:
         """See `Backend.barrier`."""
@@ -101,16 +100,6 @@ class TorchBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         dist.destroy_process_group(self._group)
-
-
-class _All:
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Waits for each."""
-        for work in self._works:
-            work.wait()
 
 
 def _issue(call: Callable[..., object], *arguments: object) -> Issue:
