@@ -110,10 +110,7 @@ class ElasticGroup(dist.ProcessGroup):
             self._survivor.wait(self._survivor.communicator.all_reduce(flat))
             return flat.view(given.dtype).view(given.shape)
 
-        result = self._survivor.complete(attempt, given)
-        assert result is not None
-        with torch.no_grad():
-            return tensor.detach().copy_(result)
+        return self._complete(attempt, given, tensor)
 
     def _sum(self, tensor: Tensor, average: bool, factor: float) -> Tensor:
         given = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -124,6 +121,10 @@ class ElasticGroup(dist.ProcessGroup):
             self._survivor.wait(self._survivor.communicator.all_reduce(flat, scale=scale))
             return flat.view(given.shape)
 
+        return self._complete(attempt, given, tensor)
+
+    def _complete(self, attempt: Callable[[], Tensor], given: Tensor, tensor: Tensor) -> Tensor:
+        """Fills `tensor` with what `attempt` returns among the ranks that are left."""
         result = self._survivor.complete(attempt, given)
         assert result is not None
         with torch.no_grad():

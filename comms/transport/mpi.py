@@ -152,11 +152,11 @@ class MpiGroup:
         received = flat.new_empty((self.size, own))
         rows = SlicesToSum(received)
         scale_in_place(flat, scale)  # after all memory is taken
-        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
+        sizes = [stop - start for start, stop in pairwise(bounds)]
         sent, buffer = _bytes(flat), _bytes(received)
         request = self._first.Ialltoallv(
-            [sent, (counts, [start * width for start in bounds[:-1]]), self._mpi.BYTE],
-            [buffer, ([own * width] * self.size, [rank * own * width for rank in range(self.size)]), self._mpi.BYTE],
+            [sent, _counted(sizes, width), self._mpi.BYTE],
+            [buffer, _counted([own] * self.size, width), self._mpi.BYTE],
         )
         arrived = _Request(request, (sent, buffer), "reduce_scatter", self._seconds)
         target = flat[bounds[self.rank] : bounds[self.rank + 1]]
@@ -168,10 +168,8 @@ class MpiGroup:
         return _Then(arrived, add)
 
     def _gather(self, communicator: "MPI.Comm", flat: Tensor, bounds: Sequence[int]) -> "_Request":
-        width = flat.element_size()
         data = _bytes(flat)
-        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
-        layout = (counts, [start * width for start in bounds[:-1]])
+        layout = _counted([stop - start for start, stop in pairwise(bounds)], flat.element_size())
         request = communicator.Iallgatherv(self._mpi.IN_PLACE, [data, layout, self._mpi.BYTE])
         return _Request(request, (data,), "all_gather", self._seconds)
 

@@ -3,6 +3,7 @@
 import os
 import re
 import stat
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -65,21 +66,15 @@ class Files:
         place = self._resolve(path)
         if place is None:
             return None
-        try:
+        with suppress(OSError):
             handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            self.unreadable.add(path)
-            return None
-        try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                self.unreadable.add(path)
-                return None
-            return _read_up_to(handle, nbytes).decode("utf-8", "replace")
-        except OSError:
-            self.unreadable.add(path)
-            return None
-        finally:
-            os.close(handle)
+            try:
+                if stat.S_ISREG(os.fstat(handle).st_mode):
+                    return _read_up_to(handle, nbytes).decode("utf-8", "replace")
+            finally:
+                os.close(handle)
+        self.unreadable.add(path)
+        return None
 
     def text(self, path: str) -> str | None:
         """A small attribute without surrounding blanks; None when absent or unreadable."""
