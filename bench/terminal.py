@@ -166,20 +166,17 @@ def writing(option: str, path: Path) -> Iterator[None]:
         raise RuntimeError(f"`{option}`: cannot write {path}: {error.strerror or error}") from error
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
+JSON_HELP = "print JSON instead of tables; with FILE the tables stay, and the JSON goes there"
+
+
+def add_json_option(parser: argparse.ArgumentParser, text: str = JSON_HELP) -> None:
     """Adds `--json [FILE]`: None without it, `STDOUT` without a file.
 
     Args:
         parser: Changed in place.
+        text: Of its help.
     """
-    parser.add_argument(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help="print JSON instead of tables; with FILE the tables stay, and the JSON goes there",
-    )
+    parser.add_argument("--json", type=Path, nargs="?", const=STDOUT, metavar="FILE", help=text)
 
 
 def write_json(target: Path | None, record: object) -> None:

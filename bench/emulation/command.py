@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import get_args
 
 from rich.table import Table
@@ -27,7 +26,7 @@ from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_cards, parse_cards
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
-from gradwire.bench.terminal import STDOUT, CleanConsole, complain, right_columns, working, write_json
+from gradwire.bench.terminal import STDOUT, CleanConsole, add_json_option, complain, right_columns, working, write_json
 
 GRACE_HELP = "how long the others may go on after a rank failed, so that they can say what they saw (default 30)"
 _EXAMPLE = "example: gradwire emulate --nodes 2 --ranks-per-node 4 --nic 200mbit -- python train.py"
@@ -72,13 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefix", action="store_true", help="start every line of output with its [rank N]")
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=GRACE_HELP)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="longest time for the command (default: none)")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help="print statuses and bytes as JSON on stdout, and what the ranks print on stderr; with FILE write it there",
+    add_json_option(
+        parser,
+        "print statuses and bytes as JSON on stdout, and what the ranks print on stderr; with FILE write it there",
     )
     return parser
 

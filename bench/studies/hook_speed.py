@@ -21,7 +21,6 @@ seconds of a step that averages nothing.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ from gradwire.bench.emulation.rate import format_rate, parse_rate, parse_rates
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
 from gradwire.bench.nccl_tests.backends.select import check_compressor
-from gradwire.bench.terminal import right_columns
+from gradwire.bench.terminal import right_columns, write_json
 from gradwire.comms.bootstrap.compat import GradBucket
 from gradwire.comms.plan.codec_price import short_start
 from gradwire.comms.plan.owners import exact_shares
@@ -345,17 +344,16 @@ def main(argv: list[str]) -> int:
         rate += f", {options.delay or 'no delay'} one way, {options.loss or 'no'} loss"
     title = f"{options.megabytes:g} MB, links of {rate}, median of {options.rounds} rounds; {machine_line()}"
     Console(width=120).print(table(results, title))
-    if options.json is not None:
-        record = {
-            "kind": "hook_speed",
-            "machine": machine_line(),
-            "megabytes": options.megabytes,
-            "nic": options.nic,
-            "delay": options.delay,
-            "loss": options.loss,
-            "results": [asdict(one) for one in results],
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    record = {
+        "kind": "hook_speed",
+        "machine": machine_line(),
+        "megabytes": options.megabytes,
+        "nic": options.nic,
+        "delay": options.delay,
+        "loss": options.loss,
+        "results": [asdict(one) for one in results],
+    }
+    write_json(options.json, record)
     return 0
 
 

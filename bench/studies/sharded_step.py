@@ -11,7 +11,6 @@ backward, AdamW) in its turn, so that whatever else the machine does slows all a
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
-from gradwire.bench.terminal import right_columns
+from gradwire.bench.terminal import right_columns, write_json
 from gradwire.bench.train.model import VOCABULARY, ByteTransformer, loss_in_nats
 
 CASES = {"2x2": (2, 2), "4x2": (2, 2, 2, 2)}
@@ -266,19 +265,18 @@ def main(argv: list[str]) -> int:
         f"median of {options.rounds} rounds; {machine_line()}"
     )
     Console(width=120).print(table(results, title))
-    if options.json is not None:
-        record = {
-            "kind": "sharded_step",
-            "machine": machine_line(),
-            "nic": options.nic,
-            "delay": options.delay,
-            "loss": options.loss,
-            "rounds": options.rounds,
-            "layers": options.layers,
-            "batch": [options.sequences, options.tokens],
-            "results": [asdict(one) for one in results],
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    record = {
+        "kind": "sharded_step",
+        "machine": machine_line(),
+        "nic": options.nic,
+        "delay": options.delay,
+        "loss": options.loss,
+        "rounds": options.rounds,
+        "layers": options.layers,
+        "batch": [options.sequences, options.tokens],
+        "results": [asdict(one) for one in results],
+    }
+    write_json(options.json, record)
     return 0
 
 
