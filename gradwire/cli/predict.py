@@ -284,7 +284,7 @@ def main(argv: list[str]) -> int:
                 print(json.dumps(as_json(cluster, question.workload, advice, planning_seconds, gains), indent=1))
             else:
                 as_table(
-                    CleanConsole(),
+                    CleanConsole(highlight=False),
                     cluster,
                     question.workload,
                     advice,
@@ -333,7 +333,7 @@ def _answer_models(options: argparse.Namespace) -> None:
         elif options.markdown:
             print(predict_models.as_markdown(found, machine_words(machine, options)))
         else:
-            predict_models.as_table(CleanConsole(), found, machine_words(machine, options))
+            predict_models.as_table(CleanConsole(highlight=False), found, machine_words(machine, options))
 
 
 def machine_words(machine: Machine, options: argparse.Namespace) -> str:
@@ -367,7 +367,7 @@ def _answer_sharded(question: Question) -> None:
             print(json.dumps(predict_sharded.as_json(cluster, workload, advice, seconds, gains), indent=1))
         else:
             predict_sharded.as_table(
-                CleanConsole(), cluster, workload, advice, seconds, everything=options.all, gains=gains
+                CleanConsole(highlight=False), cluster, workload, advice, seconds, everything=options.all, gains=gains
             )
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.compare.public_models import PublicModel
+from gradwire.cli.predict_show import exact_offers
 from gradwire.comms.plan.advise import Advice, Offer
 
 LINKS = (("1 GbE", "1gbit", 1), ("2.5 GbE", "2.5gbit", 1), ("10 GbE", "10gbit", 1), ("25 GbE", "25gbit", 1),
@@ -100,17 +101,14 @@ def _flat(advice: Advice) -> Offer:
 
 
 def _best(advice: Advice) -> Offer:
-    exact = [
-        offer for offer in advice.offers if offer.compressor == "none" and (offer.available or offer.name == "flat")
-    ]
-    return min(exact, key=lambda offer: offer.step_seconds)
+    return min(exact_offers(advice), key=lambda offer: offer.step_seconds)
 
 
 def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
     """Prints a table for each number of nodes.
 
     Args:
-        console: Where to.
+        console: Where to; one that highlights nothing.
         found: What `rows` gave.
         machine: The nodes, in words.
     """
@@ -126,7 +124,7 @@ def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
                 table.add_row(name, row.link, f"{1e3 * row.alone_seconds:.0f}", *cells)
                 before = row.model.title
         console.print(table)
-    console.print(legend(found), highlight=False)
+    console.print(legend(found))
 
 
 def as_markdown(found: Sequence[ModelRow], machine: str) -> str:

@@ -221,7 +221,7 @@ def as_table(
     """Prints the advice: the recommendation, then the rows that bear on it.
 
     Args:
-        console: Where to.
+        console: Where to; one that highlights nothing.
         cluster: Where the ranks are.
         workload: What a step moves.
         advice: What was found.
@@ -231,17 +231,15 @@ def as_table(
     """
     chosen = advice.recommend
     if gains is not None:
-        console.print(f"{gains} Predicted, not measured.\n", style="bold", highlight=False)
+        console.print(f"{gains} Predicted, not measured.\n", style="bold")
     elif len(cluster.nodes) > 1:
-        console.print(
-            "Whether the nodes beat one depends on the passes: say --backward-ms.\n", style="bold", highlight=False
-        )
+        console.print("Whether the nodes beat one depends on the passes: say --backward-ms.\n", style="bold")
     headline = _headline(chosen)
     if gains is not None and gains.one_is_faster:
         headline = f"one node alone; of what takes all nodes: {headline}"
-    console.print(f"recommended: {headline}", style="bold", highlight=False)
-    console.print(advice.why, highlight=False)
-    console.print(f"write: {_line_of(chosen)}\n", highlight=False)
+    console.print(f"recommended: {headline}", style="bold")
+    console.print(advice.why)
+    console.print(f"write: {_line_of(chosen)}\n")
     passes = (
         f", forward {ms(workload.forward_seconds)} ms, backward {ms(workload.backward_seconds)} ms"
         if workload.compute_seconds
@@ -249,7 +247,6 @@ def as_table(
     )
     console.print(
         f"{describe_cluster(cluster)}; {_amount(workload.numel)} parameters in {workload.units} units{passes}",
-        highlight=False,
     )
     table = Table(box=SIMPLE_HEAD, padding=0)
     known = workload.compute_seconds > 0
@@ -272,11 +269,11 @@ def as_table(
         legend.append("on CPUs no collective of FSDP2 overlaps with a pass")
     legend += ["!: see the note"] if any(offer.caution for offer in shown) else []
     legend += ["x: does not fit"] if any(offer.fits is False for offer in shown) else []
-    console.print("; ".join(legend), highlight=False)
-    console.print(_memory(advice, workload), highlight=False)
+    console.print("; ".join(legend))
+    console.print(_memory(advice, workload))
     for caution in dict.fromkeys(offer.caution for offer in shown if offer.caution):
-        console.print(f"note: {caution}", highlight=False)
-    console.print(describe_effort(planning_seconds, len(advice.offers) - len(shown)), highlight=False)
+        console.print(f"note: {caution}")
+    console.print(describe_effort(planning_seconds, len(advice.offers) - len(shown)))
 
 
 def rows_that_matter(advice: ShardedAdvice) -> tuple[ShardedOffer, ...]:

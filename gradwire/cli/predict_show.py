@@ -89,12 +89,12 @@ class Gains:
             advice: For all of them.
             alone: For one of them, which takes the best exact plan.
         """
-        one = min(offer.step_seconds for offer in _exact(alone))
+        one = min(offer.step_seconds for offer in exact_offers(alone))
         best = next(offer for offer in advice.offers if _is_recommended(offer, advice))
         return cls(
             nodes=nodes,
             flat=nodes * one / advice.offer("flat").step_seconds,
-            exact=nodes * one / min(offer.step_seconds for offer in _exact(advice)),
+            exact=nodes * one / min(offer.step_seconds for offer in exact_offers(advice)),
             recommended=nodes * one / best.step_seconds,
         )
 
@@ -131,7 +131,8 @@ def break_even(nodes: int, advice: Advice) -> str:
     return said + (f", {ms(best)} ms with what is recommended" if best < 0.99 * flat else "") + "."
 
 
-def _exact(advice: Advice) -> list[Offer]:
+def exact_offers(advice: Advice) -> list[Offer]:
+    """What a job can take that loses nothing, and one all-reduce over all ranks."""
     return [
         offer for offer in advice.offers if offer.compressor == "none" and (offer.available or offer.name == "flat")
     ]
@@ -160,7 +161,7 @@ def as_table(
     """Prints the advice: what the nodes gain, the recommendation, then the rows that bear on it.
 
     Args:
-        console: Where to.
+        console: Where to; one that highlights nothing.
         cluster: Where the ranks are.
         workload: What is moved in a step.
         advice: What was found.
@@ -172,27 +173,25 @@ def as_table(
     chosen, known = advice.recommend, workload.backward_seconds > 0
     first = str(gains) if gains is not None else break_even(len(cluster.nodes), advice)
     if first:
-        console.print(f"{first} Predicted, not measured.\n", style="bold", highlight=False)
+        console.print(f"{first} Predicted, not measured.\n", style="bold")
     alone = gains is not None and gains.one_is_faster
     if alone:
-        console.print(f"recommended: {RARELY_OR_ALONE}", style="bold", highlight=False)
-        console.print("write: outer = gradwire.Outer(model, optimizer)", highlight=False, markup=False)
-        console.print("Where it ends, and its settings: docs/how-to/slow_links.md.\n", highlight=False)
+        console.print(f"recommended: {RARELY_OR_ALONE}", style="bold")
+        console.print("write: outer = gradwire.Outer(model, optimizer)", markup=False)
+        console.print("Where it ends, and its settings: docs/how-to/slow_links.md.\n")
     choice = f"plan {chosen.plan}, compressor {chosen.compressor}"
     console.print(
         f"{'with gradients at every step' if alone else 'recommended'}: {choice}",
         style="" if alone else "bold",
-        highlight=False,
     )
-    console.print(f"write: {advice.recommend.write}", highlight=False, markup=False)
-    console.print(f"{chosen.why}\n", highlight=False)
+    console.print(f"write: {advice.recommend.write}", markup=False)
+    console.print(f"{chosen.why}\n")
     console.print(
         f"{describe_cluster(cluster)}"
         + (f" (assumed: {assumed}; --preset or --topology says which)" if assumed else "")
         + f"; {workload.gradient_nbytes / 1e6:.1f} MB of gradients"
         + (f", forward {ms(workload.rest_seconds)} ms, backward {ms(workload.backward_seconds)} ms" if known else "")
         + (f", {workload.accumulate} micro-batches a step" if workload.accumulate > 1 else ""),
-        highlight=False,
     )
     table = Table(box=SIMPLE_HEAD, padding=0)
     for heading in ("", "plan", "compressor", "step ms", "comm ms", "NIC MB", *(["hidden"] if known else []), "limit"):
@@ -211,13 +210,13 @@ def as_table(
     legend += ["hidden: adds nothing to backward but its last bucket"] if known else []
     legend += ["!: see the note"] if any(offer.caution for offer in shown) else []
     legend += ["-: for comparison: plan auto takes another"] if everything else []
-    console.print("; ".join(legend), highlight=False)
+    console.print("; ".join(legend))
     notes = [offer.caution for offer in advice.offers if offer.caution and offer.plan.name == "flat"]
     for note in notes:
-        console.print(f"note: {note.removesuffix(SAY_OPTIMIZER)}", highlight=False)
+        console.print(f"note: {note.removesuffix(SAY_OPTIMIZER)}")
     if any(note.endswith(SAY_OPTIMIZER) for note in notes):
-        console.print("note: these are for any optimizer; --optimizer NAME judges for yours", highlight=False)
-    console.print(describe_effort(planning_seconds, len(advice.offers) - len(shown)), highlight=False)
+        console.print("note: these are for any optimizer; --optimizer NAME judges for yours")
+    console.print(describe_effort(planning_seconds, len(advice.offers) - len(shown)))
 
 
 def describe_cluster(cluster: Cluster) -> str:
