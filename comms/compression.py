@@ -180,10 +180,8 @@ class Compression:
             raise ValueError("`state` lacks entries of gradwire's hook: it is damaged")
         refuse_odd_scale(float(state[PREFIX + "loss_scale"]))
         refuse_not_finite(state)
-        self.compressor.load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
+        self.take_progress(state)
         self._undecided = None
-        self.loss_scale.value = float(state[PREFIX + "loss_scale"])
-        self._dirty = bool(state[PREFIX + "dirty"])
         transfers = torch.as_tensor(state[PREFIX + "transfers"])
         self._saved_transfers = transfers if transfers.numel() else None
 

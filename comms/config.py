@@ -959,7 +959,7 @@ def _none_or_switch(text: str) -> bool | None:
         raise ValueError(f"{error}; or auto") from None
 
 
-def _fusion(text: str) -> str | float:
+def _number_or_word(text: str) -> str | float:
     try:
         return float(text)
     except ValueError:
@@ -1008,13 +1008,6 @@ def _rules(text: str) -> tuple[dict[str, object], ...]:
     return tuple(found)
 
 
-def _budget(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _json(text: str, wanted: str) -> object:
     try:
         return json.loads(text)
@@ -1028,11 +1021,11 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "CONNECTIONS": ("connections", _whole_number),
     "COMPRESSOR": ("compressor", str),
     "COMPRESSOR_OPTIONS": ("compressor_options", _compressor_options),
-    "ERROR_BUDGET": ("error_budget", _budget),
+    "ERROR_BUDGET": ("error_budget", _number_or_word),
     "RULES": ("rules", _rules),
     "TRANSPORT": ("transport", str),
     "FUSION_MB": ("fusion_mb", _number),
-    "FUSION": ("fusion", _fusion),
+    "FUSION": ("fusion", _number_or_word),
     "AVERAGE": ("average", _switch),
     "PREDIVIDE": ("predivide", _number),
     "SUM_DTYPE": ("sum_dtype", str),

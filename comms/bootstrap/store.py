@@ -67,7 +67,8 @@ class PollingStore(Store):
         self._store = store
         self._seconds = timeout.total_seconds()
         self._ranks = ranks
-        self._root = _root(store)  # kept: or torch would make another object of it at each look, with a client each
+        # Kept, or torch would make another object of it at each look, with a client each.
+        self._root = unprefixed(store)
         self._client = _client_of(self._root)
 
     @property
@@ -325,8 +326,8 @@ def _client_of(root: Store) -> _Client | None:
         return _clients[root]
 
 
-def _root(store: Store) -> Store:
-    """What is below all prefixes."""
+def unprefixed(store: Store) -> Store:
+    """The store below all prefixes: that which a process from outside can reach."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -19,11 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, swap_process_group
 from gradwire.comms.bootstrap.nics import interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
+from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.config import Config
 from gradwire.comms.elastic.group import ElasticGroup
 from gradwire.comms.elastic.introductions import packed, presences
-from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key, unprefixed
+from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
 from gradwire.comms.elastic.step import GradientBackup, agree

@@ -52,13 +52,6 @@ def job_key(name: str) -> str:
     return f"gradwire/elastic/{name}"
 
 
-def unprefixed(store: Store) -> Store:
-    """The store below all prefixes: that which a process from outside can reach."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
-
-
 def described(module: nn.Module) -> dict[str, str]:
     """What each entry of a model's state is: its shape and dtype, in the order of the state."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}

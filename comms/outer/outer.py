@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from gradwire.comms.attach import attach, look_inside
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
+from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.config import (
@@ -33,7 +34,6 @@ from gradwire.comms.config import (
     with_present_names,
 )
 from gradwire.comms.elastic.introductions import packed
-from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.survive import Survivor, first_oversight
 from gradwire.comms.hook import HookState
