@@ -1,11 +1,9 @@
 """A report as a table for people and as JSON for machines."""
 
-from typing import Any
-
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from gradwire.topology.gdr.host import Host, Pair
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog
@@ -24,8 +22,6 @@ _STYLES = {
     CheckOutcome.UNKNOWN: "magenta",
     CheckOutcome.SKIPPED: "dim",
 }
-_TABLE: dict[str, Any] = {"title_justify": "left", "box": SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-"""Narrow enough for 80 columns: no lines between columns, long texts on several lines of their cell."""
 _FORMAT = 1
 _LENGTH = 600
 
@@ -74,10 +70,14 @@ def _basis(result: CheckResult) -> str:
     return f"{HOLDS[result.check.name]} [{source_of(result.check)}]"
 
 
+def _table(title: str, *headings: str) -> Table:
+    """A table for 80 columns: no lines between columns, long texts on several lines of their cell."""
+    columns = [Column(str(heading), overflow="fold") for heading in headings]
+    return Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def _check_table(report: GdrReport) -> Table:
-    table = Table(title="GPUDirect RDMA checklist; remedies are not applied", **_TABLE)
-    for column in ("", "check", "outcome", "found"):
-        table.add_column(column, overflow="fold")
+    table = _table("GPUDirect RDMA checklist; remedies are not applied", "", "check", "outcome", "found")
     for result in report.results:
         finding = result.finding
         found = _plain(finding.text) + (f"\n[bold]remedy:[/] {_plain(finding.remedy)}" if finding.remedy else "")
@@ -88,18 +88,14 @@ def _check_table(report: GdrReport) -> Table:
 
 
 def _channel_table(log: NcclLog) -> Table:
-    table = Table(title="channels with GDRDMA", **_TABLE)
-    for column in ("ranks", *DIRECTIONS):
-        table.add_column(column, overflow="fold")
+    table = _table("channels with GDRDMA", "ranks", *DIRECTIONS)
     for row in channel_rows(log):
         table.add_row(*row)
     return table
 
 
 def _pair_table(host: Host, report: GdrReport, pairs: list[Pair]) -> Table:
-    table = Table(title="pairs", **_TABLE)
-    for column in ("GPU", "NIC", "path", *Verdict, "because"):
-        table.add_column(str(column), overflow="fold")
+    table = _table("pairs", "GPU", "NIC", "path", *Verdict, "because")
     names = {nic.bus_id: nic.name for nic in host.nics}
     for pair in pairs:
         judgements = report.pairs[pair]
