@@ -302,13 +302,14 @@ class Asker:
     def latency_seconds(self) -> float:
         """One way: half of the shortest round trip."""
         _say(self._control, {"do": "echo", "count": PINGS})
-        shortest = float("inf")
-        for _ in range(PINGS):
-            began = time.perf_counter()
-            self._control.sendall(b".")
-            _exactly(self._control, 1)
-            shortest = min(shortest, time.perf_counter() - began)
-        return shortest / 2
+        return min(self._ping() for _ in range(PINGS)) / 2
+
+    def _ping(self) -> float:
+        """Seconds of one round trip, of those that the other node was told of."""
+        began = time.perf_counter()
+        self._control.sendall(b".")
+        _exactly(self._control, 1)
+        return time.perf_counter() - began
 
     def settle(self, latency_seconds: float) -> None:
         """Waits until what a flow left in queues is gone: until a round trip is short again, or for half a second.
@@ -320,10 +321,7 @@ class Asker:
         took = float("inf")
         while took > max(8 * latency_seconds, 1e-3) and time.perf_counter() < deadline:
             _say(self._control, {"do": "echo", "count": 1})
-            began = time.perf_counter()
-            self._control.sendall(b".")
-            _exactly(self._control, 1)
-            took = time.perf_counter() - began
+            took = self._ping()
 
     def clock_seconds(self) -> float:
         """How far the other node's clock is ahead of ours; by the quickest of five questions."""

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from gradwire.bench.doctor.checks.basis import BASES
 from gradwire.bench.doctor.checks.settings import WANTED_HERE
@@ -193,9 +193,7 @@ def _print_one(number: int, each: Diagnosis, console: Console) -> None:
     cost = "stops the job" if each.stops else f"costs {seconds(each.cost_seconds)} a step" if each.cost_seconds else ""
     tail = ", ".join(text for text in (cost, f"{each.sure:.0%} sure") if text)
     console.print(f"{number}. [bold]{escape(each.title)}[/bold]  ({tail})", highlight=False)
-    seen = Table.grid()
-    seen.add_column(no_wrap=True)
-    seen.add_column(overflow="fold")
+    seen = Table.grid(Column(no_wrap=True), Column(overflow="fold"))
     for line in each.evidence:
         seen.add_row("   seen: ", escape(line))
     console.print(seen, highlight=False)
@@ -203,9 +201,7 @@ def _print_one(number: int, each: Diagnosis, console: Console) -> None:
         console.print(f"   do:   {escape(line)}", highlight=False, soft_wrap=True)
     if not any(line.startswith(WANTED_HERE) for line in each.evidence):  # that is the condition, with its source
         basis = BASES[each.key]
-        when = Table.grid()
-        when.add_column(no_wrap=True)
-        when.add_column(overflow="fold")
+        when = Table.grid(Column(no_wrap=True), Column(overflow="fold"))
         when.add_row("   if:   ", escape(f"{basis.holds} [{basis.source}]"))
         console.print(when, highlight=False)
     console.print()

@@ -1,6 +1,7 @@
 """The machines themselves: shared memory, cores, quotas and threads, slow nodes and GPUs, GPUDirect RDMA, clocks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from gradwire.bench.doctor.checks.words import listed, nbytes, seconds
@@ -150,17 +151,7 @@ def _merged(found: list[Diagnosis]) -> list[Diagnosis]:
     for title, group in groups.items():
         worst = max(group, key=lambda each: each.cost_seconds)
         names = tuple(name for each in group for name in each.nodes)
-        merged.append(
-            Diagnosis(
-                key=worst.key,
-                title=title.format(who=listed(names)),
-                sure=worst.sure,
-                cost_seconds=worst.cost_seconds,
-                evidence=worst.evidence,
-                remedy=worst.remedy,
-                nodes=names,
-            )
-        )
+        merged.append(replace(worst, title=title.format(who=listed(names)), nodes=names))
     return merged
 
 

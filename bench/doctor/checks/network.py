@@ -152,15 +152,14 @@ def _card(first: RankFacts) -> str:
     return first.gloo_interface or "eth0"
 
 
+def _confirmed(facts: JobFacts) -> list[PairRates]:
+    """Pairs whose rates are known: those that lose whole packets say nothing of the link's."""
+    return [pair for pair in facts.pairs if pair.times >= CONFIRMED and pair.packets_pass is not False]
+
+
 def _slow_paths(facts: JobFacts, best: dict[int, float]) -> list[Diagnosis]:
     """Pairs that are slow although both nodes are fast with others."""
-    found = [
-        pair
-        for pair in facts.pairs
-        if pair.times >= CONFIRMED
-        and pair.packets_pass is not False
-        and min(pair.many) < SLOW * min(best[pair.a], best[pair.b])
-    ]
+    found = [pair for pair in _confirmed(facts) if min(pair.many) < SLOW * min(best[pair.a], best[pair.b])]
     if not found:
         return []
     names = facts.names
@@ -245,7 +244,7 @@ def narrow_slot(facts: JobFacts) -> list[Diagnosis]:
 
 def single_connection(facts: JobFacts) -> list[Diagnosis]:
     """One connection reaches far less than several: clouds limit a flow, and a core's TCP stack does."""
-    confirmed = [pair for pair in facts.pairs if pair.times >= CONFIRMED and pair.packets_pass is not False]
+    confirmed = _confirmed(facts)
     limited = [pair for pair in confirmed if min(pair.one) < ONE_OF_MANY * min(pair.many)]
     if not limited or 2 * len(limited) < len(confirmed):
         return []
@@ -292,11 +291,7 @@ def lost_duplex(facts: JobFacts) -> list[Diagnosis]:
         for node, ranks in enumerate(facts.nodes)
         if (card := ranks[0].interface(ranks[0].gloo_interface)) is not None and card.duplex == "half"
     ]
-    halved = [
-        pair
-        for pair in facts.pairs
-        if pair.times >= CONFIRMED and pair.packets_pass is not False and _halved(facts, pair)
-    ]
+    halved = [pair for pair in _confirmed(facts) if _halved(facts, pair)]
     if found or not halved:
         return found
     blamed = in_all(halved, facts.pairs) or {node for pair in halved for node in (pair.a, pair.b)}

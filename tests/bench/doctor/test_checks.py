@@ -246,7 +246,7 @@ def test_each_finding_says_when_its_remedy_holds_and_who_says_so() -> None:
     keys = [next(each.value for each in call.keywords if each.arg == "key") for call in calls]
     written = {key.value for key in keys if isinstance(key, ast.Constant)}
     handed_on = {ast.unparse(key) for key in keys if not isinstance(key, ast.Constant)}
-    assert handed_on == {"worst.key", "key"}, "of `_merged`, and of `_share_of_step`, whose keys are these"
+    assert handed_on == {"key"}, "of `_share_of_step`, whose keys are these"
     assert written | {"slow_loader", "checkpoints"} == set(BASES)
     for basis in BASES.values():
         assert len(basis.holds.split()) > 4, basis
