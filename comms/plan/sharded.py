@@ -232,10 +232,6 @@ class ShardedAdvice:
     recommend: ShardedOffer
     why: str
 
-    def offer(self, name: str) -> ShardedOffer:
-        """The offer of that name."""
-        return next(offer for offer in self.offers if offer.name == name)
-
 
 class ShardedCosts:
     """Prices the collectives of one unit on one cluster.

@@ -27,6 +27,7 @@ from gradwire.comms.plan.sharded import (
     Leg,
     ShardedAdvice,
     ShardedCosts,
+    ShardedOffer,
     ShardedWorkload,
     advise_sharded,
     step_seconds,
@@ -208,6 +209,10 @@ def advice(name: str, sharded: str, **options: object) -> ShardedAdvice:
     return advise_sharded(cluster, sharded, workload, prices_for(cluster), rate, library=library)
 
 
+def offer_of(advice: ShardedAdvice, name: str) -> ShardedOffer:
+    return next(offer for offer in advice.offers if offer.name == name)
+
+
 def gpus(machine: object, nodes: int, nic: float | None = None) -> tuple[Cluster, str, float]:
     return cluster_of_machines(machine, nodes, nic_bits_per_second=nic), "nccl", 1.4e12  # type: ignore[arg-type]
 
@@ -265,15 +270,15 @@ def test_2x2_as_measured_and_promised() -> None:
     """Plain FSDP2 on gloo puts 3 S on the busiest card, three collectives at the bound 1.5 S."""
     found, nbytes = advice("2x2", FULL), 4e8
     assert found.plain.bytes_by_level["inter_node"] == pytest.approx(3.0 * nbytes)
-    exact = found.offer("full hierarchical")
+    exact = offer_of(found, "full hierarchical")
     assert exact.bytes_by_level["inter_node"] == pytest.approx(1.5 * nbytes)
     assert found.plain.seconds / exact.seconds > 1.9
-    least = found.offer("full hierarchical shards=int4 weights=int8").bytes_by_level["inter_node"]
+    least = offer_of(found, "full hierarchical shards=int4 weights=int8").bytes_by_level["inter_node"]
     assert found.plain.bytes_by_level["inter_node"] / least > 8
     replicas = advice("2x2", HYBRID)
     assert replicas.plain.bytes_by_level["inter_node"] == pytest.approx(nbytes)
     for name, ratio in (("int8", 0.27), ("int4", 0.14)):
-        offer = replicas.offer(f"hybrid hierarchical compressor={name}")
+        offer = offer_of(replicas, f"hybrid hierarchical compressor={name}")
         assert offer.bytes_by_level["inter_node"] < ratio * nbytes
 
 
@@ -317,7 +322,7 @@ def test_nothing_is_recommended_that_the_convergence_page_calls_behind(optimizer
 
 
 def test_what_stays_after_forward_is_not_gathered_again() -> None:
-    yes, no, node = (advice("2x4", FULL, reshard=each).offer("full hierarchical") for each in ("yes", "no", "node"))
+    yes, no, node = (offer_of(advice("2x4", FULL, reshard=each), "full hierarchical") for each in ("yes", "no", "node"))
     assert no.legs["backward_gather"][0] == 0.0 < node.legs["backward_gather"][0] < yes.legs["backward_gather"][0]
     assert node.legs["backward_gather"][1]["inter_node"] == 0.0
     assert yes.memory.own_nbytes < node.memory.own_nbytes < no.memory.own_nbytes
