@@ -43,7 +43,7 @@ import gradwire
 from gradwire.bench.compare.replay import FORWARD_SHARE, ReplayLayer, load_case
 from gradwire.bench.studies.convergence.alone import reduce_together
 from gradwire.bench.train.text import library_text, split_text
-from gradwire.comms.autotune.choose import MOST_OUTSTANDING, LayerChooser, predicted_error
+from gradwire.comms.autotune.choose import MOST_OUTSTANDING, LayerChooser, Numbers, predicted_error
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
@@ -258,20 +258,11 @@ def error_shares(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, list[fl
         for candidate in adaptive.candidates[1:]:
             assert isinstance(candidate, Measurable)
             left_out.append(sum(float(candidate.left_out(flat, item)) for flat in flats))
-        numbers = _Numbers(norm, len(flats) * total, left_out)
+        numbers = Numbers(norm, len(flats) * total, left_out)
         found[kind] = [
             predicted_error(adaptive, number, numbers, len(flats)) / norm for number in range(len(adaptive.candidates))
         ]
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """What `predicted_error` reads."""
-
-    gradient: float
-    total: float
-    left_out: list[float]
 
 
 def model(gbits: Sequence[float], nodes: int, budgets: Sequence[str | float]) -> Iterator[dict[str, object]]:

@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
@@ -80,7 +80,14 @@ WORST_CORRECTION = 1e6
 
 @dataclass(slots=True)
 class Numbers:
-    """The numbers of one layer, of all ranks together."""
+    """The numbers of one layer, of all ranks together: `LayerNumbers`, added up.
+
+    Attributes:
+        gradient: The squared norm of what the ranks contribute.
+        total: That of the sum, once for each rank of the group.
+        left_out: That of what one payload of each candidate would leave out.
+        outstanding: That of what the layer's own compressor holds back after the step.
+    """
 
     gradient: float = 0.0
     total: float = 0.0
@@ -426,23 +433,7 @@ def _why(
     return f"exact{limit}"
 
 
-class SquaredNorms(Protocol):
-    """Numbers of one layer, of all ranks together; as in `LayerNumbers`."""
-
-    @property
-    def gradient(self) -> float:
-        """The squared norm of what the ranks contribute."""
-
-    @property
-    def total(self) -> float:
-        """The squared norm of the sum, once for each rank of the group."""
-
-    @property
-    def left_out(self) -> Sequence[float]:
-        """The squared norm of what one payload of each candidate would leave out."""
-
-
-def predicted_error(adaptive: Adaptive, number: int, found: SquaredNorms, group_size: int) -> float:
+def predicted_error(adaptive: Adaptive, number: int, found: Numbers, group_size: int) -> float:
     """The squared error that a layer would have with a candidate in the long run, on all ranks together.
 
     What a rank leaves out of its contribution; where owners encode the sum once more, what they leave out of that; each
