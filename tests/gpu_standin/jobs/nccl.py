@@ -248,9 +248,11 @@ def a_killed_rank_becomes_an_error_where_it_is_told_to() -> None:
     comm, stream, mine = connect(), cuda.stream(), floats(1.0)
     nccl.all_reduce(mine, 1, "float32", SUM, comm, stream)
     assert values(mine, 1) == [RANKS]
-    if RANK == 1:
+    if RANK == 1:  # once the others are in it: a call that comes after the death is refused
+        until(lambda: all(heard("waits", rank) for rank in range(RANKS) if rank != 1), "the others do not wait")
         os.kill(os.getpid(), signal.SIGKILL)
     nccl.all_reduce(mine, 1, "float32", SUM, comm, stream)
+    say("waits")
     until(lambda: nccl.state(comm) == REMOTE_ERROR, "no error")
     nccl.api.ncclCommAbort(comm)
 
