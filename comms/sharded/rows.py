@@ -115,7 +115,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def gather_runs(row: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """The elements of these runs (start, stop) one after the other; a view where there is one run."""
+    """The elements of these runs (start, stop) one after the other; a view where there is one run, or none."""
+    if not runs:
+        return row[:0]
     if len(runs) == 1:
         return row[runs[0][0] : runs[0][1]]
     return torch.cat([row[start:stop] for start, stop in runs])

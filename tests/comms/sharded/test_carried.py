@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import gradwire.fsdp
 from gradwire.comms.run.ledger import PhaseTotals
@@ -138,6 +139,7 @@ def carried_cases(rank: int) -> None:
         backward_is_free(mesh)
         resumes_bit_for_bit(mesh)
         flushed(mesh)
+        of_vectors_alone(mesh)
         skips(mesh)
         follows_the_loss_scale(mesh)
 
@@ -263,6 +265,26 @@ def flushed(mesh: DeviceMesh) -> None:
             local(parameter).add_(1.0)
     x = batch(9)
     assert torch.equal(model(x), native(x))
+
+
+def of_vectors_alone(mesh: DeviceMesh) -> None:
+    """Units of which nothing is in four bits, as norms and blocks with frozen matrices: exact, through a flush, too."""
+
+    def trained(carried: bool) -> dict[str, torch.Tensor]:
+        model = Tiny()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.dim() == 1)
+        for block in model.blocks:
+            fully_shard(block[0], mesh=mesh)  # type: ignore[index]
+        sharded(mesh, model)
+        state = gradwire.fsdp.apply(model, shards=CARRIED) if carried else None
+        train(model, 2)
+        if state is not None:
+            state.flush()
+        train(model, 2, first=2)
+        return weights(model)
+
+    assert error_of(trained(True), trained(False)) < 1e-6
 
 
 def skips(mesh: DeviceMesh) -> None:
