@@ -330,7 +330,7 @@ class LayerChooser(StepListener):
                 found = merged.get(item.name) if adaptive.is_planned(item) else None
                 numel, wider = math.prod(item.shape), 2.0 if item.name in self._narrow else 1.0
                 whole = items[item.name] = Slice(item.name, item.shape, 0, 0, numel)
-                lone, part = Layout((whole,)), numel / max(numel, layout.numel)
+                lone, part = Layout((whole,)), numel / max(numel, layout.numel, 1)
                 seconds, errors = [], []
                 for number, (candidate, price, cost) in enumerate(zip(adaptive.candidates, prices, costs, strict=True)):
                     ratio = wider * wire_ratio(candidate, lone, size) if number else 1.0

@@ -129,8 +129,8 @@ def test_what_hides_stays_exact() -> None:
     assert choose([replace(early, errors=(0.0, float("inf")))], 1.0) == [0]
 
 
-SHAPES = {"table": (256, 128), "bias": (128,), "small": (32, 64), "head": (64, 64), "wide": (160, 96)}
-BUCKETS = (("wide",), ("head", "small"), ("bias", "table"))
+SHAPES = {"table": (256, 128), "bias": (128,), "small": (32, 64), "head": (64, 64), "wide": (160, 96), "empty": (0, 64)}
+BUCKETS = (("wide",), ("head", "small"), ("bias", "table"), ("empty",))  # an empty parameter may travel alone
 CANDIDATES = ("bf16", "int8", "int4", "dgc(density=0.04)", "powersgd(rank=2)")
 OPTIONS = {"candidates": CANDIDATES, "plan_every": 3, "first_plan": 3}
 BUDGET = 0.02
@@ -202,7 +202,7 @@ class Rank:
         for place, names in enumerate(BUCKETS):
             layout, flat = layout_of(names), torch.cat([gradient(self.rank, number, name) for name in names])
             flat = flat.to(self.dtype)
-            if poison and self.rank == 0:
+            if poison and self.rank == 0 and flat.numel():
                 flat[3] = float("inf")
             bucket = Bucket.of(flat, layout, 0.001 * place, place)
             self.communicator.start(Launch((flat,), layout, (bucket,)), scale=1 / self.communicator.size)
