@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Column
 
+from gradwire.bench.pipe import print_nowhere, reader_may_leave
 from gradwire.topology.printable import printable
 
 STDOUT = Path("-")
@@ -32,6 +33,10 @@ class CleanConsole(Console):
         """Yields what is printed, piece by piece."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        """Goes on where rich would end the process with status 1: a reader that leaves changes nothing found out."""
+        print_nowhere(self.file)
 
 
 def complain(command: str, error: object) -> None:
@@ -191,8 +196,8 @@ def write_json(target: Path | None, record: object) -> None:
     """
     text = json.dumps(record, indent=2) + "\n"
     if target == STDOUT:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        with reader_may_leave():
+            sys.stdout.write(text)
     elif target is not None:
         with writing("--json", target):
             target.write_text(text)

@@ -2,10 +2,12 @@
 
 import importlib
 import importlib.metadata
+import io
 import signal
 import sys
 from collections.abc import Sequence
 
+from gradwire.bench.pipe import reader_may_leave
 from gradwire.comms.bootstrap.requirement import require_torch
 from gradwire.topology.printable import printable
 
@@ -50,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: Words after `gradwire`; the process's own by default.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # `?` for what an encoding such as ASCII lacks, not the end
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # in a command, or before it: torch takes seconds to be loaded
@@ -59,10 +63,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print(usage())
+        with reader_may_leave():
+            print(usage())
         return 0
     if words[0] in ("-V", "--version"):
-        print(f"gradwire {importlib.metadata.version('gradwire')}")
+        with reader_may_leave():
+            print(f"gradwire {importlib.metadata.version('gradwire')}")
         return 0
     if words[0] not in COMMANDS:
         print(f"gradwire: no command `{printable(words[0])}`\n\n{usage()}", file=sys.stderr)

@@ -28,6 +28,7 @@ from gradwire.bench.nccl_tests.output import BenchBlock, fresh_name, now, to_jso
 from gradwire.bench.nccl_tests.ranks import World, meet
 from gradwire.bench.nccl_tests.rows import RowRunner, TableRow
 from gradwire.bench.nccl_tests.start import Start, find_start, speaks
+from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, complain, right_columns, write_json, writing
 from gradwire.comms.config import bench_environment, launcher_variables
 
@@ -241,8 +242,9 @@ class Bench:
 
     def _say(self, lines: list[str]) -> None:
         if self._world.rank == 0 and not self._options.json:
-            for line in lines:
-                print(line, flush=True)
+            with reader_may_leave():
+                for line in lines:
+                    print(line, flush=True)
 
     def _show_losses(self, compressor: str, losses: list[CodingLoss]) -> None:
         """Shows losses on stderr: parsers of nccl-tests' output read stdout."""

@@ -13,9 +13,9 @@ from gradwire.bench.arguments import CommandParser, check_can_plot, check_number
 from gradwire.bench.compare.public_models import PUBLIC_MODELS, PublicModel
 from gradwire.bench.emulation.paths import parse_loss, parse_seconds
 from gradwire.bench.emulation.rate import parse_rate
+from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import CleanConsole, complain, working, writing
 from gradwire.cli import predict_models, predict_sharded
-from gradwire.cli.pipe import reader_may_leave
 from gradwire.cli.predict_show import Gains, as_json, as_table, draw
 from gradwire.comms.links.distance import MOST_ROUND_TRIP_SECONDS
 from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Workload, advise

@@ -12,9 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from gradwire.bench.arguments import CommandParser, check_output
+from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import CleanConsole, complain, fitting_width, working
 from gradwire.cli.job import joined_job
-from gradwire.cli.pipe import reader_may_leave
 from gradwire.comms.config import local_rank, world_size
 from gradwire.topology.assign import nic_for_local_rank
 from gradwire.topology.compare import RankPlacement, compare

@@ -122,3 +122,41 @@ def test_progress_is_for_terminals_on_stderr() -> None:
     assert "waiting" in said and "bars" in said
     measuring = said[said.index("measuring") :].split("\r")[0]
     assert len(measuring) <= 60, "a line that wraps is not written over"
+
+
+BENCH = ["bench", "all_reduce", "-b", "8", "-e", "64", "-f", "2", "-n", "1", "-g", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["topo"], 0),
+        (["topo", "--json"], 0),
+        (["gdr-check", "--example"], 0),
+        (["gdr-check", "--root", "."], 2),
+        (["doctor"], 0),
+        (["doctor", "--json"], 0),
+        (["bench", "kernels", "--numel", "1024", "--repeats", "1"], 0),
+        (BENCH, 0),
+        ([*BENCH, "--json"], 0),
+    ],
+)
+def test_a_reader_that_leaves_early_is_no_error(words: list[str], status: int, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire", *words], stdout=writer, stderr=subprocess.PIPE, check=False, cwd=tmp_path
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+def test_an_encoding_without_a_character_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text(json_form.write(dgx_h100()))
+    shown = subprocess.run(
+        [sys.executable, "-m", "gradwire", "topo", "--from", "machine.json"], capture_output=True, check=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    ).stdout  # fmt: skip
+    assert shown.isascii() and b"NVLink" in shown
