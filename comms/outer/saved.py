@@ -134,7 +134,11 @@ def read(state: StateDict, fragments: Sequence[Fragment], settings: OuterSetting
 
 def _flats(fragment: Fragment, state: StateDict) -> tuple[Tensor, Tensor | None]:
     anchor = _flat(fragment, "anchor", state)
-    return anchor, None if fragment.momentum is None else _flat(fragment, "momentum", state)
+    if fragment.momentum is None:
+        return anchor, None
+    if not any(key.startswith(f"momentum{SEPARATOR}") for key in state):  # it was saved without: momentum begins here
+        return anchor, torch.zeros_like(anchor)
+    return anchor, _flat(fragment, "momentum", state)
 
 
 def _flat(fragment: Fragment, kind: str, state: StateDict) -> Tensor:

@@ -19,6 +19,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.outer.averaging import agreement_of
 from gradwire.comms.outer.exchange import OuterExchange
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, wire_nbytes_of
+from gradwire.comms.outer.saved import Saved, read, written
 from gradwire.compressors.compiled import native
 from gradwire.compressors.routed import make_routed
 from support.threads import run_ranks
@@ -561,6 +562,17 @@ def test_a_state_that_does_not_fit_changes_nothing_on_any_rank() -> None:
         exchange.synchronize()
 
     on_ranks("ab", body, compressor="waterfill2")
+
+
+def test_outer_momentum_may_begin_or_end_with_a_saved_state() -> None:
+    parameters = list(Model().named_parameters())
+    plain, heavy = (cut_into_fragments(parameters, replace(AVERAGE, momentum=momentum)) for momentum in (0.0, 0.9))
+    for before, after in ((plain, heavy), (heavy, plain)):
+        flats = [(each.anchor, each.momentum) for each in before]
+        state = written(Saved(3, 1, flats, None, {}), before, AVERAGE)
+        for (anchor, momentum), fragment in zip(read(state, after, AVERAGE).flats, after, strict=True):
+            assert torch.equal(anchor, fragment.anchor)
+            assert (momentum is None) == (after is plain) and (momentum is None or not momentum.any())
 
 
 @pytest.mark.parametrize("compressor", [None, "int8", "waterfill2"])
