@@ -453,7 +453,10 @@ class Face(Generic[S]):
 
         Raises:
             ValueError: There is no compressor, or no model yet.
+            TypeError: `scaler` has no scale.
         """
+        if not callable(getattr(scaler, "get_scale", None)):
+            raise TypeError(f"`scaler` is a {type(scaler).__name__}; wanted a torch.amp.GradScaler")
         for each in self._loss_scales():
             each.watch(scaler)
 

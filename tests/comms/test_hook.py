@@ -177,3 +177,8 @@ def fail_to_connect(_: int) -> int:
 
 def test_a_state_that_cannot_be_made_leaves_nothing_behind(processes: Processes) -> None:
     assert processes(1, fail_to_connect) == [1]
+
+
+def test_what_is_no_scaler_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"`scaler` is a SGD; wanted a torch\.amp\.GradScaler"):
+        gradwire.HookState().watch(torch.optim.SGD([torch.zeros(1)]))  # type: ignore[arg-type]
