@@ -17,7 +17,8 @@ import csv
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -363,11 +364,28 @@ class Tuning(StepListener):
 
     def _found(self, setting: TunerSetting, seconds: float) -> None:
         if self._file:
-            save(self._file, self._key, setting, seconds)
+            with self._writing(self._file):
+                save(self._file, self._key, setting, seconds)
 
     def _record(self, row: Sequence[object]) -> None:
         if self._file:
             rows = self._file.with_suffix(".csv")
-            new = not rows.exists()
-            with rows.open("a", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([LOG_COLUMNS, row] if new else [row])
+            with self._writing(rows):
+                new = not rows.exists()
+                with rows.open("a", newline="", encoding="utf-8") as file:
+                    csv.writer(file).writerows([LOG_COLUMNS, row] if new else [row])
+
+    @contextmanager
+    def _writing(self, file: Path) -> Iterator[None]:
+        """Brackets writing: what cannot be kept ends no training."""
+        try:
+            yield
+        except OSError as error:
+            self._file = None
+            log.warning(
+                "`tune` is %s, and rank 0 cannot write %s (%s): tuning goes on, and its result is not kept; name a "
+                "file in a folder that is there",
+                self._communicator.config.tune,
+                file,
+                error.strerror,
+            )

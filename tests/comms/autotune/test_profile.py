@@ -5,8 +5,14 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradwire.comms.autotune.profile import TunerSetting, load, save
+from gradwire.comms.autotune.tune import LOG_COLUMNS, Tuning
+from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+from gradwire.comms.fusion import Fusion, FusionPlan
 
 KEY: dict[str, object] = {"model": "abc", "world": 4, "topology": "def", "torch": "2.13"}
 SETTING = TunerSetting("best cuts", (1, 3), (10, 20, 30), 0, "hierarchical", 2)
@@ -50,3 +56,17 @@ def test_an_edited_profile_is_ignored(profile: Path, caplog: pytest.LogCaptureFi
     profile.write_text(json.dumps(document))
     assert load(profile, KEY) is None
     assert "digest" in caplog.text
+
+
+def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    missing = tmp_path / "missing" / "profile.json"
+    communicator = Communicator(HashStore(), 0, 1, torch.device("cpu"), Config(tune=str(missing)), name="job")
+    try:
+        tuning = Tuning(communicator, Fusion(FusionPlan()), communicator.plain_store, "job", "model")
+        for _ in range(2):
+            tuning._record(range(len(LOG_COLUMNS)))
+            tuning._found(SETTING, 1.0)
+    finally:
+        communicator.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"`tune` is {missing}, and rank 0 cannot write ")
