@@ -77,6 +77,7 @@ def test_defaults_ask_for_nothing() -> None:
         ({"transport": "smoke"}, "`transport` is 'smoke'"),
         ({"fusion": "some"}, "`fusion` is 'some'; wanted one of bucket, auto, delayed"),
         ({"chunks": -1}, "`chunks` is -1"),
+        ({"chunks": 1025}, "`chunks` is 1025; wanted 0 (the planner chooses), or 1 to 1024"),
         ({"transport": "gloo:257"}, "`transport` is 'gloo:257'"),
         ({"transport": "gloo:"}, "`transport` is 'gloo:'"),
         ({"transport": "mpi:2"}, "`transport` is 'mpi:2'"),
