@@ -196,10 +196,14 @@ class Observer(StepListener):
                 "the trace is given up, and its file is not written: the ranks have changed; ask for another one"
             )
         self._metrics, previous._metrics = previous._metrics, None
+        previous._trace = None
         previous.close()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads, and a trace whose steps have not come."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.end_early()
         if self._stall is not None:
             self._stall.close()
         if self._metrics is not None:

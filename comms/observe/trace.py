@@ -16,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,6 +160,18 @@ class Trace:
         self._note_step()
         self._write()
         return True
+
+    def end_early(self) -> None:
+        """Says that training has ended before the last of the steps: the file that was made for them goes."""
+        if self._communicator.rank:
+            return
+        made = self._steps - self._left
+        log.warning(
+            "the trace %s is not written: training ended after %d of its %d steps", self._file, made, self._steps
+        )
+        with suppress(OSError):
+            if not self._file.stat().st_size:
+                self._file.unlink()
 
     def _note_step(self) -> None:
         """Takes in the step before this one, which is complete only now."""

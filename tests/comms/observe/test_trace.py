@@ -175,6 +175,20 @@ def test_marks_of_cuda_that_are_asked_for_without_it_are_warned_of_once(caplog: 
     assert "`trace` is 'nvtx'" in record.message and "on a cpu" in record.message
 
 
+def test_a_trace_whose_steps_do_not_come_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, by rank 0; and no empty file stays."""
+    file = tmp_path / "trace.json"
+
+    def body(steps: Steps) -> None:
+        for _ in range(8):
+            steps.step()
+
+    on_ranks("ab", body, stall_seconds=0.0, trace=(str(file), 20))
+    said = [record.getMessage() for record in caplog.records if "trace" in record.getMessage()]
+    assert said == [f"the trace {file} is not written: training ended after 3 of its 20 steps"]
+    assert not file.exists()
+
+
 def test_profilers_see_our_phases_by_name_and_cost_nothing_otherwise() -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
