@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ ALL_NICS, ONE_NIC, NIC_PER_RANK = "auto", "one", "per_rank"
 ENVIRONMENT_PREFIX = "GRADWIRE_"
 AUTO = "auto"
 """The compressor that is chosen for each layer while training runs, within the budget behind a colon."""
+
+NEARLY = 0.8
+"""How alike a misspelt name is to the one that was meant, by difflib: 0.86 for COMPRESSION, 0.95 for COMPRESOR."""
 
 MOST_CHUNKS = 1024
 """Most pieces of a bucket, 16 times as many as the planner takes: with 100,000 a rank plans for minutes."""
@@ -465,6 +469,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
                     values[entry] = convert(text)
                 except ValueError as error:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}; wanted {error}") from None
+        _warn_of_misspelt()
         given = values | options
         if "join" in values and "join" not in options and given.get("elastic") is True:
             given["elastic"] = given.pop("join")  # the variable stays: a newcomer is started as all others are
@@ -562,7 +567,20 @@ OLD_NAMES = {
 """Options of 0.1 that are parts of others now -> how to write them; accepted until 0.2, with a warning."""
 
 _warned: set[str] = set()
-"""Old names that the user has been told of."""
+"""Old names, and misspelt variables, that the user has been told of."""
+
+
+def _warn_of_misspelt() -> None:
+    """Warns of variables that are none of gradwire's and nearly have the name of one: nobody reads them."""
+    own = sorted({*_VARIABLES, *_OTHER_VARIABLES})
+    for variable in sorted(set(os.environ) - _warned):
+        name = variable.removeprefix(ENVIRONMENT_PREFIX)
+        if name == variable or name in own:
+            continue
+        begun = [each for each in own if each.startswith(f"{name}_")]  # TIMEOUT for TIMEOUT_SECONDS
+        if near := begun or get_close_matches(name, own, 1, NEARLY):
+            _warned.add(variable)
+            log.warning("`%s` is set, and nothing reads it; wanted `%s%s`?", variable, ENVIRONMENT_PREFIX, near[0])
 
 
 def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
@@ -1052,6 +1070,9 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "NVTX": ("nvtx", _switch),
 }
 """Name behind the prefix -> (field, what its text becomes); one for each field of `Config`, and for each old name."""
+
+_OTHER_VARIABLES = ("HOOK", "PURE", "WATCH", "WATCH_JSON", "WATCH_METRICS", "WATCH_STALL_SECONDS", "WATCH_TRACE")
+"""Names behind the prefix that are no field of `Config`."""
 
 _LONGEST_VALUE = 200
 _STEERING_BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_",

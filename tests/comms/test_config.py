@@ -129,6 +129,19 @@ def test_variables_are_read_and_options_win(monkeypatch: pytest.MonkeyPatch) -> 
     assert (config.plan, config.timeout, config.location) == ("flat", timedelta(seconds=7.5), ("eu", "rack7"))
 
 
+def test_a_misspelt_variable_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("COMPRESOR", "TIMEOUT", "WATCH_TRACE", "HOOK", "MINE"):
+        monkeypatch.setenv(f"GRADWIRE_{name}", "fp16")
+    for _ in range(2):
+        Config.from_env()
+    assert [record.getMessage() for record in caplog.records] == [
+        "`GRADWIRE_COMPRESOR` is set, and nothing reads it; wanted `GRADWIRE_COMPRESSOR`?",
+        "`GRADWIRE_TIMEOUT` is set, and nothing reads it; wanted `GRADWIRE_TIMEOUT_SECONDS`?",
+    ]
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_has_a_variable(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variable, text, value = VARIABLES[field]
