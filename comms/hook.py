@@ -172,8 +172,8 @@ class HookState(Face[GradientSession]):
             model: Best the DDP model that the hook is registered on.
 
         Raises:
-            ValueError: The state belongs to another model, or has compressed gradients under numbers already; `model`
-                has no parameters; or a state that was loaded does not fit.
+            ValueError: The state has been given a model before, or has compressed gradients under numbers already;
+                `model` has no parameters; or a state that was loaded does not fit.
             TypeError: `model` is sharded (FSDP, FSDP2, DeepSpeed): no DDP hook is ever called for it.
             RuntimeError: torch.distributed is not initialised, or a rank did not join.
         """

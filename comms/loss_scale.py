@@ -57,8 +57,13 @@ class LossScale:
 
         Raises:
             ValueError: `scale` is not a positive number.
+            TypeError: It is no number.
         """
-        if not 0 < scale < math.inf:
+        try:
+            fits = 0 < scale < math.inf
+        except TypeError:
+            raise TypeError(f"`scale` is {scale!r} ({type(scale).__name__}); wanted a positive number") from None
+        if not fits:
             raise ValueError(f"`scale` is {scale}; wanted a positive number")
         before = float(self.value)
         if before and scale != before:

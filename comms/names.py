@@ -31,7 +31,8 @@ class ParameterNames:
         """
         if self._bound:
             raise ValueError(
-                "`model` is given to a state that belongs to another model: make one HookState for each model"
+                "`model` is given to a state that has been given one before: make one HookState for each model, and "
+                "bind it once"
             )
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         named = {id(parameter): name for name, parameter in inner.named_parameters()}

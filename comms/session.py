@@ -441,7 +441,7 @@ class Face(Generic[S]):
             The port; None without one.
 
         Raises:
-            ValueError: Neither `file` nor `port` is given.
+            ValueError: Neither `file` nor `port` is given, or a number makes no sense.
             OSError: The file cannot be written, or the port is taken.
             RuntimeError: The ranks have not connected yet.
         """
@@ -465,6 +465,7 @@ class Face(Generic[S]):
 
         Raises:
             ValueError: There is no compressor, or no model yet; or `scale` is not a positive number.
+            TypeError: `scale` is no number.
         """
         for each in self._loss_scales():
             each.set(scale)

@@ -4,6 +4,7 @@ Source: https://github.com/prometheus/node_exporter#textfile-collector (files ar
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +36,7 @@ class Metrics:
 
     Raises:
         OSError: The file cannot be written, or the port is taken.
+        ValueError: The port or the seconds are none.
     """
 
     def __init__(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> None:
@@ -55,7 +57,12 @@ class Metrics:
 
         Raises:
             OSError: The file cannot be written, or the port is taken; then what there was goes on.
+            ValueError: The port or the seconds are none; likewise.
         """
+        if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16):
+            raise ValueError(f"`port` is {port!r}; wanted a whole number from 1 to 65535, or 0 for a free one")
+        if not 0 <= every_seconds < math.inf:
+            raise ValueError(f"`every_seconds` is {every_seconds}; wanted a number of seconds, or 0 for each step")
         if file is not None:
             file.write_text("")
         if port is not None:

@@ -90,5 +90,12 @@ def test_what_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
             steps.observer.export_metrics(None, None, "127.0.0.1", 1.0)
         with pytest.raises(OSError):
             steps.observer.export_metrics(tmp_path / "nowhere" / "x.prom", None, "127.0.0.1", 1.0)
+        for port in (-1, 65536, 99999999):
+            with pytest.raises(ValueError, match=f"`port` is {port}; wanted"):
+                steps.observer.export_metrics(None, port, "127.0.0.1", 1.0)
+        for seconds in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match=f"`every_seconds` is {seconds}; wanted"):
+                steps.observer.export_metrics(tmp_path / "x.prom", None, "127.0.0.1", seconds)
+        assert not (tmp_path / "x.prom").exists()
 
     on_ranks("a", body)

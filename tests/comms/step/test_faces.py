@@ -110,6 +110,9 @@ def use(rank: int, kind: str, folder: str) -> dict[str, object]:
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(two)) if isinstance(one, torch.Tensor) else one == two
     if kind != "outer":
         said["advice"] = str(state.advise(accumulate=2))
+        for wrong, error in (("a", TypeError), (0.0, ValueError), (float("nan"), ValueError)):
+            with pytest.raises(error, match=f"`scale` is {wrong!r}.*wanted a positive number"):
+                state.set_loss_scale(wrong)
         state.set_loss_scale(2.0)
         state.flush()
         step(6)
