@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -72,15 +73,15 @@ class TorchBackend:
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
         """See `Backend.all_gather`."""
-        return _issue(dist.all_gather_single, output, source, self._group)
+        return _issue(dist.all_gather_single, _movable(output), _movable(source), self._group)
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
         """See `Backend.broadcast`."""
-        return _issue(dist.broadcast, tensor, root, self._group)
+        return _issue(dist.broadcast, _movable(tensor), root, self._group)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
         """See `Backend.all_to_all`."""
-        return _issue(dist.all_to_all_single, output, source, None, None, self._group)
+        return _issue(dist.all_to_all_single, _movable(output), _movable(source), None, None, self._group)
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
         """See `Backend.send_receive`."""
@@ -100,6 +101,11 @@ class TorchBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         dist.destroy_process_group(self._group)
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """The same memory, as bytes where gloo would refuse the type even in what only moves it ("Invalid scalar type")."""
+    return tensor.view(torch.uint8) if tensor.dtype in NO_ARITHMETIC else tensor
 
 
 def _issue(call: Callable[..., object], *arguments: object) -> Issue:

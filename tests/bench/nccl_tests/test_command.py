@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from gradwire.bench.nccl_tests import command
+from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES
 from gradwire.bench.nccl_tests.start import Start
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -15,7 +16,14 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.mark.parametrize(
     ("collective", "backend"),
-    [("all_reduce", "shm,gloo,gradwire"), ("reduce", "shm"), ("reduce_scatter", "gloo"), ("all_gather", "shm")],
+    [
+        ("all_reduce", "shm,gloo,gradwire"),
+        ("reduce", "shm"),
+        ("reduce_scatter", "gloo"),
+        ("all_gather", "shm,gloo"),
+        ("broadcast", "gloo"),
+        ("alltoall", "gloo,gradwire"),
+    ],
 )
 def test_all_types_and_operations_are_exact(run_bench: Run, collective: str, backend: str) -> None:
     done = run_bench(
@@ -42,9 +50,16 @@ def test_all_types_and_operations_are_exact(run_bench: Run, collective: str, bac
     assert done.stdout.count("# Out of bounds values : 0 OK") == blocks
     rows = [line.split() for line in done.stdout.splitlines() if line.lstrip()[:1].isdigit()]
     assert {"float", "double", "half", "bfloat16", "int8", "uint8", "int32", "int64"} <= {row[2] for row in rows}
-    if collective != "all_gather":
+    if collective in ("all_gather", "broadcast", "alltoall"):  # what only moves takes every type
+        assert set(ELEMENT_TYPES) == {row[2] for row in rows}
+    else:
         assert {"sum", "max", "min", "avg"} <= {row[3] for row in rows}
         assert "# skipped: " in done.stdout
+
+
+def test_a_type_without_arithmetic_of_which_nothing_is_left_moves_too(run_bench: Run) -> None:
+    done = run_bench("all_gather", "-d", "f8e4m3", "-b", "8", "-e", "8", "-n", "1", "-g", "2")
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_root_and_several_tables(run_bench: Run) -> None:
