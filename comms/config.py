@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -883,13 +884,22 @@ def bench_environment() -> float | None:
     """NCCL_TESTS_MIN_BW: the bus bandwidth in GB/s that a benchmark must come near; None where it is not set.
 
     Raises:
-        ValueError: It is no number.
+        ValueError: It is no number; or another variable of nccl-tests asks for several groups of ranks.
     """
+    for name in ("NCCL_TESTS_SPLIT", "NCCL_TESTS_SPLIT_MASK"):
+        if text := os.environ.get(name):
+            raise ValueError(
+                f"`{name}` is {text!r}, but all ranks are one group here; wanted it unset: start a bench for each "
+                "group of ranks"
+            )
     text = os.environ.get("NCCL_TESTS_MIN_BW")
     try:
-        return None if text is None else float(text)
+        wanted = None if text is None else float(text)
     except ValueError:
-        raise ValueError(f"`NCCL_TESTS_MIN_BW` is {text!r}; wanted a number of GB/s, or leave it unset") from None
+        wanted = math.nan
+    if wanted is not None and math.isnan(wanted):
+        raise ValueError(f"`NCCL_TESTS_MIN_BW` is {text!r}; wanted a number of GB/s, or leave it unset")
+    return wanted
 
 
 def _plain(value: object) -> str:

@@ -90,7 +90,9 @@ def _check_places(options: argparse.Namespace, ranks: int) -> None:
             raise ValueError(f"`{flag}`: cannot write {path}: {error.strerror}") from None
         check_output(flag, fresh)
     if options.collective != "barrier" and options.device != "cuda" and not {"nccl", "nccl-raw"} & set(options.backend):
-        check_memory("-e", ranks * options.maxbytes, "the tensors of all ranks")
+        flag = "-e" if options.agg_iters == 1 else "-m"
+        tensors = 2 * options.agg_iters  # an input and an output for each operation of -m, see `Buffers`
+        check_memory(flag, ranks * tensors * options.maxbytes, "the tensors of all ranks")
 
 
 def _start_ranks(

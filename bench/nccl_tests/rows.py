@@ -89,6 +89,7 @@ class Timer:
         self._each: bool = bool(options.per_iter_timing)
         self._skip: int = options.per_iter_skip
         self._cuda = device.type == "cuda"
+        self._clock = time.process_time if self._processor_time and not self._cuda else time.perf_counter
         self._control = control
 
     def warm_up(self, issues: Sequence[Issue], iterations: int) -> None:
@@ -121,7 +122,7 @@ class Timer:
 
     def _all_together(self, issues: Sequence[Issue]) -> float:
         """Seconds per operation with one clock around everything."""
-        clock = time.process_time if self._processor_time and not self._cuda else time.perf_counter
+        clock = self._clock
         began = clock()
         if len(issues) == 1 and not self._blocking:
             (issue,) = issues
@@ -144,10 +145,12 @@ class Timer:
         own = []
         for _ in range(self._iterations):
             dist.barrier(self._control)
-            began = time.perf_counter()
+            began = self._clock()
             _iterate(issues)
+            issued = self._clock()
             self._finish()
-            own.append((time.perf_counter() - began) / len(issues))
+            ended = issued if self._processor_time else self._clock()
+            own.append((ended - began) / len(issues))
         everybody: list[list[float]] = [own] * dist.get_world_size(self._control)
         dist.all_gather_object(everybody, own, group=self._control)
         kept = [seconds[self._skip :] for seconds in everybody]

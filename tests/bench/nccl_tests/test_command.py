@@ -108,6 +108,7 @@ def test_more_columns_only_on_request(run_bench: Run) -> None:
         (["all_reduce", "--compressor", "zip"], "`--compressor` is 'zip'"),
         (["broadcast", "--compressor", "int8"], "no other collective is compressed"),
         (["all_reduce", "--backend", "gloo", "--algorithm", "flat"], "`--algorithm`"),
+        (["all_reduce", "-m", "1000000"], "`-m`: the tensors of all ranks need at least 6.71e+04 GB"),
         (["everything"], "COLLECTIVE"),
     ],
 )

@@ -160,8 +160,16 @@ def test_the_least_wanted_rate_decides_the_exit_status(run_bench: Run) -> None:
     passed = run_bench(*words, NCCL_TESTS_MIN_BW="0.0000001")
     assert passed.returncode == 0
     assert re.search(r"Avg bus bandwidth\s+: \S+ OK", passed.stdout)
-    refused = run_bench(*words, NCCL_TESTS_MIN_BW="fast")
-    assert refused.returncode == 2 and "NCCL_TESTS_MIN_BW" in refused.stderr
+    for text in ("fast", "nan"):
+        refused = run_bench(*words, NCCL_TESTS_MIN_BW=text)
+        assert refused.returncode == 2 and f"`NCCL_TESTS_MIN_BW` is '{text}'" in refused.stderr
+
+
+@pytest.mark.parametrize(("name", "value"), [("NCCL_TESTS_SPLIT", "%2"), ("NCCL_TESTS_SPLIT_MASK", "0x7")])
+def test_ranks_that_are_to_be_split_are_not_measured_together(run_bench: Run, name: str, value: str) -> None:
+    words = ["all_reduce", "--backend", "shm", "-b", "1K", "-e", "1K", "-g", "2", "-n", "3"]
+    done = run_bench(*words, **{name: value})
+    assert done.returncode == 2 and f"`{name}` is {value!r}" in done.stderr and not done.stdout
 
 
 def test_one_rank_is_warned_about() -> None:

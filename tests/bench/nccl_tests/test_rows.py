@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +67,16 @@ def test_skipped_iterations_are_left_out(control: dist.ProcessGroup) -> None:
     timing = timer.time([Done])
     assert timing.iterations is not None
     assert timing.iterations.skipped == 2 and len(timing.iterations.seconds) == 4
+
+
+@pytest.mark.parametrize("words", [[], ["-z", "1"], ["-z", "3"], ["-I", "1"]])
+def test_processor_time_is_what_c_asks_for_however_it_is_timed(
+    control: dist.ProcessGroup, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = SimpleNamespace(perf_counter=lambda: 0.0, process_time=count().__next__)
+    monkeypatch.setattr(rows, "time", clocks)
+    timer = Timer(parse(["all_reduce", "-n", "2", "-C", "1", *words]), torch.device("cpu"), control)
+    assert timer.time([Done]).seconds > 0
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
