@@ -173,8 +173,11 @@ def flight_records(*, collectives: bool, stacks: bool) -> dict[str, dict[str, An
 def bucket_parameters(model: DistributedDataParallel) -> list[list[tuple[str, int]]]:
     """The parameters of each bucket of a DDP model as (name, elements), in the order in which buckets are reduced.
 
-    Waits while a backward pass ends. Empty before the first step has told DDP that order.
+    Waits while a backward pass ends. Empty before the first step has told DDP that order, and of a model that another
+    thread is just making.
     """
+    if getattr(model, "logger", None) is None:  # the last thing that DDP makes
+        return []
     indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")  # type: ignore[no-untyped-call]
     named = [(name, each.numel()) for name, each in model.module.named_parameters() if each.requires_grad]
     ignored = model.parameters_to_ignore

@@ -57,6 +57,14 @@ def test_other_collectives_between_them_are_left_alone() -> None:
     assert [each.holds for each in lay_along(CYCLE, some)] == ["head", "middle", None, None, "first"]
 
 
+def test_a_model_that_is_just_being_made_has_no_buckets_yet() -> None:
+    unmade = DistributedDataParallel.__new__(DistributedDataParallel)
+    assert find_cycles([unmade]) == []
+    torch.nn.Module.__init__(unmade)
+    unmade.logger = None  # as DDP does before its first collective
+    assert find_cycles([unmade]) == []
+
+
 def test_the_buckets_of_a_ddp_model_are_found_in_the_order_in_which_they_are_reduced() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
