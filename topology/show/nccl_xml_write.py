@@ -100,9 +100,14 @@ class _Writer:
     def text(self) -> str:
         """Returns the whole file."""
         self._line(0, _open("system", [("version", 2 if self.amd else 1)]))
+        # A file has each NUMA node once. Where none is known NCCL, too, puts all under one. Source: src/graph/xml.cc.
+        nodes: dict[int | None, list[Cpu]] = {}
         for cpu in self.machine.cpus:
-            self._line(1, _open("cpu", self._cpu(cpu)))
-            self._children(cpu.key, 2)
+            nodes.setdefault(cpu.numa, []).append(cpu)
+        for first, *others in nodes.values():
+            self._line(1, _open("cpu", self._cpu(first)))
+            for cpu in (first, *others):
+                self._children(cpu.key, 2)
             self._line(1, "</cpu>")
         self._line(0, "</system>")
         return "\n".join(self.lines) + "\n"

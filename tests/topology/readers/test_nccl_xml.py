@@ -301,6 +301,16 @@ def test_an_unknown_numa_node_is_not_counted_as_one() -> None:
     assert "1 NUMA node ·" in draw.summary(nccl_xml.read(TWICE.format(numa=0, again="0000:06:00.0")))
 
 
+def test_cpus_whose_numa_nodes_are_not_known_are_written_as_one_that_is_read_back() -> None:
+    machine = dgx_a100()  # has two
+    unknown = replace(machine, cpus=tuple(replace(cpu, numa=None) for cpu in machine.cpus))
+    text = nccl_xml_write.write(unknown)
+    assert text.count("<cpu ") == 1
+    back = nccl_xml.read(text)
+    assert {gpu.bus for gpu in back.gpus} == {gpu.bus for gpu in machine.gpus}
+    assert len(back.cpus) == 1 and len(back.nics) == len(machine.nics)
+
+
 def test_nvlink_that_is_not_known_comes_back_as_not_known() -> None:
     """From a listing of PCI functions, which know nothing of it, out to NCCL's file and in again."""
     machine = nccl_xml.read(TWICE.format(numa=0, again="0000:06:00.0"))
