@@ -145,6 +145,17 @@ def _add_sizes(parser: Parser) -> None:
         metavar="N",
         help="1 alone: a rank is a process here, never a thread",
     )
+    sizes.add_argument(
+        "-p",
+        "--parallel_init",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="nothing here: processes begin side by side whatever it is",
+    )
+    sizes.add_argument(
+        "-R", "--local_register", type=int, choices=(0, 1, 2), default=0, help="0 alone: no backend registers buffers"
+    )
     sizes.add_argument("-b", "--minbytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32M")
     sizes.add_argument("-e", "--maxbytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32M")
     sizes.add_argument(
@@ -303,6 +314,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             f"`-t` is {options.nthreads}; wanted 1, because a rank is a process here: multiply `-g`, or the "
             "launcher's ranks"
         )
+    if options.local_register:
+        raise ValueError(f"`-R` is {options.local_register}; wanted 0, because no backend here registers buffers")
     if options.minbytes > options.maxbytes:
         raise ValueError(f"`-b` is {options.minbytes} and `-e` is {options.maxbytes}; wanted the smallest size first")
     if options.stepfactor == 1.0 and options.stepbytes == 0:

@@ -301,7 +301,7 @@ def _config(options: argparse.Namespace, world: World, device: str) -> Json:
         "blocking_collectives": "true" if options.blocking else "false",
         "per_iter_timing": options.per_iter_timing,
         "per_iter_skip": options.per_iter_skip,
-        "parallel_init": 0,
+        "parallel_init": options.parallel_init,
         "devices": [
             {
                 "rank": info.rank,

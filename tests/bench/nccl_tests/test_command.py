@@ -105,6 +105,7 @@ def test_more_columns_only_on_request(run_bench: Run) -> None:
         (["all_reduce", "-g", "2", "--backend", "nccl"], "no CUDA device"),
         (["all_reduce", "--backend", "nccl", "--device", "cpu"], "`--device` is cpu"),
         (["all_reduce", "-G", "2"], "`-G` is 2"),
+        (["all_reduce", "-R", "1"], "`-R` is 1; wanted 0"),
         (["all_reduce", "--compressor", "zip"], "`--compressor` is 'zip'"),
         (["broadcast", "--compressor", "int8"], "no other collective is compressed"),
         (["all_reduce", "--backend", "gloo", "--algorithm", "flat"], "`--algorithm`"),

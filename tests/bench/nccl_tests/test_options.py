@@ -99,6 +99,8 @@ def test_sizes_are_binary(text: str, nbytes: int) -> None:
         ["-M", "2"],
         ["-g", "0"],
         ["-t", "2"],
+        ["-p", "2"],
+        ["-R", "1"],
         ["-J", "result.txt"],
         ["-J", "/no/such/folder/x.json"],
         ["--csv", "result.json"],

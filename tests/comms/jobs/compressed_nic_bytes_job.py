@@ -13,8 +13,8 @@ import gradwire
 from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.compressors.registry import names, options_of
 
-WIDTH, TURNED_WIDTH = 2048, 512
-"""Of the layer; `rotated*` looks for bases, on one of 2048 for twenty seconds."""
+WIDTH, TURNED_WIDTH = 1024, 512
+"""Of the layer; `rotated*` looks for bases, which takes twenty seconds on one of 2048."""
 
 
 def step(model: nn.Module, width: int) -> None:
