@@ -14,7 +14,7 @@ from gradwire.comms.watch.links import LinkWatch, SlowLink
 from gradwire.comms.watch.rank import RankWord
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport
 from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS, TimelineWriter
-from gradwire.comms.watch.trouble import Stuck, find_disagreements, find_stuck, origin, stuck_in_words
+from gradwire.comms.watch.trouble import Stuck, find_absent, find_disagreements, find_stuck, origin, stuck_in_words
 
 log = logging.getLogger("gradwire")
 
@@ -164,9 +164,11 @@ class Judge:
             log.warning("watch: %s", link)
 
     def _silent(self, now: float) -> tuple[int, ...]:
-        return tuple(
-            rank for rank in range(self._size) if now - self._beats.get(rank, (0, self._began))[1] > SILENT_SECONDS
-        )
+        return tuple(rank for rank, seconds in self._quiet_seconds(now).items() if seconds > SILENT_SECONDS)
+
+    def _quiet_seconds(self, now: float) -> dict[int, float]:
+        """Rank -> how old its newest word is."""
+        return {rank: now - self._beats.get(rank, (0, self._began))[1] for rank in range(self._size)}
 
     def _judge_stall(self, now: float) -> None:
         # Who waits for a rank that waits itself may have begun before it: so half of that time counts as well.
@@ -199,6 +201,9 @@ class Judge:
             self._add(self.report.disagreements, str(each))
         if question.stuck is not None:
             self._add_stall(question.stuck, answers, disagree=bool(disagreements))
+        elif question.compares:
+            for stuck in find_absent(answers, self._words, self._members, self._quiet_seconds(now)):
+                self._add_stall(stuck, answers, disagree=bool(disagreements))
         self._board.conclude(question.number)
 
     def _add_stall(

@@ -11,6 +11,10 @@ from gradwire.comms.watch.rank import RankWord
 MOST_NAMED = 8
 """Ranks in one sentence."""
 
+LOST_CONNECTION = ("gloo/transport/", "DistBackendError", "DistNetworkError")
+"""Parts of torch 2.13's errors in ranks whose collective fails because another rank has ended: of gloo the file that
+raises it, of NCCL the class. Torch's flight recorder states a collective that failed like one that ended well."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
@@ -139,6 +143,38 @@ def find_disagreements(answers: Mapping[int, Mapping[str, Sequence[IssuedCollect
             yield found
 
 
+def find_absent(
+    answers: Mapping[int, Mapping[str, Sequence[IssuedCollective]]],
+    words: Mapping[int, RankWord],
+    members: Mapping[str, Sequence[int]],
+    quiet_seconds: Mapping[int, float],
+) -> Iterator[Stuck]:
+    """Yields the collectives that ranks end in because a connection was lost, where other ranks do not answer.
+
+    Args:
+        answers: Rank -> group's name -> its last collectives, ascending; of the ranks that have answered.
+        words: Of the ranks, newest.
+        members: Group's name -> its ranks.
+        quiet_seconds: Rank -> how old its newest word is.
+    """
+    failed: dict[str, dict[int, int]] = {}
+    for rank, answer in answers.items():
+        word = words.get(rank)
+        if word is not None and word.leaves is not None and any(sign in word.leaves for sign in LOST_CONNECTION):
+            last = [(each[-1].began, name) for name, each in answer.items() if each and sender_of(name) is None]
+            if last:  # the one that it has issued last has failed
+                name = max(last)[1]
+                failed.setdefault(name, {})[rank] = answer[name][-1].number
+    for name, numbers in failed.items():
+        number = max(numbers.values())
+        absent = [rank for rank in members.get(name, ()) if rank not in answers]
+        if absent:
+            left = tuple(rank for rank in absent if rank in words and words[rank].leaves is not None)
+            silent = tuple(rank for rank in absent if rank not in left)
+            waiting = tuple(sorted(rank for rank, last in numbers.items() if last == number))
+            yield Stuck(name, number, max(quiet_seconds[rank] for rank in absent), waiting, left, silent)
+
+
 def stuck_in_words(
     stuck: Stuck,
     words: Mapping[int, RankWord],
@@ -165,8 +201,8 @@ def stuck_in_words(
         if ranks:
             hosted = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks[:MOST_NAMED] if rank in hosts))
             parts.append(
-                f"{ranks_in_words(ranks)} on {hosted} {'has' if len(ranks) == 1 else 'have'} {verb} {what}, "
-                f"{duration(stuck.seconds)} late"
+                f"{ranks_in_words(ranks)}{f' on {hosted}' if hosted else ''} "
+                f"{'has' if len(ranks) == 1 else 'have'} {verb} {what}, {duration(stuck.seconds)} late"
             )
     if not parts:
         parts.append(

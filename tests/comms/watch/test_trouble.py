@@ -1,11 +1,14 @@
 """What ranks' last collectives mean, side by side."""
 
+from dataclasses import replace
+
 import pytest
 
 from gradwire.comms.watch.collective import IssuedCollective
 from gradwire.comms.watch.rank import GroupState, RankWord
 from gradwire.comms.watch.trouble import (
     Stuck,
+    find_absent,
     find_disagreement,
     find_disagreements,
     find_stuck,
@@ -47,6 +50,37 @@ def test_where_all_have_come_a_link_is_at_fault() -> None:
     words = {rank: word(7, 6, 12.0) for rank in range(3)}
     (stuck,) = find_stuck(words, MEMBERS, (), 10.0)
     assert "a link is slow or broken" in stuck_in_words(stuck, words, {}, {})
+
+
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+
+
+def leaving(why: str | None) -> RankWord:
+    return replace(word(7, 7, 0.0), leaves=why)
+
+
+def test_who_does_not_answer_is_named_in_the_collective_that_failed_last() -> None:
+    issued = {
+        "default": [IssuedCollective(7, "all_reduce", began=5.0)],
+        "rows": [IssuedCollective(3, "all_gather", began=4.0)],
+    }
+    words = {0: leaving(LOST), 1: leaving(None), 2: leaving(LOST)}
+    answers = {0: issued, 2: issued}
+    quiet = {0: 0.0, 1: 6.0, 2: 0.0}
+    members = MEMBERS | {"rows": (0, 1, 2)}
+    assert list(find_absent(answers, words, members, quiet)) == [Stuck("default", 7, 6.0, (0, 2), (), (1,))]
+    left = words | {1: leaving("ValueError: odd")}
+    assert list(find_absent(answers, left, members, quiet)) == [Stuck("default", 7, 6.0, (0, 2), (1,), ())]
+
+
+def test_nobody_is_absent_where_all_answer_or_no_collective_failed() -> None:
+    issued = {"default": [IssuedCollective(7, "all_reduce", began=5.0)]}
+    quiet = dict.fromkeys(range(3), 6.0)
+    everybody = dict.fromkeys(range(3), issued)
+    assert list(find_absent(everybody, {rank: leaving(LOST) for rank in range(3)}, MEMBERS, quiet)) == []
+    for why in (None, "ValueError: odd"):
+        assert list(find_absent({0: issued}, {0: leaving(why)}, MEMBERS, quiet)) == []
+    assert list(find_absent({0: {}}, {0: leaving(LOST)}, MEMBERS, quiet)) == []
 
 
 def test_of_two_groups_the_one_whose_missing_rank_waits_nowhere_is_the_origin() -> None:
