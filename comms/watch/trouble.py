@@ -167,12 +167,10 @@ def find_absent(
                 failed.setdefault(name, {})[rank] = answer[name][-1].number
     for name, numbers in failed.items():
         number = max(numbers.values())
-        absent = [rank for rank in members.get(name, ()) if rank not in answers]
-        if absent:
-            left = tuple(rank for rank in absent if rank in words and words[rank].leaves is not None)
-            silent = tuple(rank for rank in absent if rank not in left)
+        absent = tuple(rank for rank in members.get(name, ()) if rank not in answers)
+        if absent:  # whether they had come to it is not known: their last words may be older
             waiting = tuple(sorted(rank for rank, last in numbers.items() if last == number))
-            yield Stuck(name, number, max(quiet_seconds[rank] for rank in absent), waiting, left, silent)
+            yield Stuck(name, number, max(quiet_seconds[rank] for rank in absent), waiting, (), absent)
 
 
 def stuck_in_words(
@@ -218,6 +216,9 @@ def stuck_in_words(
             parts.append(f"rank {rank} ends with {word.leaves}")
         elif word.at is not None:
             parts.append(f"rank {rank} is at {word.at}")
+    for rank in stuck.silent[:MOST_NAMED]:
+        if rank in words and (why := words[rank].leaves) is not None:
+            parts.append(f"rank {rank} ended with {why}")
     return "; ".join(parts)
 
 

@@ -70,7 +70,11 @@ def test_who_does_not_answer_is_named_in_the_collective_that_failed_last() -> No
     members = MEMBERS | {"rows": (0, 1, 2)}
     assert list(find_absent(answers, words, members, quiet)) == [Stuck("default", 7, 6.0, (0, 2), (), (1,))]
     left = words | {1: leaving("ValueError: odd")}
-    assert list(find_absent(answers, left, members, quiet)) == [Stuck("default", 7, 6.0, (0, 2), (1,), ())]
+    (stuck,) = find_absent(answers, left, members, quiet)
+    assert stuck == Stuck("default", 7, 6.0, (0, 2), (), (1,))
+    text = stuck_in_words(stuck, left, {rank: issued["default"] for rank in answers}, {1: "b"})
+    assert text.startswith("rank 1 on b has said nothing for a while, and not ended collective 7 of group default")
+    assert text.endswith("ranks 0, 2 wait in it; rank 1 ended with ValueError: odd")
 
 
 def test_nobody_is_absent_where_all_answer_or_no_collective_failed() -> None:
