@@ -237,9 +237,10 @@ def test_the_backend_names_a_lost_rank() -> None:
 
 def test_a_rank_that_fails_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's init returns when all have come, and nothing ends it: the others give it up."""
-    connect = Groups.connect
+    connect, connecting = Groups.connect, threading.Barrier(3, timeout=60)
 
     def leave(groups: Groups, *sets: Any) -> None:
+        connecting.wait()  # who hears of it before says that an all-reduce failed
         if groups._rank == 2:
             raise ZeroDivisionError("a bug of the user's")
         connect(groups, *sets)
