@@ -319,12 +319,15 @@ def main(argv: list[str]) -> int:
     parent, descriptor, module = argv
     die_with_parent(int(parent))
     loaded, problem = None, ""
+    gc.disable()
     try:
         loaded = _load(module)
         for lazy in getattr(loaded, "LAZY", LAZY):
             importlib.import_module(lazy)
     except Exception:  # noqa: BLE001 - every node prints it, as ranks print what goes wrong
         problem = traceback.format_exc()
+    gc.freeze()  # ranks that collect do not walk, and so copy, all that was imported
+    gc.enable()
     own = os.getpid()
     with socket.socket(fileno=int(descriptor)) as listener:
         while True:

@@ -12,10 +12,13 @@ from pathlib import Path
 from gradwire.bench.emulation.launch import held_port
 
 SERVER = """
-import importlib, json, os, runpy, sys, time, traceback
+import gc, importlib, json, os, runpy, sys, time, traceback
 
+gc.disable()
 for name in sys.argv[1:]:
     importlib.import_module(name)
+gc.freeze()  # ranks that collect do not walk, and so copy, all that was imported
+gc.enable()
 
 
 def rank_main(task, rank):
