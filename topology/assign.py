@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_second
 from gradwire.topology.graph import Machine, Nic
@@ -34,10 +35,14 @@ def fastest_nics(nics: Sequence[Nic]) -> list[Nic]:
 def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
     """Returns GPU key -> the card it should drive: the fastest of the nearest, GPUs with the same choice taking turns.
 
+    Cards that are down are passed over, as in NCCL, however near they are.
+
     Args:
         machine: The machine.
+
+    Source: NCCL v2.30 src/transport/net_ib (a port that is not ACTIVE is no device).
     """
-    distances = Distances(machine)
+    distances = Distances(replace(machine, nics=tuple(_usable(machine.nics))))
     turns: dict[tuple[str, ...], int] = {}
     chosen: dict[str, Nic | None] = {}
     for gpu in machine.gpus:

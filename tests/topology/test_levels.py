@@ -113,3 +113,12 @@ def test_a_card_without_a_port_is_not_driven_beside_one_that_has_one() -> None:
     bare, card = Nic(key="0000:00:03.0"), Nic(key="eth0", ports=(Port(name="eth0", interfaces=("eth0",)),))
     assert [nic_for_local_rank(Machine(nics=(bare, card)), rank) for rank in (0, 1)] == [card, card]
     assert nic_for_local_rank(Machine(nics=(bare,)), 0) is bare
+
+
+def test_a_gpu_whose_near_cards_are_all_down_drives_one_that_is_up() -> None:
+    machine = dgx_a100()
+    _, near = Distances(machine).nearest_nics(machine.gpus[0])
+    down = {nic.key: replace(nic, ports=tuple(replace(port, active=False) for port in nic.ports)) for nic in near}
+    other = replace(machine, nics=tuple(down.get(nic.key, nic) for nic in machine.nics))
+    chosen = nics_of_gpus(other)[machine.gpus[0].key]
+    assert chosen is not None and chosen.key not in down
