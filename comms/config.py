@@ -797,6 +797,11 @@ def set_launch_order() -> None:
     os.environ[LAUNCH_ORDER] = "1"
 
 
+def visible_gpus() -> str | None:
+    """What CUDA_VISIBLE_DEVICES says of the GPUs that this process sees; None where it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def local_rank() -> int | None:
     """LOCAL_RANK as torchrun sets it; None where nothing set it, or no number."""
     text = os.environ.get("LOCAL_RANK")

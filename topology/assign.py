@@ -1,11 +1,13 @@
 """Which network card each GPU, or each local rank, should drive."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_second
-from gradwire.topology.graph import Machine, Nic
+from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.paths import Distances
 
 
@@ -54,30 +56,49 @@ def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
     return chosen
 
 
-def nic_for_gpu(machine: Machine, index: int) -> Nic | None:
-    """Returns the card that GPU number `index` should drive, or None where distances are unknown or there is none.
+def given_gpus(machine: Machine) -> tuple[Gpu, ...]:
+    """Returns the GPUs that this process may use, by the driver's numbers where it has numbered any.
+
+    In a container, a cgroup or a guest the bus shows more of them than the driver counts.
 
     Args:
         machine: The machine.
-        index: The driver's number of the GPU; the position in `machine.gpus` where the driver gave none.
-
-    Raises:
-        IndexError: There is no such GPU.
     """
-    numbered = {gpu.index: gpu for gpu in machine.gpus if gpu.index is not None}
-    gpu = numbered[index] if index in numbered else machine.gpus[index]
-    return nics_of_gpus(machine)[gpu.key]
+    numbered = [gpu for gpu in machine.gpus if gpu.index is not None]
+    return tuple(sorted(numbered, key=lambda gpu: gpu.index or 0)) or machine.gpus
 
 
-def nic_for_local_rank(machine: Machine, local_rank: int) -> Nic | None:
+def gpu_for_local_rank(machine: Machine, local_rank: int, visible: str | None = None) -> Gpu | None:
+    """Returns the GPU that a local rank drives, or None where there is none or it cannot be known.
+
+    Args:
+        machine: The machine.
+        local_rank: 0 <= local_rank; rank i drives GPU i of those that it sees, modulo their number.
+        visible: The rank's CUDA_VISIBLE_DEVICES; None where it is not set. Of UUIDs the numbers are unknown.
+
+    Source: CUDA C++ programming guide, CUDA environment variables (numbers behind one that is none do not count).
+    """
+    given = given_gpus(machine)
+    if visible is not None:
+        words = [word.strip() for word in visible.split(",")]
+        if words[0].startswith(("GPU-", "MIG-")):
+            return None
+        valid = takewhile(lambda word: re.fullmatch(r"[0-9]{1,4}", word) and int(word) < len(given), words)
+        given = tuple(given[int(word)] for word in valid)
+    return given[local_rank % len(given)] if given else None
+
+
+def nic_for_local_rank(machine: Machine, local_rank: int, visible: str | None = None) -> Nic | None:
     """Returns the card a local rank should drive: its GPU's, else the fastest active ones of the host in turns.
 
     Args:
         machine: The machine.
-        local_rank: 0 <= local_rank; with GPUs, rank i drives GPU i modulo their number.
+        local_rank: 0 <= local_rank.
+        visible: As for `gpu_for_local_rank`.
     """
     if machine.gpus:
-        return nic_for_gpu(machine, local_rank % len(machine.gpus))
+        gpu = gpu_for_local_rank(machine, local_rank, visible)
+        return None if gpu is None else nics_of_gpus(machine)[gpu.key]
     nics = fastest_nics(machine.nics)
     return nics[local_rank % len(nics)] if nics else None
 

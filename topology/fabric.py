@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from gradwire.topology.assign import nics_of_gpus
+from gradwire.topology.assign import given_gpus, nics_of_gpus
 from gradwire.topology.bandwidth import ALPHA_SECONDS
 from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.graph import Machine, Nic
@@ -61,20 +61,23 @@ def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | No
         network: In place of what the machine's own cards say: another card is then somewhere in the machine, and LL128
             does not pass it.
     """
-    capabilities = [gpu.compute_capability for gpu in machine.gpus]
+    gpus = given_gpus(machine)
+    if len(gpus) == 1 < len(machine.gpus):  # of what joins it to the other ranks' GPUs this process sees nothing
+        return None
+    capabilities = [gpu.compute_capability for gpu in gpus]
     oldest = min((capability for capability in capabilities if capability is not None), default=None)
-    if oldest is None or None in capabilities or any(gpu.vendor == AMD_GPU or gpu.architecture for gpu in machine.gpus):
+    if oldest is None or None in capabilities or any(gpu.vendor == AMD_GPU or gpu.architecture for gpu in gpus):
         return None
     distances = Distances(machine)
-    joined = all(distances.gpu_gpu(machine.gpus[0], gpu) in (PathType.NVL, PathType.LOC) for gpu in machine.gpus)
+    joined = all(distances.gpu_gpu(gpus[0], gpu) in (PathType.NVL, PathType.LOC) for gpu in gpus)
     chosen = nics_of_gpus(machine)
     near = _NEAR_FROM_HOPPER if oldest >= NVLS_CAPABILITY else _NEAR
-    reached = all((nic := chosen[gpu.key]) is not None and distances.gpu_nic(gpu, nic) in near for gpu in machine.gpus)
+    reached = all((nic := chosen[gpu.key]) is not None and distances.gpu_nic(gpu, nic) in near for gpu in gpus)
     kind = network or network_of_nics(nic for nic in chosen.values() if nic is not None)
     return GpuFabric(
         compute_capability=oldest,
         nvlink=joined,
-        nvls=bool(machine.nvswitches) and oldest >= NVLS_CAPABILITY and len(machine.gpus) > 1,
+        nvls=bool(machine.nvswitches) and oldest >= NVLS_CAPABILITY and len(gpus) > 1,
         ll128=joined and reached and network is None and kind != "tcp",
         amd_cpu=any(cpu.vendor == "AuthenticAMD" for cpu in machine.cpus),
         network=kind,

@@ -7,7 +7,7 @@ caller then has to give it (or to measure).
 import time
 from dataclasses import dataclass
 
-from gradwire.topology.assign import nics_of_gpus
+from gradwire.topology.assign import given_gpus, nics_of_gpus
 from gradwire.topology.bandwidth import (
     ALPHA_SECONDS,
     nic_bytes_per_second,
@@ -60,23 +60,25 @@ def levels_of(machine: Machine, *, host_memory_bytes_per_second: float | None = 
 def _intra_node(machine: Machine) -> LevelEstimate:
     """Returns what the GPUs of a machine have between them: NVLink where it joins all of them, else PCIe."""
     labels = Labels(machine)
-    first = machine.gpus[0]
-    joined = all(labels.distances.gpu_gpu(first, gpu) in (PathType.NVL, PathType.LOC) for gpu in machine.gpus)
-    if len(machine.gpus) > 1 and joined:
-        rates = [labels.link_bytes_per_second(gpu) for gpu in machine.gpus]
+    gpus = given_gpus(machine)
+    joined = all(labels.distances.gpu_gpu(gpus[0], gpu) in (PathType.NVL, PathType.LOC) for gpu in gpus)
+    if len(gpus) > 1 and joined:
+        rates = [labels.link_bytes_per_second(gpu) for gpu in gpus]
         return LevelEstimate(
             name="intra_node",
             bytes_per_second=_least(rates),
             alpha_seconds=ALPHA_SECONDS["nvlink"],
             source=f"NVLink or xGMI of the GPU with the fewest: links per NCCL v2.30 topo.h; alpha: {_TUNING}",
         )
-    if len(machine.gpus) > 1 and not machine.links_known:
-        source = f"unknown: this source cannot show NVLink or xGMI; alpha: {_TUNING}"
+    alone = len(gpus) == 1 and len(machine.gpus) > 1
+    if alone or (len(gpus) > 1 and not machine.links_known):
+        why = "the driver gives this process one GPU of several" if alone else "this source cannot show NVLink or xGMI"
+        source = f"unknown: {why}; alpha: {_TUNING}"
         return LevelEstimate(
             name="intra_node", bytes_per_second=None, alpha_seconds=ALPHA_SECONDS["pcie"], source=source
         )
-    pcie = [pcie_bytes_per_second(gpu.pcie) for gpu in machine.gpus]
-    crossed = {cpu for gpu in machine.gpus if (cpu := _cpu_above(machine, labels, gpu)) is not None}
+    pcie = [pcie_bytes_per_second(gpu.pcie) for gpu in gpus]
+    crossed = {cpu for gpu in gpus if (cpu := _cpu_above(machine, labels, gpu)) is not None}
     sockets = [socket_bytes_per_second(cpu) for cpu in crossed] if len(crossed) > 1 else []
     return LevelEstimate(
         name="intra_node",

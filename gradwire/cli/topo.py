@@ -15,11 +15,11 @@ from gradwire.bench.arguments import CommandParser, check_output
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import CleanConsole, complain, fitting_width, working
 from gradwire.cli.job import joined_job
-from gradwire.comms.config import local_rank, world_size
-from gradwire.topology.assign import nic_for_local_rank
+from gradwire.comms.config import local_rank, visible_gpus, world_size
+from gradwire.topology.assign import gpu_for_local_rank, nic_for_local_rank
 from gradwire.topology.compare import RankPlacement, compare
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.graph import Machine
+from gradwire.topology.graph import Machine, Nic
 from gradwire.topology.labels import nic_name
 from gradwire.topology.printable import printable
 from gradwire.topology.readers.detect import LIVE, detect_machine
@@ -76,7 +76,8 @@ def _show_in_job(argv: list[str]) -> int:
         ranks: list[RankMachine] = [RankMachine((), 0, "")] * group.size()
         with working("asking all ranks", shown=group.rank() == 0):
             dist.all_gather_object(
-                ranks, RankMachine(host_identity(), local_rank() or 0, json_form.write(detect_machine()))
+                ranks,
+                RankMachine(host_identity(), local_rank() or 0, json_form.write(detect_machine()), visible_gpus()),
             )
         if group.rank() != 0:
             return 0
@@ -132,11 +133,12 @@ def _write_files(machine: Machine, picture: Path | None, nccl_xml: Path | None) 
 
 @dataclass(frozen=True, slots=True)
 class RankMachine:
-    """What one rank of a job reports: the host it is on, and its machine as JSON."""
+    """What one rank of a job reports: the host it is on, its machine as JSON, and its CUDA_VISIBLE_DEVICES."""
 
     host: tuple[str, ...]
     local_rank: int
     machine: str
+    visible: str | None = None
 
 
 def show_job(reports: list[RankMachine]) -> int:
@@ -151,7 +153,7 @@ def show_job(reports: list[RankMachine]) -> int:
             f"node {number} {host[0]}: ranks {', '.join(map(str, ranks))}; {draw.summary(machines[number])}",
             highlight=False,
         )
-        nics = [nic_for_local_rank(machines[number], reports[rank].local_rank) for rank in ranks]
+        nics = [_nic(machines[number], reports[rank]) for rank in ranks]
         console.print(f"  NIC by rank: {', '.join(nic_name(nic) if nic else '?' for nic in nics)}", highlight=False)
     kinds: dict[str, list[str]] = {}
     for number, machine in enumerate(machines):
@@ -167,9 +169,14 @@ def show_job(reports: list[RankMachine]) -> int:
     return 1 if findings else 0
 
 
+def _nic(machine: Machine, report: RankMachine) -> Nic | None:
+    return nic_for_local_rank(machine, report.local_rank, report.visible)
+
+
 def _placement(rank: int, report: RankMachine, hosts: list[tuple[str, ...]], machines: list[Machine]) -> RankPlacement:
     node = hosts.index(report.host)
-    gpus = len(machines[node].gpus)
-    nic = nic_for_local_rank(machines[node], report.local_rank)
+    machine = machines[node]
+    gpu, nic = gpu_for_local_rank(machine, report.local_rank, report.visible), _nic(machine, report)
     port = nic.ports[0].name if nic is not None and nic.ports else None
-    return RankPlacement(rank=rank, node=node, gpu=report.local_rank % gpus if gpus else None, nic=port)
+    number = None if gpu is None else gpu.index if gpu.index is not None else machine.gpus.index(gpu)
+    return RankPlacement(rank=rank, node=node, gpu=number, nic=port)

@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.topology.assign import nic_for_gpu, nic_for_local_rank, nics_of_gpus
+from gradwire.topology.assign import gpu_for_local_rank, nic_for_local_rank, nics_of_gpus
+from gradwire.topology.fabric import fabric_of
 from gradwire.topology.graph import DeviceLink, Machine, Nic, Port
 from gradwire.topology.levels import levels_of, measure_host_memory
 from gradwire.topology.paths import Distances, PathType
@@ -78,13 +79,58 @@ def test_the_number_of_a_gpu_is_the_drivers() -> None:
     machine = dgx_a100()
     reordered = replace(machine, gpus=machine.gpus[::-1])
     for index in range(8):
-        assert nic_for_gpu(machine, index) is not None
         gpu = next(gpu for gpu in machine.gpus if gpu.index == index)
-        chosen = nic_for_gpu(reordered, index)
+        assert gpu_for_local_rank(reordered, index) == gpu
+        chosen = nic_for_local_rank(reordered, index)
         assert chosen is not None
         assert Distances(machine).gpu_nic(gpu, chosen) is PathType.PXB
-    with pytest.raises(IndexError):
-        nic_for_gpu(machine, 8)
+
+
+def in_a_container(*numbers: int) -> Machine:
+    """A DGX whose bus shows every GPU to a container that was given some."""
+    machine = dgx_h100()
+    order = {given: index for index, given in enumerate(numbers)}
+    strip = {"index": None, "name": None, "compute_capability": None}
+    gpus = [
+        replace(gpu, index=order[number]) if number in order else replace(gpu, **strip)  # type: ignore[arg-type]
+        for number, gpu in enumerate(machine.gpus)
+    ]
+    own = {gpu.key for gpu in gpus if gpu.index is not None}
+    return replace(machine, gpus=tuple(gpus), links=tuple(link for link in machine.links if link.a in own))
+
+
+def test_gpus_that_the_driver_does_not_count_are_others() -> None:
+    whole, part = dgx_h100(), in_a_container(6, 7)
+    assert levels_of(part)[0] == levels_of(whole)[0]
+    assert fabric_of(part) == fabric_of(whole)
+    drivers = [gpu_for_local_rank(part, rank) for rank in range(3)]
+    assert [gpu.key for gpu in drivers if gpu] == [whole.gpus[number].key for number in (6, 7, 6)]
+
+
+def test_what_joins_the_one_gpu_that_a_rank_sees_is_unknown() -> None:
+    alone = in_a_container(5)
+    assert levels_of(alone)[0].bytes_per_second is None and fabric_of(alone) is None
+    assert [gpu_for_local_rank(alone, rank) for rank in (0, 5)] == [alone.gpus[5]] * 2
+
+
+@pytest.mark.parametrize(("visible", "numbers"), [
+    (None, (0, 1, 2)),
+    ("4,5", (4, 5, 4)),
+    ("7, 3", (7, 3, 7)),
+    ("2,9,3", (2, 2, 2)),
+    ("", (None, None, None)),
+    ("-1", (None, None, None)),
+    ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", (None, None, None)),
+    ("MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2", (None, None, None)),
+])  # fmt: skip
+def test_a_rank_drives_a_gpu_that_it_sees(visible: str | None, numbers: tuple[int | None, ...]) -> None:
+    machine = dgx_h100()
+    wanted = [None if number is None else machine.gpus[number] for number in numbers]
+    assert [gpu_for_local_rank(machine, rank, visible) for rank in range(3)] == wanted
+    cards = nics_of_gpus(machine)
+    assert [nic_for_local_rank(machine, rank, visible) for rank in range(3)] == [
+        gpu and cards[gpu.key] for gpu in wanted
+    ]
 
 
 def test_a_card_that_is_down_or_slow_is_not_chosen() -> None:
