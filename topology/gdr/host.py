@@ -39,8 +39,8 @@ class RdmaNic:
 
     @property
     def gigabits(self) -> float | None:
-        """Sum of the ports' rates; None where one is unknown."""
-        rates = [port.gigabits for device in self.devices for port in device.ports]
+        """Sum of the rates of the ports that are not down; None where one is unknown, or none is up."""
+        rates = [port.gigabits for device in self.devices for port in device.ports if port.state != "DOWN"]
         return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
 
 

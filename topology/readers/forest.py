@@ -179,19 +179,26 @@ class Forest:
     def _nics(self, cards: Mapping[str, list[PciFunction]], ports: Mapping[str, Sequence[Port]]) -> tuple[Nic, ...]:
         """Returns one NIC per card: its physical functions and their ports, its virtual functions counted.
 
+        Where the physical functions show no port, those of the virtual ones are the card's: a pod is given a virtual
+        function alone, and NCCL counts it as the card (v2.30 src/transport/net_ib, NCCL_IB_MERGE_VFS).
+
         The card goes by function 0 unless that is something else than a NIC.
         """
         owners = {bus: self._functions[bus].physical_function for bus in cards}
         virtual = Counter(card_of(owner) for owner in owners.values() if owner is not None and owner in cards)
         functions: dict[str, list[str]] = {}
+        lent: dict[str, list[Port]] = {}
         for bus in sorted(cards):
-            if owners[bus] not in cards:
+            owner = owners[bus]
+            if owner not in cards:
                 functions.setdefault(card_of(bus), []).append(bus)
+            else:
+                lent.setdefault(card_of(str(owner)), []).extend(ports.get(bus, ()))
         return tuple(
             replace(
                 self._nic(buses[0], cards[buses[0]]),
                 key=card if card in cards or card not in self._functions else buses[0],
-                ports=tuple(port for bus in buses for port in ports.get(bus, ())),
+                ports=tuple(port for bus in buses for port in ports.get(bus, ())) or tuple(lent.get(card, ())),
                 functions=len(buses),
                 virtual_functions=virtual[card],
             )

@@ -173,3 +173,37 @@ def test_a_plug_in_is_looked_for_below_the_root(tmp_path: Path, file: str | None
     found = findings(machine, "M7")["M7"]
     assert str(found.outcome) == outcome
     assert GPU in machine.functions
+
+
+def with_virtual_function(machine: ExampleMachine) -> None:
+    """The card's RDMA device is its virtual function's alone."""
+    lent = "0000:04:00.2"
+    card = replace(machine.functions[NIC], rdma_devices=(), virtual_functions=(lent,))
+    machine.functions |= {
+        NIC: card,
+        lent: replace(card, bus_id=lent, rdma_devices=("mlx5_0",), virtual_functions=(), physical_function=NIC),
+    }
+    machine.link("sys/class/infiniband/mlx5_0/device", f"sys/bus/pci/devices/{lent}")
+
+
+def test_a_pod_with_a_virtual_function_is_not_told_to_load_a_module_for_the_card(tmp_path: Path) -> None:
+    machine = ExampleMachine(tmp_path)
+    with_virtual_function(machine)
+    outside = findings(machine, "R1")["R1"]
+    assert outside.outcome is CheckOutcome.WARN and NIC in outside.text
+    machine.environment = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert findings(machine, "R1")["R1"].outcome is CheckOutcome.PASS
+
+
+def test_what_a_port_states_that_is_down_is_no_rate(tmp_path: Path) -> None:
+    """An InfiniBand port without a cable states 10 Gb/s."""
+    machine = ExampleMachine(tmp_path)
+    spare = "sys/class/infiniband/mlx5_0/ports/2"
+    for name, text in (("state", "1: DOWN"), ("phys_state", "2: Polling"), ("rate", "10 Gb/sec (4X SDR)")):
+        machine.write(f"{spare}/{name}", f"{text}\n")
+    machine.write(f"{spare}/link_layer", "InfiniBand\n")
+    found = findings(machine, "R4", "R5")
+    assert found["R4"].outcome is CheckOutcome.WARN and "mlx5_0/2 DOWN (Polling)" in found["R4"].text
+    assert found["R5"].outcome is CheckOutcome.PASS and "400 Gb/s Ethernet" in found["R5"].text
+    machine.write(f"{PORT}/state", "1: DOWN\n")
+    assert findings(machine, "R5")["R5"].outcome is CheckOutcome.UNKNOWN

@@ -69,6 +69,19 @@ def test_functions_of_a_card_are_one_nic_and_virtual_functions_are_counted(systr
     assert [port.name for port in nic.ports] == ["mlx5_0", "mlx5_1"]
 
 
+def test_a_pod_that_was_given_a_virtual_function_has_its_port(systree: "SysTree") -> None:
+    systree.host({0: "0-15"})
+    card, lent = (ROOT, "0000:00:01.0", "0000:05:00.0"), (ROOT, "0000:00:01.0", "0000:05:00.2")
+    for chain in (card, lent):
+        systree.device(*chain, kind=0x020000, vendor=0x15B3)
+    systree.link("/".join(["sys/devices", *lent, "physfn"]), "/".join(["sys/devices", *card]))
+    systree.rdma("mlx5_4", *lent, rate="100 Gb/sec (4X EDR)", layer="Ethernet")
+    systree.interface("net1", *lent)
+    (nic,) = read(systree.root).nics
+    assert (nic.key, nic.functions, nic.virtual_functions) == ("0000:05:00.0", 1, 1)
+    assert [(port.name, port.interfaces, port.bits_per_second) for port in nic.ports] == [("mlx5_4", ("net1",), 100e9)]
+
+
 def test_bonds_slingshot_and_virtual_drivers(systree: "SysTree") -> None:
     systree.host({0: "0-15"}, virtual=True)
     bonded, cxi, virtio = (ROOT, "0000:01:00.0"), (ROOT, "0000:02:00.0"), (ROOT, "0000:03:00.0")

@@ -33,7 +33,12 @@ def devices_of_hardware(host: Host) -> Finding:
             )
         return failed("no NIC on the PCI bus that can do RDMA", "use nodes with InfiniBand, RoCE, EFA or Slingshot")
     bonded = {nic.bus_id[:-1] for nic in host.capable if any("bond" in device.name for device in nic.devices)}
-    bare = [nic for nic in host.capable if not nic.devices and nic.bus_id[:-1] not in bonded]
+    lent = {nic.function.physical_function for nic in host.capable if nic.devices}
+    bare = [
+        nic
+        for nic in host.capable
+        if not nic.devices and nic.bus_id[:-1] not in bonded and not (nic.bus_id in lent and host.process.container)
+    ]
     modules = {MODULES[nic.function.vendor] for nic in bare if nic.function.vendor in MODULES}
     remedy = f"modprobe {' '.join(sorted(modules))}; in a container check the RDMA network namespace (rdma system)"
     homeless = [device.name for device in host.rdma_devices if not device.software and device.bus_id is None]
@@ -140,7 +145,8 @@ def port_state(host: Host) -> Finding:
 
 
 def _fastest(nic: RdmaNic) -> float:
-    return max((port.gigabits or 0 for device in nic.devices for port in device.ports), default=0)
+    ports = (port for device in nic.devices for port in device.ports if port.state != "DOWN")
+    return max((port.gigabits or 0 for port in ports), default=0)
 
 
 def half_ports(host: Host) -> list[tuple[RdmaNic, ...]]:
@@ -228,9 +234,10 @@ def link_layer_and_speed(host: Host) -> Finding:
         return warned("; ".join(slow[:4]), remedy)
     if halves:
         return _halves_in_use(host, halves)
-    rates = {f"{port.gigabits:g} Gb/s {port.link_layer}" for _, port in _ports(host) if port.gigabits}
+    up = [port for _, port in _ports(host) if port.gigabits and port.state != "DOWN"]  # a port that is down states any
+    rates = {f"{port.gigabits:g} Gb/s {port.link_layer}" for port in up}
     if not rates:
-        return unknown("no rate can be read")
+        return unknown("no rate of a port that is up can be read")
     if len(rates) > 1:
         return warned(f"ports differ: {', '.join(sorted(rates))}", "name the training NICs in NCCL_IB_HCA")
     return passed(f"all ports {rates.pop()}")
