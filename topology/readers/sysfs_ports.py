@@ -12,7 +12,7 @@ from gradwire.topology.graph import Port
 from gradwire.topology.pci_ids import normal_bus_id
 from gradwire.topology.readers.small_files import link_name, names_in, number_of, real_path, text_of
 
-VIRTUAL_DRIVERS = frozenset({"veth", "virtio_net", "vmxnet3", "hv_netvsc", "xen_netfront", "tun", "macvlan"})
+VIRTUAL_DRIVERS = frozenset({"veth", "virtio_net", "vmxnet3", "hv_netvsc", "xen_netfront", "vif", "tun", "macvlan"})
 """Drivers whose `speed` is a constant or a wish."""
 SOFTWARE_RDMA = re.compile(r"(rxe|siw)")
 """Names of RDMA devices that are software on an ordinary interface."""
@@ -38,6 +38,8 @@ class _Interface:
 
     name: str
     bus: str | None
+    card: bool
+    """Whether a device stands behind it, on PCI or not."""
     port: Port
     number: int
 
@@ -58,7 +60,8 @@ def find_ports(root: Path) -> FoundPorts:
     for interface in interfaces:
         if interface.bus is not None:
             _join(found.by_bus.setdefault(interface.bus, []), interface)
-    if not any(interface.bus for interface in interfaces):
+    found.loose += [interface.port for interface in interfaces if interface.card and interface.bus is None]
+    if not any(interface.card for interface in interfaces):
         found.loose += [interface.port for interface in interfaces]
         if found.loose:
             found.notes.append("The network interfaces are virtual (a container): the cards behind them are unknown.")
@@ -128,15 +131,22 @@ def _interfaces(root: Path) -> Iterator[_Interface]:
         kind = number_of(own / "type")
         if kind not in (ETHERNET, INFINIBAND) or _REPRESENTOR.match(text_of(own / "phys_port_name") or ""):
             continue
-        bus = _bus_of(own / "device") if (own / "device").is_symlink() else None
+        card = (own / "device").is_symlink()
+        bus = _bus_of(own / "device") if card else None
         leads_out = number_of(own / "iflink") != number_of(own / "ifindex")
-        if bus is None and not leads_out:
+        if bus is None and (_is_over_another(own) if card else not leads_out):
             continue
         number = (number_of(own / "dev_port") or 0) + 1
-        yield _Interface(name=name, bus=bus, port=_interface_port(folder, name, kind, bus), number=number)
+        port = _interface_port(folder, name, kind, card)
+        yield _Interface(name=name, bus=bus, card=card, port=port, number=number)
 
 
-def _interface_port(folder: Path, name: str, kind: int, bus: str | None) -> Port:
+def _is_over_another(own: Path) -> bool:
+    """Returns whether an interface stands before another one, as Hyper-V's before a virtual function of the card."""
+    return any(name.startswith("lower_") for name in names_in(own))
+
+
+def _interface_port(folder: Path, name: str, kind: int, card: bool) -> Port:
     """Returns a network interface as a port of its own."""
     own = folder / name
     megabits = number_of(own / "speed")
@@ -150,5 +160,5 @@ def _interface_port(folder: Path, name: str, kind: int, bus: str | None) -> Port
         bits_per_second=megabits * 1e6 if megabits is not None and 0 < megabits < 10**8 else None,
         active=None if state in (None, "unknown") else state == "up",
         bond=master if master is not None and (folder / master / "bonding").is_dir() else None,
-        virtual=bus is None or driver in VIRTUAL_DRIVERS,
+        virtual=not card or driver in VIRTUAL_DRIVERS,
     )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gradwire.topology.bandwidth import nic_bytes_per_second
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import PcieLink
 from gradwire.topology.paths import Distances, PathType
@@ -113,6 +114,33 @@ def test_a_container_sees_a_virtual_interface_and_says_so(systree: "SysTree") ->
         ("eth0", None, "numa0", True)
     ]
     assert any("virtual (a container)" in note for note in machine.notes)
+
+
+@pytest.mark.parametrize(("place", "driver", "speed", "rate"), [
+    ("LNXSYSTM:00/LNXSYBUS:00/ACPI0004:00/VMBUS:00/f8615163-df3e-46c5-913f-f2d2f965ed0e", "hv_netvsc", "50000", None),
+    ("platform/virtio-mmio.1/virtio1", "virtio_net", "-1", None),
+    ("vif-0", "vif", "-1", None),
+    ("platform/6800000.ethernet", "nvethernet", "10000", 10e9),
+])  # fmt: skip
+def test_a_card_that_is_not_on_pci_is_a_card(
+    systree: "SysTree", place: str, driver: str, speed: str, rate: float | None
+) -> None:
+    systree.host({0: "0-15"})
+    systree.interface("eth0", place, speed=speed, driver=driver)
+    machine = read(systree.root)
+    assert [(nic.key, nic.bus, nic.parent) for nic in machine.nics] == [("eth0", None, "numa0")]
+    assert nic_bytes_per_second(machine.nics[0]) == (rate and rate / 8)
+    assert not any("container)" in note for note in machine.notes)
+
+
+def test_hyper_v_stands_before_the_card_that_it_lends(systree: "SysTree") -> None:
+    systree.host({0: "0-15"}, virtual=True)
+    place, lent = "VMBUS:00/f8615163-df3e-46c5-913f-f2d2f965ed0e", ("VMBUS:00", "pci0001:00", "0001:00:02.0")
+    systree.device(*lent, kind=0x020000, vendor=0x15B3)
+    systree.interface("enP1s1", *lent, speed="50000")
+    systree.interface("eth0", place, speed="50000", driver="hv_netvsc")
+    systree.link(f"sys/devices/{place}/net/eth0/lower_enP1s1", "/".join(["sys/devices", *lent, "net/enP1s1"]))
+    assert [nic.key for nic in read(systree.root).nics] == ["0001:00:02.0"]
 
 
 def test_minus_one_is_the_only_node_or_unknown(systree: "SysTree") -> None:
