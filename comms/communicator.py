@@ -381,7 +381,7 @@ class Communicator:
             Seconds that it took.
         """
         transport = self._groups[(0, 0), tuple(sorted((self.rank, other)))]
-        source = torch.zeros(2, -(-nbytes // 4), device=self.device)
+        source = torch.zeros(2, -(-nbytes // 4), dtype=torch.float32, device=self.device)
         received = torch.empty_like(source)
         began = time.perf_counter()
         transport.all_to_all(received, source).wait()

@@ -124,11 +124,13 @@ class StepVerdict:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._factor = torch.ones(1, device=device)
-        self._bad = torch.full((1,), torch.nan, pin_memory=True)
+        self._factor = torch.ones(1, dtype=torch.float32, device=device)
+        self._bad = torch.full((1,), torch.nan, dtype=torch.float32, pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._given_up = False
-        self.apply_to(torch.ones(1, device=device))  # loads the kernel, which beside a waiting collective may hang
+        self.apply_to(
+            torch.ones(1, dtype=torch.float32, device=device)
+        )  # loads the kernel, which beside a waiting collective may hang
 
     def apply_to(self, flat: Tensor) -> None:
         """Multiplies the first element on the current stream; the rest stays as it is.

@@ -208,7 +208,7 @@ class DGC(Stateful):
         state = self._state(layout, shard.device)
         runs = [DgcRun(item.start, item.numel, self._count(item)) for item in layout.slices]
         indices = torch.empty(sum(run.count for run in runs), dtype=torch.int32, device=shard.device)
-        values = torch.empty(indices.numel(), device=shard.device)
+        values = torch.empty(indices.numel(), dtype=torch.float32, device=shard.device)
         scales = self._scales(shard, layout, group_size)
         rule = DgcRule(self.momentum, self.nesterov)
         KERNELS_ON[shard.device.type].dgc_step_many(shard, state, rule, scales, runs, indices, values)

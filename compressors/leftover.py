@@ -47,7 +47,7 @@ class Leftover:
             shape = shapes.get(name, (max(stop for _, stop in found),))
             for start, stop in _union(found):
                 layout = Layout((Slice(name, shape, start, 0, stop - start),))
-                flat = torch.zeros(stop - start, device=device)
+                flat = torch.zeros(stop - start, dtype=torch.float32, device=device)
                 compressor.flush(flat, layout)
                 compressor.export(layout, device)
                 self.store.adopt(layout, flat)

@@ -146,8 +146,8 @@ class PowerSGD(Stateful):
             return
         device, matrices = shard.device, parts.matrices
         began = self._began(parts, device)
-        p = torch.empty(parts.p_numel + parts.dense_numel, device=device)
-        q_own = torch.empty(parts.q_numel, device=device)
+        p = torch.empty(parts.p_numel + parts.dense_numel, dtype=torch.float32, device=device)
+        q_own = torch.empty(parts.q_numel, dtype=torch.float32, device=device)
         q_total = torch.empty_like(q_own)  # before the first write to `shard`: out of memory leaves it intact
         residual, new_residual = self._residual(shard, layout, parts.dense)
         kernels.powersgd_project_many(shard, residual, matrices, began, p)
@@ -269,7 +269,7 @@ class PowerSGD(Stateful):
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Stateful.export`; the last row holds the factors, at the beginning of their matrices' elements."""
         rows = super().export(layout, device)
-        factors = torch.zeros(layout.numel, device=device)
+        factors = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         for item in layout.slices:
             factor = self._factors.pop(item.name, None) if self.matrix(item) else None
             if factor is not None:
@@ -411,7 +411,7 @@ class PowerSGD(Stateful):
             return
         parts = Parts(own.numel(), group.size, group.shares).bounds(group.rank)
         new_worker = torch.zeros_like(own)
-        new_server = torch.zeros(parts[1] - parts[0], device=own.device)
+        new_server = torch.zeros(parts[1] - parts[0], dtype=torch.float32, device=own.device)
         residuals = Residuals(None, new_worker, None, new_server)
         yield from two_stage(own, total, group, codec, codec, residuals)
         own.sub_(new_worker)

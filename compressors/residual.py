@@ -242,7 +242,7 @@ class ElementStore:
             self._pieces += [
                 Piece(item.name, item.parameter_start, value[item.start : item.stop]) for item in old.slices
             ]
-        flat = torch.zeros(layout.numel, device=device)
+        flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         rest: list[Piece] = []
         for piece in self._pieces:
             rest += _fill(flat, piece, wanted.get(piece.name, []))

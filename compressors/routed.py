@@ -213,7 +213,7 @@ class Routed(Planned):
         for compressor in self._compressors():
             selection = split.get(id(compressor), Selection(Layout(()), ()))
             rows = compressor.export(selection.layout, device)
-            block = torch.zeros(len(rows), layout.numel, device=device)
+            block = torch.zeros(len(rows), layout.numel, dtype=torch.float32, device=device)
             for row, target in zip(rows, block, strict=True):
                 _spread(row, selection, target)
             blocks.append(block)

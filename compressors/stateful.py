@@ -77,7 +77,7 @@ class Stateful(Planned):
             units.setdefault(piece.name, []).append(piece)
         square = 0.0
         for name, pieces in held.items():
-            flat = torch.zeros(max(piece.stop for piece in pieces), device=pieces[0].value.device)
+            flat = torch.zeros(max(piece.stop for piece in pieces), dtype=torch.float32, device=pieces[0].value.device)
             for piece in pieces:
                 flat[piece.start : piece.stop] += piece.value
             for unit in units.get(name, ()):
@@ -117,7 +117,7 @@ class Stateful(Planned):
             2-D float32 (fields, layout.numel), zero where this rank holds nothing: the sum of the ranks' exports is
             the state of a whole bucket, whatever its cuts were.
         """
-        rows = torch.empty(len(self.fields), layout.numel, device=device)
+        rows = torch.empty(len(self.fields), layout.numel, dtype=torch.float32, device=device)
         for row, store in zip(rows, self.fields.values(), strict=True):
             row.copy_(store.export(layout, device))
         return rows

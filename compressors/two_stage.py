@@ -152,7 +152,7 @@ def two_stage(
         if return_codec is codec:
             codec.reduce_encode(rows, old, new, row, numel)
         else:
-            total = torch.empty(numel, device=source.device)
+            total = torch.empty(numel, dtype=torch.float32, device=source.device)
             codec.decode_reduce(rows, None, total)
             return_codec.encode_residual(total, old, new, row)
     all_reduced = torch.empty(parts.pieces, reduced.shape[1], dtype=torch.uint8, device=source.device)
@@ -304,7 +304,7 @@ class TwoStage(Stateful):
         payload = torch.empty(
             self.codec.wire_nbytes(min(flat.numel(), MEASURED_NUMEL)), dtype=torch.uint8, device=flat.device
         )
-        difference = torch.empty(min(flat.numel(), MEASURED_NUMEL), device=flat.device)
+        difference = torch.empty(min(flat.numel(), MEASURED_NUMEL), dtype=torch.float32, device=flat.device)
         for start in range(0, flat.numel(), MEASURED_NUMEL):
             run = flat[start : start + MEASURED_NUMEL]
             rest = difference[: run.numel()]

@@ -114,7 +114,7 @@ def agree(
             own.setdefault(piece.name, []).append(piece)
         received.append([])
         for name, numel in numels.items():
-            values, counts = both = torch.zeros(2, numel, device=device)
+            values, counts = both = torch.zeros(2, numel, dtype=torch.float32, device=device)
             for piece in own.get(name, ()):
                 values[piece.start : piece.stop] = piece.value
             counts.copy_(values != 0.0)

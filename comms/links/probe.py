@@ -203,7 +203,7 @@ def line_up(communicator: Communicator) -> None:
     level = max(
         (number for number in range(communicator.cluster.depth) if communicator.cluster.widest(number) > 1), default=0
     )
-    barrier = torch.zeros(BARRIER_NUMEL * communicator.size, device=communicator.device)
+    barrier = torch.zeros(BARRIER_NUMEL * communicator.size, dtype=torch.float32, device=communicator.device)
     plan = Plan(
         "barrier", probe_phases(communicator.cluster, level), 1, barrier.nbytes, 0.0, {}, "Before a measurement."
     )
@@ -221,7 +221,7 @@ def _measure(communicator: Communicator, consensus: Agreement, runs: Sequence[Ru
     for phases, nbytes, chunks in runs:
         numel = nbytes // 4 * (chunks if nbytes == SMALL_NBYTES else 1)
         plan = Plan("probe", phases, chunks, 4 * numel, 0.0, {}, "A measurement.")
-        flat = torch.zeros(numel, device=device)
+        flat = torch.zeros(numel, dtype=torch.float32, device=device)
         rounds, is_large = [], nbytes > SMALL_NBYTES
         for _ in range(WARM_UP_ROUNDS[is_large] + ROUNDS[is_large]):
             line_up(communicator)

@@ -79,7 +79,7 @@ class LeftOut:
         """
         if self._rows is None or self._rows.device != device:
             numel = runs_of(self._shards, self._rules).compressed_numel
-            old = torch.zeros(self._others, numel) if self._rows is None else self._rows
+            old = torch.zeros(self._others, numel, dtype=torch.float32) if self._rows is None else self._rows
             self._rows = old.to(device)
         places = self._places(present)
         return [row if places is None else gather_runs(row, places) for row in self._rows]

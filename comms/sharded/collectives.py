@@ -437,7 +437,7 @@ class DifferenceAllGather(EncodedAllGather):
         exact = self.sent.rows is None
         if self.sent.rows is None:
             runs = RowRuns(row.numel(), (), ((0, row.numel()),))
-            rows = torch.empty(between.size, row.numel(), device=row.device)
+            rows = torch.empty(between.size, row.numel(), dtype=torch.float32, device=row.device)
         else:
             runs = self.sent.runs
             # On the CPU behind a checkpoint; and weights that were not finite do not stay so for ever.

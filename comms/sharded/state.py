@@ -45,7 +45,7 @@ from gradwire.comms.step.life import is_timed
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import StateDict
 
-NOTHING = torch.empty(0)
+NOTHING = torch.empty(0, dtype=torch.float32)
 
 log = logging.getLogger("gradwire")
 

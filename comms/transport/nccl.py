@@ -303,7 +303,7 @@ class NcclTransport:
             return
         # A user's group may have its communicator already, and to connect it again would make a second one; a
         # collective makes it if it is missing, alike in every version of torch.
-        self._group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
+        self._group.allreduce([torch.zeros(1, dtype=torch.float32, device=device)], dist.AllreduceOptions()).wait()
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Transport.all_reduce`."""

@@ -157,7 +157,7 @@ class InPieces(PieceCodec):
         self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:
         """See `PieceCodec.reduce_encode`."""
-        total = torch.empty(numel, device=payloads.device)
+        total = torch.empty(numel, dtype=torch.float32, device=payloads.device)
         self.decode_reduce(payloads, None, total)
         self.encode_residual(total, residual, new_residual, reduced)
 

@@ -29,15 +29,15 @@ def _nbytes(numel: int) -> int:
 def _scales(p: Tensor) -> Tensor:
     """Returns each block's mean magnitude, summed in a fixed order: 64 running sums, then a tree of halves."""
     blocks = -(-p.numel() // ONEBIT_BLOCK)
-    padded = torch.zeros(blocks * ONEBIT_BLOCK, device=p.device)
+    padded = torch.zeros(blocks * ONEBIT_BLOCK, dtype=torch.float32, device=p.device)
     padded[: p.numel()] = p.abs()
-    sums = torch.zeros(blocks, 64, device=p.device)
+    sums = torch.zeros(blocks, 64, dtype=torch.float32, device=p.device)
     for row in padded.view(blocks, -1, 64).unbind(1):
         sums = sums + row
     while sums.shape[1] > 1:
         low, high = sums.chunk(2, dim=1)
         sums = low + high
-    counts = torch.full((blocks,), float(ONEBIT_BLOCK), device=p.device)
+    counts = torch.full((blocks,), float(ONEBIT_BLOCK), dtype=torch.float32, device=p.device)
     counts[-1:] = p.numel() - (blocks - 1) * ONEBIT_BLOCK
     return sums.view(-1) / counts
 

@@ -63,13 +63,13 @@ class QuantizeCodec(BlockCodec):
         unit = torch.where(spread.isfinite(), spread / levels, high / levels - low / levels)
         unit = torch.where(unit < _SMALLEST_NORMAL, 0.0, unit)
         inverse = torch.where(unit > 0, 1.0 / unit, 0.0)
-        offsets = torch.tensor(0.5)
+        offsets = torch.tensor(0.5, dtype=torch.float32)
         if self.key is not None:
             offsets = hash_uniforms(self.key, rows.numel(), p.device).view_as(rows)
         codes = ((rows - low[:, None]) * inverse[:, None] + offsets).clamp(max=levels)
         finite = rows.isfinite().all(1)
         codes = torch.where(finite[:, None], codes, 0.0).to(torch.uint8)
-        nan = torch.tensor(torch.nan, device=p.device)
+        nan = torch.tensor(torch.nan, dtype=torch.float32, device=p.device)
         unit, low = torch.where(finite, unit, nan), torch.where(finite, low, nan)
         decoded = (low[:, None] + codes.float() * unit[:, None]).view(-1)[:numel]
         flat = codes.view(-1)[:numel]

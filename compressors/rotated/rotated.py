@@ -139,7 +139,7 @@ class Rotated(TwoStage):
         sent = p.clone()
         turned.apply(sent, back=False)
         start, stop = Parts(p.numel(), group.size, group.shares).bounds(group.rank)
-        left, left_of_sum = torch.empty_like(p), torch.zeros(stop - start, device=p.device)
+        left, left_of_sum = torch.empty_like(p), torch.zeros(stop - start, dtype=torch.float32, device=p.device)
         yield from two_stage(sent, target, group, codec, return_codec, Residuals(None, left, None, left_of_sum))
         turned.apply(target, back=True)
         self.observe(target, layout)

@@ -37,7 +37,7 @@ def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> floa
     prefixed = PrefixStore(f"gdr-prove-{label}", store)
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=_TIMEOUT)
     try:
-        tensor = torch.ones(nbytes // 4, device=device)
+        tensor = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
         dist.all_reduce(tensor)  # builds the channels that the log is read for
         if tensor[0].item() != size:
             raise RuntimeError(f"all_reduce of ones over {size} ranks gave {tensor[0].item()}")

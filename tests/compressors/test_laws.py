@@ -78,7 +78,8 @@ class Run:
 
 
 def gradient_of(rank: int, step: int, numel: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank)) * (1 + rank)
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float32) * (1 + rank)
 
 
 def run(maker: Maker, layout: Layout, size: int, steps: int, bad_step: int = -1) -> list[Run]:
@@ -261,3 +262,17 @@ def test_routes_account_for_every_gradient_too(layout: Layout) -> None:
     bias = layout.slices[1]
     dense = sum(gradient_of(rank, 4, layout.numel)[bias.start : bias.stop] for rank in range(3))
     torch.testing.assert_close(runs[0].outputs[4][bias.start : bias.stop], dense)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_torchs_default_dtype_changes_no_bit(maker: Maker, layout: Layout, default: torch.dtype) -> None:
+    """A script sets it for tensors of its own."""
+    wanted = run(maker, layout, 2, 3)
+    torch.set_default_dtype(default)
+    try:
+        found = run(maker, layout, 2, 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.sent_nbytes == theirs.sent_nbytes
+        assert all(map(torch.equal, ours.outputs, theirs.outputs))

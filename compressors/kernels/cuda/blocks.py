@@ -73,7 +73,7 @@ def reduce_encode(
     check_tensors(device, codec.wire_nbytes(numel), torch.uint8, reduced=reduced)
     check_rows(device, "payloads", payloads, codec.wire_nbytes(numel))
     if family.reduce_encode is None:
-        total = torch.empty(numel, device=device)
+        total = torch.empty(numel, dtype=torch.float32, device=device)
         decode_reduce(codec, payloads, None, total)
         encode_pieces(codec, total, residual, new_residual, reduced.unsqueeze(0), numel)
         return

@@ -87,6 +87,6 @@ def reduce_encode(
 
     Source: Tang et al., 1-bit Adam, ICML 2021, section 4.
     """
-    total = torch.empty(numel, device=payloads.device)
+    total = torch.empty(numel, dtype=torch.float32, device=payloads.device)
     decode_reduce(codec, payloads, None, total)
     encode_pieces(codec, total, residual, new_residual, reduced[None], numel)
