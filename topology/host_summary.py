@@ -20,7 +20,7 @@ class HostSummary:
     nic: str | None
     """The NIC that the rank should drive."""
     interface: str | None
-    """Network interface of that NIC's first port that is not down."""
+    """Network interface of that NIC's first port that is not down; the bond it is in, which has the address."""
     fastest_nics: tuple[str, ...]
     """All NICs of the machine that are as fast as its fastest."""
     nics: int | None
@@ -53,7 +53,7 @@ def host_summary(local_rank: int | None, visible: str | None = None) -> HostSumm
         intra_node_bytes_per_second=intra.bytes_per_second,
         inter_node_bytes_per_second=inter.bytes_per_second,
         nic=nic_name(nic) if nic else None,
-        interface=next((name for port in up for name in port.interfaces), None),
+        interface=next((port.bond or name for port in up for name in port.interfaces), None),
         fastest_nics=tuple(nic_name(fast) for fast in fastest_nics(machine.nics)),
         nics=len(driven) or None,
         fabric=fabric_of(machine),

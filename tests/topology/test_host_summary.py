@@ -3,8 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
+from gradwire.topology.graph import Machine, Nic, Port
 from gradwire.topology.host_summary import host_summary
 from gradwire.topology.levels import levels_of
+from gradwire.topology.readers import detect
 from gradwire.topology.readers.detect import detect_machine
 
 OFFLINE = {"files", "lspci", "smi", "nccl_xml", "xml_tree"}
@@ -23,6 +27,13 @@ def test_the_summary_is_that_of_the_whole_machine() -> None:
     assert summary.intra_node_bytes_per_second == intra.bytes_per_second
     assert summary.inter_node_bytes_per_second == inter.bytes_per_second
     assert host_summary(None).nic is None and host_summary(None).fastest_nics == summary.fastest_nics
+
+
+@pytest.mark.parametrize("bond", [None, "bond0"])
+def test_a_bond_has_the_address_and_not_its_members(monkeypatch: pytest.MonkeyPatch, bond: str | None) -> None:
+    port = Port(name="eth1", interfaces=("eth1",), bond=bond)
+    monkeypatch.setattr(detect, "detect_machine", lambda: Machine(nics=(Nic(key="eth1", ports=(port,)),)))
+    assert host_summary(0).interface == (bond or "eth1")
 
 
 def test_importing_it_loads_nothing_else() -> None:

@@ -60,6 +60,7 @@ def find_ports(root: Path) -> FoundPorts:
     for interface in interfaces:
         if interface.bus is not None:
             _join(found.by_bus.setdefault(interface.bus, []), interface)
+    _aggregate(root / "sys/class/net", found.by_bus)
     found.loose += [interface.port for interface in interfaces if interface.card and interface.bus is None]
     if not any(interface.card for interface in interfaces):
         found.loose += [interface.port for interface in interfaces]
@@ -78,6 +79,37 @@ def _join(ports: list[Port], interface: _Interface) -> None:
             ports[position] = replace(port, interfaces=joined, bond=bond, bits_per_second=rate)
             return
     ports.append(interface.port)
+
+
+def _aggregate(folder: Path, by_bus: dict[str, list[Port]]) -> None:
+    """Makes the members of a bond that one RDMA device stands for ports of that device's one port, in place.
+
+    With RoCE LAG `mlx5_bond_0` sends over all of them. Some drivers state the sum as its rate, others one member's.
+    """
+    for bus, ports in by_bus.items():
+        for position, port in enumerate(ports):
+            if port.bond is None or _is_interface(port):
+                continue
+            members = {
+                member.name: (other, member)
+                for other, theirs in by_bus.items()
+                if other[:-1] == bus[:-1] and other != bus
+                for member in theirs
+                if member.bond == port.bond and _is_interface(member)
+            }
+            if not members:
+                continue
+            for other, member in members.values():
+                by_bus[other] = [each for each in by_bus[other] if each is not member]
+            one_at_a_time = (text_of(folder / port.bond / "bonding/mode") or "").startswith("active-backup")
+            names = (*port.interfaces, *members)
+            speeds = [number_of(folder / name / "speed") or 0 for name in names]
+            up = [
+                speed for speed, name in zip(speeds, names, strict=True) if text_of(folder / name / "operstate") == "up"
+            ]
+            total = 0.0 if one_at_a_time else sum(speed for speed in up if speed > 0) * 1e6
+            rate = max(port.bits_per_second or 0.0, total) or None
+            ports[position] = replace(port, interfaces=names, bits_per_second=rate)
 
 
 def _is_interface(port: Port) -> bool:

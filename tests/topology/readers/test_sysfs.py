@@ -104,6 +104,27 @@ def test_bonds_slingshot_and_virtual_drivers(systree: "SysTree") -> None:
     assert machine.virtual is True
 
 
+@pytest.mark.parametrize(("stated", "mode", "rate"), [
+    ("100 Gb/sec (4X EDR)", "802.3ad 4", 200e9),
+    ("200 Gb/sec (4X HDR)", "802.3ad 4", 200e9),
+    ("100 Gb/sec (4X EDR)", "active-backup 1", 100e9),
+])  # fmt: skip
+def test_a_bond_of_rdma_ports_is_one_port(systree: "SysTree", stated: str, mode: str, rate: float) -> None:
+    systree.host({0: "0-15"})
+    ports = [(ROOT, "0000:00:01.0", f"0000:05:00.{function}") for function in (0, 1)]
+    for number, chain in enumerate(ports):
+        systree.device(*chain, kind=0x020000, vendor=0x15B3)
+        systree.interface(f"eth{number}", *chain)
+        systree.link("/".join(["sys/devices", *chain, f"net/eth{number}/master"]), "sys/devices/virtual/net/bond0")
+    systree.write("sys/devices/virtual/net/bond0/bonding/mode", mode)
+    systree.link("sys/class/net/bond0", "sys/devices/virtual/net/bond0")
+    systree.rdma("mlx5_bond_0", *ports[0], rate=stated, layer="Ethernet")
+    (nic,) = read(systree.root).nics
+    (port,) = nic.ports
+    assert (port.name, port.interfaces, port.bond) == ("mlx5_bond_0", ("eth0", "eth1"), "bond0")
+    assert port.bits_per_second == rate
+
+
 def test_a_container_sees_a_virtual_interface_and_says_so(systree: "SysTree") -> None:
     systree.host({0: "0-15"})
     for name, iflink in (("eth0", "7"), ("lo", "2")):
