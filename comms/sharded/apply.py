@@ -1,7 +1,7 @@
 """Puts gradwire under a model that `fully_shard` has sharded."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -101,7 +101,11 @@ def apply(
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
     units = sharded_units(model)
-    error = _error_of_choices(shards, weights, units) or _error_of(model, units, replicas, config)
+    error = (
+        _error_of_choices(shards, weights, units)
+        or _error_of(model, units, replicas, config)
+        or _error_of_complex(model, {"shards": shards, "weights": weights, "compressor": config.compressor})
+    )
     names: ShardNames | None = None
     if error is None:
         try:
@@ -222,6 +226,18 @@ def _error_of_choices(shards: str, weights: str, units: Sequence[ShardedUnit]) -
             "leave one of the two out"
         )
     return None
+
+
+def _error_of_complex(model: nn.Module, asked: Mapping[str, str | None]) -> str | None:
+    """Complex rows are not taken for pairs of numbers here, and codecs would drop the imaginary parts."""
+    few = [f"`{name}` is {value!r}" for name, value in asked.items() if value not in (None, "none", "exact")]
+    names = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
+    if not few or not names:
+        return None
+    return (
+        f"{' and '.join(few)}, and `model` has complex parameters ({', '.join(names[:3])}), which are sharded exactly "
+        "alone: leave it out, or keep them as pairs, torch.view_as_real"
+    )
 
 
 def _error_of(

@@ -5,9 +5,10 @@ from datetime import timedelta
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import gradwire
@@ -15,6 +16,12 @@ import gradwire.fsdp
 from gradwire.comms.bootstrap import failure
 from support.processes import Processes
 from support.sharded import Tiny, applied, job, mesh_of, sharded, train
+
+
+def with_complex(mesh: DeviceMesh) -> Tiny:
+    model = Tiny()
+    model.spare.bias = nn.Parameter(model.spare.bias.detach().to(torch.complex64))
+    return sharded(mesh["shard"], model)
 
 
 def refusals(rank: int) -> list[str]:
@@ -49,6 +56,9 @@ def refusals(rank: int) -> list[str]:
         for block in blocks.blocks:
             fully_shard(block, mesh=mesh["shard"])
         refused("call fully_shard on the model itself", blocks, replicas=replicas)
+        for few in ({"shards": "int8"}, {"weights": "bf16"}, {"replicas": replicas, "compressor": "int8"}):
+            refused(f"`{[*few][-1]}` is .* complex parameters .spare.bias.", with_complex(mesh), **few)
+        gradwire.fsdp.apply(with_complex(mesh), replicas=replicas)
         model, _ = applied(mesh)
         refused("hook or collectives of its own already", model, replicas=replicas)
         for inside in (sharded(mesh["shard"]), blocks):  # a DDP hook would never be called
