@@ -166,7 +166,7 @@ def _interfaces(root: Path) -> Iterator[_Interface]:
         card = (own / "device").is_symlink()
         bus = _bus_of(own / "device") if card else None
         leads_out = number_of(own / "iflink") != number_of(own / "ifindex")
-        if bus is None and (_is_over_another(own) if card else not leads_out):
+        if bus is None and (_is_over_another(own) or not (card or leads_out)):
             continue
         number = (number_of(own / "dev_port") or 0) + 1
         port = _interface_port(folder, name, kind, card)
@@ -174,7 +174,7 @@ def _interfaces(root: Path) -> Iterator[_Interface]:
 
 
 def _is_over_another(own: Path) -> bool:
-    """Returns whether an interface stands before another one, as Hyper-V's before a virtual function of the card."""
+    """Returns whether an interface stands before another one: a VLAN, or Hyper-V's before a card's virtual function."""
     return any(name.startswith("lower_") for name in names_in(own))
 
 

@@ -207,3 +207,16 @@ def test_what_a_port_states_that_is_down_is_no_rate(tmp_path: Path) -> None:
     assert found["R5"].outcome is CheckOutcome.PASS and "400 Gb/s Ethernet" in found["R5"].text
     machine.write(f"{PORT}/state", "1: DOWN\n")
     assert findings(machine, "R5")["R5"].outcome is CheckOutcome.UNKNOWN
+
+
+@pytest.mark.parametrize("place", ["0000:99:00.0", "mlx5_core.sf.4"])
+def test_a_device_whose_function_is_not_shown_is_not_denied(tmp_path: Path, place: str) -> None:
+    """A part of /sys in a container, or a scalable function of a card that shows nothing else."""
+    machine = ExampleMachine(tmp_path)
+    machine.functions[NIC] = replace(machine.functions[NIC], rdma_devices=())
+    machine.link("sys/class/infiniband/mlx5_0/device", f"sys/bus/pci/devices/{place}")
+    for shown in (True, False):
+        if not shown:
+            del machine.functions[NIC]
+        found = findings(machine, "R1")["R1"]
+        assert found.outcome is CheckOutcome.UNKNOWN and "mlx5_0 cannot be matched" in found.text

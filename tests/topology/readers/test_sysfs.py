@@ -164,6 +164,18 @@ def test_hyper_v_stands_before_the_card_that_it_lends(systree: "SysTree") -> Non
     assert [nic.key for nic in read(systree.root).nics] == ["0001:00:02.0"]
 
 
+def test_a_containers_vlan_is_no_second_card(systree: "SysTree") -> None:
+    systree.host({0: "0-15"})
+    for name, index, below in (("eth0", "9", "33"), ("eth0.5", "10", "9"), ("macvlan0", "11", "9")):
+        own = f"sys/devices/virtual/net/{name}"
+        for file, text in (("type", "1"), ("ifindex", index), ("iflink", below)):
+            systree.write(f"{own}/{file}", text)
+        systree.link(f"sys/class/net/{name}", own)
+        if name != "eth0":
+            systree.link(f"{own}/lower_eth0", "sys/devices/virtual/net/eth0")
+    assert [nic.key for nic in read(systree.root).nics] == ["eth0"]
+
+
 def test_minus_one_is_the_only_node_or_unknown(systree: "SysTree") -> None:
     systree.host({0: "0-15"})
     systree.device(ROOT, "0000:01:00.0", kind=0x030200, vendor=0x10DE, numa=-1)

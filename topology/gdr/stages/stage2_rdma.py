@@ -24,7 +24,11 @@ def devices_of_hardware(host: Host) -> Finding:
     """
     if host.rdma_devices is None:
         return unknown("/sys/class cannot be read", "mount /sys in the container")
+    known = host.tree.functions
+    homeless = [device.name for device in host.rdma_devices if not device.software and device.bus_id not in known]
     if not host.capable:
+        if homeless:
+            return _unmatched(homeless)
         if (kind := _with_efa(host)) is not None:
             return failed(
                 f"this is {kind}, which can have EFA, and none is attached: NCCL uses sockets without a word",
@@ -41,16 +45,19 @@ def devices_of_hardware(host: Host) -> Finding:
     ]
     modules = {MODULES[nic.function.vendor] for nic in bare if nic.function.vendor in MODULES}
     remedy = f"modprobe {' '.join(sorted(modules))}; in a container check the RDMA network namespace (rdma system)"
-    homeless = [device.name for device in host.rdma_devices if not device.software and device.bus_id is None]
     if bare and homeless:
-        return unknown(
-            f"{', '.join(homeless[:8])} cannot be matched to a PCI function", "capture the links below /sys too"
-        )
+        return _unmatched(homeless)
     if len(bare) == len(host.capable):
         return failed(f"{len(bare)} NICs on the bus, none is an RDMA device", remedy)
     if bare:
         return warned(f"no RDMA device on {', '.join(nic.bus_id for nic in bare[:8])}", remedy)
     return passed(f"{len(host.capable)} NICs: {', '.join(nic.name for nic in host.capable[:16])}")
+
+
+def _unmatched(names: list[str]) -> Finding:
+    """RDMA devices are there whose PCI functions are not: a part of /sys was mounted, or a function has parts (SF)."""
+    found = f"{', '.join(names[:8])} cannot be matched to a PCI function"
+    return unknown(found, "run on the host, or mount (capture) all of /sys, its links too")
 
 
 _EFA_KINDS = re.compile(
