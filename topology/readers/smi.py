@@ -54,6 +54,8 @@ class _Matrix:
     """What stands in a row after its cells."""
     names: dict[str, str] = field(default_factory=dict)
     """The legend below: `NIC0` -> `mlx5_0`."""
+    uncovered: list[str] = field(default_factory=list)
+    """Rows that have no column: what was cut off at the right."""
 
     @property
     def is_peer_access(self) -> bool:
@@ -231,13 +233,22 @@ class _Reading:
             words = _TAIL.sub("", line).split()
             if not matrix.tail and all(_COLUMN.fullmatch(word) and word not in matrix.columns for word in words):
                 self.extend((words, _TAIL.findall(line)))
+        elif _COLUMN.fullmatch(name) and name not in matrix.columns and self._is_cell(rest):
+            matrix.uncovered.append(name)
+            self._row = None
 
     def _goes_on(self, row: str, line: str) -> bool:
         """Returns whether a line is what a narrow terminal broke off a row: cells, or the affinities behind them."""
         first = next(iter(line.split()), "")
         if len(self.matrix.rows[row]) < len(self.matrix.columns):
-            return first in ("X", "N/A", "?", "SOC") or path_of_printed(first) is not None
+            return self._is_cell(line)
         return bool(self.matrix.tail) and not self.matrix.rests[row].strip() and first[:1].isdigit()
+
+    @staticmethod
+    def _is_cell(text: str) -> bool:
+        """Returns whether the first word of a text is a cell that is known here."""
+        first = next(iter(text.split()), "")
+        return first in ("X", "N/A", "?", "SOC") or path_of_printed(first) is not None
 
 
 def _read_row(matrix: _Matrix, name: str, rest: str, before: Sequence[str] = ()) -> None:
@@ -454,6 +465,12 @@ def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect], others: int) -
     words = {cell for row in matrix.rows.values() for cell in row if _is_unknown_word(cell)}
     if words:
         notes.append(f"Cells with an unknown word are unknown: {', '.join(sorted(words)[:8])}.")
+    if matrix.uncovered:
+        more = ", ..." if len(matrix.uncovered) > 8 else ""
+        notes.append(
+            f"{', '.join(matrix.uncovered[:8])}{more}: a row and no column. The lines seem to be cut off at the right, "
+            "and these devices are left out."
+        )
     if others:
         more = "another matrix that differs, of another host" if others == 1 else f"{others} more, of other hosts"
         notes.append(f"The text has {more} perhaps; the first matrix is shown.")

@@ -281,3 +281,15 @@ def test_a_matrix_that_may_be_of_grace_says_that_sys_may_mean_nothing(text: str,
     notes = " ".join(smi.read(text).notes)
     assert ("If these are Grace superchips" in notes) is doubted
     assert ("over C2C" in notes) is doubted
+
+
+@pytest.mark.parametrize(("columns", "left_out"), [(3, "GPU3, NIC0"), (4, "NIC0"), (5, None)])
+def test_devices_that_were_cut_off_at_the_right_are_named(columns: int, left_out: str | None) -> None:
+    """By `cut`, or by a terminal from which the visible part was copied."""
+    names = ["GPU0", "GPU1", "GPU2", "GPU3", "NIC0"]
+    rows = [[" X " if a == b else "NV4" if "NIC0" not in (a, b) else "PXB" for b in names] for a in names]
+    lines = [["", *names], *([name, *row] for name, row in zip(names, rows, strict=True))]
+    machine = smi.read("\n".join("\t".join(line[: columns + 1]) for line in lines))
+    assert len(machine.gpus) + len(machine.nics) == columns
+    cut = [note for note in machine.notes if "cut off at the right" in note]
+    assert [note.partition(": ")[0] for note in cut] == ([left_out] if left_out else [])
