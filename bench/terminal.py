@@ -11,8 +11,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -33,6 +34,11 @@ class CleanConsole(Console):
         """Yields what is printed, piece by piece."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's; see `reader_may_leave`."""
+        with nullcontext() if self.stderr else reader_may_leave():
+            super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
         """Goes on where rich would end the process with status 1: a reader that leaves changes nothing found out."""

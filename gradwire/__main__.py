@@ -3,11 +3,14 @@
 import importlib
 import importlib.metadata
 import io
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 
-from gradwire.bench.pipe import reader_may_leave
+from gradwire.bench.emulation.signals import EndedBySignal
+from gradwire.bench.pipe import reader_may_leave, status_of
 from gradwire.comms.bootstrap.requirement import require_torch
 from gradwire.topology.printable import printable
 
@@ -51,14 +54,37 @@ def main(argv: list[str] | None = None) -> int:
 
     Args:
         argv: Words after `gradwire`; the process's own by default.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C. Python ends the process by that signal then, after all exit handlers: a shell goes on
+            with its script, or with its loop, after one that ends in any other way.
     """
+    if sys.stderr is None:  # closed by the shell: what has nowhere to go must not go to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - as long as the process lasts
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # `?` for what an encoding such as ASCII lacks, not the end
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # in a command, or before it: torch takes seconds to be loaded
+        return status_of(lambda: _run(sys.argv[1:] if argv is None else argv))
+    except (KeyboardInterrupt, EndedBySignal) as end:  # in a command, or before it: torch takes seconds to be loaded
+        if isinstance(end, EndedBySignal) and end.code != 128 + signal.SIGINT:
+            raise
         print("gradwire: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        interrupt = KeyboardInterrupt()
+        sys.excepthook = _silent_of(interrupt)
+        raise interrupt from None
+
+
+def _silent_of(
+    interrupt: KeyboardInterrupt,
+) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
+    """`sys.excepthook`, but for an exception that was told of already."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is not interrupt:
+            before(kind, error, trace)
+
+    return hook
 
 
 def _run(words: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from rich.table import Table
 from gradwire.bench.compare.contenders import PLAIN
 from gradwire.bench.compare.replay import ReplayCase, Scale, load_case
 from gradwire.bench.emulation.rate import parse_rate
+from gradwire.bench.emulation.signals import EndedBySignal
 from gradwire.bench.machine import machine_line
 from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, right_columns, write_json, writing
 
@@ -104,10 +105,10 @@ class Collector:
 
     @contextmanager
     def stopped_in_words(self) -> Iterator[None]:
-        """Says on stderr what was measured so far where a signal ends the block: `clean_end` makes it SystemExit."""
+        """Says on stderr what was measured so far where a signal ends the block."""
         try:
             yield
-        except SystemExit:
+        except EndedBySignal:
             complain("compare", self.so_far())
             raise
 

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import get_args
 
 from rich.table import Table
@@ -26,6 +26,7 @@ from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_cards, parse_cards
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import STDOUT, CleanConsole, add_json_option, complain, right_columns, working, write_json
 
 GRACE_HELP = "how long the others may go on after a rank failed, so that they can say what they saw (default 30)"
@@ -245,8 +246,9 @@ def _printer(options: argparse.Namespace) -> RankLine | None:
     stream = sys.stderr if options.json == STDOUT else sys.stdout
 
     def print_line(rank: int, line: str) -> None:
-        stream.write(f"[rank {rank}] {line}\n" if options.prefix else f"{line}\n")
-        stream.flush()
+        with nullcontext() if options.json == STDOUT else reader_may_leave():
+            stream.write(f"[rank {rank}] {line}\n" if options.prefix else f"{line}\n")
+            stream.flush()
 
     return print_line
 
@@ -317,7 +319,7 @@ def main(argv: list[str]) -> int:
 
     Returns:
         The status of the rank that failed first, 128 + signal for one that a signal ended; 124 after `--timeout`; 2
-        for parameters that make no sense and for a machine that cannot emulate; 130 after Ctrl-C.
+        for parameters that make no sense and for a machine that cannot emulate.
     """
     split = argv.index("--") if "--" in argv else len(argv)
     options = build_parser().parse_args(argv[:split])

@@ -40,6 +40,7 @@ from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.seats import seat_ranks
 from gradwire.bench.emulation.signals import die_with_parent
+from gradwire.bench.pipe import status_of
 from gradwire.comms.config import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
@@ -289,14 +290,16 @@ def exit_as(body: Callable[[], int]) -> NoReturn:
     """
     status = 1
     try:
-        status = body()
+        status = status_of(body)
     except BaseException:  # noqa: BLE001 - see above
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: the parent's exit handlers are not this process's to run.
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            # Not sys.exit: the parent's exit handlers are not this process's to run.
+            os._exit(status)
 
 
 def _load(module: str) -> ModuleType:

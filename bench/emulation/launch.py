@@ -74,6 +74,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[str]] = []
         self._first_failure: int | None = None
         self._on_line = on_line
+        self._line_error: Exception | None = None
         try:
             for rank, argv in enumerate(argvs):
                 self._start(rank, argv, raw)
@@ -102,7 +103,10 @@ class Ranks:
         for line in process.stdout:
             self._lines[rank].append(line)
             if self._on_line is not None:
-                self._on_line(rank, line.rstrip("\n"))
+                try:
+                    self._on_line(rank, line.rstrip("\n"))
+                except Exception as error:  # noqa: BLE001 - `wait` raises it; unread, a rank would stand still
+                    self._line_error = self._line_error or error
 
     def wait(self, timeout_seconds: float | None, grace_seconds: float, needed: Sequence[int] = ()) -> JobOutcome:
         """Waits until every rank has ended, or ends them.
@@ -111,6 +115,9 @@ class Ranks:
             timeout_seconds: Longest time for the whole job; None for no limit.
             grace_seconds: How long the others may go on after the first rank failed, to print what they saw.
             needed: Processes of this one's without which the ranks are ended at once.
+
+        Raises:
+            Exception: The first that `on_line` has raised, when all ranks have ended.
         """
         limit = float("inf") if timeout_seconds is None else self._started + timeout_seconds
         deadline = limit
@@ -125,6 +132,8 @@ class Ranks:
         for reader in self._readers:
             # A daemon that a rank left behind may hold the pipe open; the ranks' own lines are in by then.
             reader.join(timeout=2.0)
+        if self._line_error is not None:
+            raise self._line_error
         return JobOutcome(
             returncodes=tuple(process.wait() for process in self._processes),
             output=tuple("".join(lines) for lines in self._lines),

@@ -11,16 +11,20 @@ from typing import NoReturn
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class EndedBySignal(SystemExit):
+    """An ending signal came; the code is 128 + its number."""
+
+
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     # Once is enough: a second signal must not cut the cleaning up short.
     for ending in ENDING:
         signal.signal(ending, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+    raise EndedBySignal(128 + number)
 
 
 @contextlib.contextmanager
 def clean_end() -> Iterator[None]:
-    """Turns the first ending signal inside the block into SystemExit with 128 + signal; the main thread only."""
+    """Turns the first ending signal inside the block into `EndedBySignal`; the main thread only."""
     before = {ending: signal.signal(ending, _leave) for ending in ENDING}
     try:
         yield

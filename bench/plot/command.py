@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from gradwire.bench.arguments import CommandParser, check_output, read_input
+from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.plot.bars import draw_compare, draw_hook_speed, draw_training
 from gradwire.bench.plot.sizes import draw_sizes
 from gradwire.bench.plot.style import PlotRecord
@@ -123,7 +124,8 @@ def main(argv: list[str]) -> int:
         if options.json:
             write_json(STDOUT, {"pictures": [str(picture) for picture in pictures]})
         else:
-            print(*(printable(str(picture)) for picture in pictures), sep="\n")
+            with reader_may_leave():
+                print(*(printable(str(picture)) for picture in pictures), sep="\n")
     except (ValueError, RuntimeError) as error:
         complain("plot", error)
         return 2

@@ -13,6 +13,7 @@ import torch
 from gradwire.bench.arguments import MOST_SECONDS, CommandParser, check_memory, check_number, check_output
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.kernels.command import DEFAULT_NUMEL
+from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.selftest.report import WIDTH, as_record, exit_status, print_report
 from gradwire.bench.selftest.run import MOST_RANKS, SelftestFindings, parts_of, run_parts
 from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, add_json_option, complain, write_json
@@ -138,7 +139,8 @@ def _report(findings: SelftestFindings, options: argparse.Namespace, took_second
     if options.json != STDOUT:
         print_report(findings, CleanConsole(highlight=False, emoji=False, width=WIDTH), took_seconds)
         if options.json is None:
-            print("For an issue: run it with --json FILE and paste that file.")
+            with reader_may_leave():
+                print("For an issue: run it with --json FILE and paste that file.")
     try:
         write_json(options.json, as_record(findings, took_seconds))
     except RuntimeError as error:

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -236,5 +238,34 @@ def test_an_interrupt_while_torch_is_loaded_ends_in_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gradwire.__main__.require_torch", interrupted)
-    assert main(["selftest"]) == 128 + signal.SIGINT
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # back to what it was
+    with pytest.raises(KeyboardInterrupt):
+        main(["selftest"])
     assert capsys.readouterr().err == "gradwire: interrupted\n"
+
+
+STOPPED = """
+import atexit, contextlib, os, signal, sys
+from gradwire.__main__ import COMMANDS, main
+from gradwire.bench.emulation.signals import clean_end
+
+def stopped(words):
+    with clean_end() if words else contextlib.nullcontext():
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.modules["stub"], stopped.main = stopped, stopped
+COMMANDS["topo"] = ("stub", "")
+atexit.register(print, "cleaned up")
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["with a clean end"]])
+def test_an_interrupt_ends_a_shells_loop(words: list[str]) -> None:
+    """As a shell sees it: only what SIGINT itself has ended, after its exit handlers, ends a script or a loop."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, "topo", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGINT
+    assert (done.stdout, done.stderr) == ("cleaned up\n", "gradwire: interrupted\n")

@@ -16,6 +16,7 @@ import gradwire.__main__ as gradwire_main
 from gradwire.bench.compare.report import ContenderResult, table
 from gradwire.bench.nccl_tests.checks import CodingLoss
 from gradwire.bench.nccl_tests.command import loss_table
+from gradwire.bench.pipe import OUTPUT_LOST
 from gradwire.topology.presets import dgx_h100
 from gradwire.topology.show import json_form
 
@@ -161,6 +162,56 @@ def test_a_reader_that_leaves_early_is_no_error(words: list[str], status: int, t
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (status, b"")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "why"), [(">/dev/full", "cannot write to standard output"), (">&-", "standard output is closed")]
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["topo", "--help"],
+        ["gdr-check", "--example", "--json"],
+        ["doctor"],
+        ["doctor", "--json"],
+        PREDICT,
+        BENCH,
+    ],
+    ids=" ".join,
+)
+def test_output_that_cannot_be_written_is_one_line_and_a_status_of_its_own(
+    words: list[str], redirection: str, why: str
+) -> None:
+    shell = f'unset PYTHONUNBUFFERED; exec "$@" {redirection}'  # argparse hides that an unbuffered write failed
+    done = subprocess.run(
+        ["sh", "-c", shell, "sh", sys.executable, "-m", "gradwire", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == OUTPUT_LOST
+    said = done.stderr.splitlines()
+    assert sum(line.startswith(f"gradwire: {why}") for line in said) == 1
+    assert len(said) == 1 or words == BENCH  # there the other rank loses its peer
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize(("redirection", "status"), [(">/dev/full", OUTPUT_LOST), ("| true", 0)])
+def test_ranks_of_which_nothing_can_be_printed_run_on(redirection: str, status: int, tmp_path: Path) -> None:
+    """More lines than a pipe holds: a rank whose lines nobody takes would stand still."""
+    rank = ["sh", "-c", "seq 50000; touch ended"]
+    words = [sys.executable, "-m", "gradwire", "emulate", "--nodes", "1", "--prefix", "--", *rank]
+    shell = ["bash", "-c", f'"$@" {redirection}; exit ${{PIPESTATUS[0]}}', "bash"]
+    done = subprocess.run([*shell, *words], stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert (tmp_path / "ended").exists()
+
+
+def test_closed_errors_do_not_go_to_standard_output() -> None:
+    words = [sys.executable, "-m", "gradwire", "topo", "--from", "no such file"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *words], stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
 
 
 def test_an_encoding_without_a_character_is_no_error(tmp_path: Path) -> None:
