@@ -31,7 +31,7 @@ from gradwire.comms.plan.routes import Routes
 from gradwire.comms.report import Report
 from gradwire.comms.run.executor import Executor
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
-from gradwire.comms.transport.groups import Groups, Transport
+from gradwire.comms.transport.groups import Groups, Transport, check_transport
 from gradwire.comms.transport.torch_group import Waiting
 from gradwire.compressors.base import Compressor, Layout, Work, planned
 from gradwire.topology.cluster import Cluster
@@ -105,6 +105,7 @@ class Communicator:
     ) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+        check_transport(config.transport_name, device)
         config = config.with_timeout_of(timeout_of(group, device))
         self.rank = rank
         self.device = device

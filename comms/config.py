@@ -744,7 +744,9 @@ def watch_options() -> "WatchOptions":
     try:
         seconds = float(text)
     except ValueError:
-        raise ValueError(f"`{WATCH}_STALL_SECONDS` is {text!r}; wanted a number of seconds") from None
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"`{WATCH}_STALL_SECONDS` is {text!r}; wanted a positive number of seconds, such as 10")
     json, metrics, trace = (os.environ.get(f"{WATCH}_{name}") or None for name in ("JSON", "METRICS", "TRACE"))
     return WatchOptions(seconds, json, metrics, trace)
 
@@ -888,6 +890,8 @@ def steering_variables() -> dict[str, str]:
 def bench_environment() -> float | None:
     """NCCL_TESTS_MIN_BW: the bus bandwidth in GB/s that a benchmark must come near; None where it is not set.
 
+    Empty is 0, as for nccl-tests, which reads it with atof: any bandwidth is OK.
+
     Raises:
         ValueError: It is no number; or another variable of nccl-tests asks for several groups of ranks.
     """
@@ -899,7 +903,7 @@ def bench_environment() -> float | None:
             )
     text = os.environ.get("NCCL_TESTS_MIN_BW")
     try:
-        wanted = None if text is None else float(text)
+        wanted = None if text is None else float(text or 0)
     except ValueError:
         wanted = math.nan
     if wanted is not None and math.isnan(wanted):

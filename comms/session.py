@@ -27,6 +27,7 @@ from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.step.features import choose_compressors, measure_links, tune, watch_steps, weigh_by_samples
 from gradwire.comms.step.listeners import Listeners
+from gradwire.comms.transport.groups import check_transport
 from gradwire.compressors.base import Compressor, StateDict
 
 FUSION_TIMEOUT = timedelta(seconds=30)
@@ -355,6 +356,9 @@ class Face(Generic[S]):
     Attributes:
         config: The configuration.
         steps: That have ended.
+
+    Raises:
+        RuntimeError: `transport` is mpi, which this process cannot have.
     """
 
     OPTIONS: ClassVar[tuple[str, ...]]
@@ -364,6 +368,7 @@ class Face(Generic[S]):
     """Why there is no session, where a call needs one; `{call}` stands for that."""
 
     def __init__(self, config: Config) -> None:
+        check_transport(config.transport_name)
         self.config = config
         self.steps = 0
         self._group: dist.ProcessGroup | None = None

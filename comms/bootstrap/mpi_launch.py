@@ -60,9 +60,7 @@ def load_mpi() -> ModuleType:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
-        raise RuntimeError(
-            f"mpi4py is needed to take ranks from mpirun, and it cannot be loaded ({error}): {INSTALL}"
-        ) from error
+        raise RuntimeError(f"mpi4py is needed for MPI, and it cannot be loaded ({error}): {INSTALL}") from error
     module: ModuleType = MPI
     return module
 

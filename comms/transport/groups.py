@@ -123,6 +123,30 @@ that the others wait for. 8 nodes, one at 50 Mbit/s and the others at 200, 8 MB 
 1.54 with 16; in 48 chunks 1.56 and 1.53 (2-core EPYC VM, another job beside it, 2026-11-22)."""
 
 
+def check_transport(transport: str, device: torch.device | None = None) -> None:
+    """Refuses what this process cannot have. Before the ranks meet: the first to be refused may take the store along.
+
+    Args:
+        transport: Without a number of connections.
+        device: Of the gradients, where it is known yet.
+
+    Raises:
+        ValueError: It does not go with the device.
+        RuntimeError: It is mpi, and mpi4py cannot be loaded, or MPI refuses threads.
+    """
+    if device is not None:
+        if transport == "nccl" and device.type != "cuda":
+            raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
+        if transport == "gloo" and device.type == "cuda":
+            raise ValueError(f"`transport` is gloo but the gradients are on {device}; wanted nccl or auto")
+        if transport == "mpi" and device.type != "cpu":
+            raise ValueError(f"`transport` is mpi but the gradients are on {device}; wanted nccl or auto")
+    if transport == "mpi":
+        from gradwire.comms.transport import mpi  # here: it is loaded where it is asked for
+
+        mpi.load()
+
+
 class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
     """The transports of one rank: `groups[lane, members]`, members being global ranks, this one among them.
 
@@ -160,12 +184,6 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         cards: "Cards | None" = None,
     ) -> None:
         super().__init__()
-        if transport == "nccl" and device.type != "cuda":
-            raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
-        if transport == "gloo" and device.type == "cuda":
-            raise ValueError(f"`transport` is gloo but the gradients are on {device}; wanted nccl or auto")
-        if transport == "mpi" and device.type != "cpu":
-            raise ValueError(f"`transport` is mpi but the gradients are on {device}; wanted nccl or auto")
         self._store = store
         self._rank = rank
         self._device = device

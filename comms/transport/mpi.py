@@ -38,6 +38,24 @@ _POLL_SECONDS = (0.0, 0.0, 0.0, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6)
 """Waits between two looks at a request: short ones first, then asleep, as the ranks may outnumber the cores."""
 
 
+def load() -> ModuleType:
+    """mpi4py's module, with MPI initialised for the threads that this transport needs.
+
+    Raises:
+        RuntimeError: mpi4py is missing, or MPI refuses threads.
+    """
+    try:
+        mpi = load_mpi()
+    except RuntimeError as error:
+        raise RuntimeError(f"`transport` is mpi, but {error}; or use gloo or auto") from error
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise RuntimeError(
+            f"`transport` is mpi, but this MPI gives thread level {mpi.Query_thread()}; wanted "
+            f"MPI_THREAD_MULTIPLE ({mpi.THREAD_MULTIPLE}): use gloo, or an MPI built with threads"
+        )
+    return mpi
+
+
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup":
     """Makes the communicators of a group; only its members take part.
 
@@ -51,12 +69,7 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup
         RuntimeError: mpi4py is missing, MPI refuses threads, or a rank did not join.
         ValueError: A rank was not started by this mpirun.
     """
-    mpi = load_mpi()
-    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-        raise RuntimeError(
-            f"`transport` is mpi, but this MPI gives thread level {mpi.Query_thread()}; wanted "
-            f"MPI_THREAD_MULTIPLE ({mpi.THREAD_MULTIPLE}): use gloo, or an MPI built with threads"
-        )
+    mpi = load()
     world = mpi.COMM_WORLD
     store.set(f"mpi/{rank}", f"{world.Get_rank()}/{world.Get_size()}")
     keys = [f"mpi/{each}" for each in range(size)]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -250,13 +251,17 @@ def watch(
     return _watch
 
 
+@cache
 def install() -> None:
     """Begins the watch that GRADWIRE_WATCH asks for, with what its further variables say.
 
-    Raises:
-        ValueError: One of them is not what it should be.
+    One that is not what it should be is told of, and nothing is watched: `import torch` must not fail for it.
     """
-    options = watch_options()
+    try:
+        options = watch_options()
+    except ValueError as error:
+        log.error("nothing is watched: %s", error)
+        return
     watch(options.stall_seconds, json=options.json, metrics=options.metrics, trace=options.trace)
 
 

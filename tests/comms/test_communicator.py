@@ -1,5 +1,6 @@
 """Laws of the whole path of a bucket, ranks as threads: exact sums, the same bits everywhere, errors on all ranks."""
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import gradwire
 from gradwire.comms.bootstrap import failure
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
@@ -36,6 +38,23 @@ def on_ranks(nodes: str, body: Callable[[Communicator], Result], **options: obje
             communicator.close()
 
     return run_ranks(len(nodes), run)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "mpi"])
+def test_a_transport_that_cannot_be_is_refused_before_the_ranks_meet(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the first rank would take the store along, and the others hear of that alone. Here the others never come."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    config = Config(transport=transport, timeout=timedelta(seconds=1))
+    with pytest.raises((ValueError, RuntimeError), match=rf"`transport` is {transport},? but"):
+        Communicator(HashStore(), 1, 2, CPU, config, name="test")
+
+
+def test_a_state_without_ranks_refuses_mpi_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(RuntimeError, match=r"`transport` is mpi, but mpi4py .*pip install"):
+        gradwire.HookState(transport="mpi")
 
 
 def integers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
