@@ -48,12 +48,12 @@ def cluster_of_machines(
     inside = intra.bytes_per_second if intra_bits_per_second is None else intra_bits_per_second / 8
     if inside is None and count > 1:
         raise ValueError(
-            "`intra-node` is not given and the topology does not say how fast the GPUs of a node are connected; "
+            "`--intra-node` is not given and the topology does not say how fast the GPUs of a node are connected; "
             "wanted a rate such as 1880gbit, or what `gradwire topo --json` prints on the machine itself"
         )
     if (round_trip_seconds or loss) and machine.gpus:
         raise ValueError(
-            "`rtt` is given for machines with GPUs; wanted machines without: what NCCL makes of long round trips "
+            "`--rtt` is given for machines with GPUs; wanted machines without: what NCCL makes of long round trips "
             "is not known"
         )
     outside = _nic(machine, count, inter.bytes_per_second, inter.alpha_seconds, nic_bits_per_second, nics_per_node)
@@ -93,7 +93,7 @@ def _nic(
         total, nics, alpha = bytes_per_second / cards * (nics_per_node or cards), nics_per_node or cards, alpha_seconds
     else:
         raise ValueError(
-            "`nic` is not given and the topology does not say how fast its network cards are; wanted a rate "
+            "`--nic` is not given and the topology does not say how fast its network cards are; wanted a rate "
             "such as 25gbit"
         )
     if not machine.gpus:

@@ -78,12 +78,12 @@ class Question:
             nics_per_node=self.options.nics_per_node,
             intra_bits_per_second=self._rate("intra_node"),
             round_trip_seconds=_round_trip(self.options),
-            loss=0.0 if self.options.loss is None else parse_loss(self.options.loss, "loss"),
+            loss=0.0 if self.options.loss is None else parse_loss(self.options.loss, "--loss"),
         )
 
     def _rate(self, option: str) -> int | None:
         text = getattr(self.options, option)
-        return None if text is None else parse_rate(text, option.replace("_", "-"))
+        return None if text is None else parse_rate(text, predict_sharded.spelled(option))
 
     def advice(self, cluster: Cluster) -> Advice:
         """Every plan and compressor priced on a cluster."""
@@ -180,29 +180,30 @@ def read_question(options: argparse.Namespace) -> Question:
         TopologyError: The topology file cannot be used.
     """
     for name, (least, most) in BOUNDS.items():
-        check_number(name.replace("_", "-"), getattr(options, name), least, most)
-    check_number("gradient-mb", options.gradient_mb, ELEMENT_NBYTES / 1e6, MOST_MEGABYTES)
-    check_number("parameters", options.parameters, 1, MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES)
+        check_number(predict_sharded.spelled(name), getattr(options, name), least, most)
+    check_number("--gradient-mb", options.gradient_mb, ELEMENT_NBYTES / 1e6, MOST_MEGABYTES)
+    check_number("--parameters", options.parameters, 1, MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES)
     predict_sharded.check_options(options)
     if options.loss is not None and options.rtt is None:
-        raise ValueError("`loss` is given without `rtt`; wanted both: what loss costs depends on the round trip")
+        raise ValueError("`--loss` is given without `--rtt`; wanted both: what loss costs depends on the round trip")
     if options.accumulate > 1 and options.sharded is not None:
         raise ValueError(
-            "`accumulate` is given with `sharded`; wanted one of them: sharded models gather their weights for each "
-            "micro-batch, which is not priced"
+            "`--accumulate` is given with `--sharded`; wanted one of them: sharded models gather their weights for "
+            "each micro-batch, which is not priced"
         )
     if options.plot is not None:
         if options.plot.suffix not in PICTURES:
-            raise ValueError(f"`plot` is {options.plot}; wanted a name that ends in {', '.join(PICTURES)}")
-        check_can_plot("plot")
-        check_output("plot", options.plot)
+            raise ValueError(f"`--plot` is {options.plot}; wanted a name that ends in {', '.join(PICTURES)}")
+        check_can_plot("--plot")
+        check_output("--plot", options.plot)
     if options.forward_ms is not None and not options.backward_ms and options.model is None:
         raise ValueError(
-            f"`forward-ms` is {options.forward_ms:g} without `backward-ms`; wanted both: gradients travel in backward"
+            f"`--forward-ms` is {options.forward_ms:g} without `--backward-ms`; wanted both: gradients travel in "
+            "backward"
         )
     machine = machine_of(options)
     ranks = options.ranks_per_node or max(1, len(machine.gpus))
-    check_number("nodes", options.nodes, 1, MOST_RANKS // ranks)
+    check_number("--nodes", options.nodes, 1, MOST_RANKS // ranks)
     if options.model is not None:
         return question_about(PUBLIC_MODELS[options.model], machine, options)
     layout, nbytes = gradient_of(
@@ -227,7 +228,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
 def _round_trip(options: argparse.Namespace) -> float:
     if options.rtt is None:
         return 0.0
-    return parse_seconds(options.rtt, "rtt", MOST_ROUND_TRIP_SECONDS)
+    return parse_seconds(options.rtt, "--rtt", MOST_ROUND_TRIP_SECONDS)
 
 
 def question_about(model: PublicModel, machine: Machine, options: argparse.Namespace) -> Question:
@@ -294,7 +295,7 @@ def main(argv: list[str]) -> int:
                     assumed="" if options.preset or options.topology else ASSUMED,
                 )
         if options.plot is not None:
-            with working("pricing clusters of other sizes"), writing("plot", options.plot):
+            with working("pricing clusters of other sizes"), writing("--plot", options.plot):
                 draw(options.plot, lambda nodes: question.advice(question.cluster(nodes)), options.nodes)
     except (ValueError, TopologyError, OSError, RuntimeError) as error:
         complain("predict", error)
@@ -310,7 +311,9 @@ def _answer_models(options: argparse.Namespace) -> None:
                           ("forward-ms", options.forward_ms is not None),
                           ("accumulate", options.accumulate != 1)):  # fmt: skip
         if refused:
-            raise ValueError(f"`{name}` is given with `models`, which has its own; leave it out, or take `model NAME`")
+            raise ValueError(
+                f"`--{name}` is given with `--models`, which has its own; leave it out, or take `--model NAME`"
+            )
     machine = machine_of(options)
 
     def ask(model: PublicModel, nodes: int, rate: str, cards: int, *, halved: bool = False) -> Advice:
@@ -319,7 +322,7 @@ def _answer_models(options: argparse.Namespace) -> None:
             whole = question.workload
             sent = replace(whole, gradient_nbytes=whole.gradient_nbytes // 2, bucket_nbytes=whole.bucket_nbytes // 2)
             question = replace(question, workload=sent)
-        bits = parse_rate(rate, "nic")
+        bits = parse_rate(rate, "--nic")
         cluster = cluster_of_machines(
             machine, nodes, ranks_per_node=options.ranks_per_node, nic_bits_per_second=bits, nics_per_node=cards
         )
@@ -387,17 +390,17 @@ def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, in
     try:
         document = json.loads(read_input("model-json", model))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"`model-json` {model} is no JSON: {error}") from None
+        raise ValueError(f"`--model-json` {model} is no JSON: {error}") from None
     try:
         shapes = [_parameter(entry) for entry in _entries(document)]
     except ValueError as error:
         raise ValueError(f"{error}; read from {model}") from None
     numel = sum(math.prod(shape) for _, shape in shapes)
     if numel * ELEMENT_NBYTES > MOST_MEGABYTES * 1e6:
-        raise ValueError(f"`model-json` {model} has more than {MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES:.1e} parameters")
+        raise ValueError(f"`--model-json` {model} has more than {MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES:.1e} parameters")
     layout = layout_of(shapes)
     if not layout.numel:
-        raise ValueError(f"`model-json` {model} has no elements; wanted at least one parameter")
+        raise ValueError(f"`--model-json` {model} has no elements; wanted at least one parameter")
     return layout, layout.numel * ELEMENT_NBYTES
 
 
@@ -409,16 +412,16 @@ def _entries(document: object) -> list[tuple[object, object]]:
         return list(document.items())
     if isinstance(document, list) and all(isinstance(entry, dict) for entry in document):
         return [(entry.get("name"), entry.get("shape")) for entry in document]
-    raise ValueError('`model-json` is neither {"name": [shape], ...} nor [{"name": ..., "shape": [...]}, ...]')
+    raise ValueError('`--model-json` is neither {"name": [shape], ...} nor [{"name": ..., "shape": [...]}, ...]')
 
 
 def _parameter(entry: tuple[object, object]) -> tuple[str, tuple[int, ...]]:
     name, shape = entry
     if not isinstance(name, str) or not isinstance(shape, list):
         raise ValueError(  # noqa: TRY004 - the content of a file is a value, whatever its type
-            f"`model-json` has a parameter {name!r} of shape {shape!r}; wanted a name and a list of numbers"
+            f"`--model-json` has a parameter {name!r} of shape {shape!r}; wanted a name and a list of numbers"
         )
     for extent in shape:
         if not isinstance(extent, int) or isinstance(extent, bool) or extent < 0:
-            raise ValueError(f"`model-json` gives {name!r} the shape {shape!r}; wanted whole numbers >= 0")
+            raise ValueError(f"`--model-json` gives {name!r} the shape {shape!r}; wanted whole numbers >= 0")
     return name, tuple(shape)

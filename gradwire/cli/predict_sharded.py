@@ -68,17 +68,18 @@ def check_options(options: argparse.Namespace) -> None:
         given = [name for name in OWN_OPTIONS if getattr(options, name) is not None]
         if given:
             raise ValueError(
-                f"`{_spelled(given[0])}` is given without `sharded`; wanted --sharded full or hybrid with it"
+                f"`{spelled(given[0])}` is given without `--sharded`; wanted --sharded full or hybrid with it"
             )
         return
     if options.plot is not None:
-        raise ValueError("`plot` draws plans of DDP; wanted --json with --sharded")
+        raise ValueError("`--plot` draws plans of DDP; wanted --json with --sharded")
     for name, (least, most) in _BOUNDS.items():
-        check_number(_spelled(name), getattr(options, name), least, most)
+        check_number(spelled(name), getattr(options, name), least, most)
 
 
-def _spelled(name: str) -> str:
-    return name.replace("_", "-")
+def spelled(name: str) -> str:
+    """An option as the user writes it, of its attribute: `--ranks-per-node`."""
+    return "--" + name.replace("_", "-")
 
 
 def forward_seconds(options: argparse.Namespace, backward_seconds: float) -> float:

@@ -298,7 +298,7 @@ def draw(file: Path, advice_for: Callable[[int], Advice], nodes: int) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise RuntimeError("`plot` needs matplotlib: install gradwire[plot]") from None
+        raise RuntimeError("`--plot` needs matplotlib: install gradwire[plot]") from None
     counts = node_counts(nodes)
     advices = [advice_for(count) for count in counts]
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -104,14 +104,14 @@ def test_a_model_is_read(document: object, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--preset", "dgx_a100", "--gradient-mb", "-1"], "`gradient-mb` is -1"),
-        (["--preset", "dgx_a100", "--gradient-mb", "nan"], "`gradient-mb` is nan"),
-        (["--preset", "dgx_a100", "--gradient-mb", "1", "--backward-ms", "-5"], "`backward-ms` is -5"),
-        (["--gradient-mb", "1", "--forward-ms", "5"], "`forward-ms` is 5 without `backward-ms`"),
-        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "0"], "`nodes` is 0"),
-        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "2", "--nic", "fast"], "`nic`"),
-        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`nics-per-node` is 0"),
-        (["--preset", "dgx_a100", "--gradient-mb", "1", "--intra-node", "quick"], "`intra-node`"),
+        (["--preset", "dgx_a100", "--gradient-mb", "-1"], "`--gradient-mb` is -1"),
+        (["--preset", "dgx_a100", "--gradient-mb", "nan"], "`--gradient-mb` is nan"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--backward-ms", "-5"], "`--backward-ms` is -5"),
+        (["--gradient-mb", "1", "--forward-ms", "5"], "`--forward-ms` is 5 without `--backward-ms`"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "0"], "`--nodes` is 0"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "2", "--nic", "fast"], "`--nic`"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`--nics-per-node` is 0"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--intra-node", "quick"], "`--intra-node`"),
         (["--preset", "dgx_a100", "--model-json", "/nonexistent.json"], "nonexistent"),
         (["--topology", "/nonexistent.xml", "--gradient-mb", "1"], "nonexistent"),
     ],
@@ -128,7 +128,7 @@ def test_a_broken_model_is_refused(text: str, tmp_path: Path, capsys: pytest.Cap
     file = tmp_path / "model.json"
     file.write_text(text)
     assert main(["--preset", "cpu_only", "--model-json", str(file)]) == 2
-    assert "`model-json`" in capsys.readouterr().err
+    assert "`--model-json`" in capsys.readouterr().err
 
 
 def test_a_topology_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:

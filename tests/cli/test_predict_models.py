@@ -98,7 +98,7 @@ def test_people_get_a_table_that_fits_and_pages_get_one_of_theirs(
 
 @pytest.mark.parametrize(
     ("words", "name"),
-    [(["--nodes", "2"], "nodes"), (["--nic", "1gbit"], "nic"), (["--backward-ms", "3"], "backward-ms")],
+    [(["--nodes", "2"], "--nodes"), (["--nic", "1gbit"], "--nic"), (["--backward-ms", "3"], "--backward-ms")],
 )
 def test_what_the_table_has_itself_is_refused(words: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--preset", "pcie_box", "--models", *words]) == 2

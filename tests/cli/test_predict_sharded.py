@@ -69,13 +69,13 @@ def test_both_passes_and_dtypes_are_asked(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--units", "5"], "`units` is given without `sharded`"),
-        (["--gpu-memory-gb", "5"], "`gpu-memory-gb` is given without `sharded`"),
-        (["--sharded", "full", "--units", "0"], "`units` is 0"),
-        (["--sharded", "full", "--forward-ms", "-1"], "`forward-ms` is -1"),
-        (["--sharded", "full", "--gpu-memory-gb", "0"], "`gpu-memory-gb` is 0"),
-        (["--sharded", "full", "--activations-gb", "nan"], "`activations-gb` is nan"),
-        (["--sharded", "full", "--plot", "steps.svg"], "`plot`"),
+        (["--units", "5"], "`--units` is given without `--sharded`"),
+        (["--gpu-memory-gb", "5"], "`--gpu-memory-gb` is given without `--sharded`"),
+        (["--sharded", "full", "--units", "0"], "`--units` is 0"),
+        (["--sharded", "full", "--forward-ms", "-1"], "`--forward-ms` is -1"),
+        (["--sharded", "full", "--gpu-memory-gb", "0"], "`--gpu-memory-gb` is 0"),
+        (["--sharded", "full", "--activations-gb", "nan"], "`--activations-gb` is nan"),
+        (["--sharded", "full", "--plot", "steps.svg"], "`--plot`"),
     ],
 )
 def test_nonsense_is_refused_by_name(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,4 +86,4 @@ def test_nonsense_is_refused_by_name(words: list[str], message: str, capsys: pyt
 
 def test_a_number_of_parameters_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--preset", "dgx_a100", "--parameters", "-7"]) == 2
-    assert "`parameters` is -7" in capsys.readouterr().err
+    assert "`--parameters` is -7" in capsys.readouterr().err

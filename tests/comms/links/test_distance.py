@@ -64,11 +64,11 @@ def test_time_grows_with_the_round_trip_and_with_loss(nodes: int) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--rtt", "11s"], "`rtt`: found '11s', wanted at most 10s"),
-        (["--rtt", "80"], "`rtt`: found '80', wanted a time with its unit"),
-        (["--loss", "0.1%"], "`loss` is given without `rtt`"),
-        (["--rtt", "80ms", "--loss", "120%"], "`loss`: found '120%'"),
-        (["--rtt", "80ms", "--preset", "pcie_box"], "`rtt` is given for machines with GPUs"),
+        (["--rtt", "11s"], "`--rtt`: found '11s', wanted at most 10s"),
+        (["--rtt", "80"], "`--rtt`: found '80', wanted a time with its unit"),
+        (["--loss", "0.1%"], "`--loss` is given without `--rtt`"),
+        (["--rtt", "80ms", "--loss", "120%"], "`--loss`: found '120%'"),
+        (["--rtt", "80ms", "--preset", "pcie_box"], "`--rtt` is given for machines with GPUs"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(
