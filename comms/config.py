@@ -471,7 +471,8 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
                 except ValueError as error:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}; wanted {error}") from None
         _warn_of_misspelt()
-        given = values | options
+        said = {name for name in values if name in OLD_NAMES and name not in options and _says(options, name)}
+        given = {name: value for name, value in values.items() if name not in said} | options
         if "join" in values and "join" not in options and given.get("elastic") is True:
             given["elastic"] = given.pop("join")  # the variable stays: a newcomer is started as all others are
         if given.get("compressor") != AUTO and "error_budget" not in options:
@@ -567,6 +568,32 @@ OLD_NAMES = {
 }
 """Options of 0.1 that are parts of others now -> how to write them; accepted until 0.2, with a warning."""
 
+_SUMS = ("average", "predivide", "sum_dtype", "sparse_as_dense")
+
+
+def _says(options: Mapping[str, object], old: str) -> bool:
+    """Whether options under their present names say themselves what an old variable says: then it does not count."""
+    field = "reduction" if old in _SUMS else OLD_NAMES[old].partition("=")[0]
+    if field not in options:
+        return False
+    value = options[field]
+    match old:
+        case "error_budget":
+            return value != AUTO
+        case "connections":
+            return ":" in str(value)
+        case "trace_steps":
+            return isinstance(value, tuple)
+        case "fusion_mb":
+            return value not in (AUTO_FUSION, BUCKET, "fixed")
+        case "tune_profile" | "join":
+            return value is not True
+        case _ if old in _SUMS:
+            return isinstance(value, Reduction) or (isinstance(value, Mapping) and old in value)
+        case _:
+            return True
+
+
 _warned: set[str] = set()
 """Old names, and misspelt variables, that the user has been told of."""
 
@@ -604,7 +631,7 @@ def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
         _warned.update(new)
         said = "; ".join(f"`{name}` is now written {OLD_NAMES[name]}" for name in new)
         warnings.warn(f"gradwire 0.2 will not know these options any more: {said}", FutureWarning, stacklevel=2)
-    if sums := {name: old[name] for name in ("average", "predivide", "sum_dtype", "sparse_as_dense") if name in old}:
+    if sums := {name: old[name] for name in _SUMS if name in old}:
         whole = Reduction.of(found.get("reduction", Reduction()))
         found["reduction"] = dataclasses.replace(whole, **sums)  # type: ignore[arg-type]  # checked there
     if old.get("error_budget") is not None:

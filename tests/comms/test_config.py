@@ -306,6 +306,50 @@ def test_old_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("variable", "text", "options"),
+    [
+        ("CONNECTIONS", "8", {"transport": "gloo:4"}),
+        ("NVTX", "1", {"trace": "steps.json"}),
+        ("TRACE_STEPS", "7", {"trace": ("steps.json", 5)}),
+        ("NIC_PER_RANK", "1", {"nics": "one"}),
+        ("FUSION_MB", "25", {"fusion": "delayed"}),
+        ("ERROR_BUDGET", "int8", {"compressor": "auto:onebit"}),
+        ("TUNE_PROFILE", "a.json", {"tune": "b.json"}),
+        ("JOIN", "host:1", {"elastic": "other:2"}),
+        ("JOIN", "host:1", {"elastic": False}),
+        ("AVERAGE", "0", {"reduction": {"average": True}}),
+        ("PREDIVIDE", "8", {"reduction": {"predivide": 2}}),
+    ],
+)
+def test_an_option_wins_over_the_old_variable_of_its_part(
+    variable: str, text: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Config.from_env(**options)
+    monkeypatch.setenv(f"GRADWIRE_{variable}", text)
+    assert Config.from_env(**options) == alone
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "options", "same"),
+    [
+        ("CONNECTIONS", "8", {"transport": "gloo"}, {"transport": "gloo:8"}),
+        ("TRACE_STEPS", "7", {"trace": "steps.json"}, {"trace": ("steps.json", 7)}),
+        ("FUSION_MB", "25", {"fusion": "auto"}, {"fusion": "auto:25"}),
+        ("ERROR_BUDGET", "int8", {"compressor": "auto"}, {"compressor": "auto:int8"}),
+        ("TUNE_PROFILE", "a.json", {"tune": True}, {"tune": "a.json"}),
+        ("JOIN", "host:1", {"elastic": True}, {"elastic": "host:1"}),
+        ("AVERAGE", "0", {"reduction": "adasum"}, {"reduction": {"kind": "adasum", "average": False}}),
+    ],
+)
+def test_an_old_variable_says_what_the_option_leaves_open(
+    variable: str, text: str, options: dict[str, object], same: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = Config.from_env(**same)
+    monkeypatch.setenv(f"GRADWIRE_{variable}", text)
+    assert Config.from_env(**options) == wanted
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"connections": 8, "transport": "gloo:4"},

@@ -103,6 +103,25 @@ def results_of(nodes: str, rates: list[float] | None, **options: Any) -> tuple[l
     return first
 
 
+def test_a_plan_for_an_assumed_rate_says_why_the_measured_one_beside_it_does_not_count() -> None:
+    store = HashStore()
+
+    def run(rank: int) -> str:
+        communicator = make(store, "aabb", rank)
+        try:
+            levels = with_node_rates(communicator.cluster, [1e6, 1e6]).levels
+            outer = replace(levels[1], link=replace(levels[1].link, presumed=False))
+            communicator.routes.learned((levels[0], outer), at_start=True)
+            communicator.all_reduce(torch.ones(5000)).wait()
+            return str(communicator.report())
+        finally:
+            communicator.close()
+
+    for said in run_ranks(4, run):
+        assert "1 MB/s inter_node (probed)" in said
+        assert "why: Faster than a flat ring by assumed rates; rates seen since choose no plan." in said
+
+
 CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("abcd", {}, True),
     ("abcd", {"fusion": 1.0}, True),
