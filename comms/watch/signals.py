@@ -78,7 +78,7 @@ class Signals:
             self._mine = []
 
     def hold_abort(self, seconds: float) -> None:
-        """Has an abort from C++, which comes from now on, wait for `let_abort_go`.
+        """Has an abort from C++, which comes from now on, wait for `let_abort_go`; again and again, as handlers change.
 
         Args:
             seconds: How long at most.

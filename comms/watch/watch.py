@@ -140,9 +140,11 @@ class Watch:
                 self._unanswered = weakref.ref(group)
                 continue
             self._open_metrics(session)
-            self._signals.hold_abort(CONCLUDE_SECONDS)
             seconds = LOOK_SECONDS if self._trace is None else TRACE_LOOK_SECONDS
+            self._signals.hold_abort(CONCLUDE_SECONDS)
             while not session.is_over and not self._closed.wait(seconds):
+                if not session.leaves:
+                    self._signals.hold_abort(CONCLUDE_SECONDS)  # again: the program may have put another handler there
                 session.look()
                 self._answer(session)
                 self._export(session)

@@ -25,7 +25,7 @@ int descriptor = -1;
 int most_milliseconds = 0;
 pid_t owner = 0;
 struct sigaction before;
-bool installed = false;
+std::atomic<bool> passed{false};
 int (*has_interpreter)() = nullptr;  // PyGILState_Check, which the stable interface of Python has not
 
 // Only what may be called in a handler: write, nanosleep, sigaction, raise, and what reads atomics.
@@ -40,7 +40,13 @@ void hold(int number) {
     const timespec look{0, kLookMilliseconds * 1000000L};
     for (int left = most_milliseconds; left > 0 && state == held; left -= kLookMilliseconds) nanosleep(&look, nullptr);
   }
-  sigaction(SIGABRT, &before, nullptr);  // what was there before does the rest, once this handler has returned
+  // What was there before does the rest, once this handler has returned. It may have found this one in its turn, and put
+  // it back: then the system ends the process.
+  if (passed.exchange(true)) {
+    signal(SIGABRT, SIG_DFL);
+  } else {
+    sigaction(SIGABRT, &before, nullptr);
+  }
   raise(SIGABRT);
 }
 
@@ -52,14 +58,18 @@ bool hold_abort(int told, int milliseconds) {
   descriptor = told;
   most_milliseconds = milliseconds;
   owner = getpid();
-  if (!installed) {
+  struct sigaction now {};
+  if (sigaction(SIGABRT, nullptr, &now) != 0) return false;
+  if (now.sa_handler != hold) {  // not yet, or faulthandler.disable() has put back what it had found itself
     struct sigaction mine {};
     mine.sa_handler = hold;
     sigemptyset(&mine.sa_mask);
-    if (sigaction(SIGABRT, &mine, &before) != 0) return false;
-    installed = true;
+    before = now;
+    passed = false;
+    if (sigaction(SIGABRT, &mine, nullptr) != 0) return false;
   }
-  state = armed;
+  State idle = off;
+  state.compare_exchange_strong(idle, armed);  // one that is held already goes on waiting
   return true;
 }
 

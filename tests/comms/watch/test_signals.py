@@ -66,6 +66,18 @@ def test_an_abort_waits_until_the_watch_lets_it_go_and_still_shows_where_threads
     assert "Fatal Python error: Aborted" in ended.stderr and "most recent call first" in ended.stderr
 
 
+HOLD = "signals.hold_abort(60.0)\n"
+
+
+@pytest.mark.parametrize("then", ["", f"faulthandler.enable(); {HOLD}"], ids=["", "and another one again"])
+def test_an_abort_is_held_again_after_the_program_has_put_back_a_handler(then: str) -> None:
+    """`faulthandler.disable()` puts back what it had found: the system's own end."""
+    code = ABORTS.format(abort=f"import faulthandler; faulthandler.disable(); {HOLD}{then}{ABORT_ALONE}")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGABRT, "heard of it\n"), ended.stderr
+    assert ended.stderr.count("Fatal Python error: Aborted") == bool(then)
+
+
 def test_an_abort_with_the_interpreter_waits_for_nobody() -> None:
     code = ABORTS.format(abort=ABORT_WITHIN).replace("looking.start()", "pass")
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
