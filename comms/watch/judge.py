@@ -12,7 +12,7 @@ from gradwire.comms.watch.collective import IssuedCollective, one_in_words, send
 from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
 from gradwire.comms.watch.links import LinkWatch, SlowLink
 from gradwire.comms.watch.rank import RankWord
-from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport
+from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport, late_in_words
 from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS, TimelineWriter
 from gradwire.comms.watch.trouble import Stuck, find_absent, find_disagreements, find_stuck, origin, stuck_in_words
 
@@ -132,11 +132,27 @@ class Judge:
                 episode = open_.pop(each.rank)
                 episode.late = each if each.busy_with is not None else episode.late
                 continue
-            episode = Episode(each, self._hosts.get(each.rank, "a host not known"), now - self._began)
+            episode = Episode(each, self._host(each.rank), now - self._began)
             self.report.late.append(episode)
             log.warning("watch: %s", episode)
         for episode in open_.values():
             episode.ended = now - self._began
+        self._suspect()
+
+    def _suspect(self) -> None:
+        """Notes who may be late, for a job that ends before a late rank could be named."""
+        assert self._late is not None
+        report = self.report
+        report.decided = report.decided or self._late.decided
+        known = {each.late.rank for each in report.late}
+        report.suspects = [
+            late_in_words(each, self._host(each.rank), "may be late, as far as so few steps show")
+            for each in (() if report.decided else self._late.suspects(self._words))
+            if each.rank not in known
+        ]
+
+    def _host(self, rank: int) -> str:
+        return self._hosts.get(rank, "a host not known")
 
     def _unnamed(self) -> list[Episode]:
         """Ranks that are late, and others stand for them in a collective of which it is not known what it carries."""

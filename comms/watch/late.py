@@ -8,7 +8,8 @@ ranks: a group has nothing under way, and the same number of collectives has end
 `STRONG_SHARE` of the slice, and by `STRONG_SECONDS`; or in all but one of the last `SLICES` by more than `SHARE`, and
 by `FLOOR_SECONDS`. Let p be the chance that one rank of a healthy group is behind by so much in a slice: then the
 second rule names it by chance with less than 12 p^11, which is 1e-10 at p = 0.1, and the first with p^4, where p is
-tiny.
+tiny. Where a job ends before there are so many slices, a rank that was behind in all of them, `STRONG_SLICES` at least,
+is a suspect: p^4 is 1e-4 then, too much to name it while there is more to come.
 
 **Late or made late.** With several groups (tensor and data parallel ranks, stages) whoever waits for a late rank in one
 group comes late to the next. So a rank that is behind in a group is not named where it has waited in another one, more
@@ -151,12 +152,24 @@ class GroupWaits:
             for number in [number for number in points if number < first]:
                 del points[number]
 
-    def behind(self) -> dict[int, tuple[float, float, float]]:
-        """Ranks that are late here -> seconds in a second; from when, and to when, by the rank's own clock."""
+    @property
+    def decided(self) -> bool:
+        """Whether there are slices enough to name whoever is late."""
+        return len(self._slices) >= SLICES
+
+    def behind(self, *, suspected: bool = False) -> dict[int, tuple[float, float, float]]:
+        """Ranks that are late here -> seconds in a second; from when, and to when, by the rank's own clock.
+
+        Args:
+            suspected: Those, too, that would be if all slices to come were like those that there are.
+        """
+        few = len(self._slices)
+        guessed = suspected and STRONG_SLICES <= few < SLICES
         found = {}
         for place, rank in enumerate(self.ranks):
             strong = self._is_late(place, STRONG_SLICES, STRONG_SHARE, STRONG_SECONDS, 0)
-            if strong or self._is_late(place, SLICES, SHARE, FLOOR_SECONDS, 1):
+            weak = self._is_late(place, few, SHARE, FLOOR_SECONDS, 0) if guessed else False
+            if strong or weak or self._is_late(place, SLICES, SHARE, FLOOR_SECONDS, 1):
                 last = list(self._slices)[-(STRONG_SLICES if strong else SLICES) :]
                 share = sum(each.behind()[place] for each in last) / sum(each.seconds for each in last)
                 found[rank] = share, last[0].ends[place] - last[0].seconds, last[-1].ends[place]
@@ -213,10 +226,28 @@ class Lateness:
                     group.add(rank, words[rank].groups[name].quiet)
             group.cut()
         self._activity.append({rank: (word.seconds, word.activity) for rank, word in words.items()})
+        found = self._found(words)
+        self._named = {each.rank for each in found}
+        return found
+
+    @property
+    def decided(self) -> bool:
+        """Whether any group has gone on for long enough that a late rank would have been named."""
+        return any(group.decided for group in self._groups.values())
+
+    def suspects(self, words: Mapping[int, RankWord]) -> list[LateRank]:
+        """The ranks that were late in all that there was to see, where that is too little to name them.
+
+        Args:
+            words: As `hear` has had them last.
+        """
+        return [each for each in self._found(words, suspected=True) if each.rank not in self._named]
+
+    def _found(self, words: Mapping[int, RankWord], *, suspected: bool = False) -> list[LateRank]:
         behind = [
             (seconds, since, until, rank, name)
             for name, group in self._groups.items()
-            for rank, (seconds, since, until) in group.behind().items()
+            for rank, (seconds, since, until) in group.behind(suspected=suspected).items()
         ]
         found: dict[int, LateRank] = {}
         for seconds, since, until, rank, name in sorted(behind, reverse=True):
@@ -226,7 +257,6 @@ class Lateness:
             line = words[rank].lines.get(kind) if kind is not None else None
             waiting = tuple(each for each in self._groups[name].ranks if each != rank)
             found[rank] = LateRank(rank, name, seconds, waiting, kind, line)
-        self._named = set(found)
         return list(found.values())
 
     def _made_late(self, rank: int, name: str, seconds: float, since: float, until: float) -> bool:

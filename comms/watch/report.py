@@ -13,6 +13,24 @@ MOST_LINKS = 8
 """Most of a report for people, the busiest first."""
 
 
+def late_in_words(late: LateRank, host: str, how: str, longest_in: str = "") -> str:
+    """`rank 2 on node1 is late, from 14 s on: ranks 0, 1 and 3 of the default group wait for it 12% of the time; ...`.
+
+    Args:
+        late: Which, and what it does.
+        host: Of the rank.
+        how: `is late`, and since when.
+        longest_in: As `Episode.longest_in` has it.
+    """
+    why = ""
+    if late.busy_with is not None:
+        why = f"; it spends the time in {late.busy_with}" + (f" ({late.line})" if late.line else "")
+    return (
+        f"rank {late.rank} on {host} {how}: {ranks_in_words(late.waiting)} of {in_words(late.group)} "
+        f"{'waits' if len(late.waiting) == 1 else 'wait'} for it {late.seconds:.0%} of the time{longest_in}{why}"
+    )
+
+
 @dataclass(slots=True)
 class Episode:
     """How long one rank was late.
@@ -34,16 +52,8 @@ class Episode:
     asked: int = 0
 
     def __str__(self) -> str:
-        late = self.late
         when = f"from {duration(self.began)} on" if self.ended is None else f"{self.began:.0f} to {self.ended:.0f} s"
-        why = ""
-        if late.busy_with is not None:
-            why = f"; it spends the time in {late.busy_with}" + (f" ({late.line})" if late.line else "")
-        return (
-            f"rank {late.rank} on {self.host} is late, {when}: {ranks_in_words(late.waiting)} of "
-            f"{in_words(late.group)} {'waits' if len(late.waiting) == 1 else 'wait'} for it {late.seconds:.0%} of the "
-            f"time{self.longest_in()}{why}"
-        )
+        return late_in_words(self.late, self.host, f"is late, {when}", self.longest_in())
 
     def longest_in(self) -> str:
         """`, longest in all_reduce of [72] Float, gradients of 1.bias to 1.weight`; empty where that is not known."""
@@ -75,6 +85,8 @@ class WatchReport:
         seconds: For how long it has watched.
         groups: The process groups with a collective.
         late: Ranks that were late, in order.
+        suspects: In words, the ranks that were late in all that was seen, where that is too little to name them.
+        decided: Whether there were steps enough to name a late rank.
         stalls: What hung, in words.
         disagreements: Which ranks disagreed, in words.
         links: What each host has sent to each other one over TCP.
@@ -84,6 +96,8 @@ class WatchReport:
     seconds: float
     groups: list[GroupSummary] = field(default_factory=list)
     late: list[Episode] = field(default_factory=list)
+    suspects: list[str] = field(default_factory=list)
+    decided: bool = False
     stalls: list[str] = field(default_factory=list)
     disagreements: list[str] = field(default_factory=list)
     links: list[LinkSummary] = field(default_factory=list)
@@ -104,12 +118,14 @@ class WatchReport:
         lines += [each.in_words(self.seconds) for each in busiest[:MOST_LINKS]]
         if len(busiest) > MOST_LINKS:
             lines.append(f"and {len(busiest) - MOST_LINKS} links that were less busy")
-        lines += [str(each) for each in self.late]
+        lines += [str(each) for each in self.late] + self.suspects
         lines += [str(each) for each in self.slow_links]
         lines += [f"stall: {text}" for text in self.stalls]
         lines += self.disagreements
         if not (self.late or self.slow_links or self.stalls or self.disagreements):
-            lines.append("no rank was late, nothing hung, all ranks issued the same collectives")
+            late = "no rank was late" if self.decided else "too little was seen to say that no rank was late"
+            late = "no rank was late for sure" if self.suspects else late
+            lines.append(f"{late}, nothing hung, all ranks issued the same collectives")
         return "\n".join(lines)
 
     def to_json(self) -> str:

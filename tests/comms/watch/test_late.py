@@ -11,6 +11,7 @@ from gradwire.comms.watch.activity import QUEUE
 from gradwire.comms.watch.collective import IssuedCollective
 from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
 from gradwire.comms.watch.rank import RankWord
+from gradwire.comms.watch.report import WatchReport, late_in_words
 from support.watched import Collective, SimulatedJob
 
 DATA_PARALLEL = [("default", (0, 1, 2, 3))] * 4
@@ -49,6 +50,31 @@ def test_a_delay_of_200_ms_is_named_within_20_steps(step: Sequence[Collective], 
         number, found = first_named(step, compute_times(4, base, 0.2, seed, late, 0.2, since=30), 51)
         assert number is not None and 30 <= number, (seed, number)
         assert [each.rank for each in found] == [late], (seed, found)
+
+
+@pytest.mark.parametrize("step", [DATA_PARALLEL, TENSOR_AND_DATA, PIPELINE], ids=["dp", "tp-dp", "pipeline"])
+@pytest.mark.parametrize(("delay", "suspected"), [(0.15, [2]), (0.0, [])])
+def test_a_job_that_ends_too_early_has_suspects_and_is_not_decided(
+    step: Sequence[Collective], delay: float, suspected: list[int]
+) -> None:
+    """A rank that is 150 ms late in steps of a second, for which 13 s are too short to name it."""
+    for seed in range(5):
+        job = SimulatedJob(4, step)
+        lateness, last = Lateness(job.members), None
+        for words in job.steps(itertools.islice(compute_times(4, 1.0, 0.02, seed, 2, delay), 11)):
+            if words is not None:
+                assert not lateness.hear(words)
+                last = words
+        assert last is not None and not lateness.decided
+        assert [each.rank for each in lateness.suspects(last)] == suspected, seed
+
+
+def test_a_report_does_not_claim_what_too_few_steps_cannot_show() -> None:
+    short = WatchReport(13.0)
+    assert "too little was seen to say that no rank was late, nothing hung" in str(short)
+    (said,) = short.suspects = [late_in_words(LateRank(2, "default", 0.12, (0, 1, 3)), "node1", "may be late")]
+    assert said in str(short) and "no rank was late, " not in str(short)
+    assert "no rank was late, nothing hung" in str(WatchReport(60.0, decided=True))
 
 
 def test_a_small_delay_in_long_steps_is_named_too() -> None:
