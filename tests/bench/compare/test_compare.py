@@ -12,6 +12,7 @@ from gradwire.bench.compare.models import MODELS, build
 from gradwire.bench.compare.options import parse
 from gradwire.bench.compare.replay import Scale
 from gradwire.bench.compare.report import Collector, Measured, report
+from gradwire.bench.emulation.signals import EndedBySignal
 from gradwire.bench.terminal import PlainLines
 
 
@@ -132,7 +133,7 @@ def test_a_pipe_gets_lines_and_a_stop_says_what_was_measured(capsys: pytest.Capt
             with collector.stopped_in_words():
                 for record in turns[:stopped_after]:
                     collector.line(0, json.dumps(record))
-                raise SystemExit(143)
+                raise EndedBySignal(143)
         *said, last = capsys.readouterr().err.splitlines()
         assert last == f"gradwire compare: {words}"
         assert len(said) == min(stopped_after, 4 if stopped_after == 4 else 2)

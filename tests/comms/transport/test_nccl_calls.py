@@ -563,7 +563,7 @@ def test_a_communicator_connects_its_groups_once(maker: Maker, monkeypatch: pyte
 def test_the_users_own_group_serves_all_ranks(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = CLUSTERS["2x4"]
     users, store = FakeNcclWorld(8).backends(), HashStore()
-    monkeypatch.setattr(torch, "zeros", lambda numel, device: torch.ones(numel))
+    monkeypatch.setattr(torch, "zeros", lambda numel, dtype, device: torch.ones(numel, dtype=dtype))
 
     def body(rank: int) -> None:
         shared = NcclGroups(
