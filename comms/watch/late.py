@@ -168,7 +168,7 @@ class GroupWaits:
         found = {}
         for place, rank in enumerate(self.ranks):
             strong = self._is_late(place, STRONG_SLICES, STRONG_SHARE, STRONG_SECONDS, 0)
-            weak = self._is_late(place, few, SHARE, FLOOR_SECONDS, 0) if guessed else False
+            weak = guessed and self._is_late(place, few, SHARE, FLOOR_SECONDS, 0)
             if strong or weak or self._is_late(place, SLICES, SHARE, FLOOR_SECONDS, 1):
                 last = list(self._slices)[-(STRONG_SLICES if strong else SLICES) :]
                 share = sum(each.behind()[place] for each in last) / sum(each.seconds for each in last)
