@@ -274,17 +274,18 @@ class Communicator:
         Raises:
             ValueError: A part of it does not fit, or its layout does not fit it.
         """
-        held = self._held
-        layout = launch.layout if held is not None and held.takes(launch.parts[0].dtype) else None
+        held, dtype, numel = self._held, launch.parts[0].dtype, 0
+        layout = launch.layout if held is not None and (held.dtypes is None or dtype in held.dtypes) else None
         for part in launch.parts:
             self._check(part, scale * after)
+            numel += part.numel()
         if not self._connected:
-            self.connect(launch.numel * launch.parts[0].element_size())
+            self.connect(numel * dtype.itemsize)
         self.executor.ledger.all_reduces += launch.counted
         if launch.counted:
-            route = self.routes[launch.numel, launch.parts[0].dtype, layout]
+            route = self.routes[numel, dtype, layout]
         else:
-            route = self.routes.unlisted(launch.numel, launch.parts[0].dtype)
+            route = self.routes.unlisted(numel, dtype)
         if layout is not None and held is not None and layout not in held.settled and held.has_moved(layout):
             self.executor.migrate(layout, route, self.device, ask=held.asks)
         self.executor.start(launch, route, scale, flush, hold=hold, after=after)
@@ -509,7 +510,7 @@ def _held_state(compressor: Compressor | None, *, loaded: bool) -> "HeldState | 
         return None
     from gradwire.comms.migration import HeldState  # here: exact gradients leave nothing behind
 
-    return HeldState(planned(compressor).takes, loaded=loaded)
+    return HeldState(planned(compressor).dtypes, loaded=loaded)
 
 
 def _cards(presences: Presences, rank: int, config: Config) -> "Cards | None":

@@ -11,7 +11,7 @@ so on some ranks only. So a lane serves its visitors in the order of submission,
 
 import queue
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -40,12 +40,14 @@ class LaneJob:
             Others, which only some jobs visit, serve in the order of arrival.
         lane: The lane it is in.
         works: What must be waited for before its next step.
+        hop: Where it goes on, once the lane it is in is done with it; None where it has ended.
     """
 
     steps: Iterator[Hop]
     visits: tuple[Lane, ...] = ((0, 0),)
     lane: Lane = (0, 0)
     works: Sequence[Work] = ()
+    hop: Hop | None = None
 
 
 class _Signal(Enum):
@@ -65,19 +67,16 @@ class _Line:
 
 
 class Lanes:
-    """The lines in front of all lanes of one rank. Several threads may use it; one thread takes from each lane."""
+    """The lines in front of all lanes of one rank. Several threads may use it; one thread serves each lane."""
 
     def __init__(self) -> None:
-        self._lines: dict[Lane, _Line] = {}
+        self._lines: defaultdict[Lane, _Line] = defaultdict(_Line)
         self._under_way: dict[LaneJob, None] = {}
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, job: LaneJob) -> list[Lane]:
+    def submit(self, job: LaneJob) -> None:
         """Takes in a new job. All ranks submit the same jobs in the same order.
-
-        Returns:
-            Lanes that nobody takes from yet.
 
         Raises:
             RuntimeError: The lanes are closed.
@@ -85,15 +84,38 @@ class Lanes:
         with self._lock:
             if self._closed:
                 raise RuntimeError("gradwire is closed: its process group has been destroyed")
-            opened = self._open((*job.visits, job.lane))
             for lane in job.visits:
                 self._lines[lane].expected.append(job)
             self._under_way[job] = None
             self._lines[job.lane].arrivals.put(job)
-            return opened
 
-    def take(self, lane: Lane) -> LaneJob | None:
-        """Waits for the job whose turn it is in an open lane; None once all are closed and no job is under way."""
+    def serve(self, lane: Lane) -> Iterator[LaneJob]:
+        """The jobs of a lane, each when its turn has come; the end, once all lanes are closed and no job is under way.
+
+        Whoever takes a job forward leaves in its `hop` where it goes on. It is passed on before the next one is waited
+        for.
+        """
+        while (job := self._take(lane)) is not None:
+            yield job
+            if job.hop is None:
+                self._end(job)
+            else:
+                self._move(job, job.hop)
+            del job  # or its buckets would live as long as the next one is waited for
+
+    def close(self) -> None:
+        """Lets every `serve` end once all jobs under way have ended; later submissions fail."""
+        with self._lock:
+            self._closed = True
+            self._close_if_drained()
+
+    def under_way(self) -> list[LaneJob]:
+        """The jobs that were submitted and have not ended."""
+        with self._lock:
+            return list(self._under_way)
+
+    def _take(self, lane: Lane) -> LaneJob | None:
+        """Waits for the job whose turn it is; None once all lanes are closed and no job is under way."""
         with self._lock:
             line = self._lines[lane]
         while True:
@@ -107,19 +129,13 @@ class Lanes:
             if isinstance(news, LaneJob):
                 line.present[news] = None
 
-    def move(self, job: LaneJob, hop: Hop) -> list[Lane]:
-        """Puts a job that was taken into the line of the lane it goes on in.
-
-        Returns:
-            Lanes that nobody takes from yet.
-        """
+    def _move(self, job: LaneJob, hop: Hop) -> None:
+        """Puts a job that was taken into the line of the lane it goes on in."""
         with self._lock:
-            opened = self._open((hop.lane,))
             job.lane, job.works = hop.lane, hop.works
             self._lines[hop.lane].arrivals.put(job)
-            return opened
 
-    def end(self, job: LaneJob) -> None:
+    def _end(self, job: LaneJob) -> None:
         """Takes a job that has ended out of the lines that it will not reach, and lets those behind it pass."""
         with self._lock:
             for lane in job.visits:
@@ -131,27 +147,10 @@ class Lanes:
             if self._closed:
                 self._close_if_drained()
 
-    def close(self) -> None:
-        """Lets every `take` return None once all jobs under way have ended; later submissions fail."""
-        with self._lock:
-            self._closed = True
-            self._close_if_drained()
-
-    def under_way(self) -> list[LaneJob]:
-        """The jobs that were submitted and have not ended."""
-        with self._lock:
-            return list(self._under_way)
-
     def _close_if_drained(self) -> None:
         if not self._under_way:
             for line in self._lines.values():
                 line.arrivals.put(_Signal.CLOSE)
-
-    def _open(self, lanes: Sequence[Lane]) -> list[Lane]:
-        opened = [lane for lane in dict.fromkeys(lanes) if lane not in self._lines]
-        for lane in opened:
-            self._lines[lane] = _Line()
-        return opened
 
     def _next(self, line: _Line, lane: Lane) -> LaneJob | None:
         """Takes the job whose turn it is off the line, if it is there."""

@@ -5,7 +5,7 @@ elements to other ranks of the same node; a sum over the node, in which each ran
 elsewhere, moves all of it at once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -79,17 +79,17 @@ class HeldState:
     this process itself has trained is exchanged without a question, and in the first step there is nothing.
 
     Args:
-        takes: See `Planned.takes`.
+        dtypes: See `Planned.dtypes`.
         loaded: The state comes from elsewhere.
 
     Attributes:
-        takes: See above.
+        dtypes: See above.
         settled: Layouts in which nothing is to be moved.
         asks: Whether the ranks ask each other before they move what `has_moved` has just said moves.
     """
 
-    def __init__(self, takes: Callable[[torch.dtype], bool], *, loaded: bool = False) -> None:
-        self.takes = takes
+    def __init__(self, dtypes: Collection[torch.dtype] | None, *, loaded: bool = False) -> None:
+        self.dtypes = dtypes
         self.asks = False
         self._loaded = loaded
         self._layout_of: dict[str, Layout] = {}

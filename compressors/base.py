@@ -7,7 +7,7 @@ owns between the phases inside the node.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, cast, runtime_checkable
@@ -289,6 +289,11 @@ class Planned:
         return True
 
     @property
+    def dtypes(self) -> Collection[torch.dtype] | None:
+        """The dtypes of the buckets that go through it; None for all."""
+        return None
+
+    @property
     def has_owners(self) -> bool:
         """Whether payloads go to owners of parts, who send their sum to all (two_stage.py)."""
         return False
@@ -300,10 +305,6 @@ class Planned:
         Then a bucket may be cut anywhere, and another way in every start.
         """
         return False
-
-    def takes(self, dtype: torch.dtype) -> bool:
-        """Whether buckets of a dtype go through it."""
-        return True
 
     def parts(self, layout: Layout) -> "list[tuple[Compressor, Layout]]":
         """The compressors of a shard, and which of its parameters each gets."""

@@ -1,6 +1,6 @@
 """The compressor "none": an exact all-reduce, with a momentum for use beside a lossy compressor."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -88,6 +88,7 @@ class WideSum(Dense):
         """See `Stateful.by_element`: owners by the links' rates are for sums in the dtype of the buckets."""
         return False
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        """Whether buckets of a dtype are widened."""
-        return dtype in (torch.float16, torch.bfloat16)
+    @property
+    def dtypes(self) -> Collection[torch.dtype]:
+        """See `Planned.dtypes`: those that are widened."""
+        return torch.float16, torch.bfloat16

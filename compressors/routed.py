@@ -114,10 +114,6 @@ class Routed(Planned):
         """See `Stateful.by_element`; all routes decide."""
         return all(isinstance(each, Stateful) and each.by_element for each in self.routes)
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        """See `Planned.takes`; here, where buckets pass."""
-        return True
-
     def every(self) -> tuple[Compressor, ...]:
         """The main compressor, and those of the rules."""
         return self.routes

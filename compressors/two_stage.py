@@ -208,6 +208,8 @@ class TwoStage(Stateful):
         self._own_parts: dict[tuple[Layout, Member], Layout] = {}
 
     two_stage = True
+    stochastic = False
+    """Whether payloads are rounded by random numbers: each then has the codec that `codec_for` returns."""
 
     @property
     def keeps_left_out(self) -> bool:
@@ -241,7 +243,7 @@ class TwoStage(Stateful):
         if group.size == 1 or self.step < self.warmup_steps or not shard.numel():
             yield from self._dense(source, shard, layout, group)
             return
-        codec = self.codec_for(layout, group.rank)
+        codec = self.codec_for(layout, group.rank) if self.stochastic else self.codec
         return_codec = codec if self.return_codec is self.codec else self.return_codec
         units = self.units_of(layout, shard.device)
         if units is not None:
@@ -284,7 +286,7 @@ class TwoStage(Stateful):
         return two_stage(source, target, group, codec, return_codec, residuals)
 
     def codec_for(self, layout: Layout, rank: int) -> PieceCodec:
-        """Returns the codec for this step's payload of this shard: codecs with random numbers override this."""
+        """Returns the codec of this step's payload of this shard, where payloads are rounded by random numbers."""
         return self.codec
 
     def units_of(self, layout: Layout, device: torch.device) -> Tensor | None:

@@ -3,11 +3,15 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import record_function
 
 from gradwire.comms.streams import Clock, Mark
+
+if TYPE_CHECKING:
+    from gradwire.comms.run.launches import RunningLaunch
 
 PREFIX = "gradwire: "
 """The prefix of the ranges that torch.profiler and Nsight Systems show."""
@@ -55,6 +59,22 @@ class Recorder:
         """Takes in something that has ended."""
         if self._keeps:
             self.notes.append(Note(track, name, began, ended, details))
+
+    def note_transfer(self, run: "RunningLaunch", ended: Mark) -> None:
+        """Takes in a launch that has ended well, where reports count it."""
+        if run.launch.counted and run.began is not None:
+            buckets = [bucket.index for bucket in run.launch.buckets]
+            self.note(
+                "transfers",
+                f"transfer of bucket {', '.join(map(str, buckets))}",
+                run.began,
+                ended,
+                launch=run.number,
+                buckets=buckets,
+                nbytes=run.flat.nbytes,
+                plan=run.route.plan.name,
+                compressor=next((phase.compressor for phase in run.route.plan.phases if phase.compressor), None),
+            )
 
     @contextmanager
     def span(self, track: str, name: str, **details: Detail) -> Iterator[None]:

@@ -20,7 +20,7 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.plan.routes import Chunk, Route
 from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
-from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch, WaitingLaunch, finish, pack
+from gradwire.comms.run.launches import Bucket, EndedLaunch, Launch, RunningLaunch, WaitingLaunch, finish, pack
 from gradwire.comms.run.ledger import FirstFailure, Ledger
 from gradwire.comms.run.programs import Programs
 from gradwire.comms.streams import HostClock
@@ -66,7 +66,7 @@ class LaneExecutor(Executor):
         self._rank = rank
         self._level_names = cluster.level_names
         self._lanes = Lanes()
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[Lane, threading.Thread] = {}
         self._lock = threading.Lock()
 
     def start(
@@ -99,17 +99,21 @@ class LaneExecutor(Executor):
             run.pending -= 1
             last = run.pending == 0
         if last:
-            now = self.ledger.clock.now()
-            self.ledger.note_end(run, now)
+            now, recorder, ended = self.ledger.clock.now(), self.ledger.recorder, self.ledger.ended
+            if recorder is not None:
+                recorder.note_transfer(run, now)
+            if ended is not None and run.launch.counted:
+                assert isinstance(run.began, float) and isinstance(now, float)  # by the host's clock
+                ended.append(EndedLaunch(run.route.plan, run.began, now))
             finish(run.launch, run.flat, None, now)
 
     def close(self, seconds: float | None = None) -> bool:
         """See `Executor.close`. Called from a lane (by the garbage collector, say), it waits for nothing."""
         self._lanes.close()
-        if threading.current_thread() in self._threads:
+        if threading.current_thread() in list(self._threads.values()):
             return True
         deadline = time.monotonic() + (CLOSING_SECONDS if seconds is None else seconds)
-        for thread in self._threads:
+        for thread in list(self._threads.values()):  # others may be opened meanwhile
             thread.join(max(0.0, deadline - time.monotonic()))
         for job in self._lanes.under_way():
             assert isinstance(job, _ChunkJob)
@@ -124,27 +128,31 @@ class LaneExecutor(Executor):
     @property
     def has_ended(self) -> bool:
         """See `Executor.has_ended`."""
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in list(self._threads.values()))
 
     def _submit(self, job: _ChunkJob) -> None:
-        if opened := self._lanes.submit(job):
-            self._open(opened)
+        self._lanes.submit(job)
+        self._open((*job.visits, job.lane))
 
     def _open(self, lanes: Sequence[Lane]) -> None:
-        """Makes a thread for each new lane."""
+        """Makes a thread for each lane that has none."""
         for lane in lanes:
-            thread = BackgroundThread(f"{self._name} lane {lane}", partial(self._serve, lane))
-            self._threads.append(thread)
-            thread.start()
+            if lane in self._threads:
+                continue
+            with self._lock:
+                if lane not in self._threads:
+                    self._threads[lane] = BackgroundThread(f"{self._name} lane {lane}", partial(self._serve, lane))
+                    self._threads[lane].start()
 
     def _serve(self, lane: Lane) -> None:
-        while (job := self._lanes.take(lane)) is not None:
+        for job in self._lanes.serve(lane):
             assert isinstance(job, _ChunkJob)
             self._step(job, lane)
             del job  # or its buckets would live as long as this thread waits for the next one
 
     def _step(self, job: _ChunkJob, lane: Lane) -> None:
         """Waits for what is under way, and takes a job forward to its next hop, or to its end; all hops if it stays."""
+        job.hop = None
         try:
             while True:
                 if self.ledger.recorder is None:
@@ -155,16 +163,15 @@ class LaneExecutor(Executor):
                 else:
                     hop = self._recorded_step(self.ledger.recorder, job, lane)
                 if hop is None:
-                    break
+                    return
                 if not job.stays:
-                    if opened := self._lanes.move(job, hop):
-                        self._open(opened)
+                    self._open((hop.lane,))
+                    job.hop = hop
                     return
                 lane = job.lane = hop.lane
                 job.works = hop.works
         except BaseException as error:  # noqa: BLE001 - whatever it is, the futures carry it
             self._fail(job, lane, error)
-        self._lanes.end(job)
 
     def _recorded_step(self, recorder: "Recorder", job: _ChunkJob, lane: Lane) -> Hop | None:
         """What `_step` does, noted: the wait for what is under way, and what is issued then."""

@@ -153,12 +153,6 @@ class Launch:
     counted: bool = True
     alone: bool = False
 
-    @property
-    def numel(self) -> int:
-        """Elements of all parts."""
-        parts = self.parts
-        return parts[0].numel() if len(parts) == 1 else sum(part.numel() for part in parts)
-
 
 def pack(launch: Launch) -> Tensor:
     """What travels in one piece: the only part itself, or a copy of all of them, end to end.
@@ -171,7 +165,7 @@ def pack(launch: Launch) -> Tensor:
         return parts[0]
     if launch.pool is None:
         return torch.cat(list(parts))
-    return torch.cat(list(parts), out=launch.pool.take(launch.numel, parts[0]))
+    return torch.cat(list(parts), out=launch.pool.take(sum(part.numel() for part in parts), parts[0]))
 
 
 def finish(launch: Launch, flat: Tensor, error: BaseException | None, now: Mark | None) -> None:

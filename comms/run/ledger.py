@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.routes import PhasePart
-from gradwire.comms.run.launches import EndedLaunch, RunningLaunch
+from gradwire.comms.run.launches import EndedLaunch
 from gradwire.comms.streams import Clock, Mark
 from gradwire.comms.transport.groups import Groups
 
@@ -132,29 +132,6 @@ class Ledger:
             row.logical_nbytes += part.logical_numel * element_nbytes
             row.wire_nbytes += part.sent_numel * element_nbytes + sent_nbytes
         return now
-
-    def note_end(self, run: RunningLaunch, now: Mark | None) -> None:
-        """Notes that a launch has ended well, for whoever asked to hear of it.
-
-        Args:
-            run: Which.
-            now: When; None where nothing is timed.
-        """
-        if self.recorder is not None and run.launch.counted and run.began is not None and now is not None:
-            buckets = [bucket.index for bucket in run.launch.buckets]
-            self.recorder.note(
-                "transfers",
-                f"transfer of bucket {', '.join(map(str, buckets))}",
-                run.began,
-                now,
-                launch=run.number,
-                buckets=buckets,
-                nbytes=run.flat.nbytes,
-                plan=run.route.plan.name,
-                compressor=next((phase.compressor for phase in run.route.plan.phases if phase.compressor), None),
-            )
-        if self.ended is not None and run.launch.counted and isinstance(run.began, float) and isinstance(now, float):
-            self.ended.append(EndedLaunch(run.route.plan, run.began, now))
 
     def totals(self) -> tuple[PhaseTotals, ...]:
         """What has travelled so far, in the order of the phases. On CUDA waits for what was issued."""

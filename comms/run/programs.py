@@ -92,7 +92,7 @@ class Programs:
         """
         flat, scale = run.flat, run.scale
         lane: Lane = (0, 0)
-        began = self._ledger.now() if chunk.parts else None
+        began = self._ledger.clock.now() if chunk.parts and self._ledger.timing else None
         for index, part in enumerate(chunk.parts):
             if scale != 1.0 and not part.whole_chunk:
                 flat[chunk.start : chunk.stop].mul_(scale)
@@ -111,7 +111,7 @@ class Programs:
             if run.launch.counted:
                 began = self._ledger.count(index, part, flat.element_size(), began, ended.sent_nbytes)
             elif began is not None:
-                began = self._ledger.now()
+                began = self._ledger.clock.now()
         scale *= run.after
         if scale != 1.0:  # also for a single rank: its plan has no phases
             flat[chunk.start : chunk.stop].mul_(scale)
@@ -268,12 +268,12 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
     Raises:
         RuntimeError: One of them could not be issued. On NCCL the transport is then of no use any more.
     """
+    if len(collectives) == 1 and not collectives[0].bounds:  # as most are
+        return _issue_one(transport, collectives[0])
     if hasattr(transport, "issue_together"):  # a protocol's isinstance() costs more than many a collective
         together = cast("IssuesTogether", transport).issue_together(collectives)
-    else:
-        together = None
-    if together is not None:
-        return together
+        if together is not None:
+            return together
     works = [_issue_one(transport, each) for each in collectives]
     return works[0] if len(works) == 1 else Works(works)
 

@@ -203,7 +203,8 @@ class StreamExecutor(Executor):
 
     def _end(self, run: RunningLaunch) -> None:
         now = self.ledger.now()
-        self.ledger.note_end(run, now)
+        if self.ledger.recorder is not None and now is not None:
+            self.ledger.recorder.note_transfer(run, now)
         finish(run.launch, run.flat, None, now)
 
     def _start_steps(self, run: RunningLaunch, name: str, walk: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:

@@ -20,12 +20,6 @@ ONEBIT_BLOCK = 1024
 """Elements that share a scale: small enough to follow a layer's scale, large enough that 4 bytes cost 3 %."""
 
 
-@lru_cache(maxsize=1024)
-def _nbytes(numel: int) -> int:
-    """Returns the bytes of a payload of `numel` elements: a float32 scale for each block, a bit for each element."""
-    return -(-numel // ONEBIT_BLOCK) * 4 + -(-numel // 8)
-
-
 def _scales(p: Tensor) -> Tensor:
     """Returns each block's mean magnitude, summed in a fixed order: 64 running sums, then a tree of halves."""
     blocks = -(-p.numel() // ONEBIT_BLOCK)
@@ -58,9 +52,10 @@ class OneBitCodec(BlockCodec):
 
     family: ClassVar[str] = "onebit"
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - codecs are values, and every step asks for the same lengths
     def wire_nbytes(self, numel: int) -> int:
-        """See `Codec.wire_nbytes`."""
-        return _nbytes(numel)
+        """See `Codec.wire_nbytes`: a float32 scale for each block, and a bit for each element."""
+        return -(-numel // ONEBIT_BLOCK) * 4 + -(-numel // 8)
 
     def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
         """See `BlockFormat.torch_encode`: the float32 scales of the blocks, then the signs (1 where p >= 0).

@@ -18,12 +18,6 @@ _SMALLEST_NORMAL = 2.0**-126
 """Smallest normal float32: below it 1 / unit is inf, so such a range is empty. Source: IEEE 754-2019, binary32."""
 
 
-@lru_cache(maxsize=1024)
-def _nbytes(numel: int, bits: int) -> int:
-    """Returns the bytes of a payload of `numel` elements: two float32 for each block, and `bits` for each element."""
-    return -(-numel // QUANTIZE_BLOCK) * 8 + -(-numel * bits // 8)
-
-
 @dataclass(frozen=True, slots=True)
 class QuantizeCodec(BlockCodec):
     """2^bits levels between the smallest and the largest element of each block of 512.
@@ -45,9 +39,10 @@ class QuantizeCodec(BlockCodec):
         """Bits, whether rounding is random, and by which key."""
         return self.bits, self.key is not None, self.key or 0
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - codecs are values, and every step asks for the same lengths
     def wire_nbytes(self, numel: int) -> int:
-        """See `Codec.wire_nbytes`."""
-        return _nbytes(numel, self.bits)
+        """See `Codec.wire_nbytes`: two float32 for each block, and `bits` for each element."""
+        return -(-numel // QUANTIZE_BLOCK) * 8 + -(-numel * self.bits // 8)
 
     def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
         """See `BlockFormat.torch_encode`: (unit, low) in float32 for each block, then the codes.
@@ -115,8 +110,6 @@ class Quantize(TwoStage):
 
     def codec_for(self, layout: Layout, rank: int) -> PieceCodec:
         """See `TwoStage.codec_for`."""
-        if not self.stochastic:
-            return self.codec
         first = layout.slices[0]
         key = mix_key(self.seed, self.step, rank, name_key(first.name), first.parameter_start)
         return QuantizeCodec(self.bits, key)

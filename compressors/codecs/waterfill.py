@@ -35,13 +35,6 @@ def waterfill_words(blocks: int, bits: int) -> int:
     return bits * blocks - (_BLOCKS // 4 + 1) * blocks // _BLOCKS
 
 
-@lru_cache(maxsize=1024)
-def _nbytes(numel: int, bits: int) -> int:
-    """Returns the bytes of a payload of `numel` elements: exactly `bits` each in whole groups, scales included."""
-    full, rest = divmod(numel, WATERFILL_GROUP)
-    return full * _record_nbytes(WATERFILL_GROUP, bits) + (_record_nbytes(rest, bits) if rest else 0)
-
-
 def _record_nbytes(numel: int, bits: int) -> int:
     blocks = -(-numel // WATERFILL_BLOCK)
     return 4 + -(-blocks // 4) * 4 + 4 * waterfill_words(blocks, bits)
@@ -192,9 +185,11 @@ class WaterfillCodec(BlockCodec):
         """Bits of an element."""
         return (self.bits,)
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - codecs are values, and every step asks for the same lengths
     def wire_nbytes(self, numel: int) -> int:
-        """See `Codec.wire_nbytes`."""
-        return _nbytes(numel, self.bits)
+        """See `Codec.wire_nbytes`: exactly `bits` for each element in whole groups, scales included."""
+        full, rest = divmod(numel, WATERFILL_GROUP)
+        return full * _record_nbytes(WATERFILL_GROUP, self.bits) + (_record_nbytes(rest, self.bits) if rest else 0)
 
     def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
         """See `BlockFormat.torch_encode`: a record for each group of 16,384 elements, little-endian.

@@ -42,15 +42,15 @@ COMPRESSED = (
     "compressors.residual",
     "compressors.codecs.base",
     "compressors.kernels.native",
-    "compressors.codecs.quantize",
 )
-"""The codec's own file is the lowest: it describes the format, which all above ask for a payload's length."""
-MOST_EXACT, MOST_COMPRESSED = 11, 17
+"""The codec's own file is not on it: that says how long a payload is, once for each length, and kernels do the rest."""
+MOST_EXACT, MOST_COMPRESSED = 11, 16
 """Files of one question each: an executor, the programs that it takes forward, what it notes, and what it is given."""
 
-MOST_OF_A_BUCKET = {"none": (48, 29), "int8": (80, 57)}
+MOST_OF_A_BUCKET = {"none": (46, 22), "int8": (76, 40)}
 """Compressor -> functions that a bucket enters on a rank, and hops from file to file: what a reader pays for. Counted
-2026-11-25: 46 and 25, 80 and 53 to 54; how often a lane looks for work depends on other threads."""
+2026-11-27: 43 to 44 and 19 to 21, 73 to 74 and 38 to 40; whether a lane's look for work before the bucket, and that
+after it, are seen depends on other threads."""
 
 Edge = tuple[str | None, str]
 """Whose frame is the nearest of ours above a call, and which module was called."""

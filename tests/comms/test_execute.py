@@ -95,7 +95,8 @@ class Rig:
         self.groups[(0, 0), (0,)].script += steps
 
     def start(self, launch: Launch, chunks: int = 1) -> None:
-        self.executor.start(launch, route(launch.numel, chunks), 1.0, False)
+        numel = sum(part.numel() for part in launch.parts)
+        self.executor.start(launch, route(numel, chunks), 1.0, False)
 
     def all_reduce(self, flat: Tensor, chunks: int = 1) -> FutureTensor:
         bucket = Bucket.of(flat)
@@ -127,7 +128,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made = Rig()
     yield made
     made.executor.close()
-    assert not any(thread.is_alive() for thread in made.executor._threads)
+    assert not any(thread.is_alive() for thread in made.executor._threads.values())
     assert died == []
 
 
@@ -143,7 +144,6 @@ def test_close_waits_for_what_is_under_way(rig: Rig) -> None:
             rig.executor._lanes.submit(_ChunkJob(iter(())))
         except RuntimeError:
             break
-        rig.executor._lanes.end(rig.executor._lanes.under_way()[-1])
     for gate in gates:
         gate.opened.set()
     closing.join(SECONDS)

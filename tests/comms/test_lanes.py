@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,8 @@ class Recorder:
     def __init__(self) -> None:
         self.lanes = Lanes()
         self.current = threading.local()
+        self.served: set[Lane] = set()
+        self.opening = threading.Lock()
         self.seen: dict[Lane, list[int]] = {}
         self.errors: list[BaseException] = []
         self.done = threading.Semaphore(0)
@@ -42,28 +45,31 @@ class Recorder:
         return LaneJob(steps(), ((0, 0), (2, 0)))
 
     def submit(self, job: LaneJob) -> None:
-        self.open(self.lanes.submit(job))
+        self.lanes.submit(job)
+        self.open(*job.visits)
 
-    def open(self, lanes: list[Lane]) -> None:
+    def open(self, *lanes: Lane) -> None:
         for lane in lanes:
-            threading.Thread(target=self.serve, args=(lane,), daemon=True).start()
+            with self.opening:
+                if lane not in self.served:
+                    self.served.add(lane)
+                    threading.Thread(target=self.serve, args=(lane,), daemon=True).start()
 
     def serve(self, lane: Lane) -> None:
         """What the executor does in each of its threads."""
         self.current.lane = lane
-        while (job := self.lanes.take(lane)) is not None:
+        for job in self.lanes.serve(lane):
+            job.hop = None
             try:
                 for work in job.works:
                     work.wait()
-                hop = next(job.steps, None)
+                job.hop = next(job.steps, None)
             except RuntimeError as error:
                 self.errors.append(error)
                 self.done.release()
-                hop = None
-            if hop is None:
-                self.lanes.end(job)
-            else:
-                self.open(self.lanes.move(job, hop))
+            if job.hop is not None:
+                self.open(job.hop.lane)
+            del job
 
     def visit(self, number: int, lane: Lane, fails_in: Lane | None) -> None:
         assert self.current.lane == lane
@@ -101,3 +107,18 @@ def test_a_closed_executor_takes_no_more_jobs() -> None:
     recorder.lanes.close()
     with pytest.raises(RuntimeError, match="gradwire is closed"):
         recorder.submit(recorder.job(0, 1))
+
+
+def test_a_lane_that_waits_keeps_no_job_alive() -> None:
+    """Its buckets would live as long as the next one is waited for."""
+    recorder = Recorder()
+    job = recorder.job(0, rounds=1)
+    ended = weakref.ref(job.steps)
+    recorder.submit(job)
+    assert recorder.done.acquire(timeout=20)
+    del job
+    deadline = time.monotonic() + 20
+    while ended() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert ended() is None
+    recorder.lanes.close()

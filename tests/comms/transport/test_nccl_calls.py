@@ -239,7 +239,7 @@ def test_collectives_are_issued_together(group_calls: bool) -> None:
     together = ["allreduce", "all_to_all", "all_gather"]
     assert names == ([together] if group_calls else [[name] for name in together])
     with pytest.raises(ValueError, match="`collectives` holds 'gather' of 1 tensors"):
-        issue_together(NcclTransport(backends[0], 0, size), [Collective("gather", (torch.zeros(1),))])
+        issue_together(NcclTransport(backends[0], 0, size), 2 * [Collective("gather", (torch.zeros(1),))])
     assert not backends[0].is_in_group_call
 
 
