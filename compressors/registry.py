@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import cast
 
 from gradwire.compressors.base import Codec, Compressor
@@ -75,7 +75,7 @@ def register_compressor(name: str, factory: Factory) -> None:
     """
     if name in _factories:
         raise ValueError(f"`name` {name!r} is taken; registered are {', '.join(_factories)}: choose another")
-    _factories[name] = factory
+    _factories[name] = partial(factory)  # hashable, whatever the factory is
 
 
 def register_codec(name: str, codec: Callable[[], Codec]) -> None:
@@ -114,7 +114,13 @@ def options_of(name: str) -> dict[str, Option]:
     if name not in _factories:
         gone = f", which is gone: {GONE[name]}" if name in GONE else ""
         raise ValueError(f"`compressor` is {name!r}{gone}; wanted one of {', '.join(_factories)}")
-    parameters = inspect.signature(_factories[name]).parameters.values()
+    return dict(_defaults_of(_factories[name]))
+
+
+@lru_cache(maxsize=64)
+def _defaults_of(factory: Factory) -> Mapping[str, Option]:
+    """The options of a factory, worked out once: predictions make the same compressors thousands of times."""
+    parameters = inspect.signature(factory).parameters.values()
     return {item.name: cast(Option, item.default) for item in parameters if item.kind is item.KEYWORD_ONLY}
 
 

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -57,6 +58,18 @@ def module_name(file: Path) -> str:
 def nodes_of(file: Path) -> tuple[ast.AST, ...]:
     """Every node of a file's syntax tree; parsed once for all tests."""
     return tuple(ast.walk(ast.parse(file.read_text(), str(file))))
+
+
+def body_of(file: Path) -> list[ast.stmt]:
+    """What stands in a file at the top."""
+    module = nodes_of(file)[0]
+    assert isinstance(module, ast.Module)
+    return module.body
+
+
+def is_call_of(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
+    """Whether a node calls the function of that name."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -170,7 +183,7 @@ def test_a_codec_is_described_once() -> None:
     operations |= {"reduce_encode"}
     found = []
     for file in (ROOT / "compressors" / "codecs").glob("*.py"):
-        for node in ast.parse(file.read_text()).body:
+        for node in body_of(file):
             if isinstance(node, ast.ClassDef) and "BlockCodec" in {ast.unparse(base) for base in node.bases}:
                 found.append(node.name)
                 own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
@@ -210,7 +223,7 @@ def test_nobody_asks_for_a_class_of_another_folder() -> None:
     """What differs between compressors, transports and groups they say themselves: see `Planned`, `Abortable`."""
     folders: dict[str, Path] = {}
     for file in FILES:
-        for node in ast.parse(file.read_text()).body:
+        for node in body_of(file):
             if isinstance(node, ast.ClassDef):
                 made_of = {ast.unparse(each) for each in (*node.bases, *node.decorator_list)}
                 data = any(each.startswith(("Protocol", "Generic", "ABC", "dataclass")) for each in made_of)
@@ -219,7 +232,7 @@ def test_nobody_asks_for_a_class_of_another_folder() -> None:
     for file in (file for file in FILES if file.is_relative_to(ROOT / "comms")):
         asked: set[str] = set()
         for call in nodes_of(file):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "isinstance":
+            if is_call_of(call, "isinstance"):
                 names = set(re.findall(r"\w+", ast.unparse(call.args[1])))
                 asked |= {name for name in names & folders.keys() if folders[name] != file.parent}
         where = str(file.relative_to(ROOT))
@@ -249,11 +262,7 @@ def test_plans_ask_no_compressor_for_its_class() -> None:
     apart = {"Packer"}
     for file in (file for file in FILES if file.is_relative_to(ROOT / "comms" / "plan")):
         for node in nodes_of(file):
-            if (
-                isinstance(node, ast.Call)
-                and ast.unparse(node.func) == "isinstance"
-                and "compressor" in ast.unparse(node.args[0])
-            ):
+            if is_call_of(node, "isinstance") and "compressor" in ast.unparse(node.args[0]):
                 asked = {name.strip() for name in ast.unparse(node.args[1]).split("|")}
                 assert asked <= apart, f"{file.relative_to(ROOT)}:{node.lineno} asks for {sorted(asked - apart)}"
 
@@ -272,7 +281,7 @@ def test_docstrings_say_first_what_a_thing_is() -> None:
 def test_no_two_classes_have_one_name() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for file in FILES:
-        for node in ast.parse(file.read_text()).body:
+        for node in body_of(file):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(file.relative_to(ROOT)))
     twice = {name: files for name, files in places.items() if len(files) > 1}

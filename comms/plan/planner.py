@@ -1,6 +1,6 @@
 """Which plan: every candidate is priced with the cost model, and the flat one wins where hierarchy does not pay."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -271,15 +271,15 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
         counts = OWNERS_CHUNK_COUNTS
         slowest = min(cluster.levels[outermost].unit_rates)
         least_nbytes = min(least_nbytes, max(slowest * OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES))
+    priced = list(zip(phases, costs, strict=True))
+    takes = [
+        cost.seconds if model is None else _nccl_seconds(model, cluster, phase, cost, price) for phase, cost in priced
+    ]
     for count in (chunks,) if chunks else counts:
         if count == 1 or chunks or nbytes / count >= least_nbytes:
             part = nbytes / count
             codec = sum(price.seconds(part * share) for share in encoded)
-            priced = list(zip(phases, costs, strict=True))
-            seconds = [
-                cost.seconds(part) if model is None else _nccl_seconds(model, cluster, phase, cost, part, price)
-                for phase, cost in priced
-            ]
+            seconds = [take(part) for take in takes]
             alone = codec + sum(seconds)
             pieces = [
                 (
@@ -384,25 +384,27 @@ def _taken(cluster: Cluster, phase: Phase) -> int:
 
 
 def _nccl_seconds(
-    model: "NcclModel", cluster: Cluster, phase: Phase, cost: PhaseCost, part: float, price: CodecPrice
-) -> float:
-    """What NCCL needs for one phase of one chunk of `part` bytes; `cost` says what the wire needs."""
-    wire = cost.byte_seconds(part)
+    model: "NcclModel", cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice
+) -> Callable[[float], float]:
+    """What NCCL needs for one phase of a chunk, by its bytes; `cost` says what the wire needs."""
     if phase.compressor is None and phase.whole:
-        return model.flat(part)[phase.algorithm]
-    members = cluster.size if phase.whole else cluster.widest(phase.level)
-    sent = float(cost.egress.nbytes[0].max() if phase.level == 0 else 0.0) * part
-    if phase.level:
+        return lambda part: model.flat(part)[phase.algorithm]
+    members, wire = cluster.size if phase.whole else cluster.widest(phase.level), cost.byte_seconds
+    if phase.level == 0:
+        share = float(cost.egress.nbytes[0].max())
+    else:
         # The busiest member's part of what its node sends.
         leaving, senders = cost.egress.nbytes[1], cost.egress.senders[1]
-        sent = float((leaving[senders > 0] / senders[senders > 0]).max(initial=0.0)) * part
+        share = float((leaving[senders > 0] / senders[senders > 0]).max(initial=0.0))
     if phase.compressor is None:
-        return model.phase(phase, members, wire, sent)
+        return lambda part: model.phase(phase, members, wire(part), share * part)
+    ratio, rounds = price.ratio, price.rounds
     if not price.exchanged and not phase.whole:
-        return price.rounds / EXCHANGE_ROUNDS * model.all_reduce_between(members, wire, sent * price.ratio)
-    nodes = len(cluster.nodes)
-    crossing = 0 if nodes == 1 else nodes - 1
-    return model.exchange(members, crossing, wire, sent * price.ratio, price.rounds, by_links=bool(phase.shares))
+        return lambda part: (
+            rounds / EXCHANGE_ROUNDS * model.all_reduce_between(members, wire(part), share * part * ratio)
+        )
+    crossing, by_links = len(cluster.nodes) - 1, bool(phase.shares)
+    return lambda part: model.exchange(members, crossing, wire(part), share * part * ratio, rounds, by_links=by_links)
 
 
 def make_phases(cluster: Cluster, name: str, compressor: str | None = None, *, owned: bool = True) -> tuple[Phase, ...]:

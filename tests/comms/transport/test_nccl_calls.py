@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from itertools import count, pairwise
 
 import pytest
@@ -79,6 +80,13 @@ def scales(dtype: torch.dtype, size: int) -> tuple[float, ...]:
     return (1.0, 1.0 / size, 0.25, 1.0 / (3 * size)) if dtype.is_floating_point or dtype.is_complex else (1.0,)
 
 
+@cache
+def inputs_and_total(size: int, numel: int, dtype: torch.dtype, scale: float) -> tuple[list[Tensor], Tensor]:
+    """Made once for all ranks, which read it."""
+    given = inputs(size, numel, dtype)
+    return given, total(given, scale)
+
+
 def total(given: list[Tensor], scale: float) -> Tensor:
     exact = sum(each.to(torch.complex128 if each.is_complex() else torch.float64) for each in given)
     assert isinstance(exact, Tensor)
@@ -116,8 +124,8 @@ def test_slices_are_the_sum_in_one_launch_and_without_memory(size: int) -> None:
                 dtype = SUMMED[number % len(SUMMED)]
                 options = scales(dtype, size)
                 scale = options[number // len(SUMMED) % len(options)]
-                given = inputs(size, numel, dtype)
-                flat, wanted = given[rank].clone(), total(given, scale)
+                given, wanted = inputs_and_total(size, numel, dtype, scale)
+                flat = given[rank].clone()
                 before = len(backends[rank].launches)
                 with NoAllocation():
                     transport.reduce_scatter(flat, bounds, scale).wait()
@@ -152,11 +160,11 @@ def test_all_reduce_multiplies_as_it_sums(size: int) -> None:
         for numel in (0, 1, 7, 64, 200):
             for dtype in SUMMED:
                 for scale in scales(dtype, size):
-                    given = inputs(size, numel, dtype)
+                    given, wanted = inputs_and_total(size, numel, dtype, scale)
                     flat = given[rank].clone()
                     with NoAllocation():
                         transport.all_reduce(flat, scale).wait()
-                    assert_sums(flat, total(given, scale))
+                    assert_sums(flat, wanted)
                     ((_, _, _, real, operation),) = backends[rank].launches[-1]
                     if scale == 1.0 or size == 1:
                         assert operation == "SUM"
