@@ -17,10 +17,10 @@ def _speed(nic: Nic) -> float:
 
 
 def _usable(nics: Sequence[Nic]) -> list[Nic]:
-    """Returns the cards with a port that is not known to be down; where no port is known at all, all of them."""
+    """Returns the cards with a port that is not known to be down or in reserve; all of them where no port is known."""
     if not any(nic.ports for nic in nics):
         return list(nics)
-    return [nic for nic in nics if any(port.active is not False for port in nic.ports)]
+    return [nic for nic in nics if any(port.carries for port in nic.ports)]
 
 
 def fastest_nics(nics: Sequence[Nic]) -> list[Nic]:

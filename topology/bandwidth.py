@@ -84,12 +84,12 @@ def socket_bytes_per_second(cpu: Cpu) -> float | None:
 
 
 def port_bytes_per_second(port: Port) -> float | None:
-    """Returns a port's line rate in bytes, or None where it is unknown, down or reported by a virtual driver.
+    """Returns a port's line rate in bytes, or None where it is unknown, down, in reserve or a virtual driver's.
 
     Args:
         port: The port.
     """
-    if port.virtual or port.active is False or not port.bits_per_second:
+    if port.virtual or not port.carries or not port.bits_per_second:
         return None
     return port.bits_per_second / 8
 

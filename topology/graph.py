@@ -90,11 +90,20 @@ class Port:
     active: bool | None = None
     bond: str | None = None
     """Bonded interface the port is a member of."""
+    standby: bool = False
+    """True where that bond holds the port in reserve, so that other members carry what is sent."""
+    above: str | None = None
+    """Interface that has the port's address: the uppermost bond or bridge it is in, or a hypervisor's before it."""
     virtual: bool = False
     """True where a virtual driver reports the rate, which then means nothing."""
     gdr: bool | None = None
     """Whether the network library says that it can register GPU memory."""
     guid: str | None = None
+
+    @property
+    def carries(self) -> bool:
+        """Whether something can be sent through it, as far as is known."""
+        return self.active is not False and not self.standby
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

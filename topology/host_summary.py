@@ -20,7 +20,7 @@ class HostSummary:
     nic: str | None
     """The NIC that the rank should drive."""
     interface: str | None
-    """Network interface of that NIC's first port that is not down; the bond it is in, which has the address."""
+    """Network interface of that NIC's first port that is up; the bond or bridge it is in, which has the address."""
     fastest_nics: tuple[str, ...]
     """All NICs of the machine that are as fast as its fastest."""
     nics: int | None
@@ -48,12 +48,12 @@ def host_summary(local_rank: int | None, visible: str | None = None) -> HostSumm
     intra, inter = levels_of(machine)
     nic = nic_for_local_rank(machine, local_rank, visible) if local_rank is not None else None
     driven = {card.key for card in nics_of_gpus(machine).values() if card is not None}
-    up = () if nic is None else (port for port in nic.ports if port.active is not False)
+    up = () if nic is None else (port for port in nic.ports if port.carries)
     return HostSummary(
         intra_node_bytes_per_second=intra.bytes_per_second,
         inter_node_bytes_per_second=inter.bytes_per_second,
         nic=nic_name(nic) if nic else None,
-        interface=next((port.bond or name for port in up for name in port.interfaces), None),
+        interface=next((port.above or port.bond or name for port in up for name in port.interfaces), None),
         fastest_nics=tuple(nic_name(fast) for fast in fastest_nics(machine.nics)),
         nics=len(driven) or None,
         fabric=fabric_of(machine),

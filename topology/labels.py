@@ -57,7 +57,7 @@ def pcie_text(link: PcieLink | None) -> str:
 
 
 def nic_rate(nic: Nic) -> str:
-    """Returns a card's line rate: the sum of its active ports, `virtual`, `down` or `?`.
+    """Returns a card's line rate: the sum of its ports that are in use, `virtual`, `down`, `standby` or `?`.
 
     Args:
         nic: The card.
@@ -66,7 +66,9 @@ def nic_rate(nic: Nic) -> str:
         return "virtual"
     if nic.ports and all(port.active is False for port in nic.ports):
         return "down"
-    return gigabits(sum(port.bits_per_second or 0 for port in nic.ports if port.active is not False))
+    if nic.ports and not any(port.carries for port in nic.ports):
+        return "standby"
+    return gigabits(sum(port.bits_per_second or 0 for port in nic.ports if port.carries))
 
 
 def nic_name(nic: Nic) -> str:

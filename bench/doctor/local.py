@@ -112,11 +112,11 @@ def read_interfaces(root: Path = LIVE) -> tuple[NetworkInterface, ...]:
     """
     ports = find_ports(root)
     rates: dict[str, float] = {}
-    for port in (*(each for own in ports.by_bus.values() for each in own), *ports.loose):
+    for port in ports.all():
         if port.bits_per_second is not None and not port.virtual:
             for name in port.interfaces:
                 rates[name] = port.bits_per_second
-                if port.bond is not None:
+                if port.bond is not None and port.carries:
                     rates[port.bond] = rates.get(port.bond, 0.0) + port.bits_per_second
     folder = root / "sys/class/net"
     six = _addresses_v6(root) if root == LIVE else {}

@@ -29,11 +29,18 @@ def test_the_summary_is_that_of_the_whole_machine() -> None:
     assert host_summary(None).nic is None and host_summary(None).fastest_nics == summary.fastest_nics
 
 
-@pytest.mark.parametrize("bond", [None, "bond0"])
-def test_a_bond_has_the_address_and_not_its_members(monkeypatch: pytest.MonkeyPatch, bond: str | None) -> None:
-    port = Port(name="eth1", interfaces=("eth1",), bond=bond)
+@pytest.mark.parametrize(("bond", "above", "wanted"), [
+    (None, None, "eth1"),
+    ("bond0", None, "bond0"),
+    (None, "eth0", "eth0"),
+    ("bond0", "br0", "br0"),
+])  # fmt: skip
+def test_what_stands_before_a_port_has_its_address(
+    monkeypatch: pytest.MonkeyPatch, bond: str | None, above: str | None, wanted: str
+) -> None:
+    port = Port(name="eth1", interfaces=("eth1",), bond=bond, above=above)
     monkeypatch.setattr(detect, "detect_machine", lambda: Machine(nics=(Nic(key="eth1", ports=(port,)),)))
-    assert host_summary(0).interface == (bond or "eth1")
+    assert host_summary(0).interface == wanted
 
 
 def test_importing_it_loads_nothing_else() -> None:

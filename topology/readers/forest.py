@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
+from types import MappingProxyType
 from typing import TypedDict
 
 from gradwire.topology.errors import TopologyError
@@ -121,11 +122,14 @@ class Forest:
             if role_of_function(function.class_code or 0, function.vendor) == role
         }
 
-    def build(self, ports: Mapping[str, Sequence[Port]]) -> Machine:
+    def build(
+        self, ports: Mapping[str, Sequence[Port]], parts: Mapping[str, Sequence[Port]] = MappingProxyType({})
+    ) -> Machine:
         """Returns the machine: switches with something below them, GPUs, NICs and NVSwitches.
 
         Args:
             ports: Bus id of a function -> the network ports found on it.
+            parts: The same of its scalable functions.
         """
         gpus, cards = self._parents("gpu"), self._parents("nic")
         doubtful = sorted(bus for bus, function in self._functions.items() if _may_be_a_gpu(function))
@@ -133,7 +137,7 @@ class Forest:
         machine = Machine(
             switches=tuple(self._switch(function) for _, function in sorted(switches.items())),
             gpus=tuple(self._gpu(bus, steps) for bus, steps in sorted(gpus.items())),
-            nics=self._nics(cards, ports),
+            nics=self._nics(cards, ports, parts),
             nvswitches=tuple(NvSwitch(key=bus) for bus in sorted(self._parents("nvswitch"))),
             unclassified=tuple(doubtful),
             notes=(_NO_VENDOR.format(", ".join(doubtful[:8])),) if doubtful else (),
@@ -176,11 +180,16 @@ class Forest:
         own = self._identity(function, self._parent(function, steps))
         return Gpu(key=bus, bus=bus, name=function.name, class_code=function.class_code, **own)
 
-    def _nics(self, cards: Mapping[str, list[PciFunction]], ports: Mapping[str, Sequence[Port]]) -> tuple[Nic, ...]:
+    def _nics(
+        self,
+        cards: Mapping[str, list[PciFunction]],
+        ports: Mapping[str, Sequence[Port]],
+        parts: Mapping[str, Sequence[Port]],
+    ) -> tuple[Nic, ...]:
         """Returns one NIC per card: its physical functions and their ports, its virtual functions counted.
 
-        Where the physical functions show no port, those of the virtual ones are the card's: a pod is given a virtual
-        function alone, and NCCL counts it as the card (v2.30 src/transport/net_ib, NCCL_IB_MERGE_VFS).
+        Where the physical functions show no port, those of the virtual or scalable ones are the card's: a pod is given
+        one of these alone, and NCCL counts it as the card (v2.30 src/transport/net_ib, NCCL_IB_MERGE_VFS).
 
         The card goes by function 0 unless that is something else than a NIC.
         """
@@ -194,6 +203,7 @@ class Forest:
                 functions.setdefault(card_of(bus), []).append(bus)
             else:
                 lent.setdefault(card_of(str(owner)), []).extend(ports.get(bus, ()))
+            lent.setdefault(card_of(str(owner) if owner in cards else bus), []).extend(parts.get(bus, ()))
         return tuple(
             replace(
                 self._nic(buses[0], cards[buses[0]]),

@@ -38,7 +38,7 @@ def read(root: Path) -> Machine:
     tree = read_tree(root)
     cpus = _cpus(root)
     found = find_ports(root)
-    machine = Forest(tree.functions.values(), cpus, link_between).build(found.by_bus)
+    machine = Forest(tree.functions.values(), cpus, link_between).build(found.by_bus, found.lent)
     only = cpus[0].key if len(cpus) == 1 else None
     return replace(
         machine,

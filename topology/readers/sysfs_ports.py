@@ -16,6 +16,8 @@ VIRTUAL_DRIVERS = frozenset({"veth", "virtio_net", "vmxnet3", "hv_netvsc", "xen_
 """Drivers whose `speed` is a constant or a wish."""
 SOFTWARE_RDMA = re.compile(r"(rxe|siw)")
 """Names of RDMA devices that are software on an ordinary interface."""
+SCALABLE = re.compile(r"[\w-]+\.sf\.\d{1,5}")
+"""Name of a scalable function on the auxiliary bus."""
 _REPRESENTOR = re.compile(r"(c\d+)?pf\d+(vf|sf)\d+")
 """`phys_port_name` of the host's end of a virtual function, which is no port of the card."""
 ETHERNET, INFINIBAND = 1, 32
@@ -27,9 +29,15 @@ class FoundPorts:
     """The ports by the PCI function they belong to."""
 
     by_bus: dict[str, list[Port]] = field(default_factory=dict)
+    lent: dict[str, list[Port]] = field(default_factory=dict)
+    """Ports of scalable functions, which share those of the PCI function, by that function."""
     loose: list[Port] = field(default_factory=list)
     """Ports of no PCI function: virtual interfaces in a container, software RDMA."""
     notes: list[str] = field(default_factory=list)
+
+    def all(self) -> list[Port]:
+        """Returns every port."""
+        return [port for ports in (*self.by_bus.values(), *self.lent.values(), self.loose) for port in ports]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,8 @@ class _Interface:
 
     name: str
     bus: str | None
+    part: str
+    """Scalable function of `bus`, `mlx5_core.sf.4`; empty for the PCI function itself."""
     card: bool
     """Whether a device stands behind it, on PCI or not."""
     port: Port
@@ -51,15 +61,19 @@ def find_ports(root: Path) -> FoundPorts:
         root: Folder that holds `sys/`.
     """
     found = FoundPorts()
-    for port, bus in (*_rdma_ports(root), *_cxi_ports(root)):
+    parts: dict[tuple[str, str], list[Port]] = {}
+    for port, device in (*_rdma_ports(root), *_cxi_ports(root)):
+        bus = _bus_of(device)
         if bus is None:
             found.loose.append(port)
         else:
-            found.by_bus.setdefault(bus, []).append(port)
+            parts.setdefault((bus, _part_of(device)), []).append(port)
     interfaces = list(_interfaces(root))
     for interface in interfaces:
         if interface.bus is not None:
-            _join(found.by_bus.setdefault(interface.bus, []), interface)
+            _join(parts.setdefault((interface.bus, interface.part), []), interface)
+    for (bus, part), ports in parts.items():
+        (found.lent if part else found.by_bus).setdefault(bus, []).extend(ports)
     _aggregate(root / "sys/class/net", found.by_bus)
     found.loose += [interface.port for interface in interfaces if interface.card and interface.bus is None]
     if not any(interface.card for interface in interfaces):
@@ -73,10 +87,16 @@ def _join(ports: list[Port], interface: _Interface) -> None:
     """Adds an interface to the RDMA port it shares, in place, or as a port of its own."""
     for position, port in enumerate(ports):
         if port.number == interface.number and not _is_interface(port):
-            rate = port.bits_per_second or interface.port.bits_per_second
-            joined = (*port.interfaces, interface.name)
-            bond = port.bond or interface.port.bond
-            ports[position] = replace(port, interfaces=joined, bond=bond, bits_per_second=rate)
+            own = interface.port
+            ports[position] = replace(
+                port,
+                interfaces=(*port.interfaces, interface.name),
+                bond=port.bond or own.bond,
+                # A bond of IPoIB chooses among interfaces; what is sent without them goes through every port.
+                standby=port.standby or (own.standby and port.link_layer != "InfiniBand"),
+                above=port.above or own.above,
+                bits_per_second=port.bits_per_second or own.bits_per_second,
+            )
             return
     ports.append(interface.port)
 
@@ -101,15 +121,15 @@ def _aggregate(folder: Path, by_bus: dict[str, list[Port]]) -> None:
                 continue
             for other, member in members.values():
                 by_bus[other] = [each for each in by_bus[other] if each is not member]
-            one_at_a_time = (text_of(folder / port.bond / "bonding/mode") or "").startswith("active-backup")
             names = (*port.interfaces, *members)
-            speeds = [number_of(folder / name / "speed") or 0 for name in names]
-            up = [
-                speed for speed, name in zip(speeds, names, strict=True) if text_of(folder / name / "operstate") == "up"
+            used = [
+                name
+                for name in names
+                if text_of(folder / name / "operstate") == "up" and not _in_reserve(folder, name, port.bond)
             ]
-            total = 0.0 if one_at_a_time else sum(speed for speed in up if speed > 0) * 1e6
+            total = sum(max(0, number_of(folder / name / "speed") or 0) for name in used) * 1e6
             rate = max(port.bits_per_second or 0.0, total) or None
-            ports[position] = replace(port, interfaces=names, bits_per_second=rate)
+            ports[position] = replace(port, interfaces=names, standby=False, bits_per_second=rate)
 
 
 def _is_interface(port: Port) -> bool:
@@ -124,14 +144,22 @@ def _bus_of(path: Path) -> str | None:
     return next((bus for bus in map(normal_bus_id, parts) if bus is not None), None)
 
 
-def _rdma_ports(root: Path) -> Iterator[tuple[Port, str | None]]:
-    """Yields the ports of RDMA devices with their PCI function."""
+def _part_of(path: Path) -> str:
+    """Returns the scalable function that a device link leads to; empty where it leads to the PCI function itself.
+
+    Source: Linux Documentation/networking/devlink/devlink-port.rst, Subfunction; mlx5/core/sf/dev.
+    """
+    target = real_path(path)
+    return target.name if target is not None and SCALABLE.fullmatch(target.name) else ""
+
+
+def _rdma_ports(root: Path) -> Iterator[tuple[Port, Path]]:
+    """Yields the ports of RDMA devices with the link to their device."""
     folder = root / "sys/class/infiniband"
     for name in names_in(folder):
-        bus = _bus_of(folder / name / "device")
         for number in names_in(folder / name / "ports"):
             if re.fullmatch(r"\d{1,3}", number):
-                yield _rdma_port(folder / name / "ports" / number, name, int(number)), bus
+                yield _rdma_port(folder / name / "ports" / number, name, int(number)), folder / name / "device"
 
 
 def _rdma_port(folder: Path, name: str, number: int) -> Port:
@@ -148,11 +176,11 @@ def _rdma_port(folder: Path, name: str, number: int) -> Port:
     )
 
 
-def _cxi_ports(root: Path) -> Iterator[tuple[Port, str | None]]:
+def _cxi_ports(root: Path) -> Iterator[tuple[Port, Path]]:
     """Yields Slingshot devices, which have no verbs; their rate is that of their network interface."""
     folder = root / "sys/class/cxi"
     for name in names_in(folder):
-        yield Port(name=name, link_layer="Ethernet"), _bus_of(folder / name / "device")
+        yield Port(name=name, link_layer="Ethernet"), folder / name / "device"
 
 
 def _interfaces(root: Path) -> Iterator[_Interface]:
@@ -170,12 +198,44 @@ def _interfaces(root: Path) -> Iterator[_Interface]:
             continue
         number = (number_of(own / "dev_port") or 0) + 1
         port = _interface_port(folder, name, kind, card)
-        yield _Interface(name=name, bus=bus, card=card, port=port, number=number)
+        part = _part_of(own / "device") if card else ""
+        yield _Interface(name=name, bus=bus, part=part, card=card, port=port, number=number)
 
 
 def _is_over_another(own: Path) -> bool:
     """Returns whether an interface stands before another one: a VLAN, or Hyper-V's before a card's virtual function."""
     return any(name.startswith("lower_") for name in names_in(own))
+
+
+def _in_reserve(folder: Path, name: str, bond: str) -> bool:
+    """Returns whether a bond sends nothing through a member: active-backup, or LACP without a partner there.
+
+    Source: Linux drivers/net/bonding/bond_sysfs_slave.c (`state`, from 3.14 on), Documentation/networking/bonding.rst
+    (`active_slave`).
+    """
+    state = text_of(folder / name / "bonding_slave/state")
+    if state is not None:
+        return state == "backup"
+    mode, active = (text_of(folder / bond / "bonding" / each) for each in ("mode", "active_slave"))
+    return (mode or "").startswith("active-backup") and active != name
+
+
+def _above(folder: Path, name: str) -> str | None:
+    """Returns the interface that has the address of one that others stand before; None where it has its own.
+
+    Bonds and bridges take a member's address over, and so does the interface that Hyper-V or a failover of virtio puts
+    before a function it lends: that one has a device of its own.
+
+    Source: Linux drivers/net/hyperv/netvsc_drv.c (netvsc_vf_join), net/bridge/br_if.c, drivers/net/net_failover.c.
+    """
+    found: list[str] = []
+    while (master := link_name(folder / (found[-1] if found else name) / "master")) is not None:
+        own = folder / master
+        takes = (own / "bonding").is_dir() or (own / "bridge").is_dir() or (own / "device").is_symlink()
+        if not takes or master in found:
+            break
+        found.append(master)
+    return found[-1] if found else None
 
 
 def _interface_port(folder: Path, name: str, kind: int, card: bool) -> Port:
@@ -184,6 +244,7 @@ def _interface_port(folder: Path, name: str, kind: int, card: bool) -> Port:
     megabits = number_of(own / "speed")
     driver = link_name(own / "device/driver")
     master = link_name(own / "master")
+    bond = master if master is not None and (folder / master / "bonding").is_dir() else None
     state = text_of(own / "operstate")
     return Port(
         name=name,
@@ -191,6 +252,8 @@ def _interface_port(folder: Path, name: str, kind: int, card: bool) -> Port:
         link_layer="InfiniBand" if kind == INFINIBAND else "Ethernet",
         bits_per_second=megabits * 1e6 if megabits is not None and 0 < megabits < 10**8 else None,
         active=None if state in (None, "unknown") else state == "up",
-        bond=master if master is not None and (folder / master / "bonding").is_dir() else None,
+        bond=bond,
+        standby=bond is not None and _in_reserve(folder, name, bond),
+        above=_above(folder, name),
         virtual=not card or driver in VIRTUAL_DRIVERS,
     )

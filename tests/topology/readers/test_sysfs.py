@@ -5,9 +5,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gradwire.topology.assign import fastest_nics
 from gradwire.topology.bandwidth import nic_bytes_per_second
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import PcieLink
+from gradwire.topology.labels import nic_rate
+from gradwire.topology.levels import levels_of
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.readers.sysfs import read
 
@@ -125,6 +128,109 @@ def test_a_bond_of_rdma_ports_is_one_port(systree: "SysTree", stated: str, mode:
     assert port.bits_per_second == rate
 
 
+def bonded(systree: "SysTree", *members: tuple[str, ...]) -> None:
+    """Puts `eth0`, `eth1`, ... of some functions into bond0."""
+    systree.host({0: "0-15"})
+    for number, chain in enumerate(members):
+        systree.device(*chain, kind=0x020000, vendor=0x8086)
+        systree.interface(f"eth{number}", *chain, driver="ice")
+        systree.link("/".join(["sys/devices", *chain, f"net/eth{number}/master"]), "sys/devices/virtual/net/bond0")
+    systree.write("sys/devices/virtual/net/bond0/bonding/slaves", " ".join(f"eth{i}" for i in range(len(members))))
+    systree.link("sys/class/net/bond0", "sys/devices/virtual/net/bond0")
+
+
+@pytest.mark.parametrize(("mode", "files", "rate"), [
+    ("active-backup 1", {"bonding/active_slave": "eth1"}, 100e9),
+    ("active-backup 1", {"eth0": "backup", "eth1": "active"}, 100e9),
+    ("active-backup 1", {}, None),
+    ("802.3ad 4", {"eth0": "active", "eth1": "active"}, 200e9),
+    ("802.3ad 4", {"eth0": "active", "eth1": "backup"}, 100e9),
+    ("802.3ad 4", {}, 200e9),
+    ("balance-alb 6", {"bonding/active_slave": "eth0", "eth0": "active", "eth1": "active"}, 200e9),
+])  # fmt: skip
+def test_what_a_bond_holds_in_reserve_is_not_counted(
+    systree: "SysTree", mode: str, files: dict[str, str], rate: float | None
+) -> None:
+    ports = [(ROOT, "0000:00:01.0", f"0000:05:00.{function}") for function in (0, 1)]
+    bonded(systree, *ports)
+    systree.write("sys/devices/virtual/net/bond0/bonding/mode", mode)
+    for name, text in files.items():
+        own = f"net/{name}/bonding_slave/state"
+        place = "sys/devices/virtual/net/bond0" if "/" in name else "/".join(["sys/devices", *ports[int(name[3:])]])
+        systree.write(f"{place}/{name if '/' in name else own}", text)
+    (nic,) = read(systree.root).nics
+    assert nic_bytes_per_second(nic) == (rate and rate / 8)
+    assert nic_rate(nic) == ("standby" if rate is None else f"{rate / 1e9:g} Gbit/s")
+    assert {port.above for port in nic.ports} == {"bond0"}
+
+
+def test_the_card_that_a_bond_uses_is_driven_and_not_the_other(systree: "SysTree") -> None:
+    bonded(systree, (ROOT, "0000:05:00.0"), (ROOT, "0000:06:00.0"))
+    systree.write("sys/devices/virtual/net/bond0/bonding/mode", "active-backup 1")
+    systree.write("sys/devices/virtual/net/bond0/bonding/active_slave", "eth1")
+    machine = read(systree.root)
+    assert [nic.key for nic in fastest_nics(machine.nics)] == ["0000:06:00.0"]
+    assert levels_of(machine)[1].bytes_per_second == 12.5e9
+
+
+def test_a_bond_of_ipoib_holds_no_infiniband_in_reserve(systree: "SysTree") -> None:
+    ports = [(ROOT, f"0000:0{number}:00.0") for number in (5, 6)]
+    for number, chain in enumerate(ports):
+        systree.rdma(f"mlx5_{number}", *chain)
+    bonded(systree, *ports)
+    systree.write("sys/devices/virtual/net/bond0/bonding/mode", "active-backup 1")
+    systree.write("sys/devices/virtual/net/bond0/bonding/active_slave", "eth1")
+    assert [nic_bytes_per_second(nic) for nic in read(systree.root).nics] == [48e9, 48e9]
+
+
+@pytest.mark.parametrize(("above", "wanted"), [("bridge", "over0"), ("bonding", "over0"), ("brif", None)])
+def test_the_address_is_that_of_the_interface_above(systree: "SysTree", above: str, wanted: str | None) -> None:
+    systree.host({0: "0-15"})
+    systree.device(ROOT, "0000:05:00.0", kind=0x020000, vendor=0x8086)
+    systree.interface("eth0", ROOT, "0000:05:00.0", driver="ice")
+    systree.write(f"sys/devices/virtual/net/over0/{above}/x", "1")  # Open vSwitch and VRF have none of both
+    systree.link("sys/class/net/over0", "sys/devices/virtual/net/over0")
+    systree.link(f"sys/devices/{ROOT}/0000:05:00.0/net/eth0/master", "sys/devices/virtual/net/over0")
+    assert [port.above for port in read(systree.root).nics[0].ports] == [wanted]
+
+
+def test_a_bond_in_a_bridge_leaves_it_the_address(systree: "SysTree") -> None:
+    bonded(systree, (ROOT, "0000:05:00.0"))
+    systree.write("sys/devices/virtual/net/br0/bridge/stp_state", "0")
+    systree.link("sys/class/net/br0", "sys/devices/virtual/net/br0")
+    systree.link("sys/devices/virtual/net/bond0/master", "sys/devices/virtual/net/br0")
+    (port,) = read(systree.root).nics[0].ports
+    assert (port.bond, port.above) == ("bond0", "br0")
+
+
+def scalable(systree: "SysTree", card: tuple[str, ...]) -> None:
+    """A scalable function with its RDMA device and its interface, as in a pod."""
+    part = f"{'/'.join(['sys/devices', *card])}/mlx5_core.sf.4"
+    for file, text in (("rate", "100 Gb/sec (4X EDR)"), ("state", "4: ACTIVE"), ("link_layer", "Ethernet")):
+        systree.write(f"{part}/infiniband/mlx5_2/ports/1/{file}", text)
+    for file, text in (("type", "1"), ("speed", "100000"), ("operstate", "up"), ("ifindex", "5"), ("iflink", "5")):
+        systree.write(f"{part}/net/enp5s0f0s4/{file}", text)
+    for kind, name in (("infiniband", "mlx5_2"), ("net", "enp5s0f0s4")):
+        systree.link(f"sys/class/{kind}/{name}", f"{part}/{kind}/{name}")
+        systree.link(f"{part}/{kind}/{name}/device", part)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_scalable_function_shares_the_port_of_its_card(systree: "SysTree", alone: bool) -> None:
+    card = (ROOT, "0000:00:01.0", "0000:05:00.0")
+    systree.host({0: "0-15"})
+    systree.device(*card, kind=0x020000, vendor=0x15B3)
+    scalable(systree, card)
+    if not alone:
+        systree.rdma("mlx5_0", *card, rate="100 Gb/sec (4X EDR)", layer="Ethernet")
+        systree.interface("enp5s0f0np0", *card)
+    (nic,) = read(systree.root).nics
+    (port,) = nic.ports
+    assert (port.name, port.interfaces, port.bits_per_second) == (
+        ("mlx5_2", ("enp5s0f0s4",), 100e9) if alone else ("mlx5_0", ("enp5s0f0np0",), 100e9)
+    )
+
+
 def test_a_container_sees_a_virtual_interface_and_says_so(systree: "SysTree") -> None:
     systree.host({0: "0-15"})
     for name, iflink in (("eth0", "7"), ("lo", "2")):
@@ -161,7 +267,9 @@ def test_hyper_v_stands_before_the_card_that_it_lends(systree: "SysTree") -> Non
     systree.interface("enP1s1", *lent, speed="50000")
     systree.interface("eth0", place, speed="50000", driver="hv_netvsc")
     systree.link(f"sys/devices/{place}/net/eth0/lower_enP1s1", "/".join(["sys/devices", *lent, "net/enP1s1"]))
-    assert [nic.key for nic in read(systree.root).nics] == ["0001:00:02.0"]
+    systree.link("/".join(["sys/devices", *lent, "net/enP1s1/master"]), f"sys/devices/{place}/net/eth0")
+    (nic,) = read(systree.root).nics
+    assert (nic.key, [port.above for port in nic.ports]) == ("0001:00:02.0", ["eth0"])  # eth0 has the address
 
 
 def test_a_containers_vlan_is_no_second_card(systree: "SysTree") -> None:
