@@ -826,9 +826,11 @@ def set_launch_order() -> None:
     os.environ[LAUNCH_ORDER] = "1"
 
 
-def visible_gpus() -> str | None:
-    """What CUDA_VISIBLE_DEVICES says of the GPUs that this process sees; None where it is not set."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
+def visibility() -> dict[str, str]:
+    """What is set of the variables that decide which GPUs this process sees, `topology.visible.VARIABLES`."""
+    from gradwire.topology.visible import VARIABLES  # here: a configuration needs nothing of the topology
+
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def local_rank() -> int | None:

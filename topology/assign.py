@@ -1,14 +1,16 @@
 """Which network card each GPU, or each local rank, should drive."""
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from types import MappingProxyType
 
 from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_second
 from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.paths import Distances
+from gradwire.topology.visible import visible_gpus
+
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 def _speed(nic: Nic) -> float:
@@ -56,49 +58,34 @@ def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
     return chosen
 
 
-def given_gpus(machine: Machine) -> tuple[Gpu, ...]:
-    """Returns the GPUs that this process may use, by the driver's numbers where it has numbered any.
-
-    In a container, a cgroup or a guest the bus shows more of them than the driver counts.
-
-    Args:
-        machine: The machine.
-    """
-    numbered = [gpu for gpu in machine.gpus if gpu.index is not None]
-    return tuple(sorted(numbered, key=lambda gpu: gpu.index or 0)) or machine.gpus
-
-
-def gpu_for_local_rank(machine: Machine, local_rank: int, visible: str | None = None) -> Gpu | None:
+def gpu_for_local_rank(machine: Machine, local_rank: int, variables: Mapping[str, str] = NO_VARIABLES) -> Gpu | None:
     """Returns the GPU that a local rank drives, or None where there is none or it cannot be known.
 
     Args:
         machine: The machine.
         local_rank: 0 <= local_rank; rank i drives GPU i of those that it sees, modulo their number.
-        visible: The rank's CUDA_VISIBLE_DEVICES; None where it is not set. Of UUIDs the numbers are unknown.
-
-    Source: CUDA C++ programming guide, CUDA environment variables (numbers behind one that is none do not count).
+        variables: Those of `visible.VARIABLES` that are set for the rank.
     """
-    given = given_gpus(machine)
-    if visible is not None:
-        words = [word.strip() for word in visible.split(",")]
-        if words[0].startswith(("GPU-", "MIG-")):
-            return None
-        valid = takewhile(lambda word: re.fullmatch(r"[0-9]{1,4}", word) and int(word) < len(given), words)
-        given = tuple(given[int(word)] for word in valid)
-    return given[local_rank % len(given)] if given else None
+    seen = visible_gpus(machine, variables)
+    return seen.gpus[local_rank % len(seen.gpus)] if seen.gpus and not seen.unknown else None
 
 
-def nic_for_local_rank(machine: Machine, local_rank: int, visible: str | None = None) -> Nic | None:
+def nic_for_local_rank(machine: Machine, local_rank: int, variables: Mapping[str, str] = NO_VARIABLES) -> Nic | None:
     """Returns the card a local rank should drive: its GPU's, else the fastest active ones of the host in turns.
+
+    Where it is not known which of several GPUs is the rank's, it is the card that all of them drive, if that is one.
 
     Args:
         machine: The machine.
         local_rank: 0 <= local_rank.
-        visible: As for `gpu_for_local_rank`.
+        variables: As for `gpu_for_local_rank`.
     """
     if machine.gpus:
-        gpu = gpu_for_local_rank(machine, local_rank, visible)
-        return None if gpu is None else nics_of_gpus(machine)[gpu.key]
+        seen, cards = visible_gpus(machine, variables), nics_of_gpus(machine)
+        if seen.unknown:
+            possible = {cards[gpu.key] for gpu in seen.gpus}
+            return possible.pop() if len(possible) == 1 else None
+        return cards[seen.gpus[local_rank % len(seen.gpus)].key] if seen.gpus else None
     nics = fastest_nics(machine.nics)
     return nics[local_rank % len(nics)] if nics else None
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 
-from gradwire.topology.assign import given_gpus, nics_of_gpus
+from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.bandwidth import ALPHA_SECONDS
 from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.graph import Machine, Nic
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.pci_ids import AMAZON, AMD_GPU, CRAY, HPE
+from gradwire.topology.visible import given_gpus
 
 TCP_ALPHA_SECONDS = 30e-6
 """One small TCP message between two hosts on one Ethernet switch; an assumption, to be replaced by a measurement."""

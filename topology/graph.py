@@ -150,6 +150,10 @@ class Gpu(Endpoint):
     gdr: bool | None = None
     """Whether the driver says that the GPU supports GPUDirect RDMA."""
     memory_nbytes: int | None = None
+    uuid: str | None = None
+    """As the driver writes it: `GPU-8932f937-d72c-...`."""
+    slices: tuple[str, ...] = ()
+    """UUIDs of its MIG slices: `MIG-41b36412-...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

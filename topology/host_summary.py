@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gradwire.topology.cluster import GpuFabric
 
 
@@ -29,14 +31,14 @@ class HostSummary:
     """What NCCL's model asks about its GPUs; None without GPUs, or where they are not known."""
 
 
-def host_summary(local_rank: int | None, visible: str | None = None) -> HostSummary:
+def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = None) -> HostSummary:
     """Reads this machine's topology and returns what a rank needs of it.
 
     The readers are imported here: importing the comm hook needs none of them, and only a communicator calls this.
 
     Args:
         local_rank: Index of the rank on this machine; None where the launcher did not say, and no NIC is chosen then.
-        visible: The rank's CUDA_VISIBLE_DEVICES; None where it is not set.
+        variables: Those of `visible.VARIABLES` that are set for the rank.
     """
     from gradwire.topology.assign import fastest_nics, nic_for_local_rank, nics_of_gpus
     from gradwire.topology.fabric import fabric_of
@@ -46,7 +48,7 @@ def host_summary(local_rank: int | None, visible: str | None = None) -> HostSumm
 
     machine = detect_machine()
     intra, inter = levels_of(machine)
-    nic = nic_for_local_rank(machine, local_rank, visible) if local_rank is not None else None
+    nic = nic_for_local_rank(machine, local_rank, variables or {}) if local_rank is not None else None
     driven = {card.key for card in nics_of_gpus(machine).values() if card is not None}
     up = () if nic is None else (port for port in nic.ports if port.carries)
     return HostSummary(

@@ -7,7 +7,7 @@ caller then has to give it (or to measure).
 import time
 from dataclasses import dataclass
 
-from gradwire.topology.assign import given_gpus, nics_of_gpus
+from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.bandwidth import (
     ALPHA_SECONDS,
     nic_bytes_per_second,
@@ -18,6 +18,7 @@ from gradwire.topology.fabric import NETWORK_SECONDS, network_of_nics
 from gradwire.topology.graph import Cpu, Gpu, Machine
 from gradwire.topology.labels import Labels
 from gradwire.topology.paths import PathType
+from gradwire.topology.visible import given_gpus
 
 HOST_MEMORY_ALPHA_SECONDS = 4e-6
 """One hand-over between two processes through shared memory; an assumption, to be replaced by a measurement."""

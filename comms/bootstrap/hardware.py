@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gradwire.comms.config import visible_gpus
+from gradwire.comms.config import visibility
 from gradwire.topology.cluster import GpuFabric
 
 
@@ -41,7 +41,7 @@ def hardware(local_rank: int | None, device_type: str) -> Hardware:
     """
     from gradwire.topology.host_summary import host_summary  # here: ranks of one host have nobody to reach
 
-    host = host_summary(local_rank, visible_gpus())
+    host = host_summary(local_rank, visibility())
     return Hardware(
         intra_node=host.intra_node_bytes_per_second if device_type == "cuda" else None,
         inter_node=host.inter_node_bytes_per_second,

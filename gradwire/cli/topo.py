@@ -7,7 +7,8 @@ In a job without options it shows every node, the NIC of each rank, which nodes 
 
 import argparse
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from gradwire.bench.arguments import CommandParser, check_output
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import CleanConsole, complain, fitting_width, working
 from gradwire.cli.job import joined_job
-from gradwire.comms.config import local_rank, visible_gpus, world_size
+from gradwire.comms.config import local_rank, visibility, world_size
 from gradwire.topology.assign import gpu_for_local_rank, nic_for_local_rank
 from gradwire.topology.compare import RankPlacement, compare
 from gradwire.topology.errors import TopologyError
@@ -26,6 +27,7 @@ from gradwire.topology.readers.detect import LIVE, detect_machine
 from gradwire.topology.readers.files import read_file
 from gradwire.topology.show import draw, json_form, nccl_xml_write
 from gradwire.topology.show.svg import svg
+from gradwire.topology.visible import visible_gpus
 
 _TIMEOUT = timedelta(minutes=5)
 PIPE_WIDTH = 400
@@ -77,7 +79,7 @@ def _show_in_job(argv: list[str]) -> int:
         with working("asking all ranks", shown=group.rank() == 0):
             dist.all_gather_object(
                 ranks,
-                RankMachine(host_identity(), local_rank() or 0, json_form.write(detect_machine()), visible_gpus()),
+                RankMachine(host_identity(), local_rank() or 0, json_form.write(detect_machine()), visibility()),
             )
         if group.rank() != 0:
             return 0
@@ -133,12 +135,13 @@ def _write_files(machine: Machine, picture: Path | None, nccl_xml: Path | None) 
 
 @dataclass(frozen=True, slots=True)
 class RankMachine:
-    """What one rank of a job reports: the host it is on, its machine as JSON, and its CUDA_VISIBLE_DEVICES."""
+    """What one rank of a job reports: the host it is on, its machine as JSON, and what says which GPUs it sees."""
 
     host: tuple[str, ...]
     local_rank: int
     machine: str
-    visible: str | None = None
+    visible: Mapping[str, str] = field(default_factory=dict)
+    """Its environment's `topology.visible.VARIABLES`."""
 
 
 def show_job(reports: list[RankMachine]) -> int:
@@ -147,6 +150,7 @@ def show_job(reports: list[RankMachine]) -> int:
     hosts = list(dict.fromkeys(report.host for report in reports))
     machines = [json_form.read(next(report.machine for report in reports if report.host == host)) for host in hosts]
     console.print(f"{len(reports)} ranks on {len(hosts)} {'node' if len(hosts) == 1 else 'nodes'}")
+    doubtful = 0
     for number, host in enumerate(hosts):
         ranks = [rank for rank, report in enumerate(reports) if report.host == host]
         console.print(
@@ -155,9 +159,12 @@ def show_job(reports: list[RankMachine]) -> int:
         )
         nics = [_nic(machines[number], reports[rank]) for rank in ranks]
         console.print(f"  NIC by rank: {', '.join(nic_name(nic) if nic else '?' for nic in nics)}", highlight=False)
+        for reason, those in _doubts(machines[number], reports, ranks).items():
+            console.print(f"  rank {', '.join(map(str, those))}: {reason}", highlight=False)
+            doubtful += sum(nic is None for rank, nic in zip(ranks, nics, strict=True) if rank in those)
     kinds: dict[str, list[str]] = {}
     for number, machine in enumerate(machines):
-        kinds.setdefault(json_form.write(replace(machine, hostname=None)), []).append(str(number))
+        kinds.setdefault(json_form.write(_kind(machine)), []).append(str(number))
     for kind, numbers in kinds.items():
         name = f"node{'' if len(numbers) == 1 else 's'} {', '.join(numbers)}"
         console.print(draw.tree(replace(json_form.read(kind), hostname=name)))
@@ -165,8 +172,23 @@ def show_job(reports: list[RankMachine]) -> int:
     for finding in findings:
         console.print(f"- {finding}", highlight=False)
     if not findings:
-        console.print("all nodes are alike, and all ranks are well placed", highlight=False)
+        placed = f"nothing is known against the ranks' places, {doubtful} of them unknown (above)" if doubtful else ""
+        console.print(f"all nodes are alike, and {placed or 'all ranks are well placed'}", highlight=False)
     return 1 if findings else 0
+
+
+def _kind(machine: Machine) -> Machine:
+    """What is the same on machines that are alike: neither the name nor the UUIDs."""
+    return replace(machine, hostname=None, gpus=tuple(replace(gpu, uuid=None, slices=()) for gpu in machine.gpus))
+
+
+def _doubts(machine: Machine, reports: list[RankMachine], ranks: list[int]) -> dict[str, list[int]]:
+    """Why it is not known which GPUs ranks see, or why they are fewer than were named -> those ranks."""
+    found: dict[str, list[int]] = {}
+    for rank in ranks:
+        if why := visible_gpus(machine, reports[rank].visible).why:
+            found.setdefault(why, []).append(rank)
+    return found
 
 
 def _nic(machine: Machine, report: RankMachine) -> Nic | None:

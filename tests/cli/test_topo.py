@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from gradwire.bench.emulation.cluster import EmulatedCluster
-from gradwire.cli.topo import main
+from gradwire.cli.topo import RankMachine, main, show_job
+from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.graph import Gpu, Machine
+from gradwire.topology.labels import nic_name
 from gradwire.topology.presets import dgx_a100
 from gradwire.topology.readers.files import read_file
 from gradwire.topology.show import draw, json_form
@@ -49,6 +52,28 @@ def test_a_bus_id_is_no_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["--from", str(tmp_path / "a.json")]) == 0
     shown = capsys.readouterr().out
     assert all(gpu.key in shown for gpu in gpus)
+
+
+def test_a_job_whose_ranks_were_given_gpus_by_uuid(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = dgx_a100()
+    reports = []
+    for node in range(2):
+        uuids = [f"GPU-{node}{index}" for index in range(8)]
+        gpus = zip(machine.gpus, uuids, strict=True)
+        told = json_form.write(replace(machine, gpus=tuple(replace(gpu, uuid=uuid) for gpu, uuid in gpus)))
+        reports += [
+            RankMachine((f"n{node}",), rank, told, {"CUDA_VISIBLE_DEVICES": uuids[7 - rank]}) for rank in range(8)
+        ]
+    assert show_job(reports) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    cards = [nics_of_gpus(machine)[gpu.key] for gpu in reversed(machine.gpus)]
+    assert shown.count("nodes 0, 1 ·") == 1
+    assert shown.count(f"NIC by rank: {', '.join(nic_name(nic) for nic in cards if nic)} ") == 2
+    assert "rank 0:" not in shown and "all ranks are well placed" in shown
+    show_job([replace(report, machine=json_form.write(machine)) for report in reports])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("are not known: nvidia-ml-py") == 16 and shown.count("NIC by rank: ?, ?") == 2
+    assert "all ranks are well placed" not in shown and "16 of them unknown" in shown
 
 
 def test_this_machine_and_a_captured_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,26 +113,6 @@ def test_what_joins_the_one_gpu_that_a_rank_sees_is_unknown() -> None:
     assert [gpu_for_local_rank(alone, rank) for rank in (0, 5)] == [alone.gpus[5]] * 2
 
 
-@pytest.mark.parametrize(("visible", "numbers"), [
-    (None, (0, 1, 2)),
-    ("4,5", (4, 5, 4)),
-    ("7, 3", (7, 3, 7)),
-    ("2,9,3", (2, 2, 2)),
-    ("", (None, None, None)),
-    ("-1", (None, None, None)),
-    ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", (None, None, None)),
-    ("MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2", (None, None, None)),
-])  # fmt: skip
-def test_a_rank_drives_a_gpu_that_it_sees(visible: str | None, numbers: tuple[int | None, ...]) -> None:
-    machine = dgx_h100()
-    wanted = [None if number is None else machine.gpus[number] for number in numbers]
-    assert [gpu_for_local_rank(machine, rank, visible) for rank in range(3)] == wanted
-    cards = nics_of_gpus(machine)
-    assert [nic_for_local_rank(machine, rank, visible) for rank in range(3)] == [
-        gpu and cards[gpu.key] for gpu in wanted
-    ]
-
-
 def test_a_card_that_is_down_or_slow_is_not_chosen() -> None:
     machine = dgx_a100()
     _, near = Distances(machine).nearest_nics(machine.gpus[0])

@@ -61,7 +61,8 @@ def _with_nvml(machine: Machine, library: ModuleType | SimpleNamespace | None) -
     reading = nvml.read(library)
     if reading.reason is not None:
         expected = any(gpu.vendor == NVIDIA for gpu in machine.gpus)
-        note = f"NVLink and GPU models are unknown: {reading.reason}."
+        named = all(gpu.name for gpu in machine.gpus if gpu.vendor == NVIDIA)
+        note = f"NVLink {'is' if named else 'and GPU models are'} unknown: {reading.reason}."
         return replace(machine, notes=(*machine.notes, note)) if expected else machine
     doubts = []
     if reading.unresolved:

@@ -27,6 +27,8 @@ REMOTE_GPU, REMOTE_SWITCH = 0, 2
 """nvmlIntNvLinkDeviceType_t."""
 P2P_SUPPORTED = 0
 """nvmlNvLinkCapability_t: the link carries traffic between GPUs."""
+MAX_SLICES = 64
+"""No GPU has more than 7 so far."""
 HIDDEN = "fffffff"
 """How a far end begins that the driver does not show, in a virtual machine for one."""
 
@@ -119,7 +121,17 @@ def _gpu(nvml: NvmlCalls, handle: object, index: int) -> Gpu:
         compute_capability=int(pair[0]) * 10 + int(pair[1]) if pair else None,
         memory_nbytes=memory_nbytes,
         pcie=PcieLink(gigatransfers_per_second=rate, lanes=lanes) if rate or lanes else None,
+        uuid=nvml.text("nvmlDeviceGetUUID", handle),
+        slices=_slices(nvml, handle),
     )
+
+
+def _slices(nvml: NvmlCalls, handle: object) -> tuple[str, ...]:
+    """Returns the UUIDs of a GPU's MIG slices, as `nvidia-smi -L` lists them."""
+    most = min(nvml.integer("nvmlDeviceGetMaxMigDeviceCount", handle) or 0, MAX_SLICES)
+    handles = (nvml.call("nvmlDeviceGetMigDeviceHandleByIndex", handle, index) for index in range(most))
+    uuids = [nvml.text("nvmlDeviceGetUUID", each) for each in handles if each is not None]
+    return tuple(uuid for uuid in uuids if uuid)
 
 
 def _bundles(nvml: NvmlCalls, handle: object, gpu: Gpu, known: frozenset[str]) -> _Bundles:

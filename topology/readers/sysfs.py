@@ -4,12 +4,13 @@ Nothing here fails on a strange tree: what cannot be read is None, and a note sa
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.graph import Cpu, Machine, Nic
-from gradwire.topology.pci_ids import AMD_GPU
+from gradwire.topology.graph import Cpu, Gpu, Machine, Nic
+from gradwire.topology.pci_ids import AMD_GPU, normal_bus_id
 from gradwire.topology.readers.affinity import members
 from gradwire.topology.readers.forest import Forest, link_between
 from gradwire.topology.readers.pci import PciTree
@@ -42,6 +43,7 @@ def read(root: Path) -> Machine:
     only = cpus[0].key if len(cpus) == 1 else None
     return replace(
         machine,
+        gpus=_numbered_by_amd(root, _named_by_nvidia(root, machine.gpus)),
         hostname=text_of(root / "proc/sys/kernel/hostname"),
         product=_product(root),
         nics=(*machine.nics, *_without_pci(found, machine, only)),
@@ -99,6 +101,61 @@ def _is_virtual(root: Path) -> bool | None:
     text = text_of(root / "proc/cpuinfo")
     flags = None if text is None else re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
     return None if flags is None else "hypervisor" in flags[1].split()
+
+
+def _named_by_nvidia(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """Returns the GPUs with the models and UUIDs that NVIDIA's driver shows without its libraries.
+
+    Source: NVIDIA driver README, Using the /proc File System Interface; a GPU that nobody has used yet has `?` there.
+    """
+    folder = root / "proc/driver/nvidia/gpus"
+    texts = {normal_bus_id(name): text_of(folder / name / "information") or "" for name in names_in(folder)}
+    told = {bus: dict(re.findall(r"^([\w ]+):[ \t]*(.+)$", text, re.MULTILINE)) for bus, text in texts.items()}
+    return tuple(
+        replace(
+            gpu,
+            name=gpu.name or told.get(gpu.bus, {}).get("Model"),
+            uuid=uuid if "?" not in (uuid := told.get(gpu.bus, {}).get("GPU UUID", "?")) else None,
+        )
+        for gpu in gpus
+    )
+
+
+def _numbered_by_amd(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """Returns the GPUs with the numbers and UUIDs by which HIP knows them, a card in partitions as so many GPUs.
+
+    HIP counts the driver's nodes, whose order need not be that of the bus. Those that a container was not given cannot
+    be read, and are not counted. A guest's or a desktop's second maker is left alone: HIP counts AMD's GPUs only.
+
+    Source: Linux drivers/gpu/drm/amd/amdkfd/kfd_topology.c (bits 31:28 of `location_id` are the partition);
+    ROCR-Runtime, amd_filter_device.cpp (UUID).
+    """
+    if not gpus or any(gpu.vendor != AMD_GPU for gpu in gpus):
+        return tuple(gpus)
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    numbers = sorted(int(name) for name in names_in(nodes) if re.fullmatch(r"\d{1,4}", name))
+    found: dict[str, list[tuple[int, int]]] = {}
+    count = 0
+    for number in numbers:
+        text = text_of(nodes / str(number) / "properties") or ""
+        facts = {name: int(value) for name, value in re.findall(r"^(\w+) (\d{1,20})$", text, re.MULTILINE)}
+        if facts.get("simd_count"):
+            place = facts.get("location_id", 0) & 0xFFFF
+            bus = f"{facts.get('domain', 0):04x}:{place >> 8:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
+            found.setdefault(bus, []).append((count, facts.get("unique_id", 0)))
+            count += 1
+    return tuple(
+        replace(
+            gpu,
+            key=gpu.key if part == 0 else f"{gpu.key}/{part}",
+            part=None if len(nodes_of) == 1 else part,
+            index=index,
+            uuid=f"GPU-{unique:016x}" if unique else None,
+        )
+        for gpu in gpus
+        for nodes_of in [found.get(gpu.key, [(None, 0)])]
+        for part, (index, unique) in enumerate(nodes_of)
+    )
 
 
 def _without_pci(found: FoundPorts, machine: Machine, only: str | None) -> list[Nic]:

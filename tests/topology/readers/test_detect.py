@@ -77,6 +77,9 @@ def test_a_missing_driver_is_noted_only_where_there_is_a_gpu(systree: "SysTree")
     systree.device("pci0000:00", "0000:01:00.0", kind=0x030200, vendor=0x10DE)
     (note,) = detect_machine(systree.root, library=silent).notes
     assert note.startswith("NVLink and GPU models are unknown: NVML does not start")
+    systree.write("proc/driver/nvidia/gpus/0000:01:00.0/information", "Model: \t\t NVIDIA L4")
+    (note,) = detect_machine(systree.root, library=silent).notes
+    assert note.startswith("NVLink is unknown: NVML does not start")
 
 
 def test_the_driver_names_the_gpus_that_sysfs_found(systree: "SysTree") -> None:

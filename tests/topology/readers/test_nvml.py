@@ -53,6 +53,19 @@ def test_gpus_and_their_links_to_a_switch() -> None:
     assert [link.bytes_per_second for link in reading.links] == pytest.approx([370.8e9] * 2)
 
 
+def test_gpus_have_uuids_and_their_slices_too() -> None:
+    slices = {0: ["MIG-0a", None, "MIG-0b"], 1: []}
+    uuids = {0: "GPU-8932f937", 1: b"GPU-9932f937"}
+    fake = library(
+        nvmlDeviceGetUUID=lambda handle: uuids.get(handle, handle),
+        nvmlDeviceGetMaxMigDeviceCount=lambda handle: len(slices[handle]),
+        nvmlDeviceGetMigDeviceHandleByIndex=lambda handle, index: slices[handle][index] or failing(),
+    )
+    assert [(gpu.uuid, gpu.slices) for gpu in nvml.read(fake).gpus] == [
+        ("GPU-8932f937", ("MIG-0a", "MIG-0b")), ("GPU-9932f937", ()),
+    ]  # fmt: skip
+
+
 def test_direct_links_count_once() -> None:
     reading = nvml.read(library((8, 0), links=4, switch=False))
     assert reading.links == (

@@ -364,3 +364,56 @@ def test_the_model_is_what_the_maker_wrote(systree: "SysTree", written: str, pro
     systree.host({0: "0-15"})
     systree.write("sys/class/dmi/id/product_name", written)
     assert read(systree.root).product == product
+
+
+def test_nvidias_driver_names_its_gpus_without_its_libraries(systree: "SysTree") -> None:
+    systree.host({0: "0-15"})
+    uuids = {"0000:01:00.0": "GPU-9221d5d1-b60b-a624-bf14-0a1819cfda3b", "0000:02:00.0": "GPU-????????-????-????"}
+    for bus, uuid in uuids.items():
+        systree.device(ROOT, bus, kind=0x030200, vendor=0x10DE)
+        about = f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 10\nGPU UUID: \t {uuid}\nBus Location: \t {bus}"
+        systree.write(f"proc/driver/nvidia/gpus/{bus}/information", about)
+    one, other = read(systree.root).gpus
+    assert (one.name, one.uuid) == ("NVIDIA H100 80GB HBM3", uuids["0000:01:00.0"])
+    assert (other.name, other.uuid) == ("NVIDIA H100 80GB HBM3", None)
+
+
+def kfd(systree: "SysTree", number: int, location: int, unique: int = 0, *, simds: int = 416) -> None:
+    about = f"cpu_cores_count 0\nsimd_count {simds}\nlocation_id {location}\ndomain 0\nunique_id {unique}"
+    systree.write(f"sys/class/kfd/kfd/topology/nodes/{number}/properties", about)
+
+
+def test_amds_driver_numbers_its_gpus_in_an_order_of_its_own(systree: "SysTree") -> None:
+    systree.host({0: "0-15"})
+    for bus in ("03", "23", "43", "63"):
+        systree.device(ROOT, f"0000:{bus}:00.0", kind=0x038000, vendor=0x1002)
+    kfd(systree, 0, 0, simds=0)
+    for number, place in ((10, 0x0300), (2, 0x4300), (3, 0x2300)):  # 63 is not given to this container
+        kfd(systree, number, place, 0xDEADBEEF0 + number)
+    systree.write("sys/class/kfd/kfd/topology/nodes/4/gpu_id", "0")
+    assert [(gpu.key, gpu.index, gpu.uuid) for gpu in read(systree.root).gpus] == [
+        ("0000:03:00.0", 2, "GPU-0000000deadbeefa"),
+        ("0000:23:00.0", 1, "GPU-0000000deadbeef3"),
+        ("0000:43:00.0", 0, "GPU-0000000deadbeef2"),
+        ("0000:63:00.0", None, None),
+    ]
+
+
+def test_a_card_of_amd_in_partitions_is_as_many_gpus(systree: "SysTree") -> None:
+    systree.host({0: "0-15"})
+    systree.device(ROOT, "0000:05:00.0", kind=0x120000, vendor=0x1002)
+    for part in range(4):
+        kfd(systree, 1 + part, 0x0500 | part << 28)
+    gpus = read(systree.root).gpus
+    assert [(gpu.key, gpu.part, gpu.index) for gpu in gpus] == [
+        ("0000:05:00.0", 0, 0), ("0000:05:00.0/1", 1, 1), ("0000:05:00.0/2", 2, 2), ("0000:05:00.0/3", 3, 3),
+    ]  # fmt: skip
+    assert {gpu.bus for gpu in gpus} == {"0000:05:00.0"}
+
+
+def test_beside_another_makers_gpu_amds_are_not_numbered(systree: "SysTree") -> None:
+    systree.host({0: "0-15"})
+    systree.device(ROOT, "0000:01:00.0", kind=0x030200, vendor=0x10DE)
+    systree.device(ROOT, "0000:0b:00.0", kind=0x030000, vendor=0x1002)
+    kfd(systree, 1, 0x0B00)
+    assert [gpu.index for gpu in read(systree.root).gpus] == [None, None]

@@ -1,0 +1,146 @@
+"""Which GPUs a process sees, and in which order: what the launcher's variables leave of the driver's."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradwire.topology.graph import Gpu, Machine
+from gradwire.topology.pci_ids import AMD_GPU
+
+CUDA, HIP, ROCR, ORDER = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+VARIABLES = (CUDA, HIP, ROCR, ORDER)
+"""What decides about it in a process's environment."""
+
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleGpus:
+    """The GPUs of a process, its device 0 first."""
+
+    gpus: tuple[Gpu, ...]
+    """Where `unknown`, those that it may be."""
+    unknown: bool = False
+    """Whether nobody can tell which of them they are, or in which order."""
+    why: str = ""
+    """Why that is so, or why there are fewer than the variable names."""
+
+
+def given_gpus(machine: Machine) -> tuple[Gpu, ...]:
+    """Returns the GPUs that this process may use, by the driver's numbers where it has numbered any.
+
+    In a container, a cgroup or a guest the bus shows more of them than the driver counts.
+
+    Args:
+        machine: The machine.
+    """
+    numbered = [gpu for gpu in machine.gpus if gpu.index is not None]
+    return tuple(sorted(numbered, key=lambda gpu: gpu.index or 0)) or machine.gpus
+
+
+def visible_gpus(machine: Machine, variables: Mapping[str, str]) -> VisibleGpus:
+    """Returns the GPUs that a process sees.
+
+    Args:
+        machine: The machine.
+        variables: Those of VARIABLES that are set for the process.
+    """
+    given = given_gpus(machine)
+    if not given:
+        return VisibleGpus(())
+    if all(gpu.vendor == AMD_GPU for gpu in given):
+        return _of_amd(given, variables)
+    return _of_nvidia(given, variables)
+
+
+def _of_nvidia(given: Sequence[Gpu], variables: Mapping[str, str]) -> VisibleGpus:
+    """Returns what CUDA shows: GPUs by number or by UUID, or one MIG slice alone.
+
+    Source: CUDA C++ programming guide, CUDA environment variables (what stands behind an entry that names no GPU does
+    not count; UUIDs may be shortened); PyTorch torch/cuda/__init__.py (an entry that comes twice hides all, a number
+    ends at the first letter); MIG user guide, CUDA visible devices (one slice, and no whole GPU beside it).
+    """
+    text = variables.get(CUDA)
+    words = [word.strip() for word in (text or "").split(",")]
+    if words[0].startswith(("GPU-", "MIG-")):
+        found = _by_uuid(given, words)
+    else:
+        found = _by_number(given, None if text is None else words, variables.get(ORDER))
+    sliced = [gpu for gpu in found.gpus if gpu.slices]
+    return VisibleGpus((sliced[0],), found.unknown, found.why) if sliced and not found.unknown else found
+
+
+def _by_number(given: Sequence[Gpu], words: Sequence[str] | None, order: str | None) -> VisibleGpus:
+    """Returns the GPUs that numbers stand for; all where there are none (`words` is None)."""
+    numbers = [] if words is not None else list(range(len(given)))
+    for word in words or ():
+        match = re.match(r"\+?([0-9]{1,4})(?![0-9])", word)
+        if match is None or int(match[1]) >= len(given):
+            break
+        if int(match[1]) in numbers:
+            return VisibleGpus((), why=f"`{CUDA}` names {match[1]} twice, for which CUDA shows no GPU")
+        numbers.append(int(match[1]))
+    models = {gpu.name or gpu.device for gpu in given}
+    if numbers and len(models) > 1 and order != "PCI_BUS_ID":
+        why = f"the GPUs differ, and CUDA numbers the fastest first: set {ORDER}=PCI_BUS_ID"
+        return VisibleGpus(tuple(given), unknown=True, why=why)
+    return VisibleGpus(tuple(given[number] for number in numbers))
+
+
+def _by_uuid(given: Sequence[Gpu], words: Sequence[str]) -> VisibleGpus:
+    """Returns the GPUs that UUIDs stand for, of their own or of their MIG slices, whole or their first digits."""
+    found: list[Gpu] = []
+    named = f"`{CUDA}` is {','.join(words)[:_SHOWN_CHARACTERS]}"
+    for word in words:
+        if not word.startswith(words[0][:4]):
+            break
+        own = re.fullmatch(r"(?:MIG-)?(GPU-[^/]*)(?:/.*)?", word)  # MIG-GPU-uuid/1/0: a slice as drivers before 470 say
+        names = {gpu.key: ((gpu.uuid,) if gpu.uuid else ()) if own else gpu.slices for gpu in given}
+        matches = [gpu for gpu in given if any(name.startswith(own[1] if own else word) for name in names[gpu.key])]
+        if not matches and not all(names.values() if own else [any(names.values())]):
+            kind = "UUIDs of this machine's GPUs" if own else "MIG slices of this machine's GPUs and their UUIDs"
+            tool = "nvidia-ml-py, or /proc/driver/nvidia/gpus," if own else "nvidia-ml-py"
+            why = f"{named}, and the {kind} are not known: {tool} has them"
+            return VisibleGpus(tuple(given), unknown=True, why=why)
+        if len(matches) != 1:
+            what = "a UUID that several GPUs have" if matches else "the UUID of no GPU here"
+            why = f"{named}: {word[:_SHOWN_CHARACTERS]} is {what} (nvidia-smi -L), and CUDA shows none from it on"
+            return VisibleGpus(tuple(found), why=why)
+        if matches[0] in found and word[:4] == "GPU-":
+            return VisibleGpus((), why=f"{named}: one GPU twice, for which CUDA shows none")
+        found += matches
+    return VisibleGpus(tuple(found))
+
+
+def _of_amd(given: Sequence[Gpu], variables: Mapping[str, str]) -> VisibleGpus:
+    """Returns what HIP shows: of the GPUs that ROCR_VISIBLE_DEVICES leaves, those that HIP's own variable names.
+
+    Source: ROCR-Runtime, amd_filter_device.cpp (numbers or UUIDs, which may be shortened; it ends at the first entry
+    that names none, or one again); clr, rocdevice.cpp (HIP_VISIBLE_DEVICES, where that is empty CUDA_VISIBLE_DEVICES).
+    """
+    named = {ROCR: variables.get(ROCR), HIP: variables.get(HIP) or None}
+    if named[HIP] is None:
+        named = {ROCR: named[ROCR], CUDA: variables.get(CUDA) or None}
+    left = list(given)
+    for variable, text in named.items():
+        if text is None:
+            continue
+        found: list[Gpu] = []
+        for word in (each.strip().upper() for each in text.split(",")):
+            if word.startswith("G") and not all(gpu.uuid for gpu in left):
+                why = f"`{variable}` is {text[:_SHOWN_CHARACTERS]}, and the UUIDs of this machine's GPUs are not known"
+                return VisibleGpus(tuple(left), unknown=True, why=why)
+            gpu = _amd_gpu(left, word)
+            if gpu is None or gpu in found:
+                break
+            found.append(gpu)
+        left = found
+    return VisibleGpus(tuple(left))
+
+
+def _amd_gpu(left: Sequence[Gpu], word: str) -> Gpu | None:
+    """Returns the GPU that a number or a UUID stands for, in capitals."""
+    if word.startswith("G"):
+        matches = [gpu for gpu in left if len(word) > 4 and (gpu.uuid or "").upper().startswith(word)]
+        return matches[0] if len(matches) == 1 else None
+    return left[int(word)] if re.fullmatch(r"[0-9]{1,4}", word) and int(word) < len(left) else None
