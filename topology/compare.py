@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gradwire.topology.assign import crowded, fastest_nics
 from gradwire.topology.graph import Gpu, Machine, Nic
-from gradwire.topology.labels import Labels, nic_name, nic_rate
+from gradwire.topology.labels import Labels, nic_name, nic_rate, nic_with_state
 from gradwire.topology.paths import GDR_BY_DEFAULT, PathType
 
 Facts = dict[str, str]
@@ -105,8 +105,8 @@ def _bad_nic(labels: Labels, gpu: Gpu, port: str | None) -> str | None:
     name = nic_name(nic or nearest[0])
     order = list(PathType)
     if path is not None and order.index(path) > order.index(best):
-        better = nic_name(nearest[0])
-        return f"{labels.gpu(gpu)} sends through {name} at {path.name}; {better} is at {best.name}."
+        better = next((near for near in nearest if any(port.carries for port in near.ports)), nearest[0])
+        return f"{labels.gpu(gpu)} sends through {name} at {path.name}; {nic_with_state(better)} is at {best.name}."
     if path is not None and path not in GDR_BY_DEFAULT:
         return f"{labels.gpu(gpu)} has no NIC nearer than {name} at {path.name}: no GPUDirect RDMA by default."
     return None

@@ -71,6 +71,16 @@ def nic_rate(nic: Nic) -> str:
     return gigabits(sum(port.bits_per_second or 0 for port in nic.ports if port.carries))
 
 
+def nic_with_state(nic: Nic) -> str:
+    """Returns what people call a card, with why nothing can be sent through it: `mlx5_0 (down)`.
+
+    Args:
+        nic: The card.
+    """
+    state = nic_rate(nic)
+    return f"{nic_name(nic)} ({state})" if state in ("down", "standby") else nic_name(nic)
+
+
 def nic_name(nic: Nic) -> str:
     """Returns what people call a card: its ports' names, else its bus id.
 

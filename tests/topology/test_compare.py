@@ -50,6 +50,14 @@ def test_a_rank_on_the_wrong_nic_is_told_the_right_one() -> None:
     assert compare(nodes(1), [RankPlacement(rank=0, node=0, gpu=0, nic="mlx5_0")]) == []
 
 
+def test_a_nearer_nic_that_is_down_is_said_to_be_down() -> None:
+    (machine,) = nodes(1)
+    port = replace(machine.nics[0].ports[0], active=False)
+    machine = replace(machine, nics=(replace(machine.nics[0], ports=(port,)), *machine.nics[1:]))
+    found = compare([machine], [RankPlacement(rank=0, node=0, gpu=0, nic="mlx5_1")])
+    assert found == ["Rank 0 on node0: GPU0 sends through mlx5_1 at PHB; mlx5_0 (down) is at PIX."]
+
+
 def test_a_gpu_without_a_near_nic_is_named() -> None:
     found = compare([pcie_box()], [RankPlacement(rank=3, node=0, gpu=3)])
     assert found == ["Rank 3 on pcie_box: GPU3 has no NIC nearer than mlx5_0 at SYS: no GPUDirect RDMA by default."]

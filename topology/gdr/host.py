@@ -1,6 +1,7 @@
 """Everything the checks may look at, derived once: GPUs, NICs, pairs, settings, versions."""
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,7 +12,7 @@ from gradwire.topology.gdr.inputs.nccl_log import NcclLog
 from gradwire.topology.gdr.inputs.topology_file import STANDARD_PATH, TAGS, FilePosition, file_path_type, read_positions
 from gradwire.topology.gdr.nccl import LEVELS, Version, default_level, parse_level, parse_version
 from gradwire.topology.gdr.process_context import ProcessContext, read_process_context
-from gradwire.topology.gdr.rdma import RdmaDevice, rdma_capable, read_rdma_devices
+from gradwire.topology.gdr.rdma import RdmaDevice, RdmaPort, rdma_capable, read_rdma_devices
 from gradwire.topology.paths import local_cards, path_of_printed
 from gradwire.topology.pci_ids import NVIDIA
 from gradwire.topology.readers.pci import PciFunction, PciTree, path_type
@@ -38,9 +39,23 @@ class RdmaNic:
         return self.devices[0].name if self.devices else self.bus_id
 
     @property
+    def ports(self) -> tuple[RdmaPort, ...]:
+        """The card's own ports; those of scalable functions where it shows no others."""
+        own = [device for device in self.devices if not device.scalable] or self.devices
+        return tuple(port for device in own for port in device.ports)
+
+    @property
+    def down(self) -> bool:
+        """Whether NCCL passes the card over: it has ports, and none is ACTIVE.
+
+        Source: NCCL v2.30 src/transport/net_ib/init.cc (a port that is not ACTIVE is no device).
+        """
+        return bool(self.ports) and all(port.state not in (None, "ACTIVE") for port in self.ports)
+
+    @property
     def gigabits(self) -> float | None:
         """Sum of the rates of the ports that are not down; None where one is unknown, or none is up."""
-        rates = [port.gigabits for device in self.devices for port in device.ports if port.state != "DOWN"]
+        rates = [port.gigabits for port in self.ports if port.state != "DOWN"]
         return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
 
 
@@ -96,6 +111,8 @@ class Host:
             idle = function.is_virtual and not function.driver
             if rdma_capable(function) and function.driver != "vfio-pci" and not idle:
                 found.setdefault(bus_id, [])
+        for devices in found.values():
+            devices.sort(key=lambda device: device.scalable)  # the card goes by its own device
         return tuple(RdmaNic(self.tree.functions[bus_id], tuple(found[bus_id])) for bus_id in sorted(found))
 
     @cached_property
@@ -134,13 +151,32 @@ class Host:
 
     @cached_property
     def best_pairs(self) -> tuple[Pair, ...]:
-        """The pairs of every GPU with its nearest NICs."""
-        best: list[Pair] = []
-        for gpu in self.gpus:
-            mine = {pair: path for pair, path in self.distances.items() if pair[0] == gpu.bus_id}
-            ranks = {pair: LEVELS.index(path) if path else len(LEVELS) for pair, path in mine.items()}
-            best += [pair for pair, rank in ranks.items() if rank == min(ranks.values())]
-        return tuple(best)
+        """The pairs of every GPU with its nearest NICs of those that are not down, if there is one."""
+        down = {nic.bus_id for nic in self.nics if nic.down}
+        up = {nic.bus_id for nic in self.nics} - down or down
+        return tuple(pair for gpu in self.gpus for pair in self._nearest(gpu.bus_id, up))
+
+    def _nearest(self, gpu: str, nics: AbstractSet[str]) -> list[Pair]:
+        """The pairs of a GPU with the nearest of some NICs."""
+        ranks = {
+            pair: LEVELS.index(path) if path else len(LEVELS)
+            for pair, path in self.distances.items()
+            if pair[0] == gpu and pair[1] in nics
+        }
+        return [pair for pair, rank in ranks.items() if rank == min(ranks.values())]
+
+    @property
+    def to_bring_up(self) -> str:
+        """What helps before any card is moved; empty where no GPU's nearer card is down."""
+        closer = any(self.nearer_and_down(gpu.bus_id) for gpu in self.gpus)
+        return "bring up the port of the nearer card (R4); else " if closer else ""
+
+    def nearer_and_down(self, gpu: str) -> tuple[RdmaNic, ...]:
+        """The NICs that are nearer to a GPU than its nearest that is not down."""
+        nearest = {pair for pair in self.best_pairs if pair[0] == gpu}
+        without = {nic for _, nic in self._nearest(gpu, {nic.bus_id for nic in self.nics})}
+        closer = without if not {(gpu, nic) for nic in without} & nearest else set()
+        return tuple(nic for nic in self.nics if nic.bus_id in closer)
 
     @cached_property
     def settings(self) -> dict[str, EffectiveSetting] | None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.pci_ids import AMAZON, BROADCOM, CHELSIO, CRAY, HPE, INTEL, MELLANOX, PENSANDO
 from gradwire.topology.readers.pci import PciFunction, PciTree
+from gradwire.topology.readers.pci_sysfs import BUS_ID
+from gradwire.topology.readers.sysfs_ports import SCALABLE
 
 E810 = frozenset((0x1591, 0x1592, 0x1593, 0x1599, 0x159A, 0x159B, 0x579C, 0x579D, 0x579E, 0x579F))
 """Intel E810 and E825 functions, served by irdma. Source: Linux drivers/net/ethernet/intel/ice/ice_devids.h."""
@@ -75,6 +77,8 @@ class RdmaDevice:
     """GUID of the card: the same on all its functions, in whatever slot they are."""
     verbs: bool = True
     """False for Slingshot: libfabric's cxi provider, no verbs."""
+    scalable: bool = False
+    """It is of a scalable function (mlx5), which shares the ports of the PCI function it is on."""
 
     @property
     def software(self) -> bool:
@@ -114,13 +118,21 @@ def read_rdma_devices(files: Files, tree: PciTree) -> tuple[RdmaDevice, ...] | N
 def _read_device(files: Files, folder: str, name: str, owners: dict[str, str]) -> RdmaDevice:
     top = f"sys/class/{folder}/{name}"
     target = files.target(f"{top}/device")
-    bus_id = target.rpartition("/")[2] if target else owners.get(name)
+    parts = target.split("/") if target else []
+    scalable = bool(parts) and SCALABLE.fullmatch(parts[-1]) is not None
+    bus_id = next((part for part in reversed(parts) if BUS_ID.fullmatch(part)), None) if target else owners.get(name)
     if folder == "cxi":
         ports = tuple(_read_slingshot_port(files, net) for net in files.names(f"{top}/device/net") or ())
         return RdmaDevice(name, bus_id, "cxi", files.text(f"{top}/fw_ver"), ports, verbs=False)
     ports = tuple(_read_port(files, f"{top}/ports/{port}") for port in files.names(f"{top}/ports") or ())
     return RdmaDevice(
-        name, bus_id, files.text(f"{top}/hca_type"), files.text(f"{top}/fw_ver"), ports, _guid(files, top)
+        name,
+        bus_id,
+        files.text(f"{top}/hca_type"),
+        files.text(f"{top}/fw_ver"),
+        ports,
+        _guid(files, top),
+        scalable=scalable,
     )
 
 

@@ -20,6 +20,7 @@ from gradwire.topology.labels import (
     nic_name,
     nic_rate,
     nic_summary,
+    nic_with_state,
     pcie_text,
     switch_name,
 )
@@ -134,7 +135,7 @@ def _gpu(gpu: Gpu, labels: Labels) -> str:
         about.append(f"{kind} x{labels.link_count(gpu)}" + ("" if rate is None else f", {gigabytes(rate)}"))
     path, nics = labels.distances.nearest_nics(gpu)
     if path is not None:
-        names = ", ".join(nic_name(nic) for nic in nics[:4]) + (" ..." if len(nics) > 4 else "")
+        names = ", ".join(nic_with_state(nic) for nic in nics[:4]) + (" ..." if len(nics) > 4 else "")
         about.append(f"nearest NIC {path.name}: {names}")
     return f"[green]{labels.gpu(gpu)}[/] {escape(' · '.join(filter(None, about)))}".rstrip()
 

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.topology.gdr.capture import opened_capture, write_capture
 from gradwire.topology.gdr.example import GPU, NIC, NIC_PORT, ExampleMachine
+from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log
-from gradwire.topology.gdr.model import CheckOutcome, Finding
+from gradwire.topology.gdr.model import CheckOutcome, Finding, Verdict
+from gradwire.topology.gdr.runner import run_checks
 from gradwire.topology.gdr.stages import CHECKS
+from gradwire.topology.gdr.stages.stage2_rdma import devices_of_hardware
+from gradwire.topology.readers.pci_sysfs import read_tree
 
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 OTHER, OTHER_PORT = "0002:01:00.0", "sys/class/infiniband/roceP2p1s0f0/ports/1"
@@ -220,3 +226,77 @@ def test_a_device_whose_function_is_not_shown_is_not_denied(tmp_path: Path, plac
             del machine.functions[NIC]
         found = findings(machine, "R1")["R1"]
         assert found.outcome is CheckOutcome.UNKNOWN and "mlx5_0 cannot be matched" in found.text
+
+
+FAR, FAR_PORT = "0000:81:00.0", "sys/class/infiniband/mlx5_1/ports/1"
+
+
+def with_a_far_card(machine: ExampleMachine) -> None:
+    """A second card, below the other processor."""
+    place = {"host_bridge": "pci0000:80", "numa_node": 1, "parents": ()}
+    far = {"bus_id": FAR, "rdma_devices": ("mlx5_1",), "net_devices": ("ens2",)}
+    machine.functions[FAR] = replace(machine.functions[NIC], **place, **far)  # type: ignore[arg-type]
+    machine.link("sys/class/infiniband/mlx5_1/device", f"sys/bus/pci/devices/{FAR}")
+    for name, text in (("state", "4: ACTIVE"), ("link_layer", "InfiniBand"), ("rate", "400 Gb/sec (4X NDR)")):
+        machine.write(f"{FAR_PORT}/{name}", f"{text}\n")
+
+
+@pytest.mark.parametrize("state", ["1: DOWN", "2: INIT"])
+def test_a_card_that_is_down_is_no_gpus_nearest(tmp_path: Path, state: str) -> None:
+    """What NCCL passes over is not what a GPU has: P1 and R4 say the same."""
+    machine = ExampleMachine(tmp_path)
+    with_a_far_card(machine)
+    assert findings(machine, "P1")["P1"].outcome is CheckOutcome.PASS
+    machine.write(f"{PORT}/state", f"{state}\n")
+    found = findings(machine, "P1", "R4")
+    assert found["P1"].outcome is found["R4"].outcome is CheckOutcome.WARN
+    assert "to 0000:81:00.0 is SYS: not by default, and mlx5_0, which is nearer, is down (R4)" in found["P1"].text
+    assert "bring up the port" in found["P1"].remedy
+    host = machine.host()
+    report = run_checks(host)
+    assert host.best_pairs == ((GPU, FAR),)
+    assert report.pairs[GPU, NIC][Verdict.CONFIGURED].outcome is CheckOutcome.FAIL
+    assert "no port of mlx5_0 is ACTIVE" in report.pairs[GPU, NIC][Verdict.CONFIGURED].because
+    assert "SYS is beyond" in report.pairs[GPU, FAR][Verdict.CONFIGURED].because  # not what another card's port is
+
+
+def test_where_all_cards_are_down_they_are_judged_as_they_hang(tmp_path: Path) -> None:
+    machine = ExampleMachine(tmp_path)
+    with_a_far_card(machine)
+    for port in (PORT, FAR_PORT):
+        machine.write(f"{port}/state", "1: DOWN\n")
+    assert machine.host().best_pairs == ((GPU, NIC),)
+    assert findings(machine, "R4")["R4"].outcome is CheckOutcome.FAIL
+
+
+def with_a_scalable_function(machine: ExampleMachine) -> str:
+    """An RDMA device of a part of the card; returns where its device is."""
+    machine.write_tree()
+    part = str((machine.root / "sys/bus/pci/devices" / NIC).resolve().relative_to(machine.root.resolve()))
+    part = f"{part}/mlx5_core.sf.4"
+    machine.write(f"{part}/uevent", "DRIVER=mlx5_core.sf\n")
+    machine.link("sys/class/infiniband/mlx5_2/device", part)
+    port = "sys/class/infiniband/mlx5_2/ports/1"
+    for name, text in (("state", "4: ACTIVE"), ("link_layer", "InfiniBand"), ("rate", "400 Gb/sec (4X NDR)")):
+        machine.write(f"{port}/{name}", f"{text}\n")
+    return part
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_scalable_function_is_a_part_of_its_card(tmp_path: Path, alone: bool) -> None:
+    machine = ExampleMachine(tmp_path / "machine")
+    if alone:
+        machine.functions[NIC] = replace(machine.functions[NIC], rdma_devices=())
+        machine.remove("sys/class/infiniband/mlx5_0")
+    part = with_a_scalable_function(machine)
+    host = Host(Files(machine.root), read_tree(machine.root))
+    (nic,) = host.nics
+    assert (nic.bus_id, nic.name, nic.gigabits) == (NIC, "mlx5_2" if alone else "mlx5_0", 400)
+    assert devices_of_hardware(host).outcome is CheckOutcome.PASS
+    archive = tmp_path / "machine.tar.gz"
+    write_capture(archive, host)
+    with opened_capture(archive) as capture:
+        again = Host(Files(capture.root, capture.denied), read_tree(capture.root))
+        assert [device.bus_id for device in again.rdma_devices or ()] == [NIC] * (1 if alone else 2)
+        assert devices_of_hardware(again).outcome is CheckOutcome.PASS
+    assert part.endswith(f"{NIC}/mlx5_core.sf.4")

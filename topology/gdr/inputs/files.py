@@ -118,6 +118,7 @@ class Files:
         if place is None:
             return None
         self.links[path] = str(place.relative_to(self.base))
+        self.present.add(self.links[path])  # or the link would lead nowhere in a capture
         return self.links[path]
 
 

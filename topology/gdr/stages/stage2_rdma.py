@@ -2,9 +2,20 @@
 
 import errno
 import re
+from dataclasses import replace
 
 from gradwire.topology.gdr.host import Host, RdmaNic
-from gradwire.topology.gdr.model import Finding, GdrCheck, Verdict, failed, informed, passed, unknown, warned
+from gradwire.topology.gdr.model import (
+    CheckOutcome,
+    Finding,
+    GdrCheck,
+    Verdict,
+    failed,
+    informed,
+    passed,
+    unknown,
+    warned,
+)
 from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, hca_matches
 from gradwire.topology.gdr.process_context import CAP_IPC_LOCK
 from gradwire.topology.gdr.rdma import MODULES, RdmaPort, pcie_gigabits
@@ -55,7 +66,7 @@ def devices_of_hardware(host: Host) -> Finding:
 
 
 def _unmatched(names: list[str]) -> Finding:
-    """RDMA devices are there whose PCI functions are not: a part of /sys was mounted, or a function has parts (SF)."""
+    """RDMA devices are there whose PCI functions are not: a part of /sys was mounted."""
     found = f"{', '.join(names[:8])} cannot be matched to a PCI function"
     return unknown(found, "run on the host, or mount (capture) all of /sys, its links too")
 
@@ -147,13 +158,22 @@ def port_state(host: Host) -> Finding:
     if len(down) == len(ports):
         return failed(f"no ACTIVE port: {', '.join(down[:8])}", remedy)
     if down:
-        return warned(f"not ACTIVE: {', '.join(down[:8])}", remedy)
+        finding = warned(f"not ACTIVE: {', '.join(down[:8])}", remedy)
+        return replace(finding, pairs={pair: _state_of(host, pair[1]) for pair in host.distances})
     return passed(f"{len(ports)} ports ACTIVE")
 
 
+def _state_of(host: Host, bus_id: str) -> tuple[CheckOutcome, str]:
+    """Whether NCCL can use a card, in words."""
+    nic = next(nic for nic in host.nics if nic.bus_id == bus_id)
+    states = ", ".join(f"{port.number} {port.state}" for port in nic.ports)
+    if nic.down:
+        return CheckOutcome.FAIL, f"no port of {nic.name} is ACTIVE: {states}"
+    return CheckOutcome.PASS, f"{nic.name}: {states}"
+
+
 def _fastest(nic: RdmaNic) -> float:
-    ports = (port for device in nic.devices for port in device.ports if port.state != "DOWN")
-    return max((port.gigabits or 0 for port in ports), default=0)
+    return max((port.gigabits or 0 for port in nic.ports if port.state != "DOWN"), default=0)
 
 
 def half_ports(host: Host) -> list[tuple[RdmaNic, ...]]:

@@ -27,7 +27,7 @@ _READ_REQUEST_NBYTES = 4096  # what NVIDIA's and Oracle's tuning scripts set on 
 
 
 def distance(host: Host) -> Finding:
-    """GPU and NIC hang below common switches; through the CPU NCCL does not use GDR unless it is told to.
+    """GPU and nearest NIC that is up hang below common switches; through the CPU NCCL uses no GDR unless told to.
 
     Command: `lspci -tv; nvidia-smi topo -m`
     Source: NCCL src/graph/paths.cc (ncclTopoCheckGdr): default level PXB, P2C with a chip-to-chip link.
@@ -39,10 +39,12 @@ def distance(host: Host) -> Finding:
             return CheckOutcome.UNKNOWN, f"{gpu} to {nic}: the PCI tree does not say"
         if path in ("PIX", "PXB", "P2C"):
             return CheckOutcome.PASS, f"{gpu} to {nic} is {path}"
-        return CheckOutcome.WARN, f"{gpu} to {nic} is {path}: not by default"
+        down = [each.name for each in host.nearer_and_down(gpu)] if (gpu, nic) in host.best_pairs else []
+        why = f", and {' and '.join(down)}, which is nearer, is down (R4)" if down else ""
+        return CheckOutcome.WARN, f"{gpu} to {nic} is {path}: not by default{why}"
 
     remedy = "move the card below the GPU's switch; or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
-    return judge_pairs(host, judge, remedy)
+    return judge_pairs(host, judge, host.to_bring_up + remedy)
 
 
 def assignment(host: Host) -> Finding:
@@ -56,7 +58,7 @@ def assignment(host: Host) -> Finding:
     choices = {gpu.bus_id: [nic for one, nic in host.best_pairs if one == gpu.bus_id] for gpu in host.gpus}
     shared = Counter(nics[0] for nics in choices.values() if len(nics) == 1)
     crowded = [f"{nic} ({count} GPUs)" for nic, count in shared.items() if count > 1]
-    idle = {nic.bus_id for nic in host.nics} - {nic for nics in choices.values() for nic in nics}
+    idle = {nic.bus_id for nic in host.nics if not nic.down} - {nic for nics in choices.values() for nic in nics}
     if crowded and idle:
         return warned(
             f"NICs shared while others idle: {', '.join(crowded[:4])}",

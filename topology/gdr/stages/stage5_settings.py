@@ -112,7 +112,7 @@ def gdr_level(host: Host) -> Finding:
     lowered = value is not None and any(
         path is not None and not within(path, level) and within(path, standard) for path in host.distances.values()
     )
-    moved = "move the card, or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
+    moved = f"{host.to_bring_up}move the card, or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
     finding = judge_pairs(host, judge, without_level(standard) if lowered else moved)
     doubt = _doubt_about_level(host, value, level)
     if finding.outcome is CheckOutcome.PASS and doubt:
