@@ -18,6 +18,8 @@ from gradwire.topology.readers.affinity import members
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
 """Terminal escapes: colours, cursor movement, titles."""
 _TAIL = re.compile(r"CPU Affinity|NUMA Affinity|GPU NUMA ID")
+_COMMAND = re.compile(r"^.*\btopo[ \t]+(?:-mp?|--matrix)[ \t]+(?=(?:GPU|NIC)[0-9])")
+"""A prompt and the command before the header, where its leading blanks took the place of a line's end."""
 _GPU = re.compile(r"GPU[0-9]{1,4}")
 _COLUMN = re.compile(r"(GPU|NIC)[0-9]{1,4}|(?!GPU|NIC)[A-Za-z][\w.-]*[0-9][\w.-]*")
 _NUMBERED_NIC = re.compile(r"NIC[0-9]{1,4}")
@@ -142,6 +144,7 @@ def _read_rocm(text: str) -> Machine:
 
 def _header(line: str) -> tuple[list[str], list[str]] | None:
     """Returns the column names and the titles after them, or None where the line is no header."""
+    line = _COMMAND.sub("", line)
     tail = _TAIL.search(line)
     words = _FUSED.sub(r"\1 ", line[: tail.start() if tail else len(line)]).split()
     if not any(_GPU.fullmatch(word) for word in words) and not all(map(_NUMBERED_NIC.fullmatch, words)):

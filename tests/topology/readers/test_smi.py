@@ -30,6 +30,18 @@ NIC1\tSYS\tSYS\tSYS\t X
 """
 
 
+@pytest.mark.parametrize(
+    "prompt", ["nvidia-smi topo -m", "(base) root@epyc:~# nvidia-smi topo -mp", "$ sudo nvidia-smi topo --matrix"]
+)
+def test_a_header_may_stand_behind_its_command(prompt: str) -> None:
+    text = (
+        f"{prompt}            GPU0    GPU1    CPU Affinity\nGPU0     X      PHB     0-23\nGPU1    PHB      X      0-7\n"
+    )
+    machine = smi.read(text)
+    assert [gpu.key for gpu in machine.gpus] == ["GPU0", "GPU1"]
+    assert smi.looks_like_smi(text) and not smi.looks_like_smi(f"{prompt}\n")
+
+
 def test_every_fixture_has_the_right_answer(fixtures: Path) -> None:
     expected = json.loads((fixtures / "expected_smi_topo.json").read_text())
     assert len(expected) == 8
