@@ -12,7 +12,7 @@ from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, Gpu, Machine, Nic
 from gradwire.topology.pci_ids import AMD_GPU, normal_bus_id
 from gradwire.topology.readers.affinity import members
-from gradwire.topology.readers.forest import Forest, link_between
+from gradwire.topology.readers.forest import Forest, card_of, link_between
 from gradwire.topology.readers.pci import PciTree
 from gradwire.topology.readers.pci_sysfs import read_tree
 from gradwire.topology.readers.small_files import names_in, number_of, text_of
@@ -127,13 +127,14 @@ def _numbered_by_amd(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     HIP counts the driver's nodes, whose order need not be that of the bus. Those that a container was not given cannot
     be read, and are not counted. A guest's or a desktop's second maker is left alone: HIP counts AMD's GPUs only.
 
-    Source: Linux drivers/gpu/drm/amd/amdkfd/kfd_topology.c (bits 31:28 of `location_id` are the partition);
-    ROCR-Runtime, amd_filter_device.cpp (UUID).
+    Source: Linux drivers/gpu/drm/amd/amdkfd/kfd_topology.c (the number of a partition is in bits 31:28 of `location_id`
+    or, by other releases, in those of the function); ROCR-Runtime, amd_filter_device.cpp (UUID).
     """
     if not gpus or any(gpu.vendor != AMD_GPU for gpu in gpus):
         return tuple(gpus)
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     numbers = sorted(int(name) for name in names_in(nodes) if re.fullmatch(r"\d{1,4}", name))
+    known = {gpu.key for gpu in gpus}
     found: dict[str, list[tuple[int, int]]] = {}
     count = 0
     for number in numbers:
@@ -142,6 +143,7 @@ def _numbered_by_amd(root: Path, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         if facts.get("simd_count"):
             place = facts.get("location_id", 0) & 0xFFFF
             bus = f"{facts.get('domain', 0):04x}:{place >> 8:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
+            bus = bus if bus in known else card_of(bus)
             found.setdefault(bus, []).append((count, facts.get("unique_id", 0)))
             count += 1
     return tuple(

@@ -399,11 +399,12 @@ def test_amds_driver_numbers_its_gpus_in_an_order_of_its_own(systree: "SysTree")
     ]
 
 
-def test_a_card_of_amd_in_partitions_is_as_many_gpus(systree: "SysTree") -> None:
+@pytest.mark.parametrize("bit", [28, 0])
+def test_a_card_of_amd_in_partitions_is_as_many_gpus(systree: "SysTree", bit: int) -> None:
     systree.host({0: "0-15"})
     systree.device(ROOT, "0000:05:00.0", kind=0x120000, vendor=0x1002)
     for part in range(4):
-        kfd(systree, 1 + part, 0x0500 | part << 28)
+        kfd(systree, 1 + part, 0x0500 | part << bit)
     gpus = read(systree.root).gpus
     assert [(gpu.key, gpu.part, gpu.index) for gpu in gpus] == [
         ("0000:05:00.0", 0, 0), ("0000:05:00.0/1", 1, 1), ("0000:05:00.0/2", 2, 2), ("0000:05:00.0/3", 3, 3),
