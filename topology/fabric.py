@@ -65,6 +65,8 @@ def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | No
     gpus = given_gpus(machine)
     if len(gpus) == 1 < len(machine.gpus):  # of what joins it to the other ranks' GPUs this process sees nothing
         return None
+    if any(gpu.slices for gpu in gpus):  # MIG: what joins the whole GPUs is not there for their slices
+        return None
     capabilities = [gpu.compute_capability for gpu in gpus]
     oldest = min((capability for capability in capabilities if capability is not None), default=None)
     if oldest is None or None in capabilities or any(gpu.vendor == AMD_GPU or gpu.architecture for gpu in gpus):

@@ -59,11 +59,15 @@ def levels_of(machine: Machine, *, host_memory_bytes_per_second: float | None = 
 
 
 def _intra_node(machine: Machine) -> LevelEstimate:
-    """Returns what the GPUs of a machine have between them: NVLink where it joins all of them, else PCIe."""
+    """Returns what the GPUs of a machine have between them: NVLink where it joins all of them, else PCIe.
+
+    Source: MIG user guide, Deployment considerations (slices reach each other neither over NVLink nor as peers).
+    """
     labels = Labels(machine)
     gpus = given_gpus(machine)
+    sliced = any(gpu.slices for gpu in gpus)
     joined = all(labels.distances.gpu_gpu(gpus[0], gpu) in (PathType.NVL, PathType.LOC) for gpu in gpus)
-    if len(gpus) > 1 and joined:
+    if len(gpus) > 1 and joined and not sliced:
         rates = [labels.link_bytes_per_second(gpu) for gpu in gpus]
         return LevelEstimate(
             name="intra_node",
@@ -72,8 +76,9 @@ def _intra_node(machine: Machine) -> LevelEstimate:
             source=f"NVLink or xGMI of the GPU with the fewest: links per NCCL v2.30 topo.h; alpha: {_TUNING}",
         )
     alone = len(gpus) == 1 and len(machine.gpus) > 1
-    if alone or (len(gpus) > 1 and not machine.links_known):
+    if sliced or alone or (len(gpus) > 1 and not machine.links_known):
         why = "the driver gives this process one GPU of several" if alone else "this source cannot show NVLink or xGMI"
+        why = "MIG slices reach each other through host memory alone" if sliced else why
         source = f"unknown: {why}; alpha: {_TUNING}"
         return LevelEstimate(
             name="intra_node", bytes_per_second=None, alpha_seconds=ALPHA_SECONDS["pcie"], source=source

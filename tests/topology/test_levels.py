@@ -67,6 +67,15 @@ def test_a_matrix_has_links_of_unknown_speed() -> None:
     assert levels_of(read_smi(text))[0].bytes_per_second is None
 
 
+def test_slices_of_gpus_have_none_of_their_links() -> None:
+    machine = dgx_h100()
+    sliced = replace(machine, gpus=(replace(machine.gpus[0], slices=("MIG-0", "MIG-1")), *machine.gpus[1:]))
+    intra, inter = levels_of(sliced)
+    assert intra.bytes_per_second is None and "MIG slices reach each other through host memory" in intra.source
+    assert inter == levels_of(machine)[1]
+    assert fabric_of(sliced) is None and fabric_of(machine) is not None
+
+
 def test_every_gpu_drives_one_of_its_nearest_cards_and_they_take_turns(preset: Machine) -> None:
     chosen, distances = nics_of_gpus(preset), Distances(preset)
     for gpu in preset.gpus:

@@ -128,7 +128,8 @@ def _switch(switch: PciSwitch) -> str:
 
 
 def _gpu(gpu: Gpu, labels: Labels) -> str:
-    about = [gpu.bus or "", model_name(gpu), pcie_text(gpu.pcie), labels.c2c(gpu)]
+    slices = f"{len(gpu.slices)} MIG slice{'s' * (len(gpu.slices) > 1)}" if gpu.slices else ""
+    about = [gpu.bus or "", model_name(gpu), slices, pcie_text(gpu.pcie), labels.c2c(gpu)]
     if labels.bundles[gpu.key]:
         kind = labels.bundles[gpu.key][0].kind.replace("nvlink", "NVLink").replace("xgmi", "xGMI")
         rate = labels.link_bytes_per_second(gpu)
