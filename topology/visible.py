@@ -12,6 +12,8 @@ VARIABLES = (CUDA, HIP, ROCR, ORDER)
 """What decides about it in a process's environment."""
 
 _SHOWN_CHARACTERS = 60
+_HIDING = ("", "-1", "NoDevFiles")
+"""What is written to hide all GPUs; Slurm writes the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,13 @@ def _of_nvidia(given: Sequence[Gpu], variables: Mapping[str, str]) -> VisibleGpu
 def _by_number(given: Sequence[Gpu], words: Sequence[str] | None, order: str | None) -> VisibleGpus:
     """Returns the GPUs that numbers stand for; all where there are none (`words` is None)."""
     numbers = [] if words is not None else list(range(len(given)))
+    why = ""
     for word in words or ():
         match = re.match(r"\+?([0-9]{1,4})(?![0-9])", word)
         if match is None or int(match[1]) >= len(given):
+            if word not in _HIDING:
+                name = f"`{CUDA}` is {','.join(words or ())[:_SHOWN_CHARACTERS]}: {word[:_SHOWN_CHARACTERS]}"
+                why = f"{name} is none of the {len(given)} GPUs here, and CUDA shows none from it on"
             break
         if int(match[1]) in numbers:
             return VisibleGpus((), why=f"`{CUDA}` names {match[1]} twice, for which CUDA shows no GPU")
@@ -84,7 +90,7 @@ def _by_number(given: Sequence[Gpu], words: Sequence[str] | None, order: str | N
     if numbers and len(models) > 1 and order != "PCI_BUS_ID":
         why = f"the GPUs differ, and CUDA numbers the fastest first: set {ORDER}=PCI_BUS_ID"
         return VisibleGpus(tuple(given), unknown=True, why=why)
-    return VisibleGpus(tuple(given[number] for number in numbers))
+    return VisibleGpus(tuple(given[number] for number in numbers), why=why)
 
 
 def _by_uuid(given: Sequence[Gpu], words: Sequence[str]) -> VisibleGpus:

@@ -64,6 +64,21 @@ def test_a_rank_drives_a_gpu_that_cuda_shows_it(text: str | None, numbers: list[
     assert keys(named(dgx_h100()), {} if text is None else {CUDA: text}) == numbers
 
 
+@pytest.mark.parametrize(("text", "said"), [
+    ("all", "`CUDA_VISIBLE_DEVICES` is all: all is none of the 8 GPUs here"),
+    ("2,9,3", "9 is none of the 8 GPUs here, and CUDA shows none from it on"),
+    (UUIDS[0][:7] + "x", "is the UUID of no GPU here"),
+    ("1,1", "names 1 twice"),
+    ("", ""),
+    ("-1", ""),
+    ("NoDevFiles", ""),
+    ("3,4", ""),
+])  # fmt: skip
+def test_what_is_named_and_not_shown_is_said(text: str, said: str) -> None:
+    why = visible_gpus(named(dgx_h100()), {CUDA: text}).why
+    assert said in why and bool(said) == bool(why)
+
+
 @pytest.mark.parametrize("text", [UUIDS[0], f"MIG-{UUIDS[0]}/1/2", SLICES[0]])
 def test_without_uuids_the_card_is_unknown_and_the_reason_is_said(text: str) -> None:
     machine = dgx_h100()
