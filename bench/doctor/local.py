@@ -133,7 +133,7 @@ def read_interfaces(root: Path = LIVE) -> tuple[NetworkInterface, ...]:
                 kind=_kind(own, name),
                 addresses=(*([four] if four else []), *six.get(name, [])),
                 mtu=number_of(own / "mtu") or 1500,
-                bits_per_second=rates.get(name) or _below(own, rates),
+                bits_per_second=rates.get(name) or (None if (own / "bonding").is_dir() else _below(own, rates)),
                 pcie_bits_per_second=None if root == LIVE and _is_virtual_machine(root) else pcie_rate(own / "device"),
                 other_half=_other_half(folder, name),
                 duplex=text_of(own / "duplex") if _kind(own, name) == "card" else None,

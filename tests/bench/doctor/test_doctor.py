@@ -177,6 +177,29 @@ def test_lanes_and_the_other_half_of_a_port_are_read_from_sysfs(tmp_path: Path) 
     assert found["enp1s0f0np0"].pcie_bits_per_second == pytest.approx(126.03e9, rel=1e-3)
 
 
+@pytest.mark.parametrize(("active", "rate"), [("eth1", 100e9), (None, None)])
+def test_a_bond_has_the_rate_of_the_members_it_uses(tmp_path: Path, active: str | None, rate: float | None) -> None:
+    bond = "sys/class/net/bond0"
+    files = {
+        f"{bond}/type": "1",
+        f"{bond}/bonding/mode": "active-backup 1",
+        f"{bond}/lower_eth0/x": "",
+        f"{bond}/lower_eth1/x": "",
+    }
+    files |= {} if active is None else {f"{bond}/bonding/active_slave": active}
+    for number in range(2):
+        own = f"sys/class/net/eth{number}"
+        files |= {f"{own}/type": "1", f"{own}/speed": "100000", f"{own}/operstate": "up"}
+        files[f"sys/devices/pci0000:00/0000:0{number}:00.0/class"] = "0x020000"
+    write(tmp_path, files)
+    for number in range(2):
+        member = tmp_path / f"sys/class/net/eth{number}"
+        (member / "device").symlink_to(tmp_path / f"sys/devices/pci0000:00/0000:0{number}:00.0")
+        (member / "master").symlink_to(tmp_path / bond)
+    found = {each.name: each.bits_per_second for each in local.read_interfaces(tmp_path)}
+    assert found == {"bond0": rate, "eth0": 100e9, "eth1": 100e9}
+
+
 CARDS = (
     NetworkInterface(name="lo", kind="loopback", addresses=("127.0.0.1",)),
     NetworkInterface(name="docker0", kind="bridge", addresses=("172.17.0.1",)),
