@@ -21,6 +21,8 @@ class HostSummary:
     """Rate of the whole node, over the NICs that its GPUs drive, one direction."""
     nic: str | None
     """The NIC that the rank should drive."""
+    nic_unknown: str
+    """Why the rank's GPU, and with it its NIC, cannot be told; empty where it can, or where there is none."""
     interface: str | None
     """Network interface of that NIC's first port that is up; the bond or bridge it is in, which has the address."""
     fastest_nics: tuple[str, ...]
@@ -45,6 +47,7 @@ def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = N
     from gradwire.topology.labels import nic_name
     from gradwire.topology.levels import levels_of
     from gradwire.topology.readers.detect import detect_machine
+    from gradwire.topology.visible import visible_gpus
 
     machine = detect_machine()
     intra, inter = levels_of(machine)
@@ -55,6 +58,7 @@ def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = N
         intra_node_bytes_per_second=intra.bytes_per_second,
         inter_node_bytes_per_second=inter.bytes_per_second,
         nic=nic_name(nic) if nic else None,
+        nic_unknown="" if nic or local_rank is None else visible_gpus(machine, variables or {}).why,
         interface=next((port.above or port.bond or name for port in up for name in port.interfaces), None),
         fastest_nics=tuple(nic_name(fast) for fast in fastest_nics(machine.nics)),
         nics=len(driven) or None,

@@ -16,6 +16,7 @@ class Hardware:
         inter_node: Of the whole node, over the NICs that its GPUs drive.
         nic: The NIC that this rank should drive; None where nothing is known about it.
         interface: Its network interface; None where it has none.
+        nic_unknown: Why `nic` is None, where that is because nobody can tell which GPU the rank has.
         fastest: All NICs of the machine that are as fast as its fastest.
         nics: NICs that `inter_node` is of, all together.
         fabric: What NCCL's cost model asks about the GPUs; None for ranks that keep their gradients in host memory, and
@@ -29,6 +30,7 @@ class Hardware:
     fastest: tuple[str, ...] = ()
     nics: int | None = None
     fabric: GpuFabric | None = None
+    nic_unknown: str = ""
 
 
 @lru_cache(maxsize=8)
@@ -49,5 +51,6 @@ def hardware(local_rank: int | None, device_type: str) -> Hardware:
         interface=host.interface,
         fastest=host.fastest_nics,
         nics=host.nics,
+        nic_unknown=host.nic_unknown,
         fabric=host.fabric if device_type == "cuda" else None,
     )

@@ -16,7 +16,7 @@ Nodes = Sequence[Sequence[Presence]]
 
 
 def describe_nics(presences: Sequence[Presence], config: Config, *, all_used: bool = False) -> tuple[str, ...]:
-    """A line with the NICs by local rank, and one for each thing to mend; none where no NIC is known.
+    """A line with the NICs by local rank, and one for each thing to mend; where no NIC is known, why, if that is known.
 
     Args:
         presences: Of all ranks, in rank order.
@@ -28,8 +28,13 @@ def describe_nics(presences: Sequence[Presence], config: Config, *, all_used: bo
         found[presence.location, presence.host].append(presence)
     nodes = list(found.values())
     if all(presence.hardware.nic is None for presence in presences):
-        return ()
-    return (_by_local_rank(nodes), *_shared(nodes), *(() if all_used else _unused_by_gloo(nodes, config)))
+        return _unknown(presences)
+    return (
+        _by_local_rank(nodes),
+        *_unknown(presences),
+        *_shared(nodes),
+        *(() if all_used else _unused_by_gloo(nodes, config)),
+    )
 
 
 def interface_of(presences: Sequence[Presence], rank: int, config: Config) -> str | None:
@@ -47,11 +52,28 @@ def interface_of(presences: Sequence[Presence], rank: int, config: Config) -> st
         return None
     without = [presence.rank for presence in presences if presence.hardware.interface is None]
     if without:
+        why = presences[without[0]].hardware.nic_unknown
         raise ValueError(
             f"`nics` is {NIC_PER_RANK}, but no network interface is known for rank {without[0]} "
-            f"({len(without)} of {len(presences)} ranks): leave it out, and name one in GLOO_SOCKET_IFNAME"
+            f"({len(without)} of {len(presences)} ranks{f'; {why}' if why else ''}): leave it out, and name one in "
+            "GLOO_SOCKET_IFNAME"
         )
     return presences[rank].hardware.interface
+
+
+def _unknown(presences: Sequence[Presence]) -> tuple[str, ...]:
+    """Ranks whose NIC is unknown, and why, ranks with the same reason together."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for presence in presences:
+        if presence.hardware.nic_unknown:
+            ranks[presence.hardware.nic_unknown].append(presence.rank)
+    return tuple(f"NIC of {_listed(of)} unknown: {why}" for why, of in ranks.items())
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1, 2, 3, ... (64)`."""
+    more = f", ... ({len(ranks)})" if len(ranks) > 4 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
 
 
 def _by_local_rank(nodes: Nodes) -> str:

@@ -8,6 +8,7 @@ import pytest
 from gradwire.topology.graph import Machine, Nic, Port
 from gradwire.topology.host_summary import host_summary
 from gradwire.topology.levels import levels_of
+from gradwire.topology.presets import dgx_h100
 from gradwire.topology.readers import detect
 from gradwire.topology.readers.detect import detect_machine
 
@@ -41,6 +42,14 @@ def test_what_stands_before_a_port_has_its_address(
     port = Port(name="eth1", interfaces=("eth1",), bond=bond, above=above)
     monkeypatch.setattr(detect, "detect_machine", lambda: Machine(nics=(Nic(key="eth1", ports=(port,)),)))
     assert host_summary(0).interface == wanted
+
+
+def test_a_rank_whose_gpu_nobody_can_tell_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "detect_machine", dgx_h100)
+    summary = host_summary(0, {"CUDA_VISIBLE_DEVICES": "MIG-41b36412"})
+    assert summary.nic is None and summary.interface is None and "MIG-41b36412" in summary.nic_unknown
+    for known in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "3"}):
+        assert host_summary(0, known).nic_unknown == ""
 
 
 def test_importing_it_loads_nothing_else() -> None:

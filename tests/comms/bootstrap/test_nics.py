@@ -42,6 +42,18 @@ def test_nics_are_reported_by_local_rank(hosts: str, nics: list[str | None], lin
     assert describe_nics(presences(hosts, nics), Config()) == lines
 
 
+def test_why_a_nic_is_unknown_is_said_once() -> None:
+    why = "`CUDA_VISIBLE_DEVICES` is MIG-1, and nobody knows it"
+    ranks = presences("aabb", ["nic0", None, None, None])
+    ranks = [
+        replace(each, hardware=replace(each.hardware, nic_unknown="" if each.hardware.nic else why)) for each in ranks
+    ]
+    assert describe_nics(ranks, Config())[1] == f"NIC of ranks 1, 2, 3 unknown: {why}"
+    assert describe_nics(ranks[1:2], Config()) == (f"NIC of rank 1 unknown: {why}",)
+    with pytest.raises(ValueError, match=r"rank 1 \(3 of 4 ranks; `CUDA_VISIBLE_DEVICES` is MIG-1, and nobody"):
+        interface_of(ranks, 0, Config(nics="per_rank"))
+
+
 def test_a_shared_nic_beside_an_idle_one_is_named() -> None:
     head, line = describe_nics(presences("aabb", ["nic0", "nic0", "nic0", "nic1"]), Config())
     assert head == "NIC by local rank: nic0 for all 2 on node 0; nic0, nic1 on node 1"
