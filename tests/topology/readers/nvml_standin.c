@@ -15,7 +15,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, GPU_IS_LOST = 15 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, GPU_IS_LOST = 15 };
 
 typedef struct {
   char busIdLegacy[16];
@@ -60,6 +60,18 @@ int nvmlDeviceGetBAR1MemoryInfo(void *gpu, memory *m) { m->total = 128ull << 30;
 int nvmlDeviceGetMaxPcieLinkGeneration(void *gpu, unsigned *generation) { *generation = 5; return SUCCESS; }
 int nvmlDeviceGetCurrPcieLinkWidth(void *gpu, unsigned *width) { *width = 16; return SUCCESS; }
 int nvmlDeviceGetMigMode(void *gpu, unsigned *current, unsigned *pending) { *current = *pending = 1; return MIG; }
+static int slices[2][7]; /* of which 0 and 2 are there: indices need not be dense */
+int nvmlDeviceGetMaxMigDeviceCount(void *gpu, unsigned *count) { *count = MIG ? 0 : 7; return MIG; }
+int nvmlDeviceGetMigDeviceHandleByIndex(void *gpu, unsigned index, void **slice) {
+  *slice = &slices[number(gpu)][index];
+  return index == 0 || index == 2 ? SUCCESS : NOT_FOUND;
+}
+int nvmlDeviceGetUUID(void *handle, char *text, unsigned length) {
+  int slice = (int)((int *)handle - slices[0]);
+  if (slice >= 0 && slice < 14) snprintf(text, length, "MIG-41b36412-ae44-5021-baa2-86b1036cd2%02d", slice);
+  else snprintf(text, length, "GPU-8932f937-d72c-4106-c12f-20bd9faed9f%d", number(handle));
+  return SUCCESS;
+}
 int nvmlDeviceGetNvLinkState(void *gpu, unsigned link, unsigned *active) {
   *active = link < LINKS && !ASLEEP;
   return link < LINKS ? SUCCESS : INVALID_ARGUMENT;

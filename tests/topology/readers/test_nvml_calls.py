@@ -121,6 +121,14 @@ def test_mig(ask: Ask) -> None:
     assert [rows(ask(MIG=code)["gdr"], "gpus")[0].get("mig") for code in (0, 3, 15)] == [True, False, None]
 
 
+def test_uuids_of_gpus_and_of_their_slices(ask: Ask) -> None:
+    whole, sliced = rows(ask()["topo"], "gpus"), rows(ask(MIG=0)["topo"], "gpus")
+    gpus = [f"GPU-8932f937-d72c-4106-c12f-20bd9faed9f{number}" for number in range(2)]
+    assert [(gpu["uuid"], gpu["slices"]) for gpu in whole] == [(uuid, []) for uuid in gpus]
+    slices = [[f"MIG-41b36412-ae44-5021-baa2-86b1036cd2{number:02}" for number in pair] for pair in ((0, 2), (7, 9))]
+    assert [(gpu["uuid"], gpu["slices"]) for gpu in sliced] == list(zip(gpus, slices, strict=True))
+
+
 def test_a_driver_and_a_library_of_two_versions(ask: Ask) -> None:
     found = ask(INIT=18)
     assert "mismatch" in str(found["topo"]["reason"]) and "mismatch" in str(found["gdr"]["nvml_error"])
