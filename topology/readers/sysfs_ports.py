@@ -92,13 +92,20 @@ def _join(ports: list[Port], interface: _Interface) -> None:
                 port,
                 interfaces=(*port.interfaces, interface.name),
                 bond=port.bond or own.bond,
-                # A bond of IPoIB chooses among interfaces; what is sent without them goes through every port.
-                standby=port.standby or (own.standby and port.link_layer != "InfiniBand"),
+                standby=port.standby or (own.standby and not _chooses_itself(port)),
                 above=port.above or own.above,
                 bits_per_second=port.bits_per_second or own.bits_per_second,
             )
             return
     ports.append(interface.port)
+
+
+def _chooses_itself(port: Port) -> bool:
+    """Returns whether a bond of interfaces decides nothing about what an RDMA device sends.
+
+    A bond of IPoIB leaves InfiniBand itself alone, and the device of a RoCE LAG sends over the member that is in use.
+    """
+    return port.link_layer == "InfiniBand" or "bond" in port.name
 
 
 def _aggregate(folder: Path, by_bus: dict[str, list[Port]]) -> None:

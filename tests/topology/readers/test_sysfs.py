@@ -173,6 +173,18 @@ def test_the_card_that_a_bond_uses_is_driven_and_not_the_other(systree: "SysTree
     assert levels_of(machine)[1].bytes_per_second == 12.5e9
 
 
+def test_the_device_of_a_roce_lag_is_never_in_reserve(systree: "SysTree") -> None:
+    card = (ROOT, "0000:05:00.0")
+    bonded(systree, card, (ROOT, "0000:00:03.0", "0000:06:00.0"))  # the other member is another card's
+    systree.write("sys/devices/virtual/net/bond0/bonding/mode", "active-backup 1")
+    systree.write("sys/devices/virtual/net/bond0/bonding/active_slave", "eth1")
+    systree.rdma("mlx5_bond_0", *card, rate="100 Gb/sec (4X EDR)", layer="Ethernet")
+    machine = read(systree.root)
+    assert [(nic.ports[0].name, nic_bytes_per_second(nic)) for nic in machine.nics] == [
+        ("mlx5_bond_0", 12.5e9), ("eth1", 12.5e9),
+    ]  # fmt: skip
+
+
 def test_a_bond_of_ipoib_holds_no_infiniband_in_reserve(systree: "SysTree") -> None:
     ports = [(ROOT, f"0000:0{number}:00.0") for number in (5, 6)]
     for number, chain in enumerate(ports):
