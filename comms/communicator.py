@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.bootstrap.addresses import own_addresses
-from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, nccl_backend_of, timeout_of
-from gradwire.comms.bootstrap.door import Directory, Door, Place
+from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, is_known, nccl_backend_of, timeout_of
+from gradwire.comms.bootstrap.door import Directory, Door, Ended, Place
 from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
@@ -123,11 +123,11 @@ class Communicator:
         else:
             door = Door.open()
             try:
-                presences = exchange(own, self._presence(door, own.host, size), config.timeout)
+                presence = self._presence(door, own.host, size)
+                presences = exchange(own, presence, config.timeout, door, _met_before(group, global_ranks))
             except BaseException:
                 door.close()
                 raise
-            door.answer_for(presences.start, rank)
             self._leave = weakref.finalize(self, _leave, door, presences.start, rank)
         self.presences = presences
         """What every rank has said about itself; `start` names this start of these ranks, and no earlier one's."""
@@ -136,13 +136,10 @@ class Communicator:
         store = polling(self.plain_store)
         cluster = cluster_of(presences, config)
         self.routes = Routes(cluster, rank, device.type, config, compressor)
+        directory = None if door is None else _directory(presences, cluster, rank, door)
         if oversight is not None:
             board = oversight.board
         elif board is None:
-            assert door is not None
-            doors = {each.rank: Place(each.port, each.addresses, each.kernel) for each in presences if each.port}
-            node = next(node for node in cluster.nodes if rank in node)
-            directory = Directory(presences.start, rank, doors, node, door)
             board = FailureBoard(store, rank, size, directory=directory)
         self._board = board
         interface = None
@@ -166,6 +163,7 @@ class Communicator:
             nccl_groups=_nccl_groups(name, cluster, device, group, global_ranks) if device.type == "cuda" else None,
             connections=_connections(config, self.routes, self.cards),
             cards=self.cards,
+            ended=None if directory is None else directory.ended,
         )
         self._connected = False
         self.executor = _executor(
@@ -191,6 +189,11 @@ class Communicator:
     def hostnames(self) -> tuple[str, ...]:
         """Names of the ranks' hosts, as they call themselves."""
         return tuple(presence.host[0] for presence in self.presences)
+
+    @property
+    def ended(self) -> Ended | None:
+        """Says which ranks have ended, or have left this communicator; None in elastic training: rings see to it."""
+        return self._groups.ended
 
     @property
     def clock(self) -> "Clock":
@@ -464,6 +467,28 @@ class Communicator:
             )
         if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
             raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
+
+
+def _directory(presences: Presences, cluster: Cluster, rank: int, door: Door) -> Directory:
+    doors = {each.rank: Place(each.port, each.addresses, each.kernel) for each in presences if each.port}
+    node = next(node for node in cluster.nodes if rank in node)
+    return Directory(presences.start, rank, doors, node, door)
+
+
+def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | None) -> Ended | None:
+    """Says which ranks of a group have ended, where they have met already: in it, or all ranks in the default one."""
+    if (ended := getattr(group, "ended", None)) is not None:
+        return cast(Ended, ended)
+    if not dist.is_initialized() or (ended := getattr(dist.group.WORLD, "ended", None)) is None:
+        return None
+    if global_ranks is None:
+        global_ranks = dist.get_process_group_ranks(group) if group is not None and is_known(group) else ()
+    everybody = tuple(global_ranks)
+
+    def of_them(ranks: Sequence[int]) -> list[int]:
+        return [everybody.index(each) for each in ended([everybody[rank] for rank in ranks])]
+
+    return of_them if everybody else None
 
 
 def _leave(door: Door, start: str, rank: int) -> None:

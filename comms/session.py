@@ -306,8 +306,9 @@ class GradientSession(AveragingSession):
     def _consensus(self, name: str, timeout: timedelta) -> "Agreement":
         from gradwire.comms.bootstrap.agree import Agreement  # here: fixed plans need no decisions
 
-        own = PollingStore(self.communicator.plain_store, self._config.timeout, ranks=self.communicator.size)
-        return Agreement(own, self.communicator.rank, self.communicator.size, name, timeout)
+        ranks = self.communicator
+        own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
+        return Agreement(own, ranks.rank, ranks.size, name, timeout, ended=ranks.ended)
 
 
 class Refused:

@@ -330,6 +330,7 @@ class Tuning(StepListener):
             communicator.size,
             f"tune/{name}",
             config.timeout,
+            ended=communicator.ended,
         )
         plans = PLANS if config.plan == "auto" else ()
         self.tuner = Tuner(

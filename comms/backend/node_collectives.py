@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradwire.comms.backend.work import FutureTensors
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.door import Awaited, Ended
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.transport.shm import ShmGroup
 
@@ -29,14 +30,18 @@ class NodeCollectives:
         size: Number of ranks, all on one node.
         timeout: For every collective.
         name: Names the thread.
+        ended: Says which ranks have ended, for those that wait for them to connect.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, name: str, ended: Ended | None = None
+    ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
         self._name = name
+        self._ended = ended
         self._group: ShmGroup | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -116,7 +121,14 @@ class NodeCollectives:
 
     def _connect(self) -> ShmGroup:
         if self._group is None:
-            self._group = ShmGroup.create(self._store, self._rank, self._size, key="node", timeout=self._timeout)
+            self._group = ShmGroup.create(
+                self._store,
+                self._rank,
+                self._size,
+                key="node",
+                timeout=self._timeout,
+                awaited=Awaited(range(self._size), self._rank, self._ended),
+            )
         return self._group
 
     def _submit(self, run: Callable[[ShmGroup], None], outputs: list[Tensor]) -> FutureTensors:

@@ -9,6 +9,7 @@ goes to the inner group, which knows them all, as does every collective that is 
 """
 
 import atexit
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
@@ -140,6 +141,7 @@ class GradwireGroup(DelegatingGroup):
                 options.group_size,
                 options.timeout,
                 f"gradwire {options.group_id}",
+                self._planned.on_cpu.ended,
             )
         elif self._planned:
             self._collectives = PlannedCollectives(self._planned.on_cpu)
@@ -151,6 +153,11 @@ class GradwireGroup(DelegatingGroup):
     def name(self) -> str:
         """The backend's name."""
         return "gradwire"
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of some ranks of this group that are known to have ended, or to have left it; in some seconds."""
+        ended = self._planned.on_cpu.ended if self._planned else None
+        return ended(ranks) if ended else []
 
     def get_group_store(self) -> Store:
         """The store that all ranks of this group share."""

@@ -13,10 +13,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import islice
 from typing import TypeVar, cast
 
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.door import CALLS, Ended, Looks
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
+from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
 
@@ -41,6 +44,7 @@ class Agreement:
         name: Prefix of the keys, unique in the store.
         timeout: How long to wait for the others.
         must: What all ranks must do, for the message of who waits in vain in `gather`.
+        ended: Says which ranks have ended, which are waited for in vain; None: nobody knows.
 
     Attributes:
         rank: This one.
@@ -48,7 +52,14 @@ class Agreement:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, name: str, timeout: timedelta, must: str = "take part"
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        name: str,
+        timeout: timedelta,
+        must: str = "take part",
+        ended: Ended | None = None,
     ) -> None:
         self._store = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=size)
         self.rank = rank
@@ -56,6 +67,7 @@ class Agreement:
         self._name = name
         self._timeout = timeout
         self._must = must
+        self._ended = ended
         self._round = 0
 
     def decide(self, value: object, rule: Callable[[list[object]], object]) -> object:
@@ -75,9 +87,11 @@ class Agreement:
         if self.rank == 0:
             return self._preside(place, rule)
         try:
-            self._store.wait([f"{place}/verdict"], self._timeout)
+            self._store.wait([f"{place}/verdict"], self._timeout, self._looking(place, [0]))
         except StoreUnreachableError:
             raise
+        except PeerError as error:
+            self._store.compare_set(f"{place}/verdict", "", json.dumps([REFUSED, str(error)]))
         except RuntimeError:
             self._give_up(place)
         return self._obey(place)
@@ -146,6 +160,8 @@ class Agreement:
             verdict = [REFUSED, self._missing(place)] if values is None else ["accepted", rule(values)]
         except ValueError as error:
             verdict = [REFUSED, str(error)]
+        except PeerError as error:
+            verdict = [REFUSED, str(error)]
         self._store.compare_set(f"{place}/verdict", "", json.dumps(verdict))
         return self._obey(place)
 
@@ -155,13 +171,31 @@ class Agreement:
         values: list[object] = []
         for keys in self._blocks(place):
             try:
-                self._store.wait(keys, timedelta(seconds=max(0.0, deadline - time.monotonic())))
-            except StoreUnreachableError:
+                seconds = max(0.0, deadline - time.monotonic())
+                self._store.wait(keys, timedelta(seconds=seconds), self._looking(place, range(self.size)))
+            except (StoreUnreachableError, PeerError):
                 raise
             except RuntimeError:
                 return None
             values += map(json.loads, self._store.multi_get(keys))
         return values
+
+    def _looking(self, place: str, ranks: Sequence[int]) -> Callable[[], None]:
+        """What looks, while this rank waits for the word of some, whether those that are silent have ended."""
+        looks = Looks()
+
+        def look() -> None:
+            if self._ended is None or not looks.are_due():
+                return
+            if self.rank == 0:
+                silent = (rank for rank in ranks if rank and not self._store.check([f"{place}/{rank}"]))
+                ranks_to_ask = list(islice(silent, CALLS))
+            else:  # whose verdict is waited for: it may have spoken
+                ranks_to_ask = list(ranks)
+            if ended := self._ended(ranks_to_ask):
+                raise PeerError(f"rank {', '.join(map(str, ended))} has ended: look at its output", tuple(ended))
+
+        return look
 
     def _blocks(self, place: str) -> list[list[str]]:
         keys = [f"{place}/{rank}" for rank in range(self.size)]

@@ -8,7 +8,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ CALLS = 64
 
 WITNESSES = 2
 """Ranks of a host that are called besides, to know whether it lets callers in."""
+
+FIRST_LOOK_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 15.0
+"""Seconds for which a rank waits for others to come before it looks whether they have ended, and the longest pause
+between two looks: each is twice as long as the one before."""
 
 HERE, LEFT = b"+", b"-"
 ASK, TELL = b"?", b"!"
@@ -207,6 +212,10 @@ class Directory:
         }
         return found | {rank: ENDED for rank in refused if self.doors[rank].kernel in open_hosts - {""}}
 
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of some ranks that are known to have ended, or to have left, ascending; asked as `call` does."""
+        return sorted(rank for rank, outcome in self.call(ranks).items() if outcome == ENDED)
+
     def _of_their_hosts(self, ranks: Sequence[int]) -> list[int]:
         """A few other ranks of the hosts of some."""
         hosts: dict[str, list[int]] = {self.doors[rank].kernel: [] for rank in ranks}
@@ -259,6 +268,54 @@ class Directory:
                 return ENDED
             refused = True  # it has gone while it was asked, or somebody else has its port
         return REFUSED if refused and not silent else SILENT
+
+
+Ended = Callable[[Sequence[int]], list[int]]
+"""Gives those of some ranks that are known to have ended; see `Directory.ended`."""
+
+
+class Looks:
+    """When a rank that waits for others to come looks whether they have ended: ever more rarely, while it waits."""
+
+    def __init__(self) -> None:
+        self._pause = FIRST_LOOK_SECONDS
+        self._next = time.monotonic() + self._pause
+
+    def are_due(self) -> bool:
+        """Whether it is time for a look; then the next one comes later."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self._next = now + self._pause
+        return True
+
+
+class Awaited:
+    """Ranks that are being connected with this one: who has ended meanwhile does not come.
+
+    Args:
+        members: Ranks, as `ended` numbers them.
+        index: This rank's among them.
+        ended: Says which have ended; None: nobody knows.
+    """
+
+    def __init__(self, members: Sequence[int], index: int, ended: Ended | None) -> None:
+        self._members = members
+        self._others = [*members[index + 1 :], *members[:index]][:CALLS]
+        self._ended = ended
+        self._looks = Looks()
+
+    def ended(self) -> list[int]:
+        """Indices of those that are known to have ended; none between two looks."""
+        if self._ended is None or not self._looks.are_due():
+            return []
+        return sorted(self._members.index(rank) for rank in self._ended(self._others))
+
+    def words(self, ended: Sequence[int]) -> str:
+        """What to say of those that have ended."""
+        ranks = ", ".join(str(self._members[index]) for index in ended)
+        return f"rank {ranks} has ended before it had connected: look at its output"
 
 
 def _close_in_child() -> None:

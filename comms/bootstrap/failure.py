@@ -319,8 +319,7 @@ class FailureBoard(Board):
                     dead |= set(word["dead"])
             if now > calling:
                 calling = deadline + 1.0
-                called = self._doors_of(silent - dead, words).call(sorted(silent - dead)[:CALLS])
-                dead |= {rank for rank, outcome in called.items() if outcome == ENDED}
+                dead |= set(self._doors_of(silent - dead, words).ended(sorted(silent - dead)[:CALLS]))
             if not silent - dead or last:
                 break
             time.sleep(nap_seconds)

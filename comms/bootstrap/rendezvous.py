@@ -6,6 +6,10 @@ table of 16,384 ranks has some 100 kB, because most ranks say the same about mos
 
 The store may still hold what an earlier start has left (an elastic restart keeps it): nothing below another name is
 read, and a rank that has followed the name of an earlier start follows the new one as soon as it is there.
+
+A rank says where it can be called as soon as there is a name. So one that ends before all have come is looked for at
+its door by those that wait for it: rank 0 for the packers, and they for rank 0. Of a rank that has not come nothing is
+known, unless the ranks have met before, in a group that is still there.
 """
 
 import json
@@ -22,9 +26,12 @@ from itertools import accumulate
 from typing import Any, overload
 
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.door import CALLS, Directory, Door, Ended, Looks, Place
 from gradwire.comms.bootstrap.hardware import Hardware
+from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
+from gradwire.comms.errors import PeerError
 from gradwire.topology.cluster import GpuFabric
 
 BLOCK = 64
@@ -101,41 +108,63 @@ Column = tuple[list[str], "array[int]"]
 """Different values, and of each rank the index of its own."""
 
 
-def exchange(store: Store, own: Presence, timeout: timedelta) -> Presences:
+def exchange(
+    store: Store, own: Presence, timeout: timedelta, door: Door | None = None, ended: Ended | None = None
+) -> Presences:
     """Publishes this rank's presence and returns every rank's.
 
     Args:
         store: A store that all ranks share, with a prefix of its own.
         own: This rank's.
         timeout: For all of it.
+        door: Where this rank is called from now on, at the port that `own` gives; None: nowhere.
+        ended: Says which of these ranks have ended that have met before; None: they have not.
 
     Raises:
         RuntimeError: A rank did not join within the time-out; the message names those that are missing.
+        PeerError: A rank has ended before all had joined.
         StoreUnreachableError: The store does not answer.
         ValueError: A rank has another world size, device, or configuration; the message names the field and both
             values. Raised on every rank.
     """
     polling = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=own.size)
+    rank = (_Leader if own.rank == 0 else _Follower)(polling, own, timeout, door, ended)
     try:
-        return (_Leader if own.rank == 0 else _Follower)(polling, own, timeout).meet()
+        return rank.meet()
     except StoreUnreachableError as error:
+        rank.leave()
         raise StoreUnreachableError(f"rank {own.rank} of {own.size} could not finish its start-up: {error}") from error
+    except BaseException:
+        rank.leave()
+        raise
 
 
 class _Rank:
     """What rank 0 and the others do alike."""
 
-    def __init__(self, store: PollingStore, own: Presence, timeout: timedelta) -> None:
+    def __init__(
+        self, store: PollingStore, own: Presence, timeout: timedelta, door: Door | None, ended: Ended | None
+    ) -> None:
         self._store = store
         self._own = own
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._start = ""
         self._packed = False
+        self._door = door
+        self._ended_before = ended
+        self._looks = Looks()
+
+    def leave(self) -> None:
+        """Is called in vain from now on."""
+        if self._door is not None:
+            self._door.forget(self._start, self._own.rank)
 
     def _publish(self, start: str) -> None:
         """Puts this rank's presence below the name of a start."""
         self._start = start
+        if self._door is not None:  # before anybody knows where to call
+            self._door.answer_for(start, self._own.rank)
         self._packed = self._own.rank % BLOCK != 0  # nothing to do then
         self._store.set(f"{start}/rank/{self._own.rank}", json.dumps(asdict(self._own)))
 
@@ -165,6 +194,25 @@ class _Rank:
             return ValueError(reason)
         return ValueError(reason)
 
+    def _ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of some ranks that are known to have ended: at the places that they have given, now or before."""
+        places = {}
+        for rank in ranks:
+            if self._start and self._store.check([f"{self._start}/rank/{rank}"]):
+                said = json.loads(self._store.read(f"{self._start}/rank/{rank}"))
+                if said["port"]:
+                    places[rank] = Place(said["port"], tuple(said["addresses"]), said["kernel"])
+        found = Directory(self._start, self._own.rank, places).ended(list(places))
+        if self._ended_before is not None:
+            found += self._ended_before([rank for rank in ranks if rank not in places])
+        return sorted(found)
+
+    def _has_ended(self, ranks: Sequence[int]) -> PeerError:
+        who = f"rank {', '.join(map(str, ranks))}"
+        return PeerError(
+            f"{who} has ended before all {self._own.size} ranks had joined: look at its output", tuple(ranks)
+        )
+
     def _did_not_join(self, ranks: Sequence[int]) -> RuntimeError:
         return RuntimeError(
             f"`world_size` is {self._own.size} on rank {self._own.rank}, but rank {', '.join(map(str, ranks))} did not "
@@ -192,6 +240,9 @@ class _Leader(_Rank):
                 missing = self._missing(blocks)
                 self._say(self._start, {"missing": missing})
                 raise self._did_not_join(missing)
+            if self._may_know() and self._looks.are_due() and (ended := self._ended(self._missing(blocks, CALLS))):
+                self._say(self._start, {"ended": ended})
+                raise self._has_ended(ended)
             naps.sleep(self._deadline)
         found = Presences(self._start, _join([_unpack(block) for block in self._store.multi_get(blocks)]))
         self._store.set(f"{self._start}/all", found.pack())
@@ -209,10 +260,16 @@ class _Leader(_Rank):
         }
         self._store.set(ROUND, json.dumps({**word, "outcome": outcome}))
 
-    def _missing(self, blocks: Sequence[str]) -> list[int]:
-        """The ranks that have said nothing, or whose packer has stopped."""
-        missing = []
+    def _may_know(self) -> bool:
+        """Whether anything can be known of who is missing: of this rank's own block that is who has not come."""
+        return self._ended_before is not None or self._own.size > BLOCK
+
+    def _missing(self, blocks: Sequence[str], most: int | None = None) -> list[int]:
+        """The ranks that have said nothing, or whose packer has stopped; not many more than `most`."""
+        missing: list[int] = []
         for number, block in enumerate(blocks):
+            if most is not None and len(missing) >= most:
+                break
             if not self._store.check([block]):
                 ranks = self._block(number)
                 silent = [rank for rank in ranks if not self._store.check([f"{self._start}/rank/{rank}"])]
@@ -238,17 +295,41 @@ class _Follower(_Rank):
                 self._pack_block()
             if time.monotonic() > self._deadline:
                 raise self._nobody_decided()
+            if self._looks.are_due() and self._is_to_look() and self._ended([0]):
+                self._end_without_leader()
+                continue
             naps.sleep(self._deadline)
 
     def _naps(self) -> Naps:
         """The packers look more often: they are few, and all others wait for them."""
         return Naps(self._own.size if self._own.rank % BLOCK else -(-self._own.size // BLOCK))
 
+    def _is_to_look(self) -> bool:
+        """Whether this rank looks after rank 0: where its own kernel knows, or as one of few."""
+        if not self._start or self._own.size <= BLOCK or self._own.rank % BLOCK == 1:
+            return True
+        key = f"{self._start}/rank/0"
+        return self._store.check([key]) and json.loads(self._store.read(key))["kernel"] == own_kernel()
+
+    def _end_without_leader(self) -> None:
+        """Says to all, in the place of rank 0, that it has ended, unless it has come to an outcome before.
+
+        Raises:
+            PeerError: There is no start that could end.
+        """
+        if not self._start:
+            raise self._has_ended([0])
+        word = self._store.read(ROUND).decode()
+        said = json.loads(word)
+        if said["start"] == self._start and said["outcome"] is None:
+            self._store.compare_set(ROUND, word, json.dumps({**said, "outcome": {"ended": [0]}}))
+
     def _follow(self, word: dict[str, Any]) -> None:
         """Takes part in a start, unless it does not fit this rank; it is one of earlier if nobody ever ends it.
 
         From now on rank 0's time-out decides, which began not later, so that all ranks hear from it who is missing.
         """
+        self.leave()  # of an earlier start
         self._start = word["start"]
         if (reason := _misfit(self._own, word)) is not None:
             self._store.compare_set(f"{self._start}/refused", "", reason)
@@ -261,6 +342,8 @@ class _Follower(_Rank):
             raise self._refuse(outcome["refused"])
         if "missing" in outcome:
             raise self._did_not_join(outcome["missing"])
+        if "ended" in outcome:
+            raise self._has_ended(outcome["ended"])
         return Presences.unpack(self._start, self._store.read(f"{self._start}/all"))
 
     def _nobody_decided(self) -> RuntimeError:

@@ -154,8 +154,15 @@ class PollingStore(Store):
         """Deletes a key; whether there was one."""
         return self._ask(f"delete_key {key}", lambda: self._store.delete_key(key))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+    def wait(
+        self, keys: Sequence[str], timeout: timedelta | None = None, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
         """Returns when all keys have values.
+
+        Args:
+            keys: Which.
+            timeout: None takes that of the store.
+            meanwhile: Called between two looks; what it raises ends the wait.
 
         Raises:
             RuntimeError: They had none within the time-out.
@@ -166,6 +173,7 @@ class PollingStore(Store):
         while not self._check(keys, max(deadline - time.monotonic(), 0.0) + LONGEST_NAP_SECONDS):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no value for {_shortly(keys)} within {seconds:g} s")
+            meanwhile()
             naps.sleep(deadline)
 
     def _check(self, keys: Sequence[str], seconds: float) -> bool:

@@ -8,12 +8,14 @@ order for all ranks.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import PrefixStore
+from gradwire.comms.bootstrap.door import Awaited, Ended
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
@@ -166,6 +168,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         nccl_groups: Names, global ranks and the user's own group, for CUDA.
         connections: As for `GlooTransport`.
         cards: This host's network cards, where there are several to send over.
+        ended: Says which ranks have ended, for those that wait for them to connect.
     """
 
     def __init__(
@@ -182,6 +185,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         nccl_groups: "NcclGroups | None" = None,
         connections: Callable[[float], int] | None = None,
         cards: "Cards | None" = None,
+        ended: Ended | None = None,
     ) -> None:
         super().__init__()
         self._store = store
@@ -190,10 +194,11 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._transport = transport
         self._same_node = same_node
         self._timeout = timeout
-        self._alarm = alarm
-        self._interface = interface
-        self._connections = connections
+        self._connect_gloo = partial(
+            connect_gloo, timeout=timeout, alarm=alarm, interface=interface, connections=connections
+        )
         self._cards = cards
+        self.ended = ended
         self._nccl = nccl_groups
         self._connecting: NcclTransport | None = None
         self._users: NcclTransport | None = None
@@ -296,7 +301,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._same_node(members):
             from gradwire.comms.transport.shm import ShmGroup
 
-            return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
+            awaited = Awaited(members, index, self.ended)
+            return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout, awaited=awaited)
         if self._transport == "mpi":
             from gradwire.comms.transport import mpi  # here: it is loaded where it is asked for
 
@@ -304,8 +310,10 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         store = PrefixStore(f"gloo/{name}", self._store)
         threads = RETURN_THREADS if lane[1] < 0 else None
         rail = None if self._cards is None else self._cards.rail(members, index)
-        connections = self._connections
-        return connect_gloo(store, index, size, self._timeout, self._alarm, self._interface, threads, connections, rail)
+        ended = self.ended
+        return self._connect_gloo(
+            store, index, size, threads=threads, rail=rail, awaited=lambda: Awaited(members, index, ended)
+        )
 
     @staticmethod
     def _name_of(lane: Lane, members: tuple[int, ...]) -> str:

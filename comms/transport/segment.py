@@ -22,6 +22,7 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
+from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.store import Naps
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.compiled import native
@@ -46,9 +47,10 @@ FAILED, ELSEWHERE, DOOR, FOLDER_DOOR = "failed", "elsewhere", "door", "folder_do
 class _Rendezvous:
     """The store, seen as one set of words that the ranks of one group leave for each other."""
 
-    def __init__(self, store: Store, key: str, deadline: float) -> None:
+    def __init__(self, store: Store, key: str, deadline: float, awaited: Awaited | None) -> None:
         self._store = store
         self._key = key
+        self._awaited = awaited
         self.deadline = deadline
 
     def say(self, word: str, value: str) -> None:
@@ -71,14 +73,20 @@ class _Rendezvous:
         A `wait` of the store's own, cut into slices, would make TCPStore log every slice.
 
         Raises:
-            PeerError: It did not come before the deadline.
+            PeerError: It did not come before the deadline, or a rank has ended.
         """
         naps = Naps()
         while (said := self.find(word)) is None:
+            self.look_for_ended()
             if time.monotonic() > self.deadline:
                 raise self.absent([0])
             naps.sleep(self.deadline)
         return said
+
+    def look_for_ended(self) -> None:
+        """Raises a PeerError where a rank has ended; asks about that ever more rarely."""
+        if self._awaited is not None and (ended := self._awaited.ended()):
+            raise self.ended(*ended)
 
     def absent(self, ranks: Sequence[int]) -> PeerError:
         """Says who is missing."""
@@ -87,11 +95,12 @@ class _Rendezvous:
             f"ranks {ranks} did not come to the set-up of the shared-memory group {self._key!r} within `timeout`", ranks
         )
 
-    def ended(self, rank: int) -> PeerError:
-        """Says that a rank has ended."""
+    def ended(self, *ranks: int) -> PeerError:
+        """Says that ranks have ended."""
+        who = ", ".join(map(str, ranks))
         return PeerError(
-            f"rank {rank} has ended during the set-up of the shared-memory group {self._key!r}: look at its output",
-            (rank,),
+            f"rank {who} has ended during the set-up of the shared-memory group {self._key!r}: look at its output",
+            ranks,
         )
 
 
@@ -248,6 +257,7 @@ class _First:
                 look_seconds = min(2 * look_seconds, LONGEST_LOOK_SECONDS)
                 next_look = now + look_seconds
                 self._look_for_failures()
+                self._words.look_for_ended()
                 if not in_folder and (rank := self._words.find(ELSEWHERE)) is not None:
                     in_folder = True
                     self._listen_in_folder(rank)
@@ -374,7 +384,13 @@ def _sweep() -> None:
 
 
 def open_group(
-    store: Store, rank: int, size: int, key: str, timeout: timedelta, block_nbytes: int
+    store: Store,
+    rank: int,
+    size: int,
+    key: str,
+    timeout: timedelta,
+    block_nbytes: int,
+    awaited: Awaited | None = None,
 ) -> native.SharedMemoryGroup:
     """Maps new memory in all ranks; returns when every rank has mapped it.
 
@@ -383,7 +399,7 @@ def open_group(
         ValueError: A rank disagrees about `size` or `block_nbytes`.
         PeerError: A rank did not join in time, has ended, or has failed.
     """
-    words = _Rendezvous(store, key, time.monotonic() + timeout.total_seconds())
+    words = _Rendezvous(store, key, time.monotonic() + timeout.total_seconds(), awaited)
 
     def map_it(descriptor: int) -> native.SharedMemoryGroup:
         return native.SharedMemoryGroup(descriptor, rank, size, block_nbytes, timeout.total_seconds())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.errors import MismatchError, PeerError
 from gradwire.comms.transport.segment import open_group
 from gradwire.comms.transport.torch_group import Done
@@ -100,7 +101,15 @@ class ShmGroup:
 
     @classmethod
     def create(
-        cls, store: Store, rank: int, size: int, *, key: str, timeout: timedelta, block_nbytes: int | None = None
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        key: str,
+        timeout: timedelta,
+        block_nbytes: int | None = None,
+        awaited: Awaited | None = None,
     ) -> "ShmGroup":
         """Meets the other ranks and maps one segment with them.
 
@@ -111,11 +120,12 @@ class ShmGroup:
             key: Names the group in `store`; never used twice.
             timeout: Longest wait for a peer, at set-up and in each collective.
             block_nbytes: Size of one staging block; each rank has three. A multiple of 64.
+            awaited: Looks whether ranks have ended that have not come yet; None: nobody looks.
 
         Raises:
             OSError: /dev/shm is missing, too small or not writable, on any rank.
             ValueError: An argument is out of range, or differs between the ranks.
-            PeerError: A rank did not join within `timeout`.
+            PeerError: A rank did not join within `timeout`, or has ended.
         """
         block = BLOCK_NBYTES if block_nbytes is None else block_nbytes
         if not 1 <= size <= native.SHM_MAX_RANKS:
@@ -128,7 +138,7 @@ class ShmGroup:
             )
         if timeout <= timedelta(0):
             raise ValueError(f"`timeout` is {timeout}; wanted a positive duration")
-        return cls(open_group(store, rank, size, key, timeout, block), rank, size)
+        return cls(open_group(store, rank, size, key, timeout, block, awaited), rank, size)
 
     def _finish(self, passed: bool) -> Done:
         if passed:

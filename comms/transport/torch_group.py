@@ -41,6 +41,7 @@ from gradwire.comms.bootstrap.compat import (
     knows_gloo_sums,
     make_gloo,
 )
+from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.config import gloo_interfaces
@@ -601,6 +602,7 @@ def connect_gloo(
     threads: int | None = None,
     connections: Callable[[float], int] | None = None,
     rail: "Rail | None" = None,
+    awaited: Callable[[], Awaited] | None = None,
 ) -> GlooTransport:
     """Connects `size` ranks over TCP; returns when all of them have joined.
 
@@ -617,21 +619,26 @@ def connect_gloo(
         threads: Collectives that may be under way at a time; None leaves it to torch, which has two.
         connections: See `GlooTransport`.
         rail: See `GlooTransport`.
+        awaited: Makes what looks whether the other ranks have ended while they connect; None: nobody looks.
 
     Raises:
         RuntimeError: A rank did not join.
+        PeerError: A rank has ended before it had connected.
     """
     interfaces = gloo_interfaces() if interface is None else (interface,)
 
     def connected(name: str) -> TorchGroup:
         own = PrefixStore(name, store)
-        return _within(timeout, alarm, lambda: make_gloo(own, rank, size, timeout, interfaces, threads))
+        others = None if awaited is None else awaited()
+        return _within(timeout, alarm, lambda: make_gloo(own, rank, size, timeout, interfaces, threads), others)
 
     return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout, rail=rail)
 
 
-def _within(timeout: timedelta, alarm: Alarm | None, connect: Callable[[], TorchGroup]) -> TorchGroup:
-    """Has a thread connect, and waits no longer for it than the time-out, or until another rank has given up.
+def _within(
+    timeout: timedelta, alarm: Alarm | None, connect: Callable[[], TorchGroup], awaited: Awaited | None = None
+) -> TorchGroup:
+    """Has a thread connect, and waits no longer for it than the time-out, or until another rank has given up or ended.
 
     Once all addresses are in the store, gloo waits five time-outs for a connection (`Pair::waitUntil` in its tcp
     transport): a rank that has left its address and died there would hold up the others as long. Nothing can wake gloo
@@ -644,6 +651,8 @@ def _within(timeout: timedelta, alarm: Alarm | None, connect: Callable[[], Torch
             return _result(made.get(timeout=SLICE.total_seconds()))
         if alarm is not None and (reason := alarm()):
             raise PeerError(reason)
+        if awaited is not None and (ended := awaited.ended()):
+            raise PeerError(awaited.words(ended), tuple(ended))
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"a rank that had come did not connect within `timeout` ({timeout.total_seconds():g} s): it has ended, "

@@ -1,6 +1,7 @@
 """Law: every rank gets the same decision, also where some are absent."""
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
@@ -52,3 +53,22 @@ def test_a_change_that_one_rank_does_not_want_is_refused_on_all(absent: int) -> 
     for text in run_ranks(3, run):
         assert "`plan` was refused on all ranks" in text
         assert f"rank {absent}" in text
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_has_ended_is_named_before_the_time_out(gone: int) -> None:
+    """Law: all others hear the same, whichever of them has found it out."""
+    store, size = HashStore(), 3
+
+    def ended(ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank == gone]
+
+    def run(rank: int) -> str:
+        if rank == gone:
+            return ""
+        own = Agreement(store, rank, size, "plan", timedelta(minutes=10), ended=ended)
+        with pytest.raises(ValueError, match="refused on all ranks") as caught:
+            own.decide(rank, list)
+        return str(caught.value)
+
+    assert all(f"rank {gone} has ended" in text for text in run_ranks(size, run) if text)

@@ -1,17 +1,25 @@
 """Laws of a start: everybody reads what everybody has said, and a start that fails names who is missing."""
 
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
 
+from gradwire.comms.bootstrap import door, rendezvous
+from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.door import Directory, Door
 from gradwire.comms.bootstrap.hardware import Hardware
+from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.rendezvous import BLOCK, Presences, exchange
+from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
+from gradwire.comms.errors import PeerError
 from gradwire.topology.fabric import fabric_of
 from gradwire.topology.presets import dgx_h100
 from support.threads import run_ranks
@@ -88,7 +96,7 @@ def test_a_rank_that_follows_an_earlier_start_follows_the_new_one() -> None:
 def test_ranks_that_do_not_come_are_named_on_all_others() -> None:
     """One of them would have packed the words of its block."""
     store, size, missing = HashStore(), BLOCK + 2, {5, BLOCK}
-    said = [saying(rank, size) for rank in range(size)]
+    said = [replace(saying(rank, size), port=0) for rank in range(size)]  # who cannot be called is waited for
 
     def join(rank: int) -> str:
         if rank in missing:
@@ -103,6 +111,88 @@ def test_ranks_that_do_not_come_are_named_on_all_others() -> None:
 def test_without_rank_0_it_is_named() -> None:
     with pytest.raises(RuntimeError, match="rank 0 did not join"):
         exchange(HashStore(), saying(1, 2), timedelta(seconds=0.1))
+
+
+def ended(rank: int, size: int) -> Presence:
+    """What a rank has said whose process has ended since: nobody listens at its port."""
+    with closing(listener(1)) as gone:
+        return replace(saying(rank, size), port=gone.getsockname()[1], kernel=own_kernel())
+
+
+def test_rank_0_that_ends_before_all_have_come_is_named_by_the_others() -> None:
+    store, size = HashStore(), 4
+    first = ended(0, size)
+    alone = rendezvous._Leader(PollingStore(store, SECONDS), first, SECONDS, None, None)
+    alone._say("start")
+    alone._publish("start")
+
+    def join(rank: int) -> str:
+        if rank in (0, 3):
+            return ""
+        with pytest.raises(PeerError) as caught:
+            exchange(store, saying(rank, size), timedelta(minutes=10))
+        assert caught.value.missing == (0,)
+        return str(caught.value)
+
+    began = time.monotonic()
+    assert all("rank 0 has ended before all 4 ranks" in text for text in run_ranks(size, join) if text)
+    assert time.monotonic() - began < SECONDS.total_seconds()
+
+
+def test_a_packer_that_has_ended_is_named() -> None:
+    """Its word is there, and what its block has said will not be."""
+    store, size = HashStore(), BLOCK + 2
+    said = [ended(rank, size) if rank == BLOCK else replace(saying(rank, size), port=0) for rank in range(size)]
+
+    def join(rank: int) -> str:
+        with pytest.raises(PeerError) as caught:
+            if rank == BLOCK:
+                gone = rendezvous._Follower(PollingStore(store, SECONDS), said[rank], SECONDS, None, None)
+                gone._packed, gone._pack_block = True, lambda: None  # type: ignore[method-assign]
+                gone.meet()
+            exchange(store, said[rank], timedelta(minutes=10))
+        return str(caught.value)
+
+    assert all(f"rank {BLOCK} has ended before" in text for text in run_ranks(size, join))
+
+
+def test_a_rank_that_has_met_the_others_before_and_ended_is_named() -> None:
+    """It has not come to this start; those that it has met know where it was."""
+    store, size = HashStore(), 3
+
+    def join(rank: int) -> str:
+        if rank == 2:
+            return ""
+        with pytest.raises(PeerError, match="rank 2 has ended before") as caught:
+            exchange(store, saying(rank, size), timedelta(minutes=10), None, lambda ranks: [2] if 2 in ranks else [])
+        return str(caught.value)
+
+    run_ranks(size, join)
+
+
+def test_who_is_waited_for_answers_at_his_door_while_he_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a rank that is there is never taken for one that has ended, however long another one takes."""
+    monkeypatch.setattr(door, "FIRST_LOOK_SECONDS", 0.01)
+    store, size = HashStore(), 3
+    looked: list[list[int]] = []
+
+    def look(directory: Directory, ranks: Sequence[int]) -> list[int]:
+        looked.append([rank for rank, outcome in directory.call(ranks).items() if outcome == door.ENDED])
+        return looked[-1]
+
+    monkeypatch.setattr(Directory, "ended", look)
+    doors = [Door.open() for _ in range(size)]  # one for all threads of this process
+
+    def join(rank: int) -> Presences:
+        time.sleep(2.0 * (rank == 2))
+        own = replace(saying(rank, size), port=doors[rank].port, addresses=("127.0.0.1",), kernel=own_kernel())
+        return exchange(store, own, SECONDS, doors[rank])
+
+    found = run_ranks(size, join)
+    for each in doors:
+        each.close()
+    assert looked and not any(looked)
+    assert len({one.start for one in found}) == 1
 
 
 def test_ranks_give_their_nodes_rates_all_or_none() -> None:

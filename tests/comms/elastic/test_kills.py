@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -34,6 +35,10 @@ MOMENTS = {
 }
 """When a rank is killed -> the compressor that is in use then."""
 
+BEFORE_THE_HOOK = ("boot", "hook")
+"""Who is killed then may not have come to the hook. In a group of gradwire's the others know all the same where he was;
+of one of gloo's nothing is known, and they wait for the time-out."""
+
 
 def train(rank: int, victim: int, moment: str, seed: int, elastic: bool) -> dict[str, Any]:
     """Trains and saves; one rank is killed shortly after the beginning of a moment."""
@@ -49,7 +54,8 @@ def train(rank: int, victim: int, moment: str, seed: int, elastic: bool) -> dict
         if now == moment and rank == victim:
             signal.pause()  # this was quicker than its end
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    backend = "gradwire" if moment in BEFORE_THE_HOOK and not elastic else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=30 if backend == "gloo" else 600))
     torch.manual_seed(0)
     begins("boot")
     found: dict[str, Any] = {"steps": 0}
@@ -59,7 +65,7 @@ def train(rank: int, victim: int, moment: str, seed: int, elastic: bool) -> dict
         if moment == "boot" and rank == victim:
             signal.pause()
         begins("hook")
-        state = gradwire.HookState(model, elastic=elastic, compressor=MOMENTS[moment], timeout=timedelta(seconds=30))
+        state = gradwire.HookState(model, elastic=elastic, compressor=MOMENTS[moment])
         if moment == "hook" and rank == victim:
             signal.pause()
         model.register_comm_hook(state, gradwire.comm_hook)
@@ -102,10 +108,12 @@ def test_whenever_a_rank_is_killed_the_others_go_on_or_end_with_an_error(
     survivors: list[Any] = [each for each in found if each is not None]
     assert len(survivors) == 3
     for each in survivors:
-        if elastic and moment not in ("boot", "hook"):
+        if elastic and moment not in BEFORE_THE_HOOK:
             assert "error" not in each, each["error"]
             assert each["digest"] == survivors[0]["digest"]
             assert moment == "close" or each["view"] == 3
-        elif moment in ("first step", "steady", "flush"):
+        elif not elastic and moment in ("first step", "steady", "flush"):
             assert f"rank {victim} of 4 is missing" in each["error"], each
+        elif not elastic and moment == "hook":  # before it torch's own collectives fail, which name nobody
+            assert re.search(rf"rank (\d, )*{victim}\b", each["error"]), each
     assert not left_since(before)

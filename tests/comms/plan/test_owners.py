@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 from datetime import timedelta
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -255,9 +254,9 @@ def test_only_owners_of_unequal_parts_have_many_collectives_under_way(
 ) -> None:
     connect, threads = connect_gloo, []
 
-    def connecting(*arguments: Any) -> Any:
-        threads.append(arguments[list(signature(connect).parameters).index("threads")])
-        return connect(*arguments)
+    def connecting(*arguments: Any, **named: Any) -> Any:
+        threads.append(named["threads"])
+        return connect(*arguments, **named)
 
     monkeypatch.setattr(groups, "connect_gloo", connecting)
     for rates, number in (([4e7, 4e7, 4e7], 0), ([4e7, 1e7, 4e7], 3)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.errors import MismatchError, PeerError
 from gradwire.comms.transport.shm import ShmGroup
 from support.shared_memory import left_since, segments
@@ -114,6 +115,18 @@ def test_a_rank_that_never_comes_to_create() -> None:
     with pytest.raises(PeerError, match=r"ranks \(1, 2\) did not come") as caught:
         ShmGroup.create(HashStore(), 0, 3, key="lonely", timeout=timedelta(seconds=0.3))
     assert caught.value.missing == (1, 2)
+    assert not left_since(before)
+
+
+@pytest.mark.parametrize(("rank", "gone"), [(0, 7), (1, 4)])
+def test_a_rank_that_has_ended_before_it_came_to_create(rank: int, gone: int) -> None:
+    """Law: it is named as soon as its kernel says so, whatever the time-out."""
+    before = segments()
+    awaited = Awaited((4, 5, 7), rank, lambda ranks: [each for each in ranks if each == gone])
+    index = (4, 5, 7).index(gone)
+    with pytest.raises(PeerError, match=f"rank {index} has ended during the set-up") as caught:
+        ShmGroup.create(HashStore(), rank, 3, key="left", timeout=timedelta(minutes=10), awaited=awaited)
+    assert caught.value.missing == (index,)
     assert not left_since(before)
 
 

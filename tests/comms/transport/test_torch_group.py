@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, TorchGroup, make_gloo
+from gradwire.comms.bootstrap.door import Awaited
+from gradwire.comms.errors import PeerError
 from gradwire.comms.run.programs import issue_together
 from gradwire.comms.transport import torch_group
 from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
@@ -142,4 +144,18 @@ def test_nobody_waits_for_a_rank_that_has_left_its_address_and_died(
     monkeypatch.setattr(torch_group, "make_gloo", lambda *arguments: over.wait())
     with pytest.raises(RuntimeError, match=reason or "did not connect within `timeout`"):
         connect_gloo(HashStore(), 0, 2, timeout, lambda: reason, "lo")
+    over.set()
+
+
+def test_nobody_waits_for_a_rank_that_has_ended_before_it_had_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: it is named as soon as its kernel says so, whatever the time-out."""
+    over = threading.Event()
+    monkeypatch.setattr(torch_group, "make_gloo", lambda *arguments: over.wait())
+
+    def awaited() -> Awaited:
+        return Awaited((4, 7, 9), 1, lambda ranks: [each for each in ranks if each == 4])
+
+    with pytest.raises(PeerError, match="rank 4 has ended before it had connected") as caught:
+        connect_gloo(HashStore(), 1, 3, timedelta(minutes=10), None, "lo", awaited=awaited)
+    assert caught.value.missing == (0,)
     over.set()
