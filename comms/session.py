@@ -463,7 +463,7 @@ class Face(Generic[S]):
         """
         if not callable(getattr(scaler, "get_scale", None)):
             raise TypeError(f"`scaler` is a {type(scaler).__name__}; wanted a torch.amp.GradScaler")
-        for each in self._loss_scales():
+        for each in self._loss_scales("watch()"):
             each.watch(scaler)
 
     def set_loss_scale(self, scale: float) -> None:
@@ -473,12 +473,12 @@ class Face(Generic[S]):
             ValueError: There is no compressor, or no model yet; or `scale` is not a positive number.
             TypeError: `scale` is no number.
         """
-        for each in self._loss_scales():
+        for each in self._loss_scales("set_loss_scale()"):
             each.set(scale)
 
-    def _loss_scales(self) -> "list[LossScale]":
-        """Those that what is held back of gradients follows."""
-        return [self._compressed().loss_scale]
+    def _loss_scales(self, call: str) -> "list[LossScale]":
+        """Those that what is held back of gradients follows; `call` is who asks."""
+        return [self._compressed(call).loss_scale]
 
     def flush(self) -> None:
         """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.
@@ -490,7 +490,7 @@ class Face(Generic[S]):
             ValueError: There is no compressor, or no model yet.
         """
         if not self._flush_shards() or _compresses(self.config):
-            self._compressed().flushing = True
+            self._compressed("flush()").flushing = True
 
     def _flush_shards(self) -> bool:
         """Whether anything is kept, and sent now, of what travels between the ranks that share parameters."""
@@ -602,9 +602,14 @@ class Face(Generic[S]):
             raise RuntimeError(self.NOT_CONNECTED.format(call=call))
         return self._connection
 
-    def _compressed(self) -> "Compression":
+    def _compressed(self, call: str) -> "Compression":
+        if not _compresses(self.config):
+            raise ValueError(
+                f"`compressor` is not set: gradients are exact, nothing is held back of them, and {call} has nothing to "
+                "do; leave the call out, or set a compressor"
+            )
         if self._connection is None or self._connection.compression is None:
-            raise ValueError("`compressor` is not set, or no model is bound yet: there is no state to keep")
+            raise ValueError(self.NOT_CONNECTED.format(call=call))
         return self._connection.compression
 
 

@@ -207,10 +207,10 @@ class FsdpState(Face[AveragingSession]):
                 each.restore(None)
         return bool(self._shards.carried)
 
-    def _loss_scales(self) -> list[LossScale]:
+    def _loss_scales(self, call: str) -> list[LossScale]:
         shards = [each.loss_scale for each in self._shards.carried.values() if isinstance(each, LeftOut)]
         between_replicas = self._connection is not None and self._connection.compression is not None
-        return [*shards, *(super()._loss_scales() if between_replicas or not shards else [])]
+        return [*shards, *(super()._loss_scales(call) if between_replicas or not shards else [])]
 
     @property
     def dirty(self) -> bool:

@@ -1,6 +1,7 @@
 """The hook inside real DDP jobs, four processes on two logical nodes: equal to plain DDP, equal on all ranks."""
 
 import gc
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -182,3 +183,20 @@ def test_a_state_that_cannot_be_made_leaves_nothing_behind(processes: Processes)
 def test_what_is_no_scaler_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"`scaler` is a SGD; wanted a torch\.amp\.GradScaler"):
         gradwire.HookState().watch(torch.optim.SGD([torch.zeros(1)]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "use"),
+    [
+        ("watch()", lambda state: state.watch(torch.amp.GradScaler("cpu"))),
+        ("set_loss_scale()", lambda state: state.set_loss_scale(8.0)),
+        ("flush()", lambda state: state.flush()),
+    ],
+)
+def test_what_needs_a_compressor_says_whether_it_or_the_model_is_missing(
+    call: str, use: Callable[[gradwire.HookState], None]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"gradients are exact, nothing is held back of them, and {call}")):
+        use(gradwire.HookState(compressor="none"))
+    with pytest.raises(ValueError, match=re.escape(f"has not seen a bucket yet: call {call} after")):
+        use(gradwire.HookState(compressor="int8"))
