@@ -38,14 +38,14 @@ from gradwire.compressors.matrices import cut_between
 from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.registry import Option, make, options_of
 from gradwire.compressors.residual import Piece
-from gradwire.compressors.routed import Routed
+from gradwire.compressors.routed import CHOSEN, Routed, saved_by
 from gradwire.compressors.rules import DEFAULT_RULES, Rule
 from gradwire.compressors.stateful import Stateful
 from gradwire.compressors.two_stage import SHARD_ALIGN, Residuals, two_stage
 
 AUTO = "auto"
 EXACT = "none"
-PREFIX = "auto/"
+PREFIX = CHOSEN
 """The prefix of the entries of a state dict that are not a candidate's."""
 
 CANDIDATES = (
@@ -498,7 +498,12 @@ class Adaptive(Routed):
         texts = [spec.text for spec in self.specs]
         missing = {"step", "next_plan", "wide", "candidates", "choice", "notes"} - own.keys()
         if missing:
-            raise ValueError(f"`state` lacks {', '.join(sorted(missing))} of compressor 'auto': it is another's")
+            if len(own) == 0:
+                raise ValueError(
+                    f"`state` belongs to compressor {saved_by(state)}, this one is 'auto': load it into the compressor "
+                    "that saved it, or start without it"
+                )
+            raise ValueError(f"`state` lacks {', '.join(sorted(missing))} of compressor 'auto': it is damaged")
         if (saved := json.loads(str(own["candidates"]))) != texts:
             raise ValueError(f"`state` has the candidates {saved}, this compressor {texts}: use those that saved it")
         chosen: dict[str, str] = json.loads(str(own["choice"]))

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from gradwire.compressors.registry import Option
 
 SEPARATOR = "|"
+CHOSEN = "auto/"
+"""Before the keys of what compressor="auto" has chosen, in a state."""
 """The separator between a route's number and a key in a state dict; parameter names are attribute paths and cannot hold
 it."""
 
@@ -251,8 +253,9 @@ class Routed(Planned):
             number, separator, rest = key.partition(SEPARATOR)
             if not separator or not number.isdigit() or int(number) >= len(parts):
                 raise ValueError(
-                    f"`state[{key!r}]` is no entry of compressor {self.name!r} with {len(compressors)} routes: "
-                    "use the compressor and the rules that saved it"
+                    f"`state` belongs to compressor {saved_by(state)}, this one is {self.name!r} with "
+                    f"{len(compressors)} routes, and {key!r} is no entry of it: load it into the compressor and the "
+                    "rules that saved it, or start without it"
                 )
             parts[int(number)][rest] = value
         before = [compressor.state_dict() for compressor in compressors]
@@ -330,3 +333,11 @@ def make_routed(
     from gradwire.compressors.registry import make  # here: as above
 
     return make(name, options) if name == "none" and not rules else Routed(name, options, rules_from(rules))
+
+
+def saved_by(state: Mapping[str, StateValue]) -> str:
+    """Which compressor has saved a state, in words: `'auto'`, or those of its routes."""
+    if any(key.startswith(CHOSEN) for key in state):
+        return "'auto'"
+    named = (str(value) for key, value in state.items() if key.rpartition(SEPARATOR)[2] == "compressor")
+    return ", ".join(map(repr, dict.fromkeys(named))) or "None"

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradwire.compressors.adaptive import Adaptive, Measurable, check_auto, outstanding_share, parse_candidate
 from gradwire.compressors.base import Collective, Layout, Request
 from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.routed import Routed
 from gradwire.compressors.rules import Rule
 from support.layouts import layout_of_whole
 from support.threads import ThreadGroup, take_turns
@@ -266,6 +267,14 @@ def test_what_makes_no_sense_is_refused(options: dict[str, object], budget: str 
 def test_a_candidate_may_have_options() -> None:
     spec = parse_candidate(" dgc+int4(density=0.02) ")
     assert spec.name == "dgc+int4" and spec.options == {"warmup_steps": 0, "momentum": 0.0, "density": 0.02}
+
+
+def test_a_state_of_another_compressor_is_refused_by_its_name() -> None:
+    ours, int8 = make(), Routed("int8")
+    with pytest.raises(ValueError, match="belongs to compressor 'int8', 'none', this one is 'auto'"):
+        ours.load_state_dict(int8.state_dict())
+    with pytest.raises(ValueError, match="belongs to compressor 'auto', this one is .* with 2 routes"):
+        int8.load_state_dict(ours.state_dict())
 
 
 def test_a_state_of_other_candidates_is_refused_and_changes_nothing() -> None:

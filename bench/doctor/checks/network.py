@@ -62,6 +62,7 @@ def doubtful_pairs(facts: JobFacts) -> list[tuple[int, int]]:
     """
     good = facts.good_rate()
     usual = median([pair.latency_seconds for pair in facts.pairs] or [0.0])
+    far = min(FAR_SECONDS, max(3 * usual, usual + ANSWER_SECONDS))  # where most pairs are far apart, by itself
     found: list[tuple[float, tuple[int, int]]] = []
     for pair in facts.pairs:
         alone = min(pair.many)
@@ -69,7 +70,7 @@ def doubtful_pairs(facts: JobFacts) -> list[tuple[int, int]]:
             alone / good / DOUBTFUL,
             min(pair.one) / max(alone, 1.0) / (1.3 * ONE_OF_MANY),
             _both_share(pair) / (1.15 * HALF_DUPLEX),
-            1.0 if pair.latency_seconds < max(3 * usual, usual + ANSWER_SECONDS) else 0.5,
+            1.0 if pair.latency_seconds < far else 0.5,
             0.0 if pair.packets_pass is False else 1.0,
             0.5
             if any(lost > 1 and lost > DOUBTFUL_LOSS * sent for lost, sent in zip(pair.lost, pair.sent, strict=True))

@@ -3,6 +3,8 @@
 And the last question of all: whether an all-reduce takes as long as the links that were measured allow.
 """
 
+from collections.abc import Sequence
+
 from gradwire.bench.doctor.checks.network import CONFIRMED, SLOW, in_all
 from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
 from gradwire.bench.doctor.facts import BackendTime, Diagnosis, JobFacts, PairRates
@@ -44,9 +46,7 @@ def packet_loss(facts: JobFacts) -> list[Diagnosis]:
     return [
         Diagnosis(
             key="packet_loss",
-            title=f"{max(shares):.2g} of the packets from {names[a]} to {names[b]} are lost"
-            if max(shares) < 0.01
-            else f"{max(shares):.1%} of the packets from {names[a]} to {names[b]} are lost",
+            title=f"{100 * max(shares):.2g} % of the packets from {names[a]} to {names[b]} are lost",
             sure=0.9,
             cost_seconds=max(0.0, facts.exchange_seconds(slow) - facts.exchange_seconds(facts.good_rate())),
             evidence=(
@@ -55,7 +55,11 @@ def packet_loss(facts: JobFacts) -> list[Diagnosis]:
                     f"link more than half empty (TCP_INFO, tried {worst.times} times); one connection reached "
                     f"{rate(slow)}"
                 ),
-                *((f"{who} is in all {len(lossy)} pairs that lose packets",) if common else ()),
+                *(
+                    (f"{who} is in all {len(lossy)} pairs that lose packets{_on_the_way(lossy, min(blamed))}",)
+                    if common
+                    else ()
+                ),
             ),
             remedy=(
                 (
@@ -71,6 +75,16 @@ def packet_loss(facts: JobFacts) -> list[Diagnosis]:
             nodes=tuple(names[node] for node in sorted(blamed)),
         )
     ]
+
+
+def _on_the_way(lossy: Sequence[PairRates], node: int) -> str:
+    """Where a node's pairs lose packets in one direction alone: in which."""
+    out, back = zip(
+        *(_lost_shares(pair) if pair.a == node else reversed(_lost_shares(pair)) for pair in lossy), strict=True
+    )
+    if any(out) and any(back):
+        return ""
+    return ", each time of what it sends" if any(out) else ", each time of what it receives"
 
 
 def _lost_shares(pair: PairRates) -> tuple[float, float]:

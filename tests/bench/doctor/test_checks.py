@@ -124,6 +124,21 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
     "duplex lost": ("half_duplex", lambda facts: all_pairs(facts, lambda a, b: {"both": (0.5 * a, 0.45 * b)})),
     "half duplex by the card": ("half_duplex", lambda facts: interface(facts, 1, duplex="half")),
     "another zone": ("far_apart", lambda facts: first_pair(facts, latency_seconds=8e-3)),
+    "a far node": (
+        "far_apart",
+        lambda facts: replace(
+            facts,
+            pairs=tuple(
+                replace(pair, times=3, latency_seconds=8e-3) if 1 in (pair.a, pair.b) else pair for pair in facts.pairs
+            ),
+        ),
+    ),
+    "all nodes far apart": (
+        "far_apart",
+        lambda facts: replace(
+            facts, pairs=tuple(replace(pair, times=3, latency_seconds=8e-3) for pair in facts.pairs)
+        ),
+    ),
     "other MTU": ("mtu", lambda facts: interface(facts, 1, mtu=1400)),
     "packets lost": ("mtu", lambda facts: first_pair(facts, packets_pass=False, packet_nbytes=9000)),
     "all packets lost": (
@@ -314,7 +329,14 @@ def test_what_was_seen_once_is_doubted_before_it_is_named() -> None:
     """A try that a busy machine spoiled: the pair is measured again, and the better try counts."""
     for seed in SEEDS:
         good = healthy(seed, nodes=4)
-        for name in ("duplex lost", "one connection limited", "a slow path", "another zone", "packets lost"):
+        for name in (
+            "duplex lost",
+            "one connection limited",
+            "a slow path",
+            "another zone",
+            "packets lost",
+            "all nodes far apart",
+        ):
             bad = FAULTS[name][1](good)
             once = replace(bad, pairs=tuple(replace(pair, times=1) for pair in bad.pairs))
             assert diagnose(once) == [], (name, seed)
@@ -502,3 +524,18 @@ def test_peer_to_peer_that_is_switched_off_costs_nothing_where_there_is_none() -
         found = next(each for each in diagnose(facts) if each.key == "variable")
         assert (found.cost_seconds > 0) is costs
         assert any("costs nothing" in line for line in found.evidence) is not costs
+
+
+@pytest.mark.parametrize(("ways", "words"), [((1, 0), "sends"), ((0, 1), "receives"), ((1, 1), "")])
+def test_loss_says_how_much_and_on_which_way(ways: tuple[int, int], words: str) -> None:
+    """Law: a share is a percentage, above one percent and below; the side of a card that loses is named."""
+    facts = healthy(0, nodes=4)
+    for share, title in ((0.004, "0.4 % of the packets"), (0.02, "2 % of the packets")):
+        counts = [round(4000 * share) * way for way in ways]
+        pairs = tuple(
+            replace(pair, lost=(counts if pair.a == 1 else counts[::-1]) if 1 in (pair.a, pair.b) else (0, 0))
+            for pair in slowed(facts, 1, 0.4).pairs
+        )
+        found = next(each for each in diagnose(replace(facts, pairs=pairs)) if each.key == "packet_loss")
+        assert found.title.startswith(title)
+        assert found.evidence[-1].endswith(f"each time of what it {words}" if words else "pairs that lose packets")
