@@ -605,8 +605,8 @@ class Face(Generic[S]):
     def _compressed(self, call: str) -> "Compression":
         if not _compresses(self.config):
             raise ValueError(
-                f"`compressor` is not set: gradients are exact, nothing is held back of them, and {call} has nothing to "
-                "do; leave the call out, or set a compressor"
+                f"`compressor` is not set: gradients are exact, nothing is held back of them, and {call} has nothing "
+                "to do; leave the call out, or set a compressor"
             )
         if self._connection is None or self._connection.compression is None:
             raise ValueError(self.NOT_CONNECTED.format(call=call))

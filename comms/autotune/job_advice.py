@@ -75,7 +75,24 @@ class JobAdvice:
         return (
             f"{step}recommended: plan {verdict.plan}, compressor {verdict.compressor}. {verdict.why}\n"
             f"write: {'nothing: it is what runs' if self.kept else verdict.write}\n"
+            f"{self._doubt()}"
             "predicted from these steps and the rates of the links, not measured"
+        )
+
+    def _doubt(self) -> str:
+        """A line where the steps are farther apart than what is recommended would make them shorter."""
+        seen, verdict = self.observed, self.advice.recommend
+        if self.kept or self.accumulate > 1 or seen.middle_half is None:
+            return ""
+        low, high = seen.middle_half
+        then = [each.step_seconds for each in self.advice.offers if _is_offer(each, verdict.plan, verdict.compressor)]
+        saved = seen.step_seconds - min(then, default=0.0)
+        if high - low <= saved:
+            return ""
+        return (
+            f"not sure: the middle half of these {seen.steps} steps took {ms(low)} to {ms(high)} ms, farther apart "
+            f"than the {ms(max(saved, 0.0))} ms that this saves: something else uses the machines or the links; ask "
+            "again when it does not, or compare both in training\n"
         )
 
 

@@ -10,6 +10,8 @@ from gradwire.comms.step.listeners import EndedStep, StepListener
 from gradwire.comms.streams import Clock, HostClock, Mark
 
 STEPS_KEPT = 50
+LEAST_SPREAD = 4
+"""Steps from which on it is said how far apart they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,14 @@ class Observed:
         backward_seconds: From the first bucket to the end of the backward pass: the part that can hide communication.
         exposed_seconds: From the end of the backward pass to the last reduced bucket.
         steps: How many steps that is.
+        middle_half: Between which two times the middle half of the whole steps lie, where that is known.
     """
 
     step_seconds: float
     backward_seconds: float
     exposed_seconds: float
     steps: int
+    middle_half: tuple[float, float] | None = None
 
     @property
     def headroom_seconds(self) -> float:
@@ -77,4 +81,8 @@ class StepWatch(StepListener):
         if not self._steps:
             return None
         step, backward, exposed = (statistics.median(column) for column in zip(*self._steps, strict=True))
-        return Observed(step, backward, exposed, len(self._steps))
+        middle_half = None
+        if len(self._steps) >= LEAST_SPREAD:
+            first, _, last = statistics.quantiles((each[0] for each in self._steps), n=4, method="inclusive")
+            middle_half = first, last
+        return Observed(step, backward, exposed, len(self._steps), middle_half)

@@ -273,7 +273,7 @@ def test_a_state_of_another_compressor_is_refused_by_its_name() -> None:
     ours, int8 = make(), Routed("int8")
     with pytest.raises(ValueError, match="belongs to compressor 'int8', 'none', this one is 'auto'"):
         ours.load_state_dict(int8.state_dict())
-    with pytest.raises(ValueError, match="belongs to compressor 'auto', this one is .* with 2 routes"):
+    with pytest.raises(ValueError, match=r"belongs to compressor 'auto', this one is .* with 2 routes"):
         int8.load_state_dict(ours.state_dict())
 
 

@@ -3,9 +3,10 @@
 And the last question of all: whether an all-reduce takes as long as the links that were measured allow.
 """
 
+import math
 from collections.abc import Sequence
 
-from gradwire.bench.doctor.checks.network import CONFIRMED, SLOW, in_all
+from gradwire.bench.doctor.checks.network import CONFIRMED, FAR_SECONDS, SLOW, in_all
 from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
 from gradwire.bench.doctor.facts import BackendTime, Diagnosis, JobFacts, PairRates
 
@@ -13,6 +14,12 @@ LOST_SHARE, LOST_SEGMENTS = 1e-3, 4
 """A way is lossy that loses so much of a flow that leaves it half empty, and so many segments at least. A wired network
 loses less than 1e-6; at 1e-3 cubic and reno fall behind from some Gbit/s on. Source: Mathis et al., "The macroscopic
 behavior of the TCP congestion avoidance algorithm", CCR 1997: rate = segment / round trip * 1.22 / sqrt(loss)."""
+
+SEGMENT_NBYTES, MATHIS = 1448, 1.22
+MOST_OF_MATHIS, UNHURT = 4.0, 0.9
+"""A connection between places far apart that fills the link, and is faster than so many times that formula's rate, has
+not met such loss: the start of a flow overruns the queue before its card there, once, and what is dropped counts as lost.
+Cubic is no faster than the formula at such loss (RFC 9438, section 5.1); bbr is, and then loss costs nothing."""
 
 HELD_SHARE = 0.3
 """Share of the time with something to send in which a window or a buffer must hold it back to be named."""
@@ -31,13 +38,15 @@ DEFAULT_TCP_NBYTES = 128 << 10
 
 def packet_loss(facts: JobFacts) -> list[Diagnosis]:
     """Packets are lost on the way although it is not full."""
-    lossy = [pair for pair in facts.pairs if pair.times >= CONFIRMED and max(_lost_shares(pair)) > 0]
+    confirmed = (pair for pair in facts.pairs if pair.times >= CONFIRMED)
+    lossy = [pair for pair in confirmed if max(_lost_shares(pair, facts.good_rate())) > 0]
     if not lossy:
         return []
+    good = facts.good_rate()
     names = facts.names
     blamed = in_all(lossy, facts.pairs) or {node for pair in lossy for node in (pair.a, pair.b)}
-    worst = max(lossy, key=lambda pair: max(_lost_shares(pair)))
-    shares = _lost_shares(worst)
+    worst = max(lossy, key=lambda pair: max(_lost_shares(pair, good)))
+    shares = _lost_shares(worst, good)
     a, b = (worst.a, worst.b) if shares[0] >= shares[1] else (worst.b, worst.a)
     way = 0 if shares[0] >= shares[1] else 1
     who = listed([names[node] for node in sorted(blamed)])
@@ -48,7 +57,7 @@ def packet_loss(facts: JobFacts) -> list[Diagnosis]:
             key="packet_loss",
             title=f"{100 * max(shares):.2g} % of the packets from {names[a]} to {names[b]} are lost",
             sure=0.9,
-            cost_seconds=max(0.0, facts.exchange_seconds(slow) - facts.exchange_seconds(facts.good_rate())),
+            cost_seconds=max(0.0, facts.exchange_seconds(slow) - facts.exchange_seconds(good)),
             evidence=(
                 (
                     f"{worst.lost[way]} of {worst.sent[way]} segments had to be sent again, in flows that left the "
@@ -56,7 +65,7 @@ def packet_loss(facts: JobFacts) -> list[Diagnosis]:
                     f"{rate(slow)}"
                 ),
                 *(
-                    (f"{who} is in all {len(lossy)} pairs that lose packets{_on_the_way(lossy, min(blamed))}",)
+                    (f"{who} is in all {len(lossy)} pairs that lose packets{_on_the_way(lossy, min(blamed), good)}",)
                     if common
                     else ()
                 ),
@@ -77,23 +86,38 @@ def packet_loss(facts: JobFacts) -> list[Diagnosis]:
     ]
 
 
-def _on_the_way(lossy: Sequence[PairRates], node: int) -> str:
+def _on_the_way(lossy: Sequence[PairRates], node: int, good: float) -> str:
     """Where a node's pairs lose packets in one direction alone: in which."""
-    out, back = zip(
-        *(_lost_shares(pair) if pair.a == node else reversed(_lost_shares(pair)) for pair in lossy), strict=True
-    )
+    out, back = zip(*(_lost_shares(pair, good)[:: 1 if pair.a == node else -1] for pair in lossy), strict=True)
     if any(out) and any(back):
         return ""
     return ", each time of what it sends" if any(out) else ", each time of what it receives"
 
 
-def _lost_shares(pair: PairRates) -> tuple[float, float]:
-    """Lost of what was sent in each direction; 0 where that is too little to speak of."""
+def _lost_shares(pair: PairRates, good: float) -> tuple[float, float]:
+    """Lost of what was sent in each direction; 0 where that is too little to speak of.
+
+    Args:
+        pair: Which.
+        good: Rate of a good link, in bytes per second.
+    """
     first, second = (
-        lost / sent if sent and lost >= LOST_SEGMENTS and lost / sent >= LOST_SHARE else 0.0
-        for lost, sent in zip(pair.lost, pair.sent, strict=True)
+        lost / sent
+        if sent
+        and lost >= LOST_SEGMENTS
+        and lost / sent >= LOST_SHARE
+        and not _has_overrun(pair, lost / sent, one, good)
+        else 0.0
+        for lost, sent, one in zip(pair.lost, pair.sent, pair.one, strict=True)
     )
     return first, second
+
+
+def _has_overrun(pair: PairRates, share: float, one: float, good: float) -> bool:
+    """Whether such loss is that of a flow's own start: a connection at this rate could not have borne it."""
+    round_trip = 2 * pair.latency_seconds
+    most = MOST_OF_MATHIS * MATHIS * SEGMENT_NBYTES / (round_trip * math.sqrt(share)) if round_trip else math.inf
+    return pair.latency_seconds > FAR_SECONDS and one >= UNHURT * good and one > most
 
 
 def tcp_buffers(facts: JobFacts) -> list[Diagnosis]:

@@ -539,3 +539,26 @@ def test_loss_says_how_much_and_on_which_way(ways: tuple[int, int], words: str) 
         found = next(each for each in diagnose(replace(facts, pairs=pairs)) if each.key == "packet_loss")
         assert found.title.startswith(title)
         assert found.evidence[-1].endswith(f"each time of what it {words}" if words else "pairs that lose packets")
+
+
+@pytest.mark.parametrize(("latency_seconds", "found"), [(1e-4, True), (2e-2, False)])
+def test_loss_that_would_have_held_a_connection_back_is_none_where_it_did_not(
+    latency_seconds: float, found: bool
+) -> None:
+    """Law: a connection over a long way that is as fast as the link has lost what its own start overran."""
+    facts = healthy(0, nodes=3)
+    good = facts.good_rate()
+    pairs = tuple(
+        replace(
+            pair,
+            times=3,
+            latency_seconds=latency_seconds,
+            one=(good, good),
+            many=(good, good),
+            both=(good, good),
+            sent=(12_000, 12_000),
+            lost=(50, 0),
+        )
+        for pair in facts.pairs
+    )
+    assert ("packet_loss" in {each.key for each in diagnose(replace(facts, pairs=pairs))}) == found

@@ -93,6 +93,19 @@ def test_what_to_write_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(found).endswith("not measured")
 
 
+@pytest.mark.parametrize("high", [3.1, 9.0])
+def test_steps_farther_apart_than_what_is_saved_make_the_advice_unsure(
+    monkeypatch: pytest.MonkeyPatch, high: float
+) -> None:
+    """Law: advice that the noise of the steps could turn round says so."""
+    monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
+    observed = Observed(3.0, 0.01, 2.9, 50, middle_half=(2.9, high))
+    text = str(
+        job_advice.advise_job(SLOW, [NBYTES], observed, "adamw", "gloo", job_advice.Running("hierarchical", "none"))
+    )
+    assert ("not sure: the middle half of these 50 steps took 2900 to 9000 ms" in text) == (high == 9.0), text
+
+
 @pytest.mark.parametrize("columns", [60, 100])
 def test_lines_are_as_long_as_the_terminal_and_whole_elsewhere(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     text = "short\n" + " ".join(f"word{number}" for number in range(60)) + "\n    0  a row of a table" + " " * 200 + "1"
