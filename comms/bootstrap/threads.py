@@ -19,8 +19,12 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
 
 log = logging.getLogger("gradwire")
+
+Result = TypeVar("Result")
 
 EXIT_SECONDS = 5.0
 """Seconds for all threads to end with the process. One that C++ does not give back for longer is left behind: it is
@@ -87,6 +91,30 @@ class BackgroundThread(threading.Thread):
     def _forget(self) -> None:
         with _lock:
             _running.discard(self)
+
+
+def in_thread(call: Callable[[], Result], name: str) -> "SimpleQueue[Result | BaseException]":
+    """Has a thread call what may not come back, and puts there what it returns or raises: see `outcome_of`."""
+    told: SimpleQueue[Result | BaseException] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            told.put(call())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the result is wanted
+            told.put(error)
+
+    BackgroundThread(name, run).start()
+    return told
+
+
+def outcome_of(found: Result | BaseException) -> Result:
+    """Returns what a thread has returned, or raises what it has raised."""
+    if not isinstance(found, BaseException):
+        return found
+    try:
+        raise found
+    finally:
+        del found  # else the error, its frames and what they hold would be a circle
 
 
 def wait_for_all(seconds: float = EXIT_SECONDS) -> list[str]:

@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -43,7 +43,7 @@ from gradwire.comms.bootstrap.compat import (
 )
 from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
-from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.bootstrap.threads import in_thread, outcome_of
 from gradwire.comms.config import gloo_interfaces
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
@@ -437,10 +437,10 @@ class GlooTransport(TorchTransport):
             PeerError: Another rank has given up.
             BaseException: What `call` has raised.
         """
-        told = _in_thread(call, "gradwire swaps")
+        told = in_thread(call, "gradwire swaps")
         while True:
             try:
-                return _result(told.get(timeout=SLICE.total_seconds()))
+                return outcome_of(told.get(timeout=SLICE.total_seconds()))
             except Empty:
                 if self._alarm is not None and (reason := self._alarm()):
                     later = threading.Timer(2 * SLICE.total_seconds(), self.disconnect)
@@ -644,11 +644,11 @@ def _within(
     transport): a rank that has left its address and died there would hold up the others as long. Nothing can wake gloo
     in that, so its thread is left to it; whatever it still makes is released at once.
     """
-    made = _in_thread(connect, "gradwire connects")
+    made = in_thread(connect, "gradwire connects")
     deadline = time.monotonic() + (timeout + SLICE).total_seconds()  # the store's own error, which knows more, is first
     while True:
         with suppress(Empty):
-            return _result(made.get(timeout=SLICE.total_seconds()))
+            return outcome_of(made.get(timeout=SLICE.total_seconds()))
         if alarm is not None and (reason := alarm()):
             raise PeerError(reason)
         if awaited is not None and (ended := awaited.ended()):
@@ -658,29 +658,6 @@ def _within(
                 f"a rank that had come did not connect within `timeout` ({timeout.total_seconds():g} s): it has ended, "
                 "or a firewall is between it and this rank"
             )
-
-
-def _in_thread(call: Callable[[], Result], name: str) -> SimpleQueue[Result | BaseException]:
-    """Has a thread call something, and put there what it returns or raises."""
-    told: SimpleQueue[Result | BaseException] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            told.put(call())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the result is wanted
-            told.put(error)
-
-    BackgroundThread(name, run).start()
-    return told
-
-
-def _result(found: Result | BaseException) -> Result:
-    if not isinstance(found, BaseException):
-        return found
-    try:
-        raise found
-    finally:
-        del found  # else the error, its frames and what they hold would be a circle
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from gradwire.comms.bootstrap.forks import leave_to_parent
-from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.bootstrap.threads import BackgroundThread, in_thread, outcome_of
 from gradwire.comms.config import (
     FLIGHT_RECORDER_SIZE,
     WATCH,
@@ -123,22 +123,15 @@ class Watch:
         while not self._closed.wait(IDLE_SECONDS):
             group = self._group()
             if group is None:
-                signals = self._signals.come()
-                if REPORT in signals and self._last is not None:
-                    log.warning("watch: %s", self._last)
-                if END in signals:
-                    Signals.end()
+                self._answer_alone()
                 continue
             # Here: torch is being imported when a watch begins.
             from gradwire.comms.watch.collective import TRACE_LOOK_SECONDS
-            from gradwire.comms.watch.session import CONCLUDE_SECONDS, LOOK_SECONDS, Session
+            from gradwire.comms.watch.session import CONCLUDE_SECONDS, LOOK_SECONDS
 
-            try:
-                self._session = session = Session(self._stall_seconds, self._messages, self._trace)
-            except RuntimeError as error:  # whoever trains will hear of it, too
-                log.warning("watch: the default group is not watched: %s", error)
-                self._unanswered = weakref.ref(group)
+            if (session := self._connect(group)) is None:
                 continue
+            self._session = session
             self._open_metrics(session)
             seconds = LOOK_SECONDS if self._trace is None else TRACE_LOOK_SECONDS
             self._signals.hold_abort(CONCLUDE_SECONDS)
@@ -153,6 +146,34 @@ class Watch:
                 self._unanswered = weakref.ref(group)
             self._last, self._session = session.report, None
         if END in self._signals.come():
+            Signals.end()
+
+    def _connect(self, group: dist.ProcessGroup) -> "Session | None":
+        """Watches the default group; None where its store is gone, or the watch or the group ends meanwhile.
+
+        Torch goes on connecting to a store whose server is gone until the time-out of the group, and for ever where it
+        is stopped (seen on torch 2.13: twice 20 s for a time-out of 20 s). Signals are heard meanwhile.
+        """
+        from gradwire.comms.watch.session import LOOK_SECONDS, Session
+
+        told = in_thread(lambda: Session(self._stall_seconds, self._messages, self._trace), "gradwire watch connects")
+        while told.empty():
+            if self._closed.wait(LOOK_SECONDS) or self._group() is not group:
+                return None
+            self._answer_alone()
+        try:
+            return outcome_of(told.get())
+        except RuntimeError as error:  # whoever trains will hear of it, too
+            log.warning("watch: the default group is not watched: %s", error)
+            self._unanswered = weakref.ref(group)
+            return None
+
+    def _answer_alone(self) -> None:
+        """Does what signals ask for where no group is watched."""
+        signals = self._signals.come()
+        if REPORT in signals and self._last is not None:
+            log.warning("watch: %s", self._last)
+        if END in signals:
             Signals.end()
 
     def _group(self) -> dist.ProcessGroup | None:

@@ -18,8 +18,8 @@ behavior of the TCP congestion avoidance algorithm", CCR 1997: rate = segment / 
 SEGMENT_NBYTES, MATHIS = 1448, 1.22
 MOST_OF_MATHIS, UNHURT = 4.0, 0.9
 """A connection between places far apart that fills the link, and is faster than so many times that formula's rate, has
-not met such loss: the start of a flow overruns the queue before its card there, once, and what is dropped counts as lost.
-Cubic is no faster than the formula at such loss (RFC 9438, section 5.1); bbr is, and then loss costs nothing."""
+not met such loss: there the start of a flow overruns the queue before its card, once, and what is dropped counts as
+lost. Cubic is no faster than the formula at such loss (RFC 9438, section 5.1); bbr is, and then loss costs nothing."""
 
 HELD_SHARE = 0.3
 """Share of the time with something to send in which a window or a buffer must hold it back to be named."""

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.comms.watch import board
 from support.processes import Processes
 
 STILL_HERE = "still here"
@@ -55,6 +57,19 @@ def without_store(rank: int) -> str:
 
 def test_a_rank_whose_store_is_gone_ends(processes: Processes) -> None:
     assert processes(2, without_store, lost=[0, 1]) == [None, None]
+
+
+def with_a_silent_store(rank: int) -> str:
+    """Torch does not come back from connecting to a store whose server is stopped."""
+    board.clone_of = lambda store: threading.Event().wait()  # type: ignore[assignment, return-value, misc]
+    gradwire.watch()
+    dist.init_process_group("gloo")
+    time.sleep(1.0)  # the watch has begun to connect
+    return be_told_to_end()
+
+
+def test_a_rank_whose_watch_cannot_connect_ends(processes: Processes) -> None:
+    assert processes(2, with_a_silent_store, lost=[0, 1]) == [None, None]
 
 
 def behind_an_error(rank: int) -> str:
