@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SEPARATOR = "|"
 CHOSEN = "auto/"
-"""Before the keys of what compressor="auto" has chosen, in a state."""
+"""The prefix of the keys of what compressor="auto" has chosen, in a state."""
 """The separator between a route's number and a key in a state dict; parameter names are attribute paths and cannot hold
 it."""
 

@@ -531,9 +531,9 @@ def test_loss_says_how_much_and_on_which_way(ways: tuple[int, int], words: str) 
     """Law: a share is a percentage, above one percent and below; the side of a card that loses is named."""
     facts = healthy(0, nodes=4)
     for share, title in ((0.004, "0.4 % of the packets"), (0.02, "2 % of the packets")):
-        counts = [round(4000 * share) * way for way in ways]
+        out, back = (round(4000 * share) * way for way in ways)
         pairs = tuple(
-            replace(pair, lost=(counts if pair.a == 1 else counts[::-1]) if 1 in (pair.a, pair.b) else (0, 0))
+            replace(pair, lost=((out, back) if pair.a == 1 else (back, out)) if 1 in (pair.a, pair.b) else (0, 0))
             for pair in slowed(facts, 1, 0.4).pairs
         )
         found = next(each for each in diagnose(replace(facts, pairs=pairs)) if each.key == "packet_loss")

@@ -180,7 +180,7 @@ def follows_the_loss_scale(mesh: DeviceMesh) -> None:
             scale.scale = scales[number]
             if resumed and number == 2:
                 saved = state.state_dict()
-                for each in state._loss_scales():
+                for each in state._loss_scales("the test"):
                     each.value = 7.0
                 state.load_state_dict(saved)
             (one(batch(number)).square().mean() * scale.scale).backward()
