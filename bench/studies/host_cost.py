@@ -223,7 +223,7 @@ def _communicator(
     """Rank 0's communicator of a cluster that is not there, as it would be on CUDA."""
     size = nodes * gpus
 
-    def presences(store: object, own: Presence, timeout: object) -> Presences:
+    def presences(store: object, own: Presence, *arguments: object) -> Presences:
         said = [dataclasses.replace(own, rank=rank, host=(f"node{rank // gpus}", "", "")) for rank in range(size)]
         return Presences.of(said, start="of nobody")
 

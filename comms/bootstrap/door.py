@@ -298,10 +298,13 @@ class Awaited:
         members: Ranks, as `ended` numbers them.
         index: This rank's among them.
         ended: Says which have ended; None: nobody knows.
+
+    Attributes:
+        members: See above.
     """
 
     def __init__(self, members: Sequence[int], index: int, ended: Ended | None) -> None:
-        self._members = members
+        self.members = members
         self._others = [*members[index + 1 :], *members[:index]][:CALLS]
         self._ended = ended
         self._looks = Looks()
@@ -310,11 +313,11 @@ class Awaited:
         """Indices of those that are known to have ended; none between two looks."""
         if self._ended is None or not self._looks.are_due():
             return []
-        return sorted(self._members.index(rank) for rank in self._ended(self._others))
+        return sorted(self.members.index(rank) for rank in self._ended(self._others))
 
     def words(self, ended: Sequence[int]) -> str:
         """What to say of those that have ended."""
-        ranks = ", ".join(str(self._members[index]) for index in ended)
+        ranks = ", ".join(str(self.members[index]) for index in ended)
         return f"rank {ranks} has ended before it had connected: look at its output"
 
 

@@ -90,18 +90,24 @@ class _Rendezvous:
 
     def absent(self, ranks: Sequence[int]) -> PeerError:
         """Says who is missing."""
-        ranks = tuple(ranks)
         return PeerError(
-            f"ranks {ranks} did not come to the set-up of the shared-memory group {self._key!r} within `timeout`", ranks
+            f"{self._names(ranks)} did not come to the set-up of the shared-memory group {self._key!r} within "
+            "`timeout`",
+            tuple(ranks),
         )
 
     def ended(self, *ranks: int) -> PeerError:
         """Says that ranks have ended."""
-        who = ", ".join(map(str, ranks))
         return PeerError(
-            f"rank {who} has ended during the set-up of the shared-memory group {self._key!r}: look at its output",
+            f"{self._names(ranks)} has ended during the set-up of the shared-memory group {self._key!r}: look at its "
+            "output",
             ranks,
         )
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        """Ranks of this group, by the numbers that they have in the job where these are known."""
+        names = ranks if self._awaited is None else [self._awaited.members[rank] for rank in ranks]
+        return f"rank {', '.join(map(str, names))}"
 
 
 class _Line:

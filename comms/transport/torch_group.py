@@ -652,7 +652,7 @@ def _within(
         if alarm is not None and (reason := alarm()):
             raise PeerError(reason)
         if awaited is not None and (ended := awaited.ended()):
-            raise PeerError(awaited.words(ended), tuple(ended))
+            raise PeerError(awaited.words(ended))  # by name: these are not the members of a node
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"a rank that had come did not connect within `timeout` ({timeout.total_seconds():g} s): it has ended, "

@@ -6,6 +6,7 @@ _RING = "comms/bootstrap/liveness.py"
 _MEMBERS = "comms/elastic/membership.py"
 _SURVIVE = "comms/elastic/survive.py"
 _FAILURE = "comms/bootstrap/failure.py"
+_DOOR = "comms/bootstrap/door.py"
 _PROGRAMS = "comms/run/programs.py"
 _LAWS = "tests/comms/elastic/test_laws.py"
 _AGAIN = f"{_LAWS}::test_a_failure_that_comes_again_is_raised_and_one_that_does_not_is_repeated"
@@ -328,16 +329,16 @@ ELASTIC = (
     Mutation(
         "silent ranks are not called",
         _FAILURE,
-        "                dead |= {rank for rank, outcome in called.items() if outcome == ENDED}\n",
+        "                dead |= set(self._doors_of(silent - dead, words).ended(sorted(silent - dead)[:CALLS]))\n",
         "",
         "Survivors wait for those whose processes have ended.",
         (_BOARD, _LIVENESS),
     ),
     Mutation(
         "a rank that answers has ended",
-        _FAILURE,
-        "                dead |= {rank for rank, outcome in called.items() if outcome == ENDED}\n",
-        "                dead |= set(called)\n",
+        _DOOR,
+        "        return sorted(rank for rank, outcome in self.call(ranks).items() if outcome == ENDED)\n",
+        "        return sorted(self.call(ranks))\n",
         "A rank that is busy is missed.",
         (_BOARD, _LIVENESS),
     ),
