@@ -209,7 +209,7 @@ class TwoStage(Stateful):
 
     two_stage = True
     stochastic = False
-    """Whether payloads are rounded by random numbers: each then has the codec that `codec_for` returns."""
+    """Whether payloads are rounded by random numbers: each then has a codec of its own."""
 
     @property
     def keeps_left_out(self) -> bool:
@@ -243,7 +243,7 @@ class TwoStage(Stateful):
         if group.size == 1 or self.step < self.warmup_steps or not shard.numel():
             yield from self._dense(source, shard, layout, group)
             return
-        codec = self.codec_for(layout, group.rank) if self.stochastic else self.codec
+        codec = self.codec_for(layout, group.rank)
         return_codec = codec if self.return_codec is self.codec else self.return_codec
         units = self.units_of(layout, shard.device)
         if units is not None:
@@ -286,8 +286,12 @@ class TwoStage(Stateful):
         return two_stage(source, target, group, codec, return_codec, residuals)
 
     def codec_for(self, layout: Layout, rank: int) -> PieceCodec:
-        """Returns the codec of this step's payload of this shard, where payloads are rounded by random numbers."""
-        return self.codec
+        """Returns the codec for this step's payload of this shard."""
+        return self.random_codec(layout, rank) if self.stochastic else self.codec
+
+    def random_codec(self, layout: Layout, rank: int) -> PieceCodec:
+        """Returns the codec of one payload, where they are rounded by random numbers: whose are, overrides this."""
+        raise NotImplementedError(f"{type(self).__name__} is `stochastic`; wanted a `random_codec` of its own")
 
     def units_of(self, layout: Layout, device: torch.device) -> Tensor | None:
         """Returns what each element is divided by before it is encoded, (layout.numel) float32; None for nothing.

@@ -108,8 +108,8 @@ class Quantize(TwoStage):
         self.stochastic = stochastic
         self.seed = seed
 
-    def codec_for(self, layout: Layout, rank: int) -> PieceCodec:
-        """See `TwoStage.codec_for`."""
+    def random_codec(self, layout: Layout, rank: int) -> PieceCodec:
+        """See `TwoStage.random_codec`."""
         first = layout.slices[0]
         key = mix_key(self.seed, self.step, rank, name_key(first.name), first.parameter_start)
         return QuantizeCodec(self.bits, key)

@@ -9,6 +9,7 @@ from torch import Tensor
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.dgc import DGC, pack_places, places_nbytes, unpack_places
 from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.registry import Option, make
 from support.threads import ThreadGroup, take_turns
 
 SIZE, NUMEL = 3, 400
@@ -134,3 +135,25 @@ def test_the_factor_of_the_clipping_is_the_hosts(norm: float, clip: float) -> No
         limit = clip * size**-0.5
         wanted = limit / found if limit < found < math.inf else 1.0
         assert torch.equal(scale, torch.tensor(wanted, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "dgc+int4", "powersgd+int8"])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_rounding_is_random_where_that_is_asked_for_and_nowhere_else(name: str, stochastic: bool) -> None:
+    groups, layout = ThreadGroup.create(SIZE), Layout((Slice("w", (20, 20), 0, 0, NUMEL),))
+    options: dict[str, Option] = {"stochastic": stochastic, "warmup_steps": 0}
+
+    def averages(seed: int) -> Tensor:
+        def body(rank: int) -> Tensor:
+            compressor, shard = make(name, {**options, "seed": seed}), gradient(rank, 0)
+            for _ in range(2):
+                shard = gradient(rank, 0)
+                carry_out(compressor.all_reduce(shard, layout, groups[rank].member), groups[rank])
+                compressor.end_step(True)
+            return shard
+
+        first, *others = take_turns(SIZE, body)
+        assert all(first.equal(other) for other in others)
+        return first
+
+    assert averages(1).equal(averages(2)) is not stochastic
