@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.compressors.rotated.whole import LARGEST_WHOLE, lengths, product, roots_of, rounded, total
+from gradwire.compressors.rotated.whole import LARGEST_WHOLE, gram, lengths, product, roots_of, rounded, total
 
 MEMORY = 0.7
 """Weight of the averages so far, at each look at a matrix' gradient."""
@@ -49,8 +49,8 @@ class Turn:
 
     whole: Tensor
     """(parts, length, length), float64."""
-    unit: Tensor
-    """0-dim float64."""
+    unit: Tensor | float
+    """The power of two that `rounded` returns."""
 
     @classmethod
     def of(cls, matrices: Tensor) -> "Turn":
@@ -111,8 +111,8 @@ def _inverse_cholesky(squares: Tensor) -> tuple[Tensor, Tensor]:
         panel = both[:, first:last, first : length + last]
         pivots.append(_eliminate(panel))
         if last < length:
-            factor = panel[:, :, last - first : length - first].transpose(1, 2)
-            both[:, last:, last:length] -= product(factor, panel[:, :, last - first : length - first])
+            factor = panel[:, :, last - first : length - first].mT
+            both[:, last:, last:length] -= gram(factor)
             both[:, last:, length : length + last] -= product(factor, panel[:, :, length - first :])
     return both[:, :, length:], torch.cat(pivots, 1)
 
@@ -191,7 +191,7 @@ def _iterated(square: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     values = values.gather(2, order)
     vectors = moved.gather(2, order.expand(-1, vectors.shape[1], -1)) / values
     for _ in range(ORTHOGONALISED):
-        inverse, pivots = _inverse_cholesky(product(vectors.transpose(1, 2), vectors))
+        inverse, pivots = _inverse_cholesky(gram(vectors.mT))
         vectors = product(vectors, inverse.transpose(1, 2))
         values = values * pivots.unsqueeze(1)
     return vectors, values

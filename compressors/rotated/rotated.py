@@ -19,7 +19,7 @@ from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.matrices import cut_between
 from gradwire.compressors.residual import ElementStore
 from gradwire.compressors.rotated.bases import Side, Turn, looked, side_of, turns_of
-from gradwire.compressors.rotated.whole import product
+from gradwire.compressors.rotated.whole import gram
 from gradwire.compressors.two_stage import Parts, Residuals, TwoStage, two_stage
 
 EVERY = 20
@@ -165,7 +165,7 @@ class Rotated(TwoStage):
                 rows = (gradient.t() if right else gradient).reshape(side.parts, side.length, -1)
                 run = slice(each.item.start, each.item.start + side.numel)
                 old, new = (flat[run].view(side.parts, side.length, side.length) for flat in (held, staged))
-                by_length.setdefault(side.length, []).append((old, new, product(rows, rows.transpose(1, 2))))
+                by_length.setdefault(side.length, []).append((old, new, gram(rows)))
         for sides in by_length.values():
             news = looked([old for old, _, _ in sides], [square for _, _, square in sides])
             for (_, new, _), found in zip(sides, news, strict=True):

@@ -33,7 +33,7 @@ def roots_of(x: Tensor) -> Tensor:
     return x.sqrt() if x.is_cuda else torch.from_numpy(np.sqrt(x.numpy()))
 
 
-def rounded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def rounded(x: Tensor, bits: int) -> tuple[Tensor, Tensor | float]:
     """Rounds to whole numbers times one power of two.
 
     Args:
@@ -41,12 +41,19 @@ def rounded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         bits: The largest magnitude gets so many.
 
     Returns:
-        The whole numbers, float64 of x' shape, and the power of two, 0-dim float64: NaN if x has an inf or NaN.
+        The whole numbers, float64 of x' shape, and the power of two: NaN if x has an inf or NaN; 0-dim float64 on a
+        device, where the host would have to wait for a number.
     """
-    peak = x.abs().amax().double()
-    exponent = torch.frexp(peak).exponent - bits
-    whole = (x.double() * power_of_two(-exponent)).round_()
-    return whole, torch.where(peak.isfinite(), power_of_two(exponent), torch.nan)
+    if x.is_cuda:
+        largest = x.abs().amax().double()
+        exponents = torch.frexp(largest).exponent - bits
+        whole = (x.double() * power_of_two(-exponents)).round_()
+        return whole, torch.where(largest.isfinite(), power_of_two(exponents), torch.nan)
+    peak = float(x.abs().amax())
+    if not math.isfinite(peak):
+        return x.double(), math.nan
+    exponent = math.frexp(peak)[1] - bits
+    return (x.double() * math.ldexp(1.0, -exponent)).round_(), math.ldexp(1.0, exponent)
 
 
 def bits_for(inner: int) -> int:
@@ -64,6 +71,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     bits = bits_for(a.shape[-1])
     (left, unit), (right, other) = rounded(a, bits), rounded(b, bits)
     return (left @ right).mul_(unit * other)
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Returns `product` of (..., rows, inner) and its transpose, which are rounded once."""
+    whole, unit = rounded(rows, bits_for(rows.shape[-1]))
+    return (whole @ whole.mT).mul_(unit * unit)
 
 
 def total(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from gradwire.compressors.base import Compressor, Layout, Member, Slice
 from gradwire.compressors.registry import make
 from gradwire.compressors.rotated.bases import DAMPING, TILE, Side, looked, side_of, turns_of
 from gradwire.compressors.rotated.rotated import EVERY, matrix_of
-from gradwire.compressors.rotated.whole import product, roots_of, rounded
+from gradwire.compressors.rotated.whole import gram, product, roots_of, rounded
 
 ROWS, COLUMNS, STEPS = 64, 96, 40
 LAYOUT = Layout(
@@ -123,6 +123,16 @@ def test_a_product_has_no_order_of_summation() -> None:
     assert torch.equal(found, product(a[..., order], b[:, order]))
     (left, _), (right, _) = rounded(a, 22), rounded(b, 22)
     assert torch.equal((left @ right).long(), left.long() @ right.long())
+    assert torch.equal(gram(a), product(a, a.mT))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_has_no_unit(value: float) -> None:
+    x = normal(4, 5, seed=0)
+    x[2, 3] = value
+    assert math.isnan(rounded(x, 22)[1])
+    assert not product(x, x.t()).isfinite().any()
+    assert not gram(x).isfinite().any()
 
 
 def test_bases_are_the_same_bits_with_any_number_of_threads_and_wherever_they_lie() -> None:
