@@ -93,7 +93,7 @@ class Port:
     standby: bool = False
     """True where that bond holds the port in reserve, so that other members carry what is sent."""
     above: str | None = None
-    """Interface that has the port's address: the uppermost bond or bridge it is in, or a hypervisor's before it."""
+    """Interface that has the port's address: the uppermost bond, team or bridge it is in, or a hypervisor's."""
     virtual: bool = False
     """True where a virtual driver reports the rate, which then means nothing."""
     gdr: bool | None = None

@@ -25,7 +25,7 @@ class NetworkInterface:
 
     name: str
     kind: str
-    """`card` (a device or a bond of them), `virtual`, `bridge` or `loopback`."""
+    """`card` (a device, or a bond, team or bridge that one is in), `virtual`, `bridge` (of none) or `loopback`."""
     addresses: tuple[str, ...] = ()
     """IPv4 and global IPv6, without prefix lengths."""
     mtu: int = 1500

@@ -126,17 +126,17 @@ def read_interfaces(root: Path = LIVE) -> tuple[NetworkInterface, ...]:
         if not own.is_dir():  # bonding_masters is a file
             continue
         four = _address_v4(name) if root == LIVE else None
-        state = text_of(own / "operstate")
+        state, kind = text_of(own / "operstate"), _kind(folder, name)
         found.append(
             NetworkInterface(
                 name=name,
-                kind=_kind(own, name),
+                kind=kind,
                 addresses=(*([four] if four else []), *six.get(name, [])),
                 mtu=number_of(own / "mtu") or 1500,
-                bits_per_second=rates.get(name) or (None if (own / "bonding").is_dir() else _below(own, rates)),
+                bits_per_second=_rate(folder, name, rates),
                 pcie_bits_per_second=None if root == LIVE and _is_virtual_machine(root) else pcie_rate(own / "device"),
                 other_half=_other_half(folder, name),
-                duplex=text_of(own / "duplex") if _kind(own, name) == "card" else None,
+                duplex=text_of(own / "duplex") if kind == "card" else None,
                 up=state in ("up", "unknown", None),
             )
         )
@@ -182,20 +182,32 @@ def _other_half(folder: Path, name: str) -> str | None:
     )
 
 
-def _kind(own: Path, name: str) -> str:
+def _kind(folder: Path, name: str) -> str:
+    own = folder / name
     if number_of(own / "type") == _LOOPBACK:
         return "loopback"
-    if (own / "bridge").is_dir() or SOFTWARE_NAMES.match(name):
-        return "bridge"
-    if (own / "device").exists() or (own / "bonding").is_dir() or any("lower_" in each for each in names_in(own)):
+    is_bridge = (own / "bridge").is_dir()
+    if is_bridge and _is_over_a_card(folder, name):  # of a host of virtual machines: it has the card's address
         return "card"
-    return "virtual"
+    if is_bridge or SOFTWARE_NAMES.match(name):
+        return "bridge"
+    return "card" if (own / "device").exists() or (own / "bonding").is_dir() or _below(folder, name) else "virtual"
 
 
-def _below(own: Path, rates: Mapping[str, float]) -> float | None:
-    """The rate of the card under a VLAN."""
-    lower = [rates[each[6:]] for each in names_in(own) if each.startswith("lower_") and each[6:] in rates]
-    return sum(lower) if lower else None
+def _below(folder: Path, name: str) -> list[str]:
+    """The interfaces that one stands before: of a VLAN one, of a bond, a team or a bridge all that are in it."""
+    return [each.removeprefix("lower_") for each in names_in(folder / name) if each.startswith("lower_")]
+
+
+def _is_over_a_card(folder: Path, name: str) -> bool:
+    return any((folder / each / "device").exists() or _is_over_a_card(folder, each) for each in _below(folder, name))
+
+
+def _rate(folder: Path, name: str, rates: Mapping[str, float]) -> float | None:
+    """The rate of an interface, or of the fastest below it: some of a team's, or of a bridge's, may be in reserve."""
+    if name in rates or (folder / name / "bonding").is_dir():
+        return rates.get(name)
+    return max(filter(None, (_rate(folder, each, rates) for each in _below(folder, name))), default=None)
 
 
 def _address_v4(name: str) -> str | None:

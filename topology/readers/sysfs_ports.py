@@ -22,6 +22,8 @@ _REPRESENTOR = re.compile(r"(c\d+)?pf\d+(vf|sf)\d+")
 """`phys_port_name` of the host's end of a virtual function, which is no port of the card."""
 ETHERNET, INFINIBAND = 1, 32
 """/sys/class/net/*/type. Source: Linux include/uapi/linux/if_arp.h."""
+_UP, _NO_ARP = 0x1, 0x80
+"""Bits of /sys/class/net/*/flags."""
 
 
 @dataclass(slots=True)
@@ -230,8 +232,8 @@ def _in_reserve(folder: Path, name: str, bond: str) -> bool:
 def _above(folder: Path, name: str) -> str | None:
     """Returns the interface that has the address of one that others stand before; None where it has its own.
 
-    Bonds and bridges take a member's address over, and so does the interface that Hyper-V or a failover of virtio puts
-    before a function it lends: that one has a device of its own.
+    Bonds, teams and bridges take a member's address over, and so does the interface that Hyper-V or a failover of
+    virtio puts before a function it lends: that one has a device of its own. A VRF and Open vSwitch's bridge take none.
 
     Source: Linux drivers/net/hyperv/netvsc_drv.c (netvsc_vf_join), net/bridge/br_if.c, drivers/net/net_failover.c.
     """
@@ -239,10 +241,21 @@ def _above(folder: Path, name: str) -> str | None:
     while (master := link_name(folder / (found[-1] if found else name) / "master")) is not None:
         own = folder / master
         takes = (own / "bonding").is_dir() or (own / "bridge").is_dir() or (own / "device").is_symlink()
-        if not takes or master in found:
+        if not (takes or _is_team(own)) or master in found:
             break
         found.append(master)
     return found[-1] if found else None
+
+
+def _is_team(own: Path) -> bool:
+    """Returns whether an interface that has members is a team, which has no folder in sysfs that says so.
+
+    A VRF does without ARP, and the interface of Open vSwitch that has all members is down.
+
+    Source: Linux drivers/net/vrf.c (vrf_dev_init), include/uapi/linux/if.h (IFF_UP, IFF_NOARP).
+    """
+    flags = re.fullmatch(r"0x([0-9a-f]{1,8})", text_of(own / "flags") or "0x0")
+    return flags is not None and int(flags[1], 16) & (_UP | _NO_ARP) == _UP
 
 
 def _interface_port(folder: Path, name: str, kind: int, card: bool) -> Port:

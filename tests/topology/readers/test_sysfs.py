@@ -195,12 +195,22 @@ def test_a_bond_of_ipoib_holds_no_infiniband_in_reserve(systree: "SysTree") -> N
     assert [nic_bytes_per_second(nic) for nic in read(systree.root).nics] == [48e9, 48e9]
 
 
-@pytest.mark.parametrize(("above", "wanted"), [("bridge", "over0"), ("bonding", "over0"), ("brif", None)])
-def test_the_address_is_that_of_the_interface_above(systree: "SysTree", above: str, wanted: str | None) -> None:
+@pytest.mark.parametrize(("above", "flags", "wanted"), [
+    ("bridge", "0x1003", "over0"),
+    ("bonding", "0x1403", "over0"),
+    ("statistics", "0x1003", "over0"),  # a team
+    ("statistics", "0x481", None),  # a VRF
+    ("statistics", "0x1002", None),  # ovs-system
+    ("statistics", "", None),
+])  # fmt: skip
+def test_the_address_is_that_of_the_interface_above(
+    systree: "SysTree", above: str, flags: str, wanted: str | None
+) -> None:
     systree.host({0: "0-15"})
     systree.device(ROOT, "0000:05:00.0", kind=0x020000, vendor=0x8086)
     systree.interface("eth0", ROOT, "0000:05:00.0", driver="ice")
-    systree.write(f"sys/devices/virtual/net/over0/{above}/x", "1")  # Open vSwitch and VRF have none of both
+    systree.write(f"sys/devices/virtual/net/over0/{above}/x", "1")
+    systree.write("sys/devices/virtual/net/over0/flags", flags)
     systree.link("sys/class/net/over0", "sys/devices/virtual/net/over0")
     systree.link(f"sys/devices/{ROOT}/0000:05:00.0/net/eth0/master", "sys/devices/virtual/net/over0")
     assert [port.above for port in read(systree.root).nics[0].ports] == [wanted]
