@@ -43,7 +43,22 @@ Entry = tuple[tuple[str, StateValue], ...]
 Checkpoint = dict[str, Entry]
 """What `HookState.state_dict` returns."""
 
+SHARDS = PREFIX + "shards"
+"""Key in an entry of a sharded model: over how many ranks the first unit's parameters are sharded."""
+OUTER = PREFIX + "outer/"
+"""Begins all keys in an entry of `Outer`."""
+OWNERS = {
+    SHARDS: "a model that fully_shard has sharded (gradwire.fsdp.apply)",
+    OUTER: "gradwire.Outer",
+    "": "a DistributedDataParallel model (HookState)",
+}
+"""What begins a key in the entries of one kind of state alone -> whose state that is; nothing: all others."""
+
 NOT_OURS = "`state` has no entries of gradwire's hook: wanted what HookState.state_dict() returned"
+EMPTY = (
+    "`state` is empty, as it is where nothing is compressed: leave it out, and training begins with nothing held back; "
+    "if there was a compressor, wanted what HookState.state_dict() returned"
+)
 
 INSTEAD = "load another checkpoint, or train on from the weights without this state"
 """What to do about a damaged state."""
@@ -84,6 +99,8 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
         numbers = dict(state)
         rank, size, dirty = (int(numbers[PREFIX + key]) for key in ("rank", "size", "dirty"))
         return {JOB: (("size", size), ("dirty", dirty)), rank_key(rank): tuple(state)}
+    if not saved:
+        raise ValueError(EMPTY)
     found = {key: _entry(value) for key, value in saved.items()}
     if not {"size", "dirty"} <= dict(found.get(JOB, ())).keys():
         raise ValueError(NOT_OURS)
@@ -97,6 +114,30 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
             if key != JOB:
                 _check_complete(key, dict(entry))
     return found
+
+
+def refuse_other_owner(saved: Checkpoint, mark: str) -> None:
+    """Refuses a state of another kind, whose elements lie elsewhere, though parameters and shapes may be the same.
+
+    Args:
+        saved: What `normalize` returned.
+        mark: Of the kind that loads it, a key of `OWNERS`.
+
+    Raises:
+        ValueError: It is of another one; the message names both.
+    """
+    keys = [key for part in without_job(saved) for key in part if key != ENTRIES]
+    found = next(each for each in OWNERS if not keys or any(key.startswith(each) for key in keys))
+    if keys and found != mark:
+        raise ValueError(
+            f"`state` is of {OWNERS[found]}, and this one is of {OWNERS[mark]}: load what that has saved, or train on "
+            "from the weights without it"
+        )
+
+
+def without_job(saved: Checkpoint) -> list[StateDict]:
+    """The entries of ranks that a checkpoint holds."""
+    return [dict(part) for key, part in saved.items() if key != JOB]
 
 
 def _check_complete(key: str, entry: Mapping[str, StateValue]) -> None:

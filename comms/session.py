@@ -36,6 +36,13 @@ FUSION_TIMEOUT = timedelta(seconds=30)
 GRADIENT_NBYTES = 4
 """Bytes of an element, where the size of a model's gradients is estimated."""
 
+HOMELESS = (
+    "{found}, and `state` holds residuals that would be lost: set the one that saved it, or call state.flush() and "
+    "train one more step before saving"
+)
+"""`found` is what has no place for them."""
+NO_COMPRESSOR = "`compressor` is not set"
+
 if TYPE_CHECKING:
     from gradwire.comms.autotune.job_advice import JobAdvice
     from gradwire.comms.bootstrap.agree import Agreement
@@ -365,6 +372,9 @@ class Face(Generic[S]):
     OPTIONS: ClassVar[tuple[str, ...]]
     """Fields of `Config` that it takes; others it refuses by name."""
 
+    MARK: ClassVar[str] = ""
+    """What begins a key in its states alone; see `checkpoint.OWNERS`."""
+
     NOT_CONNECTED: ClassVar[str]
     """Why there is no session, where a call needs one; `{call}` stands for that."""
 
@@ -552,22 +562,24 @@ class Face(Generic[S]):
         """
         if not state and not self._keeps:
             return
-        from gradwire.comms.checkpoint import JOB, normalize  # here: many jobs have nothing to restore
+        from gradwire.comms.checkpoint import JOB, normalize, refuse_other_owner  # here: many jobs restore nothing
 
         found = normalize(state)
+        refuse_other_owner(found, self.MARK)
         self._loaded = True
-        if not self._holds_back and dict(found[JOB])["dirty"]:
-            raise ValueError(
-                "`compressor` is not set, and `state` holds residuals that would be lost: set the compressor that "
-                "saved it, or call state.flush() and train one more step before saving"
-            )
+        if dict(found[JOB])["dirty"]:
+            self._refuse_homeless(found)
         if self._keeps:
             self._restore(found)
 
-    @property
-    def _holds_back(self) -> bool:
-        """Whether residuals have a place here."""
-        return _compresses(self.config)
+    def _refuse_homeless(self, found: "Checkpoint") -> None:
+        """Refuses residuals that have no place here.
+
+        Raises:
+            ValueError: What would have one is not set.
+        """
+        if not _compresses(self.config):
+            raise ValueError(HOMELESS.format(found=NO_COMPRESSOR))
 
     @property
     def _keeps(self) -> bool:

@@ -21,7 +21,7 @@ from gradwire.comms.attach import attach, look_inside
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
 from gradwire.comms.bootstrap.store import unprefixed
-from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, unpack
+from gradwire.comms.checkpoint import JOB, OUTER, Checkpoint, normalize, refuse_other_owner, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.config import (
     AUTO,
@@ -218,6 +218,7 @@ class Outer(Face[AveragingSession]):
     """
 
     OPTIONS = (*OF_EXCHANGES, *INSIDE_ONLY)
+    MARK = OUTER
     NOT_CONNECTED = "Outer has not connected its ranks: {call} has nothing to say yet"
 
     advise = refused(GRADIENTS_INSIDE + "; `gradwire predict` weighs Outer against other ways")
@@ -540,10 +541,16 @@ class Outer(Face[AveragingSession]):
         """Units differ between exchanges, so a state is always of these ranks alone."""
         return True
 
+    def _place(self) -> tuple[int, int]:
+        if self._sharded:  # ranks of a unit hold other shards each, under keys of their own in one checkpoint
+            return dist.get_rank(), dist.get_world_size()
+        communicator = self._connected("state_dict()").communicator
+        return communicator.rank, communicator.size
+
     def _own_state(self) -> StateDict:
         settings: StateDict = {"chosen": int(self._choice is None or self._choice.is_made)}
         settings |= {name: getattr(self.settings, name) for name in CHOSEN}
-        return {PREFIX + "outer/" + key: value for key, value in (self.exchange.state_dict() | settings).items()}
+        return {OUTER + key: value for key, value in (self.exchange.state_dict() | settings).items()}
 
     def state_dict(self) -> Checkpoint:
         """This rank's part of the exchanges, for resuming bit for bit; every rank saves its own, beside its model.
@@ -573,19 +580,19 @@ class Outer(Face[AveragingSession]):
             RuntimeError: A rank has not come within the time-out; or the exchange that is under way has failed. Where
                 it fails after the ranks have agreed, steps and saves are refused until a state has been loaded.
         """
-        prefix = PREFIX + "outer/"
         found: StateDict | ValueError
         try:
-            saved, (rank, size) = normalize(state), self._place() or (0, 1)
+            saved, (rank, size) = normalize(state), self._place()
+            refuse_other_owner(saved, self.MARK)
             if (before := dict(saved[JOB])["size"]) != size:
                 raise ValueError(
                     f"`state` is of {before} ranks, there are {size}; wanted as many: call synchronize() before you "
                     "save, load the model alone, and make Outer of that"
                 )
             own = unpack(saved, rank, size)
-            if not own or not all(key.startswith(prefix) for key in own):
+            if not own:
                 raise ValueError("`state` has no entries of gradwire's Outer: wanted what Outer.state_dict() returned")
-            found = {key.removeprefix(prefix): value for key, value in own.items()}
+            found = {key.removeprefix(OUTER): value for key, value in own.items()}
         except ValueError as error:
             found = error
         if self._choice is not None:

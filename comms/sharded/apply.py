@@ -145,7 +145,14 @@ def apply(
     overlap = Overlap(units) if device.type == "cpu" else None
     state._take_shards(
         ShardTraffic(
-            tuple(links.communicators), tuple(totals), rounding if totals else None, described, overlap, torchs, carried
+            tuple(links.communicators),
+            tuple(totals),
+            rounding if totals else None,
+            described,
+            overlap,
+            torchs,
+            links.nodes if carried else "",
+            carried,
         )
     )
     return state
@@ -194,6 +201,12 @@ class ShardLinks:
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
             self.made[ranks] = ShardLink(nodes, communicator, planned, self._torchs)
         return self.made[ranks]
+
+    @property
+    def nodes(self) -> str:
+        """Which ranks of each group are on one node: `0,1 2,3`."""
+        found = [link.nodes.members for link in self.made.values() if link.nodes is not None]
+        return "; ".join(" ".join(",".join(map(str, node)) for node in members) for members in found)
 
     def describe(self) -> str:
         """Where the ranks are, in words."""

@@ -62,7 +62,10 @@ class LeftOut:
         """
         wanted = (self._others, runs_of(self._shards, self._rules).compressed_numel)
         if rows is not None and tuple(rows.shape) != wanted:
-            raise ValueError(f"`state` has rows of {tuple(rows.shape)} that were left out; wanted {wanted}")
+            raise ValueError(
+                f"`state` has rows of {tuple(rows.shape)} that were left out of a unit; wanted {wanted}: it is of "
+                "another model, or of other units or `rules`"
+            )
         refuse_not_finite({LEFT_OUT: rows} if rows is not None else {})
 
     def restore(self, rows: Tensor | None) -> None:
@@ -137,7 +140,10 @@ class SentRows:
         """See `LeftOut.check`."""
         wanted = (self._count, self.runs.numel)
         if rows is not None and tuple(rows.shape) != wanted:
-            raise ValueError(f"`state` has rows of {tuple(rows.shape)} that were sent; wanted {wanted}")
+            raise ValueError(
+                f"`state` has rows of {tuple(rows.shape)} that were sent of a unit; wanted {wanted}: it is of another "
+                "model, or of other units"
+            )
 
     def restore(self, rows: Tensor | None) -> None:
         """Takes over what was saved, and has been checked; None has the next all-gather be exact."""

@@ -26,7 +26,7 @@ from gradwire.comms.bootstrap.compat import (
     sharded_units,
 )
 from gradwire.comms.bootstrap.failure import FailureBoard
-from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, unpack
+from gradwire.comms.checkpoint import JOB, PREFIX, SHARDS, Checkpoint, unpack, without_job
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import is_finite
 from gradwire.comms.config import COMPRESSION, PLANNING, WATCHING, Config
@@ -35,8 +35,8 @@ from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.run.ledger import PhaseTotals
-from gradwire.comms.session import AveragingSession, Face, SessionRanks, refused
-from gradwire.comms.sharded.carried import LeftOut, SentRows
+from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, Face, SessionRanks, refused
+from gradwire.comms.sharded.carried import LEFT_OUT, LeftOut, SentRows
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.overlap import Overlap
@@ -49,14 +49,17 @@ NOTHING = torch.empty(0, dtype=torch.float32)
 
 log = logging.getLogger("gradwire")
 
-SHARDS = PREFIX + "shards"
-"""Key in a rank's entry: over how many ranks the first unit's parameters are sharded."""
-
 ROUNDING = PREFIX + "rounding"
 """Key in a rank's entry: reduce-scatters so far, from which the random rounding of the next one follows."""
 
 CARRIED_ON = PREFIX + "carried/"
 """Begins the keys in a rank's entry of what collectives carry on; kind and number of the unit follow."""
+
+NODES = PREFIX + "nodes"
+"""Key in a rank's entry: which of the ranks that share parameters are on one node, for that goes by it."""
+
+TRANSFERS = PREFIX + "transfers"
+"""Key in a rank's entry where a compressor between replicas has saved."""
 
 SCALE_OF = PREFIX + "loss_scale/"
 """Begins the keys in a rank's entry of the loss scale that rows which were left out are of; see `CARRIED_ON`."""
@@ -78,6 +81,7 @@ class ShardTraffic:
         rounding: Saved and restored with the state; None where nothing is rounded.
         described: In one line.
         overlap: Carries the collectives out, on a CPU.
+        nodes: Which ranks of each group are on one node, in one word; empty where nothing goes by it.
         torchs: Has torch's collectives and gradwire's take turns, on CUDA.
         carried: What collectives in fewer bits carry on from step to step, by kind and number of unit; saved.
     """
@@ -88,6 +92,7 @@ class ShardTraffic:
     described: str = ""
     overlap: Overlap | None = None
     torchs: TorchGroups | None = None
+    nodes: str = ""
     carried: Mapping[str, LeftOut | SentRows] = field(default_factory=dict)
 
 
@@ -108,6 +113,7 @@ class FsdpState(Face[AveragingSession]):
     """
 
     OPTIONS = (*PLANNING, *COMPRESSION, *WATCHING)
+    MARK = SHARDS
     NOT_CONNECTED = "`replicas` is not set: {call} has nothing to say about torch's own collectives"
 
     bind = refused(BOUND)
@@ -209,8 +215,7 @@ class FsdpState(Face[AveragingSession]):
 
     def _loss_scales(self, call: str) -> list[LossScale]:
         shards = [each.loss_scale for each in self._shards.carried.values() if isinstance(each, LeftOut)]
-        between_replicas = self._connection is not None and self._connection.compression is not None
-        return [*shards, *(super()._loss_scales(call) if between_replicas or not shards else [])]
+        return [*shards, *(super()._loss_scales(call) if self._compresses_replicas or not shards else [])]
 
     @property
     def dirty(self) -> bool:
@@ -219,14 +224,12 @@ class FsdpState(Face[AveragingSession]):
         return super().dirty or any(each.holds for each in held)
 
     @property
-    def _holds_back(self) -> bool:
-        return super()._holds_back or any(isinstance(each, LeftOut) for each in self._shards.carried.values())
+    def _compresses_replicas(self) -> bool:
+        return self._connection is not None and self._connection.compression is not None
 
     @property
     def _keeps(self) -> bool:
-        return self._shards.rounding is not None or (
-            self._connection is not None and self._connection.compression is not None
-        )
+        return self._shards.rounding is not None or self._compresses_replicas
 
     def _place(self) -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
@@ -240,18 +243,33 @@ class FsdpState(Face[AveragingSession]):
                 own[CARRIED_ON + key] = each.rows.clone()  # they change in place
             if isinstance(each, LeftOut):
                 own[SCALE_OF + key] = float(each.loss_scale.value)
-        return own | {SHARDS: self._shard_count}
+        return own | {SHARDS: self._shard_count, NODES: self._shards.nodes}
 
     @property
     def _shard_count(self) -> int:
         return self._shard_groups[0].size() if self._shard_groups else 1
 
+    def _refuse_homeless(self, found: Checkpoint) -> None:
+        saved = {key for part in without_job(found) for key in part}
+        if TRANSFERS in saved and not self._compresses_replicas:
+            raise ValueError(HOMELESS.format(found=NO_COMPRESSOR))
+        left_out = {key.removeprefix(CARRIED_ON) for key in saved if key.startswith(CARRIED_ON + LEFT_OUT)}
+        homes = {key for key, each in self._shards.carried.items() if isinstance(each, LeftOut)}
+        if left_out and not homes:
+            raise ValueError(HOMELESS.format(found="`shards` leaves nothing out here"))
+        if more := left_out - homes:
+            raise ValueError(
+                f"`state` holds what was left out of {len(more)} units that `model` does not have: it is of another "
+                "model, or of other units"
+            )
+
     def _restore(self, found: Checkpoint) -> None:
         own = unpack(found, *self._place())
         if own is None:
             return
+        dirty = bool(dict(found[JOB])["dirty"])
         if own.pop(SHARDS, None) != self._shard_count:
-            if dict(found[JOB])["dirty"]:
+            if dirty:
                 raise ValueError(
                     f"`state` is of another mesh than {self._shard_count} shards, and it still holds residuals that "
                     "belong to its shards: call state.flush() and train one more step before saving, or load it on the "
@@ -259,15 +277,28 @@ class FsdpState(Face[AveragingSession]):
                 )
             log.info("a flushed state of another mesh: the compressor starts anew")
             return
-        calls = own.pop(ROUNDING, None)
+        calls, nodes = own.pop(ROUNDING, None), own.pop(NODES, self._shards.nodes)
         saved = {key: own.pop(key) for key in list(own) if key.startswith(CARRIED_ON)}
         rows = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
         scales = {key: float(own.pop(key)) for key in list(own) if key.startswith(SCALE_OF)}
+        if nodes != self._shards.nodes and dirty and any(key.startswith(CARRIED_ON + LEFT_OUT) for key in rows):
+            raise ValueError(
+                f"`state` was saved with the ranks that share parameters on the nodes {nodes}, which are on "
+                f"{self._shards.nodes} now, and it still holds what was left out of gradients for those: call "
+                "state.flush() and train one more step before saving, or place the ranks as they were"
+            )
         for key, each in self._shards.carried.items():
+            if nodes != self._shards.nodes or (isinstance(each, LeftOut) and not dirty):  # anew; flushed rows are zeros
+                rows.pop(CARRIED_ON + key, None)
             each.check(rows.get(CARRIED_ON + key))
         for scale in scales.values():
             refuse_odd_scale(scale)
-        if self._connection is not None:
+        if self._connection is not None and self._compresses_replicas:
+            if TRANSFERS not in own:
+                raise ValueError(
+                    f"`compressor` is {self.config.compressor!r}, and `state` was saved without one between replicas: "
+                    "load it without, or train on from the weights without the state"
+                )
             self._connection.load_state_dict(own)
         for key, each in self._shards.carried.items():
             each.restore(rows.get(CARRIED_ON + key))

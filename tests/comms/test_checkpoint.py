@@ -16,7 +16,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.checkpoint import ENTRIES, JOB, normalize, pack, rank_key, unpack
+from gradwire.comms.checkpoint import (
+    ENTRIES,
+    JOB,
+    OUTER,
+    OWNERS,
+    SHARDS,
+    normalize,
+    pack,
+    rank_key,
+    refuse_other_owner,
+    unpack,
+)
 from gradwire.compressors.base import StateDict
 from support.models import Shuffled
 from support.processes import Processes
@@ -229,6 +240,26 @@ def test_a_state_that_lost_anything_on_the_way_is_refused_on_every_rank() -> Non
 
 def test_a_state_from_before_entries_were_stated_loads() -> None:
     assert unpack(normalize({JOB: (("size", 1), ("dirty", 1)), rank_key(0): (("step", 2),)}), 0, 1) == {"step": 2}
+
+
+def test_a_state_of_another_kind_is_refused_by_the_names_of_both() -> None:
+    """Names, shapes and compressors may be the same, and its elements lie elsewhere."""
+    part: StateDict = {"0|compressor": "int8", "0|residual/0/0.weight": torch.ones(3)}
+    saved = {"": pack(part, 1, 2, True)}
+    saved[SHARDS] = pack(part | {SHARDS: 2}, 1, 2, True)
+    saved[OUTER] = pack({OUTER + key: value for key, value in part.items()}, 1, 2, True)
+    for mark, name in OWNERS.items():
+        for other, each in saved.items():
+            if other == mark:
+                refuse_other_owner(normalize(each), mark)
+                continue
+            with pytest.raises(ValueError, match="`state` is of ") as refused:
+                refuse_other_owner(normalize(each), mark)
+            assert name in str(refused.value) and OWNERS[other] in str(refused.value)
+        refuse_other_owner(normalize(pack({}, 0, 2, False)), mark)  # of a rank that has seen no bucket
+    state = gradwire.HookState(compressor="int8")
+    with pytest.raises(ValueError, match=r"`state` is of gradwire\.Outer, and this one is of a Distributed"):
+        state.load_state_dict(saved[OUTER])
 
 
 @pytest.mark.parametrize("state", [{}, {"step": 3}, {"gradwire/job": ()}, {"gradwire/job": 5}])

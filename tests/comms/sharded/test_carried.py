@@ -21,12 +21,14 @@ from gradwire.fsdp import FsdpState
 from support.processes import Processes
 from support.sharded import (
     Tiny,
+    applied,
     batch,
     differs,
     error_of,
     gradients,
     job,
     local,
+    mesh_of,
     plain_step,
     sharded,
     train,
@@ -142,6 +144,8 @@ def carried_cases(rank: int) -> None:
         of_vectors_alone(mesh)
         skips(mesh)
         follows_the_loss_scale(mesh)
+        of_other_nodes(mesh)
+        of_other_options()
 
 
 def near_exact(mesh: DeviceMesh) -> None:
@@ -265,6 +269,59 @@ def flushed(mesh: DeviceMesh) -> None:
             local(parameter).add_(1.0)
     x = batch(9)
     assert torch.equal(model(x), native(x))
+
+
+def of_other_nodes(mesh: DeviceMesh) -> None:
+    """What was left out for other owners is refused where nodes hold other ranks; flushed, it begins anew exactly."""
+    model, state = both_ways(mesh)
+    train(model, 2)
+    again, other = both_ways(mesh, hostname="abab"[dist.get_rank()])
+    with pytest.raises(ValueError, match="on the nodes 0,1 2,3, which are on 0,2 1,3 now"):
+        other.load_state_dict(state.state_dict())
+    state.flush()
+    train(model, 2, first=2, lr=0.0)
+    assert state.dirty
+    state.flush()
+    train(model, 1, first=4, lr=0.0)
+    native = sharded(mesh)
+    for one in (again, native):
+        train(one, 1)  # what has trained already keeps nothing of its own
+        with torch.no_grad():
+            for (_, parameter), kept in zip(one.named_parameters(), weights(model).values(), strict=True):
+                local(parameter).copy_(kept)
+    other.load_state_dict(state.state_dict())
+    assert not other.dirty
+    assert torch.equal(again(batch(9)), native(batch(9)))
+
+
+def of_other_options() -> None:
+    """No residual is dropped where one of the two collectives that hold some back has no place for them."""
+    options: dict[str, dict[str, Any]] = {
+        "replicas": {"compressor": "int8"},
+        "shards": {"shards": CARRIED, "weights": CARRIED},
+    }
+    options["both"] = {**options["replicas"], **options["shards"]}
+    made = {name: applied(mesh_of(), hostname=f"host{dist.get_rank()}", **each) for name, each in options.items()}
+    for model, _ in made.values():
+        train(model, 2)
+    for saved, loaded, match in (
+        ("shards", "replicas", "`shards` leaves nothing out here, and `state` holds"),
+        ("both", "replicas", "`shards` leaves nothing out here, and `state` holds"),
+        ("replicas", "shards", "`compressor` is not set, and `state` holds"),
+        ("both", "shards", "`compressor` is not set, and `state` holds"),
+        ("shards", "both", "`compressor` is 'int8', and `state` was saved without"),
+    ):
+        assert made[saved][1].dirty
+        with pytest.raises(ValueError, match=match):
+            made[loaded][1].load_state_dict(made[saved][1].state_dict())
+    made["both"][1].load_state_dict(made["replicas"][1].state_dict())
+    model, state = made["both"]
+    train(model, 1, first=2)
+    state.flush()
+    train(model, 1, first=3)
+    for _, other in made.values():
+        other.load_state_dict(state.state_dict())
+        assert not other.dirty
 
 
 def of_vectors_alone(mesh: DeviceMesh) -> None:
