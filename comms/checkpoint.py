@@ -94,17 +94,20 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
     Raises:
         ValueError: It is no state of the hook, or lacks entries that were saved; the message says what was wanted.
     """
+    if not isinstance(saved, Mapping):
+        raise ValueError(NOT_OURS)  # noqa: TRY004 - the content of a file is a value, whatever its type
+    if not saved:
+        raise ValueError(EMPTY)
     if all(PREFIX + key in saved for key in ("size", "rank", "dirty", "loss_scale", "transfers")):
         state = [(key, value) for key, value in saved.items() if isinstance(value, Tensor | int | float | str)]
         numbers = dict(state)
         rank, size, dirty = (int(numbers[PREFIX + key]) for key in ("rank", "size", "dirty"))
         return {JOB: (("size", size), ("dirty", dirty)), rank_key(rank): tuple(state)}
-    if not saved:
-        raise ValueError(EMPTY)
     found = {key: _entry(value) for key, value in saved.items()}
-    if not {"size", "dirty"} <= dict(found.get(JOB, ())).keys():
+    job = dict(found.get(JOB, ()))
+    if not all(isinstance(job.get(key), int) for key in ("size", "dirty")):
         raise ValueError(NOT_OURS)
-    number = dict(found[JOB]).get("format", 1)
+    number = job.get("format", 1)
     if not isinstance(number, int) or number > FORMAT:
         raise ValueError(
             f"`state` is of format {number!r}, this gradwire reads up to {FORMAT}: use the one that saved it"

@@ -183,7 +183,7 @@ class OuterChoice:
         if exchange.averaging.agreement.rank == 0:
             log.info("Outer exchanges %s: %s", in_words(exchange.settings), self.reason)
 
-    def load(self, state: StateDict | ValueError) -> StateDict | ValueError:
+    def load(self, state: StateDict | Exception) -> StateDict | Exception:
         """Takes up what a saved run has chosen; what the user has said wins. All ranks call it.
 
         Args:
@@ -193,10 +193,10 @@ class OuterChoice:
             The state; or why no rank can load its own.
         """
         saved: dict[str, int] = {}
-        if not isinstance(state, ValueError) and state.get("chosen"):
+        if not isinstance(state, Exception) and state.get("chosen"):
             saved = {name: value for name in CHOSEN if isinstance(value := state.get(name), int)} | self._given
         said = self._exchange.averaging.agreement.gather(sorted(saved.items()))
-        if isinstance(state, ValueError):
+        if isinstance(state, Exception):
             return state
         if any(each != said[0] for each in said):
             return ValueError(

@@ -192,7 +192,7 @@ class OuterExchange:
         return written(saved, self.fragments, self.settings)
 
     @torch.no_grad()
-    def load_state_dict(self, state: StateDict | ValueError) -> None:
+    def load_state_dict(self, state: StateDict | Exception) -> None:
         """Restores what `state_dict` returned on this rank; see there. All ranks call it.
 
         Args:
@@ -206,7 +206,7 @@ class OuterExchange:
         if self._pending is not None:
             self._settle(self._pending)
         try:
-            if isinstance(state, ValueError):
+            if isinstance(state, Exception):
                 raise state
             saved = read(state, self.fragments, self.settings)
             if (self.averaging.compression is None) != (not saved.held):
@@ -215,7 +215,7 @@ class OuterExchange:
                     f"{'with' if saved.held else 'without'} one; wanted the compressor that saved it"
                 )
             self.averaging.try_on([saved.held] if saved.pending is None else [saved.held, held_before(state)])
-        except ValueError as error:
+        except Exception as error:  # whatever a file may hold: the others wait for a word
             self.averaging.agreement.gather(json.dumps({"error": str(error)}))
             raise
         pending, held = saved.pending, saved.held

@@ -580,7 +580,7 @@ class Outer(Face[AveragingSession]):
             RuntimeError: A rank has not come within the time-out; or the exchange that is under way has failed. Where
                 it fails after the ranks have agreed, steps and saves are refused until a state has been loaded.
         """
-        found: StateDict | ValueError
+        found: StateDict | Exception
         try:
             saved, (rank, size) = normalize(state), self._place()
             refuse_other_owner(saved, self.MARK)
@@ -593,7 +593,7 @@ class Outer(Face[AveragingSession]):
             if not own:
                 raise ValueError("`state` has no entries of gradwire's Outer: wanted what Outer.state_dict() returned")
             found = {key.removeprefix(OUTER): value for key, value in own.items()}
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001 - raised where the others are told
             found = error
         if self._choice is not None:
             found = self._choice.load(found)

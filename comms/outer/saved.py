@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.compression import refuse_not_finite
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
 from gradwire.comms.run.launches import Bucket, FutureTensor
 from gradwire.compressors.base import StateDict, StateValue
@@ -151,6 +152,7 @@ def _flat(fragment: Fragment, kind: str, state: StateDict) -> Tensor:
                 f"`state` holds {found} as the {kind} of `{name}`; wanted shape {tuple(view.shape)}: load the "
                 "state of this model, saved by this rank with the same settings"
             )
+        refuse_not_finite({f"{kind}{SEPARATOR}{name}": value})
         view.copy_(value)
     return flat
 

@@ -502,6 +502,8 @@ def test_states_that_do_not_fit_each_other_are_refused_on_all_ranks() -> None:
             exchange.load_state_dict(states[0])
         with pytest.raises(ValueError, match="rank 1"):
             exchange.load_state_dict(ValueError("of rank 1: lost") if rank else states[1])
+        with pytest.raises(KeyError if rank else ValueError, match="rank 1"):
+            exchange.load_state_dict(KeyError("of rank 1: whatever a file may hold") if rank else states[1])
         assert torch.equal(model.flat(), weights)
         move(model, rank, 7)
         exchange.step_ended()
@@ -531,10 +533,12 @@ def test_a_state_that_does_not_fit_changes_nothing_on_any_rank() -> None:
         other = f"compression|{residual.removeprefix('before|')}"
         assert other in state
         short = torch.zeros(1, dtype=torch.int64)
+        anchor = next(key for key in state if key.startswith("anchor|"))
         damages: list[tuple[dict[str, Any], str]] = [
             ({residual: short}, "rank 1"),
             ({other: short}, "rank 1"),
             ({"pending|new": 1}, "damaged"),
+            ({anchor: torch.full_like(torch.as_tensor(state[anchor]), torch.nan)}, "a NaN or an infinity in 'anchor|"),
             ({"warmup_steps": 0}, "`warmup_steps` is 2, and `state` was saved with 0"),
             ({"warmup_every": 1}, "`warmup_every` is 2, and `state` was saved with 1"),
             ({"fragments": 3}, "`fragments` is 2, and `state` was saved with 3"),

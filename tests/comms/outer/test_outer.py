@@ -120,6 +120,8 @@ def replicated(rank: int) -> None:
         each.load_state_dict(state)
     train(outer.model, optimizer, range(7, 15))
     assert torch.equal(flat(model), after)
+    with pytest.raises(ValueError, match=r"wanted what HookState\.state_dict\(\) returned"):
+        outer.load_state_dict(saved[0] if rank else None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`state` is of a DistributedDataParallel model .* of gradwire\.Outer"):
         outer.load_state_dict({"gradwire/job": (("size", 4), ("dirty", 0)), f"gradwire/rank{rank}": (("a", 1),)})
     with pytest.raises(ValueError, match="`state` is of 3 ranks, there are 4"):
