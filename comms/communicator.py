@@ -290,6 +290,8 @@ class Communicator:
         else:
             route = self.routes.unlisted(numel, dtype)
         if layout is not None and held is not None and layout not in held.settled and held.has_moved(layout):
+            if not held.alike:
+                _share(self, layout, whole=not route.shares_ownership)
             self.executor.migrate(layout, route, self.device, ask=held.asks)
         self.executor.start(launch, route, scale, flush, hold=hold, after=after)
 
@@ -449,9 +451,25 @@ class Communicator:
         else:  # the executor has waited already, and the others are told that nothing more will come
             self._groups.close(0.0)
 
-    def state_loaded(self) -> None:
-        """Says that the compressor's state has been replaced by one from elsewhere; all ranks, between two steps."""
-        self._held = _held_state(self.compressor, loaded=True)
+    @property
+    def seats(self) -> str:
+        """How ranks share what a compressor keeps: the plan that it works in, and the ranks of each node, in a word.
+
+        `exact` where nothing is compressed, however large a bucket is.
+        """
+        nodes, chooser = self.cluster.nodes, self.routes.chooser
+        weighs = self.config.plan == "auto" and chooser.library == "nccl"  # inside a node, by the size of a bucket
+        idle = len(nodes) == 1 and self.config.plan != "flat" and not weighs
+        name = "exact" if idle else chooser.compressed_name()
+        return f"{name} {' '.join(','.join(map(str, node)) for node in nodes)}"
+
+    def state_loaded(self, *, alike: bool = True) -> None:
+        """Says that the compressor's state has been replaced by one from elsewhere; all ranks, between two steps.
+
+        Args:
+            alike: What payloads are decoded with lies in it as ranks sit now; the same on all ranks.
+        """
+        self._held = _held_state(self.compressor, loaded=True, alike=alike)
         self.routes.clear()  # where a compressor's shards are cut may be part of its state
 
     def _check(self, flat: Tensor, scale: float) -> None:
@@ -530,12 +548,34 @@ def _ring(executor: Executor, store: PollingStore, rank: int, size: int, board: 
     return LivenessRing(store, rank, size, board.losses, executor.interrupt, sources, launches)
 
 
-def _held_state(compressor: Compressor | None, *, loaded: bool) -> "HeldState | None":
+def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
+    """Has all nodes hold what the payloads of a bucket are decoded with, where ranks sit otherwise than who saved.
+
+    Ranks of a node hold different elements, nodes the same ones; now some have gaps, and others elements twice. In the
+    end a node's first rank holds all, or each rank where each compresses the whole.
+    """
+    from gradwire.comms.migration import shared  # here: as in `_held_state`
+
+    assert ranks.compressor is not None
+    holds = whole or ranks.cluster.ranks(ranks.cluster.unit(ranks.rank, 0))[0] == ranks.rank
+    for compressor, part in planned(ranks.compressor).parts(layout):
+        for store in planned(compressor).shared():
+            with ranks.alone():
+                held = store.peek(part, ranks.device)
+            ranks.rejoin()
+            values = shared(held, lambda both: ranks.all_reduce(both).wait())
+            with ranks.alone():
+                store.export(part, ranks.device)
+                if holds:
+                    store.adopt(part, values)
+
+
+def _held_state(compressor: Compressor | None, *, loaded: bool, alike: bool = True) -> "HeldState | None":
     if compressor is None:
         return None
     from gradwire.comms.migration import HeldState  # here: exact gradients leave nothing behind
 
-    return HeldState(planned(compressor).dtypes, loaded=loaded)
+    return HeldState(planned(compressor).dtypes, loaded=loaded, alike=alike)
 
 
 def _cards(presences: Presences, rank: int, config: Config) -> "Cards | None":

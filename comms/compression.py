@@ -22,6 +22,9 @@ from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule, rules_from
 
+IDLE = "exact "
+"""Begins `Communicator.seats` where nothing is compressed."""
+
 
 class Compression:
     """The compressor of one model and the steps it goes through.
@@ -36,6 +39,8 @@ class Compression:
 
     Attributes:
         loss_scale: Of the gradients; what the compressor holds back follows it.
+        seats: How ranks share what is kept; see `Communicator.seats`.
+        alike: Whether what payloads are decoded with lies as ranks sit now: not in a state that other seats have saved.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Compression:
         else:
             self.compressor = make_routed(name, options, rules)
         self.flushing = False
+        self.seats, self.alike = "", True
         self._rank = rank
         self._size = size
         self.loss_scale = LossScale(self.compressor.rescale)
@@ -167,6 +173,7 @@ class Compression:
             PREFIX + "dirty": int(self._dirty),
             PREFIX + "loss_scale": float(self.loss_scale.value),
             PREFIX + "transfers": transfers,
+            PREFIX + "seats": self.seats,
         }
         return own | self.compressor.state_dict()
 
@@ -180,7 +187,15 @@ class Compression:
             raise ValueError("`state` lacks entries of gradwire's hook: it is damaged")
         refuse_odd_scale(float(state[PREFIX + "loss_scale"]))
         refuse_not_finite(state)
+        seats = str(state.get(PREFIX + "seats", self.seats))
+        if state[PREFIX + "dirty"] and self.seats.startswith(IDLE) and not seats.startswith(IDLE):
+            raise ValueError(
+                f"`state` was saved by ranks that compressed ({seats}) and holds residuals that would be lost: here "
+                f"nothing is compressed ({self.seats}), as all ranks are on one node. Resume on several nodes, or with "
+                'plan="flat", or call state.flush() and train one more step before saving'
+            )
         self.take_progress(state)
+        self.alike = seats == self.seats
         self._undecided = None
         transfers = torch.as_tensor(state[PREFIX + "transfers"])
         self._saved_transfers = transfers if transfers.numel() else None

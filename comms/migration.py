@@ -5,9 +5,10 @@ elements to other ranks of the same node; a sum over the node, in which each ran
 elsewhere, moves all of it at once.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from gradwire.comms.transport.groups import Transport
 from gradwire.compressors.base import Compressor, HeldRun, Layout
@@ -72,6 +73,18 @@ def is_settled(held: Iterable[HeldRun], layout: Layout, own: Sequence[Layout]) -
     return True
 
 
+def shared(held: Tensor, sum_of_ranks: Callable[[Tensor], object]) -> Tensor:
+    """What any rank holds of elements that are the same wherever they are held: a new tensor, alike on all ranks.
+
+    Args:
+        held: 1-D float32, this rank's, zero where it holds nothing.
+        sum_of_ranks: Sums a 1-D tensor over all ranks, in place, and waits for it.
+    """
+    both = torch.stack([held, (held != 0.0).to(held.dtype)])
+    sum_of_ranks(both.view(-1))
+    return both[0] / both[1].clamp(min=1.0)
+
+
 class HeldState:
     """The layouts that a compressor's state lies in, so that it follows its parameters where they travel in a new one.
 
@@ -81,15 +94,18 @@ class HeldState:
     Args:
         dtypes: See `Planned.dtypes`.
         loaded: The state comes from elsewhere.
+        alike: What payloads are decoded with lies in it as ranks sit now.
 
     Attributes:
         dtypes: See above.
+        alike: See above.
         settled: Layouts in which nothing is to be moved.
         asks: Whether the ranks ask each other before they move what `has_moved` has just said moves.
     """
 
-    def __init__(self, dtypes: Collection[torch.dtype] | None, *, loaded: bool = False) -> None:
+    def __init__(self, dtypes: Collection[torch.dtype] | None, *, loaded: bool = False, alike: bool = True) -> None:
         self.dtypes = dtypes
+        self.alike = alike
         self.asks = False
         self._loaded = loaded
         self._layout_of: dict[str, Layout] = {}

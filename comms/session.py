@@ -146,6 +146,8 @@ class AveragingSession:
             oversight=ranks.oversight,
         )
         weakref.finalize(self, self.communicator.close)  # also where something later raises
+        if self.compression is not None:
+            self.compression.seats = self.communicator.seats
         self.listeners = Listeners()
 
     def connect(self, nbytes: int) -> None:
@@ -195,7 +197,7 @@ class AveragingSession:
         if self.compression is not None:
             with self.communicator.alone():
                 self.compression.load_state_dict(own)
-            self.communicator.state_loaded()
+            self.communicator.state_loaded(alike=self.compression.alike)
 
 
 class GradientSession(AveragingSession):

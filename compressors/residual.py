@@ -104,6 +104,14 @@ class ElementStore:
             shard.value, shard.spare = shard.value.to(device), None
         return shard
 
+    def peek(self, layout: Layout, device: torch.device) -> Tensor:
+        """Returns a copy of the values for `layout`, 1-D float32, zero where none are stored; takes nothing apart."""
+        flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        wanted = _by_name(layout)
+        for piece in self.pieces():
+            _fill(flat, piece, wanted.get(piece.name, []))
+        return flat
+
     def commit(self) -> None:
         """Makes what was staged since the last commit or drop the stored values."""
         for shard in self._shards.values():

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.migration import shared
 from gradwire.comms.run.launches import Bucket, FutureTensor
+from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.residual import ElementStore, Piece
 
 
@@ -106,20 +108,14 @@ def agree(
         RuntimeError: A rank was lost.
     """
     cluster, rank, device = communicator.cluster, communicator.rank, communicator.device
-    holds = cluster.ranks(cluster.unit(rank, 0))[0] == rank
+    holds = communicator.config.plan == "flat" or cluster.ranks(cluster.unit(rank, 0))[0] == rank
     received: list[list[Piece]] = []
     for store in stores:
-        own: dict[str, list[Piece]] = {}
-        for piece in store.pieces():
-            own.setdefault(piece.name, []).append(piece)
         received.append([])
         for name, numel in numels.items():
-            values, counts = both = torch.zeros(2, numel, dtype=torch.float32, device=device)
-            for piece in own.get(name, ()):
-                values[piece.start : piece.stop] = piece.value
-            counts.copy_(values != 0.0)
-            wait(communicator.all_reduce(both.view(-1)))
-            if counts.any():
-                received[-1].append(Piece(name, 0, values / counts.clamp(min=1.0)))
+            held = store.peek(Layout((Slice(name, (numel,), 0, 0, numel),)), device)
+            values = shared(held, lambda both: wait(communicator.all_reduce(both)))
+            if values.any():
+                received[-1].append(Piece(name, 0, values))
     for store, pieces in zip(stores, received, strict=True):
         store.replace(pieces if holds else [])

@@ -292,7 +292,7 @@ class FragmentAveraging:
         if self.compression is not None:
             with self.communicator.alone():
                 self.compression.load_state_dict(held)
-            self.communicator.state_loaded()
+            self.communicator.state_loaded(alike=self.compression.alike)
 
     def try_on(self, states: Sequence[StateDict]) -> None:
         """Has the compressor say whether it can load each of some states; then it is as it was.

@@ -552,7 +552,7 @@ def test_a_state_that_does_not_fit_changes_nothing_on_any_rank() -> None:
             same = torch.equal(value, torch.as_tensor(found[key])) if isinstance(value, Tensor) else found[key] == value
             assert same, key
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(communicator, "state_loaded", lambda: 1 / 0)
+            patch.setattr(communicator, "state_loaded", lambda **_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 exchange.load_state_dict(state)
         for use in (exchange.step_ended, exchange.synchronize, exchange.state_dict):
