@@ -31,6 +31,8 @@ class ContenderResult:
         error: Relative error of the gradients; None where gradients mean nothing.
         speed_up: Seconds of plain DDP over `seconds`.
         reason: Why it does not run.
+        speed_up_range: Between what half of the steps lie, each over plain DDP's of the same round; of fewer than four
+            rounds all of them.
     """
 
     name: str
@@ -39,6 +41,19 @@ class ContenderResult:
     error: float | None = None
     speed_up: float | None = None
     reason: str | None = None
+    speed_up_range: tuple[float, float] | None = None
+
+
+def _middle(ratios: list[float]) -> tuple[float, float]:
+    """The first and the third quartile, or of fewer than four the least and the most."""
+    if len(ratios) < 4:
+        return min(ratios), max(ratios)
+    first, _, third = statistics.quantiles(ratios, n=4)
+    return first, third
+
+
+RECORDS = frozenset(("turn", "gradient_nbytes", "reason", "nic_nbytes"))
+"""Keys of what rank 0 says, one of which each line has."""
 
 
 class Collector:
@@ -55,6 +70,7 @@ class Collector:
         self._done = "nothing was measured yet"
         self._so_far: dict[str, list[float]] = {}
         self._ran: list[ContenderResult] = []
+        self._seconds: dict[str, list[float]] = {}
         self._refused: list[ContenderResult] = []
         self.gradient_nbytes = 0
         self.other: list[str] = []
@@ -62,11 +78,13 @@ class Collector:
 
     def line(self, _: int, text: str) -> None:
         """One line that a rank printed."""
-        if not text.startswith("{"):
+        try:
+            record = json.loads(text)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or record.keys().isdisjoint(RECORDS):  # a module of --import may log JSON, too
             self.other.append(text)
-            return
-        record = json.loads(text)
-        if "turn" in record:
+        elif "turn" in record:
             self._progress.update(
                 self._task, total=record["turns"], completed=record["turn"], description=record["name"]
             )
@@ -76,6 +94,7 @@ class Collector:
         elif "reason" in record:
             self._refused.append(ContenderResult(record["name"], reason=record["reason"]))
         else:
+            self._seconds[record["name"]] = record["seconds"]
             self._ran.append(
                 ContenderResult(
                     record["name"],
@@ -119,9 +138,14 @@ class Collector:
             counted: Whether the network card's bytes mean something.
         """
         seconds = {one.name: one.seconds for one in self._ran if one.seconds}
-        return [
+        found = [
             replace(one, nic_nbytes=one.nic_nbytes if counted else None, speed_up=seconds[PLAIN] / seconds[one.name])
             for one in self._ran
+        ]
+        plain = self._seconds.get(PLAIN, [])
+        ratios = {name: [p / own for p, own in zip(plain, each, strict=True)] for name, each in self._seconds.items()}
+        return [
+            one if one.name == PLAIN else replace(one, speed_up_range=_middle(ratios[one.name])) for one in found
         ] + self._refused
 
 
@@ -164,6 +188,16 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
     if options.json != STDOUT:
         console = CleanConsole(highlight=False, markup=False)
         console.print(f"{title}; {machine_line()}", table(measured.results), sep="\n")
+        unsure = [
+            f"{each.name} ({each.speed_up_range[0]:.2f}x to {each.speed_up_range[1]:.2f}x)"
+            for each in measured.results
+            if each.speed_up_range is not None and each.speed_up_range[0] <= 1.0 <= each.speed_up_range[1]
+        ]
+        if unsure:
+            console.print(
+                f"No faster and no slower than plain DDP, as far as these steps say: {', '.join(unsure)}. More "
+                "--rounds say more, or a machine with nothing else to do."
+            )
         for one in measured.results:
             if one.reason is not None:
                 console.print(f"{one.name} does not run: {one.reason}")

@@ -108,12 +108,26 @@ def test_figures_come_out_of_the_ranks_lines() -> None:
         ):
             collector.line(0, json.dumps(record))
         collector.line(0, "a warning")
+        collector.line(0, '{"level": "info"}')
+        collector.line(0, "{a set}")
     plain, ours, broken = collector.results(counted=True)
     assert (plain.seconds, plain.speed_up, plain.nic_nbytes) == (3.0, 1.0, 20)
     assert (ours.speed_up, ours.error) == (2.0, 0.1)
+    assert ours.speed_up_range == (1.5, 4.0 / 1.5) and plain.speed_up_range is None  # of the rounds, one by one
     assert collector.gradient_nbytes == 8
     assert broken.reason == "it says so" and broken.seconds is None
-    assert collector.other == ["a warning"]
+    assert collector.other == ["a warning", '{"level": "info"}', "{a set}"]
+
+
+def test_a_difference_within_the_noise_of_the_steps_is_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {PLAIN: [1.0, 2.0, 1.0, 1.0, 3.0], "near": [0.9, 2.1, 0.8, 1.1, 2.9], "far": [0.5, 0.9, 0.5, 0.6, 1.4]}
+    with Progress(disable=True) as progress:
+        collector = Collector(progress, PlainLines())
+        for name, each in seconds.items():
+            collector.line(0, json.dumps({"name": name, "seconds": each, "nic_nbytes": [0] * 5, "error": None}))
+    report(parse([]), [], Measured(collector.results(counted=False), "somewhere", [2, 2], 8, Scale()))
+    (said,) = capsys.readouterr().out.partition("No faster and no slower than plain DDP")[2:]
+    assert "near (0.93x to 1.18x)" in " ".join(said.split()) and "far (" not in said
 
 
 def test_a_pipe_gets_lines_and_a_stop_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
