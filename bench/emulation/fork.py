@@ -134,7 +134,10 @@ def run_forked(
         words = [sys.executable, "-m", "gradwire.bench.emulation.fork", str(os.getpid()), str(descriptor), module]
         # torch reads the number of threads when it is imported, which is here and not on the nodes.
         warmed = subprocess.Popen(
-            ["sh", "-c", WITH_ONE_THREAD, "sh", *words], pass_fds=[descriptor], stdin=subprocess.DEVNULL
+            ["sh", "-c", WITH_ONE_THREAD, "sh", *words],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C is for the command, which ends it
         )
         # Only the warmed process listens from here on: if it ends, the nodes get an error instead of waiting.
         listener.close()

@@ -14,6 +14,7 @@ import json, os, socket
 from pathlib import Path
 
 LAZY = ()
+Path(__file__).with_suffix(".group").write_text(str(os.getpgid(0)))
 
 def rank_main(place, arguments):
     Path(f"/dev/shm/{place.rank}").touch()
@@ -43,6 +44,9 @@ def test_a_rank_has_the_namespaces_the_variables_and_the_status_of_its_node(tmp_
     assert all(row["gloo"] == "eth0" and row["threads"] == "1" for row in rows)
     assert all(row["folder"] == str(Path.cwd()) and row["arguments"] == ["one", "a b"] for row in rows)
     assert result.exit_status == 7
+    assert job.with_suffix(".group").read_text() != str(
+        os.getpgid(0)
+    )  # Ctrl-C is not for it: it would print a traceback
     assert sum(nic.tx for nic in result.nic_bytes) > 0
 
 
