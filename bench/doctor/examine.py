@@ -7,7 +7,7 @@ makes a network look slow, never fast.
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -130,6 +130,7 @@ class _Examination:
             )
         with ExitStack() as stack:
             self._listener = stack.enter_context(Listener())
+            links = local.link_changes()
             self._own = local.read_rank(self._start.rank, local_rank())
             self._control.meet(WORD)
             self._connect_gloo()
@@ -145,8 +146,22 @@ class _Examination:
                 self._other_interfaces()
             self._work()
             self._backends()
+            self._note_links(links)
             self._control.meet(WORD)
         return self._facts if self._start.rank == 0 else None
+
+    def _note_links(self, before: Mapping[str, int]) -> None:
+        """Tells rank 0 whose link came or went since `before`, which `local.link_changes` has returned."""
+        said = self._gather({name: count - before.get(name, count) for name, count in local.link_changes().items()})
+        ranks = tuple(
+            replace(
+                each,
+                interfaces=tuple(replace(card, link_changes=changes.get(card.name, 0)) for card in each.interfaces),
+            )
+            for each, changes in zip(self._facts.ranks, said, strict=True)
+            if isinstance(changes, dict)
+        )
+        self._facts = replace(self._facts, ranks=ranks)
 
     def _late(self, missing: list[int], seconds: float) -> None:
         started = self._control.started(missing)

@@ -39,6 +39,8 @@ class NetworkInterface:
     duplex: str | None = None
     """`full` or `half`, as the driver says."""
     up: bool = True
+    link_changes: int = 0
+    """How often its link came or went while the doctor looked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,6 +143,18 @@ def read_interfaces(root: Path = LIVE) -> tuple[NetworkInterface, ...]:
     return tuple(found)
 
 
+def link_changes(root: Path = LIVE) -> dict[str, int]:
+    """Interface -> how often its link has come or gone so far.
+
+    Source: Linux Documentation/ABI/testing/sysfs-class-net, carrier_changes.
+
+    Args:
+        root: Folder with sys/.
+    """
+    folder = root / "sys/class/net"
+    return {name: number_of(folder / name / "carrier_changes") or 0 for name in names_in(folder)}
+
+
 def pcie_rate(device: Path) -> float | None:
     """Bits per second of a PCIe link, one direction; None where the kernel does not say.
 

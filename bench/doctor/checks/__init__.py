@@ -28,6 +28,7 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
         "tcp_buffers",
         "slow_exchange",
     ),
+    "flapping": ("slow_link", "slow_path", "single_connection", "half_duplex", "packet_loss", "slow_exchange"),
     "tcp_buffers": ("slow_link", "slow_path", "single_connection", "half_duplex", "slow_exchange"),
     "half_duplex": ("far_apart", "single_connection", "slow_path", "slow_exchange"),
     "far_apart": ("half_duplex", "single_connection", "slow_path", "slow_exchange"),

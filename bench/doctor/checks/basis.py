@@ -44,6 +44,10 @@ BASES = {
         "no limit of sent plus received bytes is wanted there, as some clouds have it",
         "ethtool(8), IEEE 802.3 clause 28",
     ),
+    "flapping": Basis(
+        "nobody took the interface down and up by hand while the doctor looked",
+        "Linux Documentation/ABI/testing/sysfs-class-net, carrier_changes; ethtool(8)",
+    ),
     "far_apart": Basis(
         "the nodes could be nearer: two sites keep their distance, and want fewer exchanges",
         "documentation of DistributedDataParallel, bucket_cap_mb; Amazon EC2 user guide, Placement groups",

@@ -271,6 +271,30 @@ def single_connection(facts: JobFacts) -> list[Diagnosis]:
     ]
 
 
+def flapping(facts: JobFacts) -> list[Diagnosis]:
+    """A card's link went away and came back while it was looked at."""
+    names = facts.names
+    return [
+        Diagnosis(
+            key="flapping",
+            title=f"The link of {card.name} on {names[node]} goes away and comes back",
+            sure=0.95,
+            cost_seconds=facts.exchange_seconds(facts.good_rate()),
+            evidence=(
+                f"/sys/class/net/{card.name}/carrier_changes rose by {card.link_changes} while the doctor looked",
+            ),
+            remedy=(
+                f"on {names[node]}: dmesg | grep {card.name}; ethtool {card.name}   # what the driver says of the link",
+                "exchange cable, transceiver and the switch's port, one after the other",
+            ),
+            nodes=(names[node],),
+        )
+        for node, ranks in enumerate(facts.nodes)
+        for card in ranks[0].interfaces
+        if card.kind in ("card", "virtual") and card.link_changes > 1
+    ]
+
+
 def lost_duplex(facts: JobFacts) -> list[Diagnosis]:
     """Sending and receiving at once halves the rate; or the card itself says half duplex."""
     names = facts.names
@@ -645,4 +669,4 @@ def _slower_card(facts: JobFacts) -> list[Diagnosis]:
     return []
 
 
-CHECKS = (wrong_interface, slow_links, narrow_slot, single_connection, lost_duplex, far_apart, packet_sizes)
+CHECKS = (wrong_interface, slow_links, narrow_slot, single_connection, flapping, lost_duplex, far_apart, packet_sizes)

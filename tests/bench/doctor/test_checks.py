@@ -122,6 +122,7 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
         "single_connection", lambda facts: all_pairs(facts, lambda a, b: {"one": (0.3 * a, 0.3 * b)}),
     ),
     "duplex lost": ("half_duplex", lambda facts: all_pairs(facts, lambda a, b: {"both": (0.5 * a, 0.45 * b)})),
+    "a link that flaps": ("flapping", lambda facts: interface(facts, 1, link_changes=9)),
     "half duplex by the card": ("half_duplex", lambda facts: interface(facts, 1, duplex="half")),
     "another zone": ("far_apart", lambda facts: first_pair(facts, latency_seconds=8e-3)),
     "a far node": (
