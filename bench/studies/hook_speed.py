@@ -67,6 +67,7 @@ DATA_SHARE = 1448 / 1514
 NOTHING = "no averaging"
 PLAIN, RING, GRADWIRE, RATE_UNKNOWN = "plain DDP", "gloo all_reduce", "gradwire", "gradwire, rate unknown"
 EQUAL_SHARES = "gradwire, equal shares"
+COLUMNS = ("cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit", "of link", "speed-up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,12 @@ class HookSpeedResult:
     limit_share: float
     link_share: float
     speed_up: float
+
+    def cells(self) -> list[str]:
+        """As in `COLUMNS`."""
+        shares = (f"{each:.2f}" for each in (self.limit_share, self.link_share, self.speed_up))
+        figures = f"{self.seconds:.3f}", f"{self.nic_nbytes / 1e6:.2f}", f"{self.nic_share:.3f}"
+        return [self.case, self.name, *figures, *shares]
 
 
 class Given(torch.autograd.Function):
@@ -283,19 +290,9 @@ def measure(
 
 def table(results: list[HookSpeedResult], title: str) -> Table:
     """The results as a table."""
-    figures = right_columns("s", "MB on NIC", "x lower bound", "share of limit", "of link", "speed-up")
-    rows = Table("cluster", "way", *figures, title=title)
+    rows = Table(*COLUMNS[:2], *right_columns(*COLUMNS[2:]), title=title)
     for one in results:
-        rows.add_row(
-            one.case,
-            one.name,
-            f"{one.seconds:.3f}",
-            f"{one.nic_nbytes / 1e6:.2f}",
-            f"{one.nic_share:.3f}",
-            f"{one.limit_share:.2f}",
-            f"{one.link_share:.2f}",
-            f"{one.speed_up:.2f}",
-        )
+        rows.add_row(*one.cells())
     return rows
 
 

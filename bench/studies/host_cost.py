@@ -14,6 +14,7 @@ alone are left out. Feeds docs/results/gpu.md.
 import argparse
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,15 +32,19 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import Fusion, FusionPlan
+from gradwire.comms.plan.codec_price import layout_of
 from gradwire.comms.run.launches import Bucket, Times
 from gradwire.comms.run.stream_executor import StreamExecutor
 from gradwire.comms.streams import HostClock, SideStreams
 from gradwire.comms.transport.nccl import NcclTransport
-from gradwire.compressors.base import Compressor, Layout, Slice
+from gradwire.compressors.base import Compressor, Layout
 from gradwire.compressors.kernels import dispatch, reference
 
 BUCKETS = 8
 """Of a step."""
+SLICES, SHAPE = 12, (32, 64)
+"""Parameters of a bucket, each of that shape."""
+NUMEL = SLICES * math.prod(SHAPE)
 STEPS = 30
 ROUNDS = 7
 """The fastest counts: whatever disturbs a measurement makes it slower."""
@@ -157,8 +162,6 @@ def host_cost(
     plan: str,
     compressor: str,
     *,
-    slices: int = 12,
-    numel: int = 12 * 2048,
     device: torch.device = CPU,
     rounds: int = ROUNDS,
 ) -> HostCost:
@@ -169,23 +172,19 @@ def host_cost(
         gpus: GPUs of each.
         plan: `flat` or `hierarchical`.
         compressor: Its name; `none` is exact.
-        slices: Parameters in each bucket.
-        numel: Elements of a bucket.
         device: A CUDA device, whose streams and kernels are then real; on a CPU nothing stands in for them.
         rounds: So often is the time of `STEPS` steps measured; who wants the calls alone says 1.
     """
     with patch.dict(dispatch.KERNELS_ON, {"cpu": cast(Any, _NoKernels())}):
-        return _measured(nodes, gpus, plan, compressor, slices, numel, device, rounds)
+        return _measured(nodes, gpus, plan, compressor, device, rounds)
 
 
-def _measured(
-    nodes: int, gpus: int, plan: str, compressor: str, slices: int, numel: int, device: torch.device, rounds: int
-) -> HostCost:
+def _measured(nodes: int, gpus: int, plan: str, compressor: str, device: torch.device, rounds: int) -> HostCost:
     calls: collections.Counter[str] = collections.Counter()
     communicator, made = _communicator(nodes, gpus, plan, compressor, calls, device)
     fusion = Fusion(FusionPlan())
-    layouts = [_layout(number, slices, numel) if made else None for number in range(BUCKETS)]
-    flats = [torch.zeros(numel, device=device) for _ in range(BUCKETS)]
+    layouts = [_layout(number) if made else None for number in range(BUCKETS)]
+    flats = [torch.zeros(NUMEL, device=device) for _ in range(BUCKETS)]
     make = Bucket if device.type == "cuda" else _OnCuda
     scale, executor = 1 / communicator.size, communicator.executor
 
@@ -246,13 +245,8 @@ def _communicator(
     return communicator, made
 
 
-def _layout(number: int, slices: int, numel: int) -> Layout:
-    each = numel // slices // 64 * 64
-    return Layout(
-        tuple(
-            Slice(f"layers.{number}.{index}.weight", (each // 64, 64), 0, index * each, each) for index in range(slices)
-        )
-    )
+def _layout(number: int) -> Layout:
+    return layout_of([(f"layers.{number}.{index}.weight", SHAPE) for index in range(SLICES)])
 
 
 def table(costs: Sequence[HostCost]) -> str:
@@ -269,16 +263,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=8, help="of each node")
-    parser.add_argument("--slices", type=int, default=12, help="parameters in a bucket")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--calls", action="store_true", help="name the calls")
     given = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cuda", torch.cuda.current_device()) if given.device == "cuda" else CPU
     settings = [("flat", "none"), *(("hierarchical", name) for name in COMPRESSORS)]
-    costs = [
-        host_cost(given.nodes, given.gpus, plan, name, slices=given.slices, device=device) for plan, name in settings
-    ]
+    costs = [host_cost(given.nodes, given.gpus, plan, name, device=device) for plan, name in settings]
     print(table(costs))
     if given.calls:
         for cost in costs:

@@ -12,7 +12,7 @@ classifier has nine times the gradients of the rest, as 782 MB beside ResNet-50'
     python -m gradwire.bench.studies.layer_choice model
 
 `speed` replays real gradients, recorded after some training, with waits in place of the computation: the backward
-pass of ResNet-50 as `gradwire compare --replay` has it, on 10 Gbit/s (`--stands-for`), both smaller and slower. All
+pass of ResNet-50 as `gradwire compare --replay` has it, on 10 Gbit/s, both smaller and slower. All
 take turns. `quality` trains with each, two nodes in one process, and evaluates on text that was held out every so
 often; "auto" chooses by the arrivals, prices and links that `speed` has found, and by the gradients of its own
 training. `time` puts both together: steps until a loss is reached, times the seconds of a step. `model` is no
@@ -58,12 +58,20 @@ from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform
 WORDS, WIDTH, LAYERS, CONTEXT, SAMPLES = 24_000, 192, 4, 64, 64
 RATE, MOMENTUM = 0.2, 0.9
 SPARSE = ("dgc(density=0.04)", "dgc(density=0.02)", "dgc(density=0.01)")
+EVALUATE_EVERY = 10
+"""Steps."""
 SMOOTHED = 3
 """Evaluations whose median counts as the quality at a step: one alone is lucky now and then."""
 
 BUCKET_NBYTES = 25e6
 MESSAGE_SECONDS = 120e-6
 """Of one exchange more, of 30 us a message, in `model`."""
+GBITS, NODES = (1.0, 2.5, 10.0, 25.0), 2
+"""Of the modelled cards, and how many nodes have one."""
+NIC_BITS, STANDS_FOR_BITS = 200e6, 10e9
+"""Per second, of the emulated card, and of the one that it stands for."""
+TRAINED_STEPS = 25
+"""Before gradients are recorded."""
 
 Setting = dict[str, object]
 
@@ -148,16 +156,16 @@ def fresh() -> Reader:
         return Reader()
 
 
-def recorded(texts: Texts, rank: int, count: int = 4, steps: int = 25) -> list[dict[str, Tensor]]:
+def recorded(texts: Texts, rank: int, count: int = 4) -> list[dict[str, Tensor]]:
     """Gradients of some of this rank's batches, after some steps of training on its own."""
     model, generator = fresh(), torch.Generator().manual_seed(1 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     found = []
-    for step in range(steps + count):
+    for step in range(TRAINED_STEPS + count):
         context, words = texts.batch(generator)
         optimizer.zero_grad()
         functional.cross_entropy(model(context), words).backward()  # type: ignore[no-untyped-call]  # torch's
-        if step < steps:
+        if step < TRAINED_STEPS:
             optimizer.step()
         else:
             found.append({name: cast(Tensor, each.grad).clone() for name, each in model.named_parameters()})
@@ -201,19 +209,17 @@ def adaptive_of(state: gradwire.HookState) -> Adaptive | None:
     return found if isinstance(found, Adaptive) else None
 
 
-def speed(
-    settings: dict[str, Setting], turns: int, steps: int, bits_per_second: float, stands_for: float
-) -> Iterator[dict[str, object]]:
+def speed(settings: dict[str, Setting], turns: int, steps: int) -> Iterator[dict[str, object]]:
     """The median step of each, in turns."""
     torch.set_num_threads(1)
     nbytes = sum(4 * parameter.numel() for parameter in fresh().parameters())
     smaller = 872e6 / nbytes
-    slower = stands_for / bits_per_second / smaller
+    slower = STANDS_FOR_BITS / NIC_BITS / smaller
     case = load_case("resnet50")
     gradients = recorded(read_texts()[0], dist.get_rank())
     entrants = {}
     for name, setting in settings.items():
-        entrants[name] = wrapped(Replay(gradients, case.step_seconds * slower), setting, bits_per_second / 8)
+        entrants[name] = wrapped(Replay(gradients, case.step_seconds * slower), setting, NIC_BITS / 8)
     start = torch.zeros((), requires_grad=True)
 
     def turn(model: nn.Module, count: int) -> list[float]:
@@ -265,8 +271,8 @@ def error_shares(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, list[fl
     return found
 
 
-def model(gbits: Sequence[float], nodes: int, budgets: Sequence[str | float]) -> Iterator[dict[str, object]]:
-    """By the model alone, at full size: `nodes` of 8 GPUs; ResNet-50's step on a 3090, gradients in buckets of 25 MB.
+def model(budgets: Sequence[str | float]) -> Iterator[dict[str, object]]:
+    """By the model alone, at full size: `NODES` of 8 GPUs; ResNet-50's step on a 3090, gradients in buckets of 25 MB.
 
     Errors are those of the recorded gradients: a classifier's or a table's for matrices with a side of 8,192 or more,
     a convolution's for the rest. Codecs move 0.42 TB/s, an A10's.
@@ -282,10 +288,10 @@ def model(gbits: Sequence[float], nodes: int, budgets: Sequence[str | float]) ->
             [each for each in case.parameters if each[0] != "classifier.weight"] if "+" in name else case.parameters
         )
         shapes = [*shapes, *(wide if "+" in name else [])]
-        for gbit in gbits:
+        for gbit in GBITS:
             link = Link(30e-6, gbit * 1e9 / 8, 1, 8)
             inside = Link(10e-6, 12e9)
-            cluster = uniform_cluster((8, nodes), (Level(LEVEL_NAMES[0], inside), Level(LEVEL_NAMES[1], link)))
+            cluster = uniform_cluster((8, NODES), (Level(LEVEL_NAMES[0], inside), Level(LEVEL_NAMES[1], link)))
             layers, norms = _layers(shapes, case.step_seconds * (1 - FORWARD_SHARE), cluster, specs, shares)
             yield from _compared(name, gbit, case.step_seconds * FORWARD_SHARE, layers, norms, specs, budgets)
     long = [layer for _ in range(-(-500 // len(layers))) for layer in layers][:500]
@@ -438,50 +444,47 @@ def average(nodes: Sequence[Node], flats: Sequence[Tensor], layout: Layout, tran
 
 
 def quality(
-    settings: dict[str, Setting], steps: int, seeds: int, every: int, notes: Mapping[str, Mapping[str, object]]
+    settings: dict[str, Setting], steps: int, notes: Mapping[str, Mapping[str, object]]
 ) -> Iterator[dict[str, object]]:
     """Trains with each; the losses on held-out files so far, every so many steps.
 
     Args:
         settings: By name.
         steps: Of each training.
-        seeds: How many.
-        every: Steps between two evaluations.
         notes: What `speed` has found, by the name of the setting: what "auto" chooses by besides the gradients.
     """
     torch.set_num_threads(1)
     training, held_out = read_texts()
-    for seed in range(seeds):
-        for name, setting in settings.items():
-            model = fresh()
-            parameters = dict(reversed(list(model.named_parameters())))
-            layout = layout_of([(each, tuple(parameter.shape)) for each, parameter in parameters.items()])
-            nodes = nodes_of(setting, {each: p.numel() for each, p in parameters.items()}, notes.get(name))
-            generators = [torch.Generator().manual_seed(1000 * seed + node) for node in range(2)]
-            optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (steps / 20)))
-            curve: list[tuple[int, float]] = []
-            chosen: list[dict[str, float]] = []
-            for step in range(1, steps + 1):
-                flats = []
-                for generator in generators:
-                    context, words = training.batch(generator)
-                    optimizer.zero_grad()
-                    functional.cross_entropy(model(context), words).backward()  # type: ignore[no-untyped-call]  # torch's
-                    flats.append(torch.cat([cast(Tensor, each.grad).reshape(-1) for each in parameters.values()]))
-                total = average(nodes, flats, layout, buckets_of(layout))
-                for item, parameter in zip(layout.slices, parameters.values(), strict=True):
-                    parameter.grad = total[item.start : item.stop].view_as(parameter)
-                optimizer.step()
-                schedule.step()
-                choices = nodes[0][1].choices if nodes and nodes[0][1] is not None else None
-                if choices is not None and (not chosen or chosen[-1]["step"] != choices.step):
-                    kinds = dict(Counter(each.compressor for each in choices.layers))
-                    chosen.append({"step": choices.step, "seconds": choices.seconds, "error": choices.error} | kinds)
-                if step % every == 0:
-                    curve.append((step, evaluated(model, held_out)))
-                    last = None if choices is None else str(choices)
-                    yield {"name": name, "seed": seed, "curve": curve, "chosen": chosen, "choices": last}
+    for name, setting in settings.items():
+        model = fresh()
+        parameters = dict(reversed(list(model.named_parameters())))
+        layout = layout_of([(each, tuple(parameter.shape)) for each, parameter in parameters.items()])
+        nodes = nodes_of(setting, {each: p.numel() for each, p in parameters.items()}, notes.get(name))
+        generators = [torch.Generator().manual_seed(node) for node in range(2)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (steps / 20)))
+        curve: list[tuple[int, float]] = []
+        chosen: list[dict[str, float]] = []
+        for step in range(1, steps + 1):
+            flats = []
+            for generator in generators:
+                context, words = training.batch(generator)
+                optimizer.zero_grad()
+                functional.cross_entropy(model(context), words).backward()  # type: ignore[no-untyped-call]  # torch's
+                flats.append(torch.cat([cast(Tensor, each.grad).reshape(-1) for each in parameters.values()]))
+            total = average(nodes, flats, layout, buckets_of(layout))
+            for item, parameter in zip(layout.slices, parameters.values(), strict=True):
+                parameter.grad = total[item.start : item.stop].view_as(parameter)
+            optimizer.step()
+            schedule.step()
+            choices = nodes[0][1].choices if nodes and nodes[0][1] is not None else None
+            if choices is not None and (not chosen or chosen[-1]["step"] != choices.step):
+                kinds = dict(Counter(each.compressor for each in choices.layers))
+                chosen.append({"step": choices.step, "seconds": choices.seconds, "error": choices.error} | kinds)
+            if step % EVALUATE_EVERY == 0:
+                curve.append((step, evaluated(model, held_out)))
+                last = None if choices is None else str(choices)
+                yield {"name": name, "curve": curve, "chosen": chosen, "choices": last}
 
 
 def buckets_of(layout: Layout) -> list[Layout]:
@@ -552,16 +555,10 @@ def main(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="gradwire.bench.studies.layer_choice", description=__doc__)
     parser.add_argument("part", choices=("speed", "quality", "time", "model"))
-    parser.add_argument("--gbits", default="1,2.5,10,25", help="of the modelled cards")
-    parser.add_argument("--nodes", type=int, default=2, help="modelled")
     parser.add_argument("--only", help="names with commas between them")
     parser.add_argument("--budgets", default="int8,int4,0.1", help="of auto, with commas between them")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of a turn, the first does not count; or of a training")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
-    parser.add_argument("--nic-bits", type=float, default=200e6)
-    parser.add_argument("--stands-for", type=float, default=10e9, help="bits per second, of the emulated card")
     parser.add_argument("--speed", help="what `speed` has printed")
     parser.add_argument("--quality", nargs="*", default=(), help="what `quality` has printed")
     options = parser.parse_args(argv)
@@ -577,18 +574,18 @@ def main(argv: list[str]) -> int:
     settings |= {f"auto {budget}": auto(budget) for budget in budgets}
     settings |= {f"auto {budget} sparse": auto(budget, sparse=True) for budget in budgets}
     if options.part == "model":
-        for row in model([float(each) for each in options.gbits.split(",")], options.nodes, budgets):
+        for row in model(budgets):
             print(json.dumps(row), flush=True)
         return 0
     if options.only:
         settings = {name: settings[name] for name in options.only.split(",")}
     if options.part == "quality":
         notes = {row["name"]: notes_of(row["notes"]) for row in rows_of(options.speed) if row.get("notes")}
-        for row in quality(settings, options.steps, options.seeds, options.every, notes):
+        for row in quality(settings, options.steps, notes):
             print(json.dumps(row), flush=True)
         return 0
     dist.init_process_group("gloo")
-    for row in speed(settings, options.turns, options.steps, options.nic_bits, options.stands_for):
+    for row in speed(settings, options.turns, options.steps):
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
     dist.destroy_process_group()

@@ -45,6 +45,8 @@ from pathlib import Path
 from typing import Any
 
 RANKS_PER_NODE = 2
+WIDTH = 256
+"""Of the model, which has some WIDTH^2 parameters."""
 PORT_OF_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 KINDS = ("kill", "again", "forward", "freeze", "cut")
 
@@ -86,11 +88,10 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
             time.sleep(options["compute"] / 3)
             return rows
 
-    width = options["width"]
     module = nn.Sequential(
-        nn.Linear(32, width), Work(), nn.BatchNorm1d(width), nn.Linear(width, width), nn.Linear(width, 10)
+        nn.Linear(32, WIDTH), Work(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
     )
-    model = DistributedDataParallel(module, bucket_cap_mb=0.1 if width <= 256 else 4)
+    model = DistributedDataParallel(module, bucket_cap_mb=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     compressor = options["compressor"]
     settings = {"warmup_steps": 3} if compressor in ("powersgd", "onebit", "dgc") else {}
@@ -313,12 +314,7 @@ class Job:
         stack.callback(serving.stdin.close)
         self._port = int(serving.stdout.readline())
         self._folder = folder
-        self._options = {
-            "compressor": compressor,
-            "compute": options.compute,
-            "width": options.width,
-            "row_every": options.row_every,
-        }
+        self._options = {"compressor": compressor, "compute": options.compute, "row_every": options.row_every}
         self._logical = not options.nic
         self.size = options.nodes * RANKS_PER_NODE
         self.all: list[Rank] = []
@@ -590,7 +586,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--pause", type=float, default=1.0, help="seconds before a fault, about")
     parser.add_argument("--every", type=float, default=0.0, help="seconds from fault to fault, instead")
     parser.add_argument("--compute", type=float, default=0.02, help="seconds of a step besides its communication")
-    parser.add_argument("--width", type=int, default=256, help="of the model: it has some width^2 parameters")
     parser.add_argument("--steps", type=int, default=0, help="train so many without a fault, and see what grows")
     parser.add_argument("--row-every", type=int, default=1, help="steps from one that is written down to the next")
     parser.add_argument("--seed", type=int, default=0)

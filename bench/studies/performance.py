@@ -11,7 +11,6 @@ A section is a command that writes JSON. What it found becomes CSV files in docs
 import argparse
 import json
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies import hook_speed, shm_peers
 from gradwire.bench.studies.tables.page import read, write
 
 DATA = Path("docs/results/data/performance")
@@ -56,16 +56,8 @@ def compared(name: str) -> Callable[[Record], Found]:
 
 def hook_speeds(record: Record) -> Found:
     """Of `hook_speed`."""
-    rows = [["cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit", "of link", "speed-up"]]
-    for one in record["results"]:
-        figures = (
-            f"{one['seconds']:.3f}",
-            f"{one['nic_nbytes'] / 1e6:.2f}",
-            f"{one['nic_share']:.3f}",
-            *(f"{one[key]:.2f}" for key in ("limit_share", "link_share", "speed_up")),
-        )
-        rows.append([one["case"], one["name"], *figures])
-    return {"hook": rows}, f"{record['megabytes']:g} MB, links of {record['nic']}"
+    rows = [hook_speed.HookSpeedResult(**one).cells() for one in record["results"]]
+    return {"hook": [list(hook_speed.COLUMNS), *rows]}, f"{record['megabytes']:g} MB, links of {record['nic']}"
 
 
 def sweep(record: Record) -> Found:
@@ -90,12 +82,8 @@ def peers(record: Record) -> Found:
         sizes = sorted({int(size) for results in rounds.values() for result in results for size in result})
         rows = [["size", *rounds]]
         for size in sizes:
-            name = f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
-            cells = []
-            for results in rounds.values():
-                microseconds = [float(result[str(size)]) * 1e6 for result in results]
-                cells.append(f"{statistics.median(microseconds):.1f} ({min(microseconds):.1f})")
-            rows.append([name, *cells])
+            cells = (shm_peers.cell([result[str(size)] for result in results]) for results in rounds.values())
+            rows.append([shm_peers.size_name(size), *cells])
         files[f"peers_{ranks}"] = rows
     count = max(len(results) for rounds in record["seconds"].values() for results in rounds.values())
     return files, f"{count} rounds in turns"

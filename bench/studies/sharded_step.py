@@ -3,7 +3,7 @@
 Feeds docs/results/sharded.md.
 
     python -m gradwire.bench.studies.sharded_step                # 2x2 and 4x2, links of 200 Mbit/s; needs root
-    python -m gradwire.bench.studies.sharded_step 2x2 --rounds 3 --tokens 256 --json FILE
+    python -m gradwire.bench.studies.sharded_step 2x2 --rounds 3 --json FILE
 
 A byte-level transformer of 4 million parameters in float32, one unit for each block and one for the rest, which FSDP2
 shards over all ranks, and HSDP inside the nodes. In each round every way of communicating takes one step (forward,
@@ -40,6 +40,8 @@ CASES = {"2x2": (2, 2), "4x2": (2, 2, 2, 2)}
 """Name -> ranks of each node."""
 WIDTH, LAYERS = 256, 5
 """4.09 million parameters, 98 of 100 in matrices."""
+BATCH = (1, 32)
+"""Sequences of a rank and step, and bytes of text in each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,7 @@ class ShardedStepResult:
     fewer: float
 
 
-def make_contender(
-    setting: Setting, place: ForkedRank, batch: tuple[int, int], rate: float | None, layers: int
-) -> Contender:
+def make_contender(setting: Setting, place: ForkedRank, batch: tuple[int, int], rate: float | None) -> Contender:
     """A contender that trains a model of its own; all ranks make them in the same order.
 
     Args:
@@ -105,7 +105,6 @@ def make_contender(
         place: Of this rank.
         batch: (sequences, bytes in each) of a rank and step.
         rate: Bytes per second of the links; None where they have no limit.
-        layers: Of the model.
     """
     nodes, width = len(place.nodes), place.nodes[0]
     grid = init_device_mesh("cpu", (nodes, width), mesh_dim_names=("replicate", "shard"))
@@ -114,7 +113,7 @@ def make_contender(
     else:
         group = dist.new_group(backend=setting.backend)
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
-    model = ByteTransformer(context=batch[1], width=WIDTH, layers=layers)
+    model = ByteTransformer(context=batch[1], width=WIDTH, layers=LAYERS)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -146,8 +145,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
     Args:
         place: Where this rank is.
-        arguments: Rounds, sequences, bytes in each, bytes per second of the links (0: no limit), layers, names
-            of settings.
+        arguments: Rounds, sequences, bytes in each, bytes per second of the links (0: no limit), names of settings.
     """
     torch.set_num_threads(1)
     place.connect()
@@ -157,8 +155,8 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 def _measured(place: ForkedRank, arguments: list[str]) -> list[dict[str, object]]:
     """Every round of all settings; their models are gone when it returns."""
-    batch, rate, names = (int(arguments[1]), int(arguments[2])), float(arguments[3]) or None, arguments[5:]
-    contenders = [make_contender(one, place, batch, rate, int(arguments[4])) for one in SETTINGS if one.name in names]
+    batch, rate, names = (int(arguments[1]), int(arguments[2])), float(arguments[3]) or None, arguments[4:]
+    contenders = [make_contender(one, place, batch, rate) for one in SETTINGS if one.name in names]
     take_turns(contenders, rounds=int(arguments[0]), warmup=2, interface=place.interface)
     return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in contenders]
 
@@ -170,7 +168,6 @@ def measure(
     batch: tuple[int, int],
     names: Sequence[str],
     path: PathOptions | None = None,
-    layers: int = LAYERS,
 ) -> list[ShardedStepResult]:
     """Runs all settings on one emulated cluster.
 
@@ -181,7 +178,6 @@ def measure(
         batch: (sequences, bytes in each) of a rank and step.
         names: Of the settings, plain FSDP2 and native HSDP among them.
         path: Delay and loss between the nodes.
-        layers: Of the model.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
@@ -190,7 +186,7 @@ def measure(
     rate = 0.0 if nic is None else parse_rate(nic, "--nic") / 8
     told = hear_forked(
         "gradwire.bench.studies.sharded_step",
-        [str(rounds), *map(str, batch), str(rate), str(layers), *names],
+        [str(rounds), *map(str, batch), str(rate), *names],
         nodes=nodes,
         nic=nic,
         timeout_seconds=1200,
@@ -233,9 +229,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--delay", help="one way, between the nodes: 40ms")
     parser.add_argument("--loss", help="of the packets that a node sends: 0.1%%")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
-    parser.add_argument("--sequences", type=int, default=1, help="of a rank and step (default 1)")
-    parser.add_argument("--tokens", type=int, default=32, help="bytes of text in a sequence (default 32)")
-    parser.add_argument("--layers", type=int, default=LAYERS, help=f"of the model (default {LAYERS})")
     parser.add_argument("--setting", action="append", metavar="WORDS", help="those whose name has WORDS; repeatable")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser
@@ -255,13 +248,12 @@ def main(argv: list[str]) -> int:
     results = []
     with clean_end():
         for case in options.cases or CASES:
-            batch = options.sequences, options.tokens
-            results += measure(case, nic, options.rounds, batch, names, path, options.layers)
+            results += measure(case, nic, options.rounds, BATCH, names, path)
     rate = "without a limit" if nic is None else f"of {format_rate(parse_rate(nic, '--nic'))}"
     if options.delay or options.loss:
         rate += f", {options.delay or 'no delay'} one way, {options.loss or 'no'} loss"
     title = (
-        f"{options.sequences} x {options.tokens} bytes of text a rank, links {rate}, "
+        f"{BATCH[0]} x {BATCH[1]} bytes of text a rank, links {rate}, "
         f"median of {options.rounds} rounds; {machine_line()}"
     )
     Console(width=120).print(table(results, title))
@@ -272,8 +264,8 @@ def main(argv: list[str]) -> int:
         "delay": options.delay,
         "loss": options.loss,
         "rounds": options.rounds,
-        "layers": options.layers,
-        "batch": [options.sequences, options.tokens],
+        "layers": LAYERS,
+        "batch": BATCH,
         "results": [asdict(one) for one in results],
     }
     write_json(options.json, record)

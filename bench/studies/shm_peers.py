@@ -24,6 +24,9 @@ from gradwire.bench.studies import shm_peers_ranks
 SIZES_NBYTES = tuple(4096 * 4**step for step in range(8))
 """4 KB to 64 MB, each four times the one before."""
 
+TURN_SECONDS = 120.0
+"""Longest turn of one peer."""
+
 LAUNCH_OPTIONS = {
     "openmpi": ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
     "mpich": ["-bind-to", "none"],
@@ -43,17 +46,17 @@ class Peer:
     venv: Path | None = None
     """Where mpi4py and the MPI are installed; None for the peers that torch starts."""
 
-    def command(self, ranks: int, sizes: list[int], output: Path) -> list[str]:
-        """The command line that measures `sizes` with `ranks` ranks and writes JSON to `output`."""
+    def command(self, ranks: int, output: Path) -> list[str]:
+        """The command line that measures `SIZES_NBYTES` with `ranks` ranks and writes JSON to `output`."""
         script = str(Path(shm_peers_ranks.__file__).resolve())
-        arguments = [self.name, str(ranks), str(output), *map(str, sizes)]
+        arguments = [self.name, str(ranks), str(output), *map(str, SIZES_NBYTES)]
         if self.venv is None:
             return [sys.executable, script, *arguments]
         launcher = [str(self.venv / "bin" / "mpiexec"), "-n", str(ranks), *LAUNCH_OPTIONS.get(self.name, [])]
         return [*launcher, str(self.venv / "bin" / "python"), script, *arguments]
 
 
-def measure(peer: Peer, ranks: int, sizes: list[int], timeout_seconds: float) -> PeerSeconds:
+def measure(peer: Peer, ranks: int) -> PeerSeconds:
     """One round of one peer.
 
     Raises:
@@ -62,7 +65,7 @@ def measure(peer: Peer, ranks: int, sizes: list[int], timeout_seconds: float) ->
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         finished = subprocess.run(
-            peer.command(ranks, sizes, output), check=False, capture_output=True, text=True, timeout=timeout_seconds
+            peer.command(ranks, output), check=False, capture_output=True, text=True, timeout=TURN_SECONDS
         )
         if finished.returncode or not output.exists():
             raise RuntimeError(
@@ -77,14 +80,19 @@ def size_name(nbytes: int) -> str:
     return f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KB"
 
 
-def table(ranks: int, rounds: dict[str, list[PeerSeconds]], sizes: list[int]) -> str:
+def cell(seconds: list[float]) -> str:
+    """Microseconds: median of the rounds (best round)."""
+    return f"{statistics.median(seconds) * 1e6:.1f} ({min(seconds) * 1e6:.1f})"
+
+
+def table(ranks: int, rounds: dict[str, list[PeerSeconds]]) -> str:
     """A Markdown table of microseconds: median of the rounds (best round)."""
-    lines = [f"| {ranks} ranks, us | " + " | ".join(map(size_name, sizes)) + " |", "|---" * (len(sizes) + 1) + "|"]
+    lines = [
+        f"| {ranks} ranks, us | " + " | ".join(map(size_name, SIZES_NBYTES)) + " |",
+        "|---" * (len(SIZES_NBYTES) + 1) + "|",
+    ]
     for name, results in rounds.items():
-        cells = []
-        for nbytes in sizes:
-            microseconds = [result[nbytes] * 1e6 for result in results]
-            cells.append(f"{statistics.median(microseconds):.1f} ({min(microseconds):.1f})" if microseconds else "-")
+        cells = [cell([result[nbytes] for result in results]) for nbytes in SIZES_NBYTES]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -104,9 +112,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="also measure this MPI; NAME is mpich, openmpi or impi",
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES_NBYTES), metavar="NBYTES")
     parser.add_argument("--rounds", type=int, default=3, help="how often every peer has its turn (default 3)")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="longest turn of one peer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's figures to FILE")
     return parser.parse_args(arguments)
 
@@ -142,8 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
                 print(
                     f"# {ranks} ranks, round {number + 1} of {options.rounds}: {peer.name}", file=sys.stderr, flush=True
                 )
-                rounds[peer.name].append(measure(peer, ranks, options.sizes, options.timeout))
-        print(table(ranks, rounds, options.sizes), end="\n\n", flush=True)
+                rounds[peer.name].append(measure(peer, ranks))
+        print(table(ranks, rounds), end="\n\n", flush=True)
         everything[str(ranks)] = rounds
     if options.json is not None:
         options.json.write_text(

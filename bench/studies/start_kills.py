@@ -194,7 +194,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--how", choices=("kill", "memory"), default="kill")
-    parser.add_argument("--victim", type=int, help="always this rank; else each in turn")
     parser.add_argument("--between", type=float, nargs=2, help="seconds after which it ends; else drawn from all")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -204,8 +203,7 @@ def main() -> None:
     longest = max(each.seconds for each in whole.survivors)
     draw, rounds = random.Random(given.seed), []
     for number in range(given.rounds):
-        victim = number % len(NODES) if given.victim is None else given.victim
-        found = one_round(victim, draw.uniform(*(given.between or (0.0, longest))), given.how)
+        found = one_round(number % len(NODES), draw.uniform(*(given.between or (0.0, longest))), given.how)
         rounds.append(found)
         if (
             found.left

@@ -89,14 +89,9 @@ class WallClock:
 
 
 class SimulatedClock:
-    """Runs threads one at a time, in the order of their times, which pass only while all of them sleep.
-
-    Attributes:
-        busy_seconds: That the store has spent on answers.
-    """
+    """Runs threads one at a time, in the order of their times, which pass only while all of them sleep."""
 
     def __init__(self) -> None:
-        self.busy_seconds = 0.0
         self._now = self._free = 0.0
         self._order = count_up()
         self._sleeping: list[tuple[float, int, threading.Lock]] = []
@@ -115,7 +110,6 @@ class SimulatedClock:
     def ask(self) -> None:
         """Waits until the store has answered the questions before this one, and this one."""
         self._free = max(self._free, self._now) + 1 / ANSWERS_PER_SECOND
-        self.busy_seconds += 1 / ANSWERS_PER_SECOND
         self.sleep(self._free - self._now)
 
     def run(self, size: int, body: Callable[[int], object]) -> None:

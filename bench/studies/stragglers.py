@@ -1,13 +1,12 @@
-"""Who is named late in thousands of real steps without a late rank, how soon one is named, and what watching costs.
+"""Who is named late in thousands of real steps without a late rank, and what watching costs.
 
 Feeds docs/results/diagnosis.md.
 
     python -m gradwire.bench.studies.stragglers alarms --steps 10000     # nobody is late: who is named?
-    python -m gradwire.bench.studies.stragglers inject --seconds 0.2     # one rank is: after how many steps?
     python -m gradwire.bench.studies.stragglers cost                     # processor time, with and without; needs root
     python -m gradwire.bench.studies.stragglers cause                    # a slow link, or a slow rank? needs root
 
-For `alarms` and `inject` ranks are threads of one process on logical nodes, with real transports; computing is a sleep.
+For `alarms` ranks are threads of one process on logical nodes, with real transports; computing is a sleep.
 On a busy machine that is the harder case: threads are late by chance all the time. `alarms` also says what has grown
 meanwhile. For `cost` and `cause` ranks are processes with DDP and the hook on an emulated cluster. `cost` goes through
 blocks of steps with and without the watch in turn and compares the processor time of whole processes: all their
@@ -61,8 +60,6 @@ class WatchedRank:
         self.communicator = communicator
         self.observer = Observer(communicator, config)
         self.steps = 0
-        self.watching: list[float] = []
-        """Seconds of processor time of this rank's own thread at the end of each step."""
         self._flats = [torch.ones(NUMEL) for _ in range(BUCKETS)]
         for index in range(BUCKETS):
             self.observer.contents[index] = NUMEL, (f"layers.{BUCKETS - 1 - index}.weight",)
@@ -77,24 +74,17 @@ class WatchedRank:
             self.communicator.start(Launch((flat,), None, (bucket,)), scale=1 / self.communicator.size)
             buckets.append(bucket)
         self.steps += 1
-        began = time.thread_time()
         self.observer.step_ended(EndedStep(self.steps, buckets, (), lambda: self.communicator.report(self.steps)))
-        self.watching.append(time.thread_time() - began)
         for bucket in buckets:
             bucket.result().wait()
 
-    @property
-    def named(self) -> list[str]:
-        """What the report says of late ranks and slow links."""
-        return [str(each) for each in self.observer.add_to(self.communicator.report()).stragglers]
 
-
-def on_threads(nodes: str, body: Callable[[WatchedRank], Result], every: int) -> list[Result]:
+def on_threads(nodes: str, body: Callable[[WatchedRank], Result]) -> list[Result]:
     """Runs `body` on each rank; its node is its letter in `nodes`."""
     store, results = HashStore(), dict[int, Result]()
 
     def run(rank: int) -> None:
-        config = Config(hostname=f"node-{nodes[rank]}", timeout=timedelta(seconds=60), straggler_every=every)
+        config = Config(hostname=f"node-{nodes[rank]}", timeout=timedelta(seconds=60), straggler_every=50)
         communicator = Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="study")
         watched = WatchedRank(communicator, config)
         try:
@@ -132,7 +122,7 @@ def alarms(nodes: str, steps: int, seconds: float) -> str:
         return (time.perf_counter() - began) / steps
 
     try:
-        length = on_threads(nodes, body, 50)[0]
+        length = on_threads(nodes, body)[0]
     finally:
         logger.removeHandler(handler)
     found = f"{nodes}: {steps} steps of {length * 1e3:.1f} ms, {len(said)} warnings, load {os.getloadavg()[0]:.1f}"
@@ -145,21 +135,6 @@ def held() -> str:
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     resident = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
     return f"{resident:.1f} MiB resident, {threading.active_count()} threads, {descriptors} descriptors"
-
-
-def inject(nodes: str, steps: int, late_seconds: float, seconds: float) -> str:
-    """Makes the last rank late from some step on, and says after how many steps it is named."""
-    begins = 30
-
-    def body(rank: WatchedRank) -> tuple[int, list[str]]:
-        late = rank.communicator.rank == len(nodes) - 1
-        while rank.steps < steps and not rank.named:
-            slow = late_seconds if late and rank.steps >= begins else 0.0
-            rank.step(lambda index: seconds + (slow if index == 2 else 0.0))  # noqa: B023 - called at once
-        return rank.steps, rank.named
-
-    after, named = on_threads(nodes, body, 50)[0]
-    return f"{nodes}: named after {after - begins} steps: {'; '.join(named) or 'nobody'}"
 
 
 class SleepingLayers(nn.Module):
@@ -336,10 +311,9 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 def main() -> None:
     """Prints what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("alarms", "inject", "cost", "cause"))
+    parser.add_argument("what", choices=("alarms", "cost", "cause"))
     parser.add_argument("--nodes", default="aabb", help="a letter for each rank")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=0.2, help="that a rank is late (inject)")
     parser.add_argument("--bucket-seconds", type=float, default=1e-3, help="that a bucket computes")
     parser.add_argument("--blocks", type=int, default=6, help="of `--steps` steps, with and without (cost)")
     parser.add_argument("--case", choices=CASES, nargs="+", default=CASES, help="(cause)")
@@ -349,8 +323,6 @@ def main() -> None:
     print(machine_line(), f"load {os.getloadavg()[0]:.1f}")
     if given.what == "alarms":
         print(alarms(given.nodes, given.steps, given.bucket_seconds))
-    elif given.what == "inject":
-        print(inject(given.nodes, given.steps, given.seconds, given.bucket_seconds))
     elif given.what == "cost":
         with clean_end():
             print(cost(given.bucket_seconds * BUCKETS, given.blocks, given.steps))

@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from gradwire.comms.autotune.tune import Tuning
 from gradwire.comms.wrap import wrap
 
-LAYERS = 16
+LAYERS, SIDE = 16, 256
+"""Matrices: 4 MB of gradients."""
+TURNS, STEPS = 6, 6
+"""Steps of a turn, of which the first does not count."""
 SEARCH_STEPS = 140
 """One search, and a few steps more."""
 
@@ -68,10 +71,10 @@ class Stopwatch:
         setattr(owner, name, timed)
 
 
-def twin(side: int, backward_seconds: float, tune: bool) -> nn.Module:
+def twin(backward_seconds: float, tune: bool) -> nn.Module:
     """A wrapped model of LAYERS matrices; the default plan joins an eighth of its gradients, as 25 MB are of 200."""
-    module = nn.Sequential(*(SlowLinear(side, backward_seconds / LAYERS) for _ in range(LAYERS)))
-    layer_mb = 4 * side * side / 2**20
+    module = nn.Sequential(*(SlowLinear(SIDE, backward_seconds / LAYERS) for _ in range(LAYERS)))
+    layer_mb = 4 * SIDE * SIDE / 2**20
     model, _ = wrap(module, base_bucket_mb=0.9 * layer_mb, fusion=2 * layer_mb, probe=True, tune=tune)
     return model
 
@@ -83,16 +86,13 @@ def main(argv: list[str]) -> int:
         argv: Words after the module's name.
     """
     parser = argparse.ArgumentParser(prog="gradwire.bench.studies.tuned", description=__doc__)
-    parser.add_argument("--side", type=int, default=256, help="of the matrices (default 256: 4 MB of gradients)")
     parser.add_argument("--backward-ms", type=float, default=160.0)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=6, help="steps of a turn; the first does not count")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     watches = [Stopwatch(Tuning, name) for name in ("bucket_came", "step_ended")]
-    plain, tuned = (twin(options.side, options.backward_ms / 1e3, tune) for tune in (False, True))
-    batch = torch.ones(1, options.side)
+    plain, tuned = (twin(options.backward_ms / 1e3, tune) for tune in (False, True))
+    batch = torch.ones(1, SIDE)
 
     def turn(model: nn.Module, steps: int) -> float:
         """The median step of the slowest rank."""
@@ -110,9 +110,9 @@ def main(argv: list[str]) -> int:
     turn(plain, 4)
     for watch in watches:
         watch.seconds = 0.0
-    turns = [(turn(plain, options.steps), turn(tuned, options.steps)) for _ in range(options.turns)]
+    turns = [(turn(plain, STEPS), turn(tuned, STEPS)) for _ in range(TURNS)]
     before, after = (statistics.median(each) for each in zip(*turns, strict=True))
-    overhead = sum(watch.seconds for watch in watches) / (options.turns * options.steps)
+    overhead = sum(watch.seconds for watch in watches) / (TURNS * STEPS)
     if dist.get_rank() == 0:
         print(
             json.dumps(

@@ -38,7 +38,12 @@ EQUAL, SPEED, BEST = WAYS = ("equal shares", "by speed", "best shares")
 SETTLED = 2
 """Turns that are not counted: speeds are measured in them."""
 
+BATCH_SIZE = 56
+"""Of all ranks together."""
+
 QUOTA, REST = "quota", "rest"
+SHARE = 0.3
+"""Of a processor that a fast rank's quota is."""
 PERIOD_MICROSECONDS = 20_000
 """Of a quota: short, as a step is to be many of them."""
 WEIGHT = 100
@@ -96,21 +101,18 @@ class DealtTraining:
     Args:
         way: One of `WAYS`.
         dataset: Of all ranks.
-        batch_size: Of all ranks together.
         cost: Seconds that a sample costs on this rank.
         spend: Spends seconds.
     """
 
-    def __init__(
-        self, way: str, dataset: TensorDataset, batch_size: int, cost: float, spend: Callable[[float], None]
-    ) -> None:
+    def __init__(self, way: str, dataset: TensorDataset, cost: float, spend: Callable[[float], None]) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
         self.model = DistributedDataParallel(model)
         self.state = gradwire.HookState(self.model, reduction="samples", hostname=f"node{dist.get_rank() // 2}")
         self.model.register_comm_hook(self.state, gradwire.comm_hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.sampler = gradwire.data.SpeedBatchSampler(dataset, batch_size, self.state, adapt=way == SPEED)
+        self.sampler = gradwire.data.SpeedBatchSampler(dataset, BATCH_SIZE, self.state, adapt=way == SPEED)
         if way == BEST:
             speeds = [1 / TIMES if rank == SLOW else 1.0 for rank in range(RANKS)]
             self.sampler.load_state_dict(self.sampler.state_dict() | {"deals": [(0, speeds)]})
@@ -144,12 +146,12 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace, quota: Quota 
     place = f"file://{Path(folder, 'store')}"
     dist.init_process_group("gloo", place, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
     torch.manual_seed(1)
-    inputs = torch.randn(options.batch_size * 64, 64)
+    inputs = torch.randn(BATCH_SIZE * 64, 64)
     dataset = TensorDataset(inputs, (inputs @ torch.randn(64, 10)).argmax(dim=1))
     cost, spend = options.cost_ms / 1e3, time.sleep if quota is None else spin
     if quota is None and rank == SLOW:
         cost *= TIMES
-    trainings = {way: DealtTraining(way, dataset, options.batch_size, cost, spend) for way in WAYS}
+    trainings = {way: DealtTraining(way, dataset, cost, spend) for way in WAYS}
     dist.barrier()
     if quota is not None:
         quota.enter()
@@ -197,9 +199,7 @@ def result(folder: str, slow_by: str) -> dict[str, object]:
 def main() -> None:
     """Runs the ranks, and prints what they have found."""
     parser = argparse.ArgumentParser(description="One of four ranks at half speed.")
-    parser.add_argument("--batch-size", type=int, default=56, help="of all ranks together")
     parser.add_argument("--slow-by", choices=(QUOTA, REST), default=QUOTA)
-    parser.add_argument("--share", type=float, default=0.3, help="of a processor that a fast rank's quota is")
     parser.add_argument(
         "--cost-ms", type=float, default=10.0, help="of processor time, or rest, that a sample costs on a fast rank"
     )
@@ -213,7 +213,7 @@ def main() -> None:
         quotas: list[Quota | None] = [None] * RANKS
         if options.slow_by == QUOTA:
             for rank in range(RANKS):
-                share = options.share / (TIMES if rank == SLOW else 1.0)
+                share = SHARE / (TIMES if rank == SLOW else 1.0)
                 try:
                     quota = Quota(f"gradwire-{os.getpid()}-{rank}", share)
                 except OSError as error:

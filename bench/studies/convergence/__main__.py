@@ -43,7 +43,7 @@ def measure_quality(record: Record, options: argparse.Namespace) -> None:
         for task, method in pairs
         if not record.has_run(task.facts.name, method.name, seed)
     ]
-    for seed, task, method in missing[: options.limit]:
+    for seed, task, method in missing:
         task.load()
         run = train(task, method, seed)
         record.add_run(run)
@@ -58,7 +58,7 @@ def measure_speed(record: Record, options: argparse.Namespace) -> None:
         options: Of `build_parser`.
     """
     for name in options.task or TASKS:
-        for share in options.share or LINKS:
+        for share in LINKS:
             if record.speed_of(name, share) is None:
                 speed = measure(TASKS[name](), share, record.rate_of_half(name))
                 record.add_speed(speed)
@@ -85,14 +85,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_import_option(parser)
     parser.add_argument("--seed", action="append", type=int, help=f"repeatable (default: {SEEDS})")
-    parser.add_argument(
-        "--share",
-        action="append",
-        type=float,
-        choices=LINKS,
-        help="of the rate at which plain DDP spends half of its step on the link (default: all)",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="stop after N training runs (default: none missing)")
     parser.add_argument("--draw", type=Path, metavar="NAME", help="with show: pictures NAME-TASK.png")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="with show: TASK.csv and others are written there")
     return parser

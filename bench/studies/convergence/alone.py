@@ -24,6 +24,7 @@ from gradwire.bench.arguments import add_import_option, check_number, import_mod
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, optimizers_of
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
 from gradwire.bench.terminal import complain
+from gradwire.comms.plan.codec_price import layout_of
 from gradwire.compressors.base import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -32,7 +33,6 @@ from gradwire.compressors.base import (
     Layout,
     Member,
     Request,
-    Slice,
     planned,
 )
 from gradwire.compressors.optim.fit import take_momentum
@@ -206,11 +206,8 @@ def train_alone(
     model = task.model(seed)
     parameters = dict(reversed(list(model.named_parameters())))
     optimizers = optimizers_of(task, model, optimizer or task.facts.optimizer, lr=lr)
-    slices, numel = [], 0
-    for name, parameter in parameters.items():
-        slices.append(Slice(name, tuple(parameter.shape), 0, numel, parameter.numel()))
-        numel += parameter.numel()
-    layout = Layout(tuple(slices))
+    layout = layout_of([(name, tuple(parameter.shape)) for name, parameter in parameters.items()])
+    numel = layout.numel
     compressors = (
         [] if compressor is None else compressors_of(compressor, options, optimizers, nodes=nodes, exact=exact)
     )
@@ -235,7 +232,7 @@ def train_alone(
             sent += 4 * numel
             for flat in flats[1:]:
                 flats[0] += flat
-        for item, parameter in zip(slices, parameters.values(), strict=True):
+        for item, parameter in zip(layout.slices, parameters.values(), strict=True):
             parameter.grad = flats[0][item.start : item.stop].view_as(parameter)
         for each in optimizers:
             each.step()

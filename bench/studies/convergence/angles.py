@@ -24,7 +24,8 @@ from gradwire.bench.studies.convergence.alone import NODES, reduce_together
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, is_muons, optimizers_of
 from gradwire.bench.studies.convergence.tasks import RANKS, TextTask
 from gradwire.bench.terminal import complain
-from gradwire.compressors.base import Layout, Slice
+from gradwire.comms.plan.codec_price import layout_of
+from gradwire.compressors.base import Layout
 from gradwire.compressors.registry import make
 
 BEFORE, KEPT = 60, 70
@@ -58,10 +59,6 @@ def keep_gradients(task: TextTask, seed: int, only: str = "*") -> Kept:
     named = [(name, each) for name, each in model.named_parameters() if is_muons(name, each) and fnmatch(name, only)]
     if not named:
         raise ValueError(f"`only` is {only!r}, and no matrix that Muon trains has such a name; wanted one as {INSIDE}*")
-    slices, start = [], 0
-    for name, each in named:
-        slices.append(Slice(name, tuple(each.shape), 0, start, each.numel()))
-        start += each.numel()
     kept = []
     for step in range(BEFORE + KEPT):
         model.zero_grad()
@@ -75,7 +72,7 @@ def keep_gradients(task: TextTask, seed: int, only: str = "*") -> Kept:
             kept.append(tuple(flats))
         for optimizer in optimizers:
             optimizer.step()
-    return Kept(Layout(tuple(slices)), tuple(kept))
+    return Kept(layout_of([(name, tuple(each.shape)) for name, each in named]), tuple(kept))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

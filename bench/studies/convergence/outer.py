@@ -118,7 +118,7 @@ METHODS = {
 
 
 @dataclass
-class JoinedTask:
+class JoinedTask(BatchedTask):
     """A task whose rank stands for all ranks of a node, which average gradients at every step.
 
     Attributes:
@@ -150,10 +150,6 @@ class JoinedTask:
         for group in optimizer.param_groups:
             group["lr"] *= self.lr
         return optimizer
-
-    def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
-        """See `Task.loss`: the mean over the node's batches, in one pass."""
-        return self.loss_of(model, *self.batch_of(step, rank, seed))
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
         """See `BatchedTask.batch_of`: those of the node's ranks, one after the other."""

@@ -75,9 +75,7 @@ def _measured(place: ForkedRank, name: str, bytes_per_second: str, *words: str) 
     contenders = []
     for method in METHODS[task.facts.optimizer]:
         if method.name in words:
-            training = make_training(
-                task, method, steps=task.facts.steps, warm=True, nic_bytes_per_second=float(bytes_per_second) or None
-            )
+            training = make_training(task, method, warm=True, nic_bytes_per_second=float(bytes_per_second) or None)
             contenders.append(_contender(task, method.name, training, place.rank))
     take_turns(contenders, rounds=ROUNDS, warmup=WARMUP_ROUNDS, interface=place.interface)
     return [

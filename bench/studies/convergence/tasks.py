@@ -142,6 +142,10 @@ class Task(Protocol):
 class BatchedTask(Task, Protocol):
     """A task whose batches can be put together, so that one rank stands for several."""
 
+    def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
+        """See `Task.loss`."""
+        return self.loss_of(model, *self.batch_of(step, rank, seed))
+
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
         """This rank's batch of a step: (inputs, targets), one row a sample."""
 
@@ -189,7 +193,7 @@ class SmallCnn(nn.Sequential):
 
 
 @dataclass
-class FashionTask:
+class FashionTask(BatchedTask):
     """Test accuracy of the CNN under SGD with momentum 0.9; 32 images a rank and step, dealt out to `ranks` ranks."""
 
     epochs: int = 4
@@ -221,10 +225,6 @@ class FashionTask:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """See `Task.optimizer`."""
         return SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4)
-
-    def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
-        """See `Task.loss`."""
-        return self.loss_of(model, *self.batch_of(step, rank, seed))
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
         """See `BatchedTask.batch_of`: images and labels."""
@@ -282,7 +282,7 @@ With 3e-3 trainings of 10 M parameters end up to 0.3 bits from each other for a 
 
 
 @dataclass
-class TextTask:
+class TextTask(BatchedTask):
     """Bits per byte of the transformer under AdamW; 4 sequences of 64 bytes a rank and step."""
 
     batch: int = 4
@@ -314,10 +314,6 @@ class TextTask:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """See `Task.optimizer`."""
         return AdamW(parameters, lr=TEXT_SIZES[self.size].lr, betas=(0.9, 0.95))
-
-    def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
-        """See `Task.loss`."""
-        return self.loss_of(model, *self.batch_of(step, rank, seed))
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
         """See `BatchedTask.batch_of`: bytes and those that follow, see `batch_at`."""

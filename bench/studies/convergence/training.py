@@ -114,7 +114,6 @@ def make_training(
     task: Task,
     method: Method,
     *,
-    steps: int,
     seed: int = 0,
     node: str | None = None,
     nic_bytes_per_second: float | None = None,
@@ -125,7 +124,6 @@ def make_training(
     Args:
         task: Gives model and optimizer.
         method: One of `METHODS`.
-        steps: Length of the run.
         seed: Of the weights.
         node: Name of this rank's node; None asks the machine.
         nic_bytes_per_second: Of the links; None leaves it to gradwire's default.
@@ -297,7 +295,7 @@ def train_as_rank(task: Task, method: Method, seed: int, place: ForkedRank) -> T
         place: Of this rank; the default process group is connected.
     """
     steps = task.facts.steps
-    training = make_training(task, method, steps=steps, seed=seed, node=f"node{place.node}")
+    training = make_training(task, method, seed=seed, node=f"node{place.node}")
     schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: share_of_peak(step, steps))
     marks = {max(1, round(steps * share)) for share in EVALUATED}
     curve = []

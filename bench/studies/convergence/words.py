@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Adam, Optimizer
 
-from gradwire.bench.studies.convergence.tasks import SEED_STRIDE, TaskFacts
+from gradwire.bench.studies.convergence.tasks import SEED_STRIDE, BatchedTask, TaskFacts
 from gradwire.bench.train.text import library_text, split_text
 
 WORD = re.compile(rb"\w+|[^\w\s]")
@@ -52,7 +52,7 @@ class WordModel(nn.Module):
 
 
 @dataclass
-class WordsTask:
+class WordsTask(BatchedTask):
     """Bits a word of the model of words under Adam; 32 places in the text a rank and step."""
 
     batch: int = 32
@@ -81,10 +81,6 @@ class WordsTask:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """See `Task.optimizer`."""
         return Adam(parameters, lr=3e-3)
-
-    def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
-        """See `Task.loss`."""
-        return self.loss_of(model, *self.batch_of(step, rank, seed))
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
         """See `BatchedTask.batch_of`: eight words, and the one that follows."""

@@ -23,6 +23,7 @@ from gradwire.bench.emulation.paths import MOST_DELAY_SECONDS, PathOptions, pars
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.hook_speed import DATA_SHARE
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, make_gloo, store_of
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
@@ -36,8 +37,6 @@ LAZY = ()
 
 TIMEOUT = timedelta(seconds=600)
 GLOO = "gloo"
-PAYLOAD_SHARE = 1448 / 1514
-"""Of an Ethernet frame at MTU 1500, with TCP's time stamps: the goodput of a link without delay and loss."""
 
 
 def gloo(place: ForkedRank, store: Store, numel: int) -> Contender:
@@ -116,7 +115,7 @@ def measure(
 
 def predicted(nic: str, round_trip_seconds: float, loss: float, numel: int, nodes: int) -> float:
     """Seconds that the model of `gradwire predict --rtt --loss` gives for the exact sum, one rank a node."""
-    bare = Link(TCP_ALPHA_SECONDS, parse_rate(nic, "--nic") * PAYLOAD_SHARE / 8)
+    bare = Link(TCP_ALPHA_SECONDS, parse_rate(nic, "--nic") * DATA_SHARE / 8)
     link = over_distance(bare, nodes, round_trip_seconds, loss)
     messages = 2 * (nodes - 1)
     return messages * link.alpha_seconds + messages / nodes * 4 * numel / link.rate(1)
@@ -138,7 +137,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     numel = int(options.megabytes * 1e6 / 4)
     share = 2 * (options.nodes - 1) / options.nodes
-    best = share * numel * 4 * 8 / (parse_rate(options.nic, "--nic") * PAYLOAD_SHARE)
+    best = share * numel * 4 * 8 / (parse_rate(options.nic, "--nic") * DATA_SHARE)
     table = Table("round trip", "loss", title=f"{options.megabytes:g} MB, share of the goodput; {machine_line()}")
     rows, names = [], list[str]()
     for delay, loss in product(options.delays.split(","), options.losses.split(",")):

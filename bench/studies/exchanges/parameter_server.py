@@ -401,8 +401,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, default=Path("staleness.json"), help="where trainings are kept")
     parser.add_argument("--steps", type=int, default=400, help="updates of a training (default 400)")
     parser.add_argument("--seed", type=int, action="append", help="may be repeated (default 0)")
-    parser.add_argument("--staleness", type=int, action="append", help="may be repeated (default 0, 1, 2, 4, 8, 16)")
-    parser.add_argument("--optimizer", action="append", choices=("adamw", "sgd"), help="may be repeated (default both)")
     return parser
 
 
@@ -421,8 +419,8 @@ def main(argv: list[str]) -> int:
         task.load()
         done = {(run.optimizer, run.staleness, run.factor, run.seed, run.steps) for run in kept}
         for seed in options.seed or [0]:
-            for staleness in options.staleness or STALENESS:
-                for optimizer in options.optimizer or ("adamw", "sgd"):
+            for staleness in STALENESS:
+                for optimizer in ("adamw", "sgd"):
                     for factor in LEARNING_RATES:
                         key = (optimizer, staleness, factor, seed, options.steps)
                         if key in done:

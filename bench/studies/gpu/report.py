@@ -2,7 +2,6 @@
 
     python -m gradwire.bench.studies.gpu.report                    # on the terminal
     python -m gradwire.bench.studies.gpu.report --output FILE      # and into a file
-    python -m gradwire.bench.studies.gpu.report --no-tests         # the tables alone
 
 The tests marked `gpu` run too. A figure belongs to the machine, the versions, the date and the command above it.
 """
@@ -108,7 +107,7 @@ def tested_lines() -> Iterator[str]:
     yield from (f"    {line}" for line in words if line.startswith(("FAILED", "ERROR")) or line == words[-1])
 
 
-def report(device: torch.device, *, with_tests: bool) -> Iterator[str]:
+def report(device: torch.device) -> Iterator[str]:
     """Every line, as soon as it is known."""
     yield f"# A GPU's figures\n\n{machine_line()}; {versions()}\n\n    python -m gradwire.bench.studies.gpu.report\n"
     for mebibytes in MEBIBYTES:
@@ -116,15 +115,13 @@ def report(device: torch.device, *, with_tests: bool) -> Iterator[str]:
         yield ""
     yield from step_lines(gpu_step.measure(device))
     yield ""
-    if with_tests:
-        yield from tested_lines()
+    yield from tested_lines()
 
 
 def main(argv: list[str]) -> int:
     """Prints the report; returns the exit status: 2 where this machine cannot make one."""
     parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.gpu.report", description="A GPU's figures.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there too")
-    parser.add_argument("--no-tests", action="store_true", help="the tables alone")
     options = parser.parse_args(argv)
     try:
         require_cupy(torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -132,7 +129,7 @@ def main(argv: list[str]) -> int:
         print(f"gpu_report: {error}", file=sys.stderr)
         return 2
     lines = []
-    for line in report(torch.device("cuda", torch.cuda.current_device()), with_tests=not options.no_tests):
+    for line in report(torch.device("cuda", torch.cuda.current_device())):
         print(line, flush=True)
         lines.append(line)
         if options.output is not None:

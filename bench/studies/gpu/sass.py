@@ -73,13 +73,12 @@ def _tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]
     return result
 
 
-def compile_file(name: str, architecture: int, source: Path = FOLDER) -> dict[str, Kernel]:
+def compile_file(name: str, architecture: int) -> dict[str, Kernel]:
     """Compiles one file of csrc/cuda and reads its machine code.
 
     Args:
         name: The file's, without its suffix.
         architecture: 10 major + minor, such as 90.
-        source: The folder csrc of the checkout that is asked about.
 
     Returns:
         The file's kernels by name.
@@ -96,13 +95,13 @@ def compile_file(name: str, architecture: int, source: Path = FOLDER) -> dict[st
             *options,
             "-Xptxas",
             "-v",
-            f"-I{source}",
-            f"-I{source / 'cuda'}",
+            f"-I{FOLDER}",
+            f"-I{FOLDER / 'cuda'}",
             f"-arch=sm_{architecture}",
             "-cubin",
             "-o",
             cubin,
-            source / "cuda" / f"{name}.cu",
+            FOLDER / "cuda" / f"{name}.cu",
         ).stderr
         text = _tool("nvdisasm", "-c", cubin).stdout
     used = {kernel: (int(registers), int(shared or 0)) for kernel, registers, shared in _SAID.findall(said)}

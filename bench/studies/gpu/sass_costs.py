@@ -2,7 +2,6 @@
 
     python -m gradwire.bench.studies.gpu.sass_costs                       # every case, for sm_80 and sm_90
     python -m gradwire.bench.studies.gpu.sass_costs --only waterfill      # some of them
-    python -m gradwire.bench.studies.gpu.sass_costs --source OTHER/csrc   # another checkout's kernels
     python -m gradwire.bench.studies.gpu.sass_costs --registers           # registers and CTAs, sm_100 too
 
 The counts are exact for the case's input. The last columns are an estimate that no GPU has confirmed: the share of the
@@ -12,12 +11,11 @@ memory's bandwidth that is left if nothing but issuing instructions (and no late
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from gradwire.bench.studies.gpu.sass import Kernel, compile_file
 from gradwire.bench.studies.gpu.sass_cases import Arena, SassCase, all_cases
 from gradwire.bench.studies.gpu.sass_machine import LANES, PARAMETERS, SECTOR, SassCounts, launch
-from gradwire.compressors.kernels.cuda.load import ENTRY_POINTS, FOLDER
+from gradwire.compressors.kernels.cuda.load import ENTRY_POINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +128,14 @@ def row(cost: SassCost) -> str:
     return f"| {cost.case.name} | {cost.kernel.architecture} | {numbers} | {' | '.join(estimates)} |"
 
 
-def registers_table(source: Path) -> Iterator[str]:
+def registers_table() -> Iterator[str]:
     """Registers, shared memory and size of every kernel of the files that have cases."""
     threads = {case.kernel: case.threads for case in all_cases()}
     yield "| kernel | sm | registers | shared, bytes | resident CTAs | instructions of the text |"
     yield "|---|---|---|---|---|---|"
     for file in ENTRY_POINTS:
         for architecture in SHARED_NBYTES:
-            for name, kernel in compile_file(file, architecture, source).items():
+            for name, kernel in compile_file(file, architecture).items():
                 held = resident_ctas(kernel, threads.get(name, 256))
                 size = len(kernel.instructions)
                 yield f"| {name} | {architecture} | {kernel.registers} | {kernel.shared_nbytes} | {held} | {size} |"
@@ -147,12 +145,10 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="part of the cases' names")
-    parser.add_argument("--source", type=Path, default=FOLDER, help="the folder csrc to compile")
-    parser.add_argument("--architectures", type=int, nargs="+", default=sorted(PARAMETERS))
     parser.add_argument("--registers", action="store_true", help="registers and resident CTAs, nothing is run")
     given = parser.parse_args()
     if given.registers:
-        for line in registers_table(given.source):
+        for line in registers_table():
             print(line, flush=True)
         return
     compiled: dict[tuple[str, int], dict[str, Kernel]] = {}
@@ -160,10 +156,10 @@ def main() -> None:
     for case in all_cases():
         if given.only not in case.name:
             continue
-        for architecture in given.architectures:
+        for architecture in sorted(PARAMETERS):
             key = case.file, architecture
             if key not in compiled:
-                compiled[key] = compile_file(*key, given.source)
+                compiled[key] = compile_file(*key)
             print(row(cost_of(case, compiled[key][case.kernel])), flush=True)
 
 

@@ -96,9 +96,6 @@ class SassCounts:
 
     instructions: Counter[str] = field(default_factory=Counter)
     """Unit -> how many instructions of warps it took."""
-    opcodes: Counter[str] = field(default_factory=Counter)
-    requests: int = 0
-    """Accesses of warps to global memory."""
     sectors: int = 0
     """Sectors that those asked for; one that is asked for twice counts twice."""
 
@@ -204,7 +201,6 @@ def launch(
     for instruction, times in zip(kernel.instructions, cta.executed, strict=True):
         if times:
             counts.instructions[unit_of(instruction.opcode)] += times
-            counts.opcodes[instruction.opcode] += times
     return counts
 
 
@@ -782,7 +778,6 @@ def _load_store(kind: list[str], ops: list[str]) -> Step:
             if place.min() < 0 or place.max() + nbytes > memory.size:
                 raise IndexError(f"{'.'.join(kind)} outside of memory: {place.min() + GLOBAL_BASE:#x}")
             sectors = np.unique(np.concatenate([place // SECTOR, (place + nbytes - 1) // SECTOR]))
-            cta.counts.requests += 1
             cta.counts.sectors += len(sectors)
             (cta.memory.written if store else cta.memory.read)[sectors] = True
         if (place % nbytes).any():
@@ -811,7 +806,6 @@ def _copy(kind: list[str], ops: list[str]) -> Step:
         if not lanes.any():
             return
         cta, place = warp.cta, at(warp)[lanes] - GLOBAL_BASE
-        cta.counts.requests += 1
         sectors = np.unique(place // SECTOR)
         cta.counts.sectors += len(sectors)
         cta.memory.read[sectors] = True
