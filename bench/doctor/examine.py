@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from statistics import median
@@ -296,9 +296,8 @@ class _Examination:
         seconds = min(max(0.35 * self._wanted.seconds / (5 * len(rounds)), SHORTEST_FLOW), LONGEST_FLOW)
         own_rate = 0.0
         if self._leads:
-            asker = Asker("127.0.0.1", self._listener.ports)
-            own_rate = min(asker.rates(STREAMS, STREAMS, seconds))
-            asker.close()
+            with closing(Asker("127.0.0.1", self._listener.ports)) as asker:
+                own_rate = min(asker.rates(STREAMS, STREAMS, seconds))
         own = self._gather([self._node, own_rate])
         found: list[object] = []
         for number, pairs in enumerate(rounds):
@@ -331,12 +330,9 @@ class _Examination:
     def _ask(self, pair: tuple[int, int], seconds: float) -> dict[str, object]:
         a, b = pair
         try:
-            asker = Asker(self._layout["addresses"][b], tuple(self._layout["ports"][b]))
-            try:
+            with closing(Asker(self._layout["addresses"][b], tuple(self._layout["ports"][b]))) as asker:
                 mtu = min(self._layout["mtus"][a], self._layout["mtus"][b])
                 return to_record(measure_pair(asker, pair, seconds, mtu))
-            finally:
-                asker.close()
         except (OSError, ValueError) as error:
             return {"a": a, "b": b, "error": f"{type(error).__name__}: {error}"}
 
@@ -371,13 +367,9 @@ class _Examination:
         if self._leads and pair is not None:
             a, b = pair
             for name in [each for each in others[a] if each in others[b]][:4]:
-                rate = 0.0
                 try:
-                    asker = Asker(others[b][name], tuple(self._layout["ports"][b]), others[a][name])
-                    try:
+                    with closing(Asker(others[b][name], tuple(self._layout["ports"][b]), others[a][name])) as asker:
                         rate = min(asker.rates(STREAMS, 0, LONGEST_FLOW)[0], asker.rates(0, STREAMS, LONGEST_FLOW)[1])
-                    finally:
-                        asker.close()
                 except OSError:  # it does not lead there: the rate says so
                     rate = 0.0
                 own.append({"a": a, "b": b, "interface": name, "bytes_per_second": rate})

@@ -3,19 +3,17 @@
 Everything is read below a root folder, so that a test (or a captured machine) can stand in for this one.
 """
 
-import fcntl
 import importlib.metadata
 import importlib.util
-import ipaddress
 import os
 import platform
 import re
 import socket
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 from gradwire.bench.doctor.facts import GpuState, NetworkInterface, RankFacts
+from gradwire.comms.bootstrap.addresses import host_addresses, is_outside
 from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.config import steering_variables
 from gradwire.topology.gdr.inputs.files import Files
@@ -24,12 +22,13 @@ from gradwire.topology.gdr.process_context import read_process_context
 from gradwire.topology.gdr.rdma import pcie_gigabits
 from gradwire.topology.gdr.runner import run_checks
 from gradwire.topology.gdr.sources import HostInputs, SourceError, opened_host
+from gradwire.topology.readers.nvml_calls import NvmlCalls, start_nvml
+from gradwire.topology.readers.pci_sysfs import gigatransfers
 from gradwire.topology.readers.small_files import names_in, number_of, text_of
+from gradwire.topology.readers.sysfs import is_virtual
 from gradwire.topology.readers.sysfs_ports import find_ports
 
 LIVE = Path("/")
-_SIOCGIFADDR = 0x8915
-"""Source: netdevice(7) and Linux include/uapi/linux/sockios.h."""
 _LOOPBACK = 772
 """/sys/class/net/*/type. Source: Linux include/uapi/linux/if_arp.h."""
 SOFTWARE_NAMES = re.compile(r"(docker|br-|virbr|cni|veth|cali|flannel|tun|tap|wg|kube|lxc|vnet|podman|tailscale|zt)")
@@ -119,22 +118,21 @@ def read_interfaces(root: Path = LIVE) -> tuple[NetworkInterface, ...]:
                 if port.bond is not None and port.carries:
                     rates[port.bond] = rates.get(port.bond, 0.0) + port.bits_per_second
     folder = root / "sys/class/net"
-    six = _addresses_v6(root) if root == LIVE else {}
+    addresses = _addresses() if root == LIVE else {}
     found = []
     for name in sorted(names_in(folder)):
         own = folder / name
         if not own.is_dir():  # bonding_masters is a file
             continue
-        four = _address_v4(name) if root == LIVE else None
         state, kind = text_of(own / "operstate"), _kind(folder, name)
         found.append(
             NetworkInterface(
                 name=name,
                 kind=kind,
-                addresses=(*([four] if four else []), *six.get(name, [])),
+                addresses=tuple(addresses.get(name, ())),
                 mtu=number_of(own / "mtu") or 1500,
                 bits_per_second=_rate(folder, name, rates),
-                pcie_bits_per_second=None if root == LIVE and _is_virtual_machine(root) else pcie_rate(own / "device"),
+                pcie_bits_per_second=None if root == LIVE and is_virtual(root) else pcie_rate(own / "device"),
                 other_half=_other_half(folder, name),
                 duplex=text_of(own / "duplex") if kind == "card" else None,
                 up=state in ("up", "unknown", None),
@@ -163,14 +161,8 @@ def pcie_rate(device: Path) -> float | None:
     Args:
         device: The function's folder in sysfs.
     """
-    speed = re.match(r"(\d{1,3}(?:\.\d)?) GT/s", text_of(device / "current_link_speed") or "")
-    width = number_of(device / "current_link_width")
-    return 1e9 * pcie_gigabits(float(speed[1]), width) if speed and width else None
-
-
-def _is_virtual_machine(root: Path) -> bool:
-    flags = re.search(r"^flags\s*:.*$", text_of(root / "proc/cpuinfo") or "", re.MULTILINE)
-    return flags is not None and " hypervisor" in flags[0]
+    speed, width = gigatransfers(text_of(device / "current_link_speed")), number_of(device / "current_link_width")
+    return 1e9 * pcie_gigabits(speed, width) if speed and width else None
 
 
 def _port_of_card(own: Path) -> tuple[str, str] | None:
@@ -222,22 +214,13 @@ def _rate(folder: Path, name: str, rates: Mapping[str, float]) -> float | None:
     return max(filter(None, (_rate(folder, each, rates) for each in _below(folder, name))), default=None)
 
 
-def _address_v4(name: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:  # it has none
-            return None
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _addresses_v6(root: Path) -> dict[str, list[str]]:
-    """Interface -> global IPv6 addresses. Source: proc_pid_net(5), if_inet6; scope 00 is global."""
-    found: dict[str, list[str]] = {}
-    for line in (text_of(root / "proc/net/if_inet6") or "").splitlines():
-        words = line.split()
-        if len(words) == 6 and words[3] == "00":
-            found.setdefault(words[5], []).append(str(ipaddress.IPv6Address(bytes.fromhex(words[0]))))
+def _addresses() -> dict[str, list[str]]:
+    """Interface -> the first of its IPv4 addresses, then those of IPv6 that others may reach."""
+    names, found = dict(socket.if_nameindex()), dict[str, list[str]]()
+    for each in host_addresses():
+        own = found.setdefault(names.get(each.index, ""), [])
+        if is_outside(each.address) if ":" in each.address else not own:
+            own.append(each.address)
     return found
 
 
@@ -372,52 +355,40 @@ def gpu_states() -> tuple[GpuState, ...]:
 
     Source: NVML API reference, nvmlDeviceGetCurrentClocksEventReasons and its constants.
     """
-    import pynvml  # nvidia-ml-py
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver: no GPUs
+    nvml, _ = start_nvml()
+    if nvml is None:  # no driver: no GPUs
         return ()
-    found = []
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    for index, handle in enumerate(handles):
-        name = pynvml.nvmlDeviceGetName(handle)
-        found.append(
-            GpuState(
-                index=index,
-                name=name if isinstance(name, str) else name.decode(),
-                sm_mhz=_asked(pynvml, "nvmlDeviceGetClockInfo", handle, pynvml.NVML_CLOCK_SM),
-                max_sm_mhz=_asked(pynvml, "nvmlDeviceGetMaxClockInfo", handle, pynvml.NVML_CLOCK_SM),
-                p2p=_peers(pynvml, index, handles),
-                slowed_by=_reasons(_asked(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0),
-            )
+    handles = nvml.handles()
+    found = tuple(
+        GpuState(
+            index=index,
+            name=nvml.text("nvmlDeviceGetName", handle) or "",
+            sm_mhz=nvml.integer("nvmlDeviceGetClockInfo", handle, CLOCK_SM),
+            max_sm_mhz=nvml.integer("nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM),
+            p2p=_peers(nvml, index, handles),
+            slowed_by=_reasons(nvml.integer("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0),
         )
-    pynvml.nvmlShutdown()
-    return tuple(found)
+        for index, handle in handles.items()
+    )
+    nvml.call("nvmlShutdown")
+    return found
 
 
-def _peers(nvml: object, index: int, handles: list[object]) -> tuple[int, ...]:
+def _peers(nvml: NvmlCalls, index: int, handles: Mapping[int, object]) -> tuple[int, ...]:
     """Whether this GPU may read each GPU's memory; empty where the driver does not say.
 
     Source: NVML API reference, nvmlDeviceGetP2PStatus; index 0 is NVML_P2P_CAPS_INDEX_READ.
     """
     states = [
-        0 if other == index else _asked(nvml, "nvmlDeviceGetP2PStatus", handles[index], handle, 0)
-        for other, handle in enumerate(handles)
+        0 if other == index else nvml.integer("nvmlDeviceGetP2PStatus", handles[index], handles.get(other), 0)
+        for other in range(max(handles) + 1)
     ]
     known = [state for state in states if state is not None]
     return tuple(known) if len(known) == len(states) else ()
 
 
-def _asked(nvml: object, call: str, *arguments: object) -> int | None:
-    """One number of NVML; None where this GPU does not say."""
-    import pynvml
-
-    try:
-        return int(getattr(nvml, call)(*arguments))
-    except pynvml.NVMLError:
-        return None
-
+CLOCK_SM = 1
+"""Source: nvml.h, NVML_CLOCK_SM."""
 
 SLOWED = {
     0x08: "hardware slowdown",

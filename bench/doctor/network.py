@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import Self
 
 from gradwire.bench.doctor.facts import PairRates
@@ -265,9 +264,7 @@ class Listener:
         """Returns itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Stops serving."""
         self.close()
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self, cast, get_args
 
 from gradwire.bench.emulation.launch import JobOutcome, RankLine, Ranks
@@ -537,8 +536,6 @@ class EmulatedCluster:
         """Returns itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Takes the nodes down."""
         self.close()

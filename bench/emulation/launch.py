@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import P_PID, WEXITED, WNOHANG, WNOWAIT, close, killpg, pidfd_open, waitid
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
@@ -191,9 +190,7 @@ class Ranks:
         """Returns itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Ends the ranks that still run."""
         self.stop()
 

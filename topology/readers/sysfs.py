@@ -49,7 +49,7 @@ def read(root: Path) -> Machine:
         nics=(*machine.nics, *_without_pci(found, machine, only)),
         notes=(*machine.notes, *_notes(machine, tree), *found.notes),
         sources=("sysfs",),
-        virtual=_is_virtual(root),
+        virtual=is_virtual(root),
     )
 
 
@@ -96,7 +96,7 @@ def _processor(root: Path) -> Cpu:
     )
 
 
-def _is_virtual(root: Path) -> bool | None:
+def is_virtual(root: Path) -> bool | None:
     """Returns whether the processor says that it runs under a hypervisor."""
     text = text_of(root / "proc/cpuinfo")
     flags = None if text is None else re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)

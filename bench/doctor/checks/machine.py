@@ -1,5 +1,6 @@
 """The machines themselves: shared memory, cores, quotas and threads, slow nodes and GPUs, GPUDirect RDMA, clocks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -30,9 +31,12 @@ def available_cores(ranks: Sequence[RankFacts]) -> float:
     Args:
         ranks: Of one node.
     """
-    cores = len({core for each in ranks for core in each.affinity})
-    limits = [each.cpu_limit for each in ranks if each.cpu_limit is not None]
-    return min([float(cores), *limits])
+    return min(float(len(_cores(ranks))), _limit(ranks))
+
+
+def _limit(ranks: Sequence[RankFacts]) -> float:
+    """CPUs that a quota leaves to the ranks of a node together; infinite without one."""
+    return min((each.cpu_limit for each in ranks if each.cpu_limit is not None), default=math.inf)
 
 
 def shared_memory(facts: JobFacts) -> list[Diagnosis]:
@@ -74,9 +78,8 @@ def crowded_cores(facts: JobFacts) -> list[Diagnosis]:
     found = []
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         cores, count = available_cores(ranks), len(ranks)
-        bound = len({core for each in ranks for core in each.affinity})
-        limit = min((each.cpu_limit for each in ranks if each.cpu_limit is not None), default=None)
-        if limit is not None and limit < count and limit < bound:
+        bound, limit = len(_cores(ranks)), _limit(ranks)
+        if limit < count and limit < bound:
             found.append(_crowd(facts, name, count / limit, f"{limit:g} CPUs for {count} ranks", _QUOTA, "quota"))
         elif bound < count and bound < ranks[0].cores:
             text = f"its {count} ranks are all bound to core{'s' if bound > 1 else ''} {listed(_cores(ranks))}"
@@ -161,7 +164,7 @@ def slow_node(facts: JobFacts) -> list[Diagnosis]:
     found = []
     for name, ranks in zip(names, facts.nodes, strict=True):
         share = _share(facts.work, ranks)
-        if share is None or _explained(ranks):
+        if share is None or _limit(ranks) < len(ranks):  # a quota is named by its own check
             continue
         governor = ranks[0].governor
         hint = f"; its clock governor is {governor}" if governor in ("powersave", "conservative") else ""
@@ -194,12 +197,6 @@ def _share(work: Sequence[CoreWork], ranks: Sequence[RankFacts]) -> float | None
     numbers = {each.rank for each in ranks}
     tries = next((each.again for each in work if each.rank in numbers and each.again), ())
     return median(tries) if tries and median(tries) < SLOW_NODE and max(tries) < NEVER_ABOVE else None
-
-
-def _explained(ranks: Sequence[RankFacts]) -> bool:
-    """A quota is named by its own check."""
-    limit = min((each.cpu_limit for each in ranks if each.cpu_limit is not None), default=None)
-    return limit is not None and limit < len(ranks)
 
 
 def slow_gpus(facts: JobFacts) -> list[Diagnosis]:
