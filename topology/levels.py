@@ -4,7 +4,6 @@ Bandwidths are NCCL's usable figures, not data-sheet ones. A number that nobody 
 caller then has to give it (or to measure).
 """
 
-import time
 from dataclasses import dataclass
 
 from gradwire.topology.assign import nics_of_gpus
@@ -44,8 +43,7 @@ def levels_of(machine: Machine, *, host_memory_bytes_per_second: float | None = 
 
     Args:
         machine: One of the nodes.
-        host_memory_bytes_per_second: Rate of a copy in host memory, for machines without GPUs; see
-            `measure_host_memory`. None leaves it unknown.
+        host_memory_bytes_per_second: Rate of a copy in host memory, for machines without GPUs; None leaves it unknown.
     """
     if not machine.gpus:
         rate = host_memory_bytes_per_second
@@ -123,20 +121,3 @@ def _least(rates: list[float | None]) -> float | None:
     """Returns the smallest rate, or None where one of them is unknown."""
     known = [rate for rate in rates if rate is not None]
     return min(known) if known and len(known) == len(rates) else None
-
-
-def measure_host_memory(nbytes: int = 32 << 20, rounds: int = 3) -> float:
-    """Returns the bytes per second of a copy from one buffer of host memory to another, the best of a few.
-
-    Args:
-        nbytes: Size of the buffers; larger than the last-level cache's share of a core.
-        rounds: Copies timed, after one that maps the pages.
-    """
-    source, target = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
-    target[:] = source
-    best = float("inf")
-    for _ in range(rounds):
-        started = time.perf_counter()
-        target[:] = source
-        best = min(best, time.perf_counter() - started)
-    return nbytes / best

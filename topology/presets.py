@@ -42,7 +42,7 @@ def p4d() -> Machine:
         switches.append(_switch(switch, f"numa{group // 2}"))
         for place, slot in enumerate(("1c", "1d")):
             gpus.append(_gpu(2 * group + place, f"0000:{bus:02x}:{slot}.0", switch, "NVIDIA A100-SXM4-40GB", 80, GEN3))
-        nics.append(_efa(f"rdmap{bus}s27", f"0000:{bus:02x}:1b.0", switch, 100e9, GEN3))
+        nics.append(_nic(f"rdmap{bus}s27", f"0000:{bus:02x}:1b.0", switch, 100e9, GEN3, efa=True))
     cpus = tuple(_cpu(numa, numa, "GenuineIntel", 85, 24) for numa in range(2))
     machine = Machine(cpus=cpus, switches=tuple(switches), nics=tuple(nics))
     return replace(_sxm(machine, gpus, (2,) * 6), hostname="p4d")
@@ -132,22 +132,11 @@ def _gpu(index: int, bus: str, parent: str, name: str, capability: int, pcie: Pc
     )  # fmt: skip
 
 
-def _nic(name: str, bus: str, parent: str, bits_per_second: float, pcie: PcieLink) -> Nic:
-    port = Port(name=name, link_layer="InfiniBand", bits_per_second=bits_per_second, active=True, gdr=True)
-    return Nic(
-        key=bus,
-        bus=bus,
-        parent=parent,
-        vendor=0x15B3,
-        class_code=0x020700,
-        driver="mlx5_core",
-        pcie=pcie,
-        ports=(port,),
+def _nic(name: str, bus: str, parent: str, bits_per_second: float, pcie: PcieLink, *, efa: bool = False) -> Nic:
+    link_layer, vendor, class_code, driver = (
+        ("EFA", 0x1D0F, 0x020000, "efa") if efa else ("InfiniBand", 0x15B3, 0x020700, "mlx5_core")
     )
-
-
-def _efa(name: str, bus: str, parent: str, bits_per_second: float, pcie: PcieLink) -> Nic:
-    port = Port(name=name, link_layer="EFA", bits_per_second=bits_per_second, active=True, gdr=True)
+    port = Port(name=name, link_layer=link_layer, bits_per_second=bits_per_second, active=True, gdr=True)
     return Nic(
-        key=bus, bus=bus, parent=parent, vendor=0x1D0F, class_code=0x020000, driver="efa", pcie=pcie, ports=(port,)
+        key=bus, bus=bus, parent=parent, vendor=vendor, class_code=class_code, driver=driver, pcie=pcie, ports=(port,)
     )

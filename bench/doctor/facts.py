@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -396,12 +397,8 @@ def _as_tuple(value: object) -> object:
     return tuple(_as_tuple(each) for each in value) if isinstance(value, list) else value
 
 
-def _interfaces(value: object) -> object:
-    return tuple(from_record(NetworkInterface, each) for each in value) if isinstance(value, list) else ()
+def _each_of(kind: type[R], value: object) -> object:
+    return tuple(from_record(kind, each) for each in value) if isinstance(value, list) else ()
 
 
-def _gpus(value: object) -> object:
-    return tuple(from_record(GpuState, each) for each in value) if isinstance(value, list) else ()
-
-
-_INNER = {"interfaces": _interfaces, "gpus": _gpus}
+_INNER = {"interfaces": partial(_each_of, NetworkInterface), "gpus": partial(_each_of, GpuState)}

@@ -4,13 +4,14 @@ Compositions are written as a careful user would: preallocated outputs, few pass
 faster than torch. Every case works on a few sets of buffers in turn, so that inputs come from memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.compressors.codecs.base import BlockCodec
 from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
@@ -43,6 +44,15 @@ class KernelCase:
 
 def _randn(numel: int, device: torch.device) -> list[Tensor]:
     return [torch.randn(numel, device=device) for _ in range(SETS)]
+
+
+def _payloads(codec: BlockCodec, gradients: Sequence[Tensor]) -> Tensor:
+    """(workers, bytes) uint8."""
+    x = gradients[0]
+    made = torch.empty(len(gradients), codec.wire_nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+    for gradient, payload in zip(gradients, made, strict=True):
+        codec.encode(gradient, payload)
+    return made
 
 
 def cast_case(numel: int, device: torch.device) -> KernelCase:
@@ -100,9 +110,7 @@ def unpack_bits(packed: Tensor) -> Tensor:
 def onebit_decode_case(numel: int, device: torch.device) -> KernelCase:
     """The sum of four workers' payloads."""
     codec, target, x = OneBitCodec(), _randn(numel, device), torch.randn(numel, device=device)
-    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
-    for payload in payloads:
-        codec.encode(x, payload)
+    payloads = _payloads(codec, [x] * WORKERS)
     split = codec.wire_nbytes(numel) - numel // 8
     scales = payloads[:, :split].contiguous().view(torch.float32)
 
@@ -156,9 +164,7 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> KernelCase:
 def quantize_decode_case(bits: int, numel: int, device: torch.device) -> KernelCase:
     """The sum of four workers' block-wise codes."""
     codec, target, x = QuantizeCodec(bits), _randn(numel, device), torch.randn(numel, device=device)
-    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
-    for payload in payloads:
-        codec.encode(x, payload)
+    payloads = _payloads(codec, [x] * WORKERS)
     split = numel // 512 * 8
     meta, codes = payloads[:, :split].contiguous().view(torch.float32).view(WORKERS, -1, 2), payloads[:, split:]
     pairs, high = (torch.empty(numel // 2, dtype=torch.int16, device=device) for _ in range(2))
@@ -207,9 +213,8 @@ def waterfill_case(bits: int, numel: int, device: torch.device) -> KernelCase:
 def waterfill_decode_case(bits: int, numel: int, device: torch.device) -> KernelCase:
     """The sum of four workers' codes."""
     codec, target = WaterfillCodec(bits), _randn(numel, device)
-    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
-    for payload in payloads:
-        codec.encode(torch.randn(numel, device=device) * waterfill_blocks(numel, device), payload)
+    x = [torch.randn(numel, device=device) * waterfill_blocks(numel, device) for _ in range(WORKERS)]
+    payloads = _payloads(codec, x)
     return KernelCase(
         f"waterfill{bits}_decode_reduce",
         (4 + WORKERS * bits / 8) * numel,

@@ -288,18 +288,17 @@ class DoctorRun:
         return self.expected.node is None or self.findings[0]["nodes"] == [self.expected.node]
 
 
-def examine(fault: PlantedFault | None, nodes: Sequence[int] = NODES) -> DoctorRun:
+def examine(fault: PlantedFault | None) -> DoctorRun:
     """Runs `gradwire doctor` on a cluster of its own.
 
     Args:
         fault: What is wrong with it; None for nothing.
-        nodes: Ranks of each node.
 
     Raises:
         RuntimeError: The doctor itself failed.
     """
     wrong = fault or PlantedFault(name="healthy", key="")
-    with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder, EmulatedCluster(nodes, NIC) as cluster:
+    with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder, EmulatedCluster(NODES, NIC) as cluster:
         result = Path(folder, "doctor.json")
         command = [sys.executable, "-P", "-m", "gradwire", "doctor", "--json", str(result)]
         with wrong.plant(cluster):

@@ -84,17 +84,16 @@ def train_on(
                 status.clear()
                 console.print(Padding(Text(line), (0, 0, 0, 2)))
 
-        outcome: JobOutcome
         if cluster is not None:
             words += ["--nic-interface", "eth0"]
             nic_bits_per_second = cluster.nic_bits_per_second
         if nic_bits_per_second is not None:
             words += ["--nic-bytes-per-second", str(nic_bits_per_second / 8)]
+        command = python_module("gradwire.bench.train.train", *words)
+        outcome: JobOutcome
         if cluster is not None:
-            command = python_module("gradwire.bench.train.train", *words)
             outcome = cluster.run(command, timeout_seconds=TIMEOUT_SECONDS, on_line=print_line)
         else:
-            command = python_module("gradwire.bench.train.train", *words)
             outcome = run_logical(NODES, command, timeout_seconds=TIMEOUT_SECONDS, on_line=print_line)
         status.clear()
         outcome.check()

@@ -104,6 +104,11 @@ class HookTraining:
         self.losses: list[float] = []
         """The losses of this rank's batches, in nats per byte."""
 
+    @property
+    def gradient_nbytes(self) -> int:
+        """Size of all gradients of one rank."""
+        return sum(weights.numel() * weights.element_size() for weights in self.model.parameters())
+
     def take_step(self, _: int) -> None:
         """Trains on `batch`; all ranks together."""
         self._loss = loss_in_nats(self.model, *self.batch)
@@ -275,7 +280,7 @@ def summarize(
     return TrainingResult(
         hook=training.hook,
         steps=len(losses),
-        gradient_nbytes=sum(weights.numel() * weights.element_size() for weights in training.model.parameters()),
+        gradient_nbytes=training.gradient_nbytes,
         seconds_per_step=statistics.median(contender.seconds[timed]),
         nic_nbytes_per_step=float(statistics.median(contender.nic_nbytes[timed])) if counted else None,
         first_loss=losses[0].item(),
@@ -321,8 +326,7 @@ def node_nbytes(training: HookTraining) -> float | None:
         return None
     if training.state is None:
         narrow = 2 if training.hook == "torch-fp16" else 1
-        gradient = sum(weights.numel() * weights.element_size() for weights in training.model.parameters())
-        return 2 * (ranks - 1) / ranks * gradient / narrow
+        return 2 * (ranks - 1) / ranks * training.gradient_nbytes / narrow
     report = training.state.report()
     sent = {
         level: torch.tensor([sum(row.wire_nbytes for row in report.rows if row.level == level)], dtype=torch.float64)

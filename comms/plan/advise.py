@@ -271,7 +271,7 @@ def _offer(
         workload.silent_seconds + workload.rest_seconds + last,
         exposed,
         _is_hidden(exposed, workload, by_size[sizes[-1]] if sizes else whole),
-        _limit(whole, cluster),
+        limit_in_words(whole.limit, cluster) if whole.phases else NOTHING_TO_SEND,
         caution_of(price.name, workload.optimizer, library=library),
         name in PLANS if price.name == "none" else name == "hierarchical",
     )
@@ -289,16 +289,18 @@ def _is_hidden(exposed: float, workload: Workload, last: Plan) -> bool:
     return workload.backward_seconds > 0 and exposed <= last.seconds + HIDDEN * workload.backward_seconds
 
 
-def _limit(plan: Plan, cluster: Cluster) -> str:
-    if not plan.phases:
-        return "nothing to send"
+NOTHING_TO_SEND = "nothing to send"
+
+
+def limit_in_words(limit: str, cluster: Cluster) -> str:
+    """What most of the time is spent on: a level's name, `latency` or `processor`, as people say it."""
     names = {
         "latency": "latency of messages",
         "processor": "processor",
         cluster.levels[0].name: "node's links",
         "inter_node": "network card",
     }
-    return names.get(plan.limit, f"{plan.limit} links")
+    return names.get(limit, f"{limit} links")
 
 
 def caution_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str:
@@ -375,13 +377,14 @@ def _recommend(offers: Sequence[Offer], workload: Workload, cluster: Cluster) ->
     if not workload.backward_seconds:
         enough = max(enough, exact.step_seconds - MOST_OF_IT * (exact.step_seconds - best.step_seconds))
     close = [offer for offer in able if offer.step_seconds <= enough]
-    mildest = min(close, key=lambda offer: (_harm(offer.compressor), offer.step_seconds))
+    mildest = min(close, key=lambda offer: (harm_of(offer.compressor), offer.step_seconds))
     if mildest.compressor == "none" or mildest.step_seconds > exact.step_seconds * (1 - WORTHWHILE):
         return Recommendation(exact.plan.name, "none", _why_exact(exact, flat, mildest, workload, cluster))
     return Recommendation(mildest.plan.name, mildest.compressor, _why_lossy(mildest, exact, workload))
 
 
-def _harm(compressor: str) -> int:
+def harm_of(compressor: str) -> int:
+    """How much a compressor changes gradients, as its place in `HARMLESS_FIRST`."""
     return HARMLESS_FIRST.index(compressor) if compressor in HARMLESS_FIRST else len(HARMLESS_FIRST)
 
 

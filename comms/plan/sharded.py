@@ -32,7 +32,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradwire.comms.plan.advise import HARMLESS_FIRST, HIDDEN, MOST_OF_IT, WORTHWHILE, caution_of, condition_of
+from gradwire.comms.plan.advise import (
+    HIDDEN,
+    MOST_OF_IT,
+    NOTHING_TO_SEND,
+    WORTHWHILE,
+    caution_of,
+    condition_of,
+    harm_of,
+    limit_in_words,
+)
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, KEPT_NBYTES, UNKNOWN_KEPT_NBYTES
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest
 from gradwire.comms.plan.nccl_model import nccl_model
@@ -213,7 +222,9 @@ class ShardedOffer:
     @property
     def harm(self) -> int:
         """How much is lost, as a rank: 0 is exact, and each part adds its place in `HARMLESS_FIRST`."""
-        return sum(_harm(part) for part in (self.shards, self.weights, self.compressor))
+        return sum(
+            harm_of(EXACT.name if part == "exact" else part) for part in (self.shards, self.weights, self.compressor)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -664,20 +675,7 @@ def _limit(cluster: Cluster, legs: Iterable[Leg]) -> str:
         for what, seconds in (leg.busy or {}).items():
             busy[what] = busy.get(what, 0.0) + seconds
     most = max(busy, key=lambda what: busy[what], default="")
-    if not busy.get(most):
-        return "nothing to send"
-    names = {
-        "latency": "latency",
-        "processor": "processor",
-        cluster.levels[0].name: "node's links",
-        "inter_node": "network card",
-    }
-    return names.get(most, f"{most} links")
-
-
-def _harm(part: str) -> int:
-    name = EXACT.name if part == "exact" else part
-    return HARMLESS_FIRST.index(name) if name in HARMLESS_FIRST else len(HARMLESS_FIRST)
+    return limit_in_words(most, cluster).removesuffix(" of messages") if busy.get(most) else NOTHING_TO_SEND
 
 
 def _verdict(

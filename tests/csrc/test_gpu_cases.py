@@ -1,16 +1,13 @@
 """What the report about a GPU times: kernel and torch composition do the same work."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
-from gradwire.bench.kernels.cases import KernelCase
-from gradwire.bench.studies.gpu.cases import (
-    fp16_decode_case,
-    int4_decode_case,
-    orthogonalize_case,
-)
+from gradwire.bench.kernels.cases import KernelCase, quantize_decode_case
+from gradwire.bench.studies.gpu.cases import fp16_decode_case, orthogonalize_case
 
 NUMEL = 16_384
 
@@ -25,7 +22,7 @@ def both(case: KernelCase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return ours, [output.cpu() for output in case.outputs]
 
 
-@pytest.mark.parametrize("make", [fp16_decode_case, int4_decode_case])
+@pytest.mark.parametrize("make", [fp16_decode_case, partial(quantize_decode_case, 4)])
 def test_sums_of_payloads(device: torch.device, make: Callable[[int, torch.device], KernelCase]) -> None:
     ours, composed = both(make(NUMEL, device))
     torch.testing.assert_close(ours[0], composed[0])

@@ -6,7 +6,6 @@ import torch
 
 from gradwire.bench.kernels.cases import RANK, SETS, WORKERS, KernelCase, all_cases
 from gradwire.compressors.codecs.cast import CastCodec
-from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 
 MATRICES = 50
@@ -25,32 +24,6 @@ def fp16_decode_case(numel: int, device: torch.device) -> KernelCase:
     return KernelCase(
         "fp16_decode_reduce",
         (4.0 + 2 * WORKERS) * numel,
-        lambda i: codec.decode_reduce(payloads, None, targets[i]),
-        composed,
-        targets,
-    )
-
-
-def int4_decode_case(numel: int, device: torch.device) -> KernelCase:
-    """The sum of four workers' 4-bit payloads."""
-    codec, targets = QuantizeCodec(4), [torch.empty(numel, device=device) for _ in range(SETS)]
-    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
-    for payload in payloads:
-        codec.encode(torch.randn(numel, device=device), payload)
-    head = codec.wire_nbytes(numel) - numel // 2
-    ranges = payloads[:, :head].contiguous().view(torch.float32).view(WORKERS, -1, 2)
-
-    def composed(i: int) -> None:
-        targets[i].zero_()
-        for worker in range(WORKERS):
-            packed = payloads[worker, head:]
-            codes = torch.stack([packed & 15, packed >> 4], 1).view(-1, 512)
-            unit, low = ranges[worker, :, :1], ranges[worker, :, 1:]
-            targets[i].view(-1, 512).add_(torch.addcmul(low, codes, unit))
-
-    return KernelCase(
-        "int4_decode_reduce",
-        (4.0 + WORKERS / 2) * numel,
         lambda i: codec.decode_reduce(payloads, None, targets[i]),
         composed,
         targets,
@@ -86,7 +59,6 @@ def gpu_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Kernel
     """
     own = {
         "fp16_decode_reduce": fp16_decode_case,
-        "int4_decode_reduce": int4_decode_case,
         "orthogonalize_50": orthogonalize_case,
     }
     made: dict[str, Callable[[], KernelCase]] = {
