@@ -158,7 +158,7 @@ class TorchTransport:
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_to_all`."""
         parts = [source.numel() // self.size] * self.size
-        return self._exchange(output.view(-1), source.view(-1), parts, parts)
+        return self.exchange(output.view(-1), source.view(-1), parts, parts, source.nbytes // self.size)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`."""
@@ -185,7 +185,7 @@ class TorchTransport:
         scale_in_place(
             tensor, scale
         )  # not before all memory is taken: where there is none, the gradient stays as it is
-        work = self._exchange(received, tensor, [own] * self.size, sizes)
+        work = self.exchange(received, tensor, [own] * self.size, sizes, max(sizes) * tensor.element_size())
         start, stop = bounds[self.rank], bounds[self.rank + 1]
         runs = ring_runs(rings, start, stop, self.size, tensor.element_size()) if rings else ()
         return _Summing(work, rows, tensor[start:stop], runs)
@@ -238,11 +238,6 @@ class TorchTransport:
             source_splits: Elements for each rank, this one among them.
             largest_nbytes: Of the largest message of any rank; the same on all of them.
         """
-        issue = getattr(self._group, ALL_TO_ALL_SINGLE)
-        return Waiting(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()), self._alarm)
-
-    def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
-        """An all_to_all of unequal parts: `source_splits[p]` elements to rank p, `output_splits[p]` from it."""
         if len({*output_splits, *source_splits}) == 1:
             output_splits = source_splits = []  # equal parts
         issue = getattr(self._group, ALL_TO_ALL_SINGLE)
@@ -373,7 +368,7 @@ class GlooTransport(TorchTransport):
         sent = torch.cat([part.view(torch.uint8) for part in parts])
         received = torch.empty_like(sent)
         splits = [sent.numel() * (rank != self.rank) for rank in range(2)]
-        work = self._exchange(received, sent, splits, splits)
+        work = self.exchange(received, sent, splits, splits, sent.nbytes)
         return _Together(work, sent, received, widest_first, self.rank)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
@@ -388,21 +383,14 @@ class GlooTransport(TorchTransport):
             return _Holding(found.exchange([(rank, own, places[rank]) for rank in others]), source)
         # In place of gloo's ring, which would send two messages.
         splits = [own.numel() * (rank != self.rank) for rank in range(2)]
-        return _Holding(self._exchange(places[1 - self.rank], own, splits, splits), source)
-
-    def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
-        largest_nbytes = max(source_splits) * source.element_size()  # the same on all ranks
-        found = self._streams_for(largest_nbytes) if self.size > 1 else None
-        if self.size == 1 or (found is None and largest_nbytes < LARGE_NBYTES):
-            return super()._exchange(output, source, output_splits, source_splits)
-        return self._both_ways(output, source, output_splits, source_splits, found)
+        return _Holding(self.exchange(places[1 - self.rank], own, splits, splits, own.nbytes), source)
 
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
     ) -> Work:
         """See `TorchTransport.exchange`."""
-        found = self._streams_for(largest_nbytes)
-        if found is None and largest_nbytes < LARGE_NBYTES:
+        found = self._streams_for(largest_nbytes) if self.size > 1 else None
+        if self.size == 1 or (found is None and largest_nbytes < LARGE_NBYTES):
             return super().exchange(output, source, output_splits, source_splits, largest_nbytes)
         return self._both_ways(output, source, output_splits, source_splits, found)
 
