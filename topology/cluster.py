@@ -214,6 +214,16 @@ class Cluster:
         return _widest(self.locations)[level]
 
     @property
+    def wide_levels(self) -> tuple[int, ...]:
+        """The levels in use, ascending: those with units of several children."""
+        return tuple(level for level, widest in enumerate(_widest(self.locations)) if widest > 1)
+
+    @property
+    def outermost(self) -> int:
+        """The highest level in use; 0 where there is none."""
+        return max(self.wide_levels, default=0)
+
+    @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, nodes in the order of their lowest rank."""
         return tuple(tuple(rank for (rank,) in below) for (level, _), below in self.children().items() if level == 0)
@@ -259,11 +269,8 @@ def uniform_cluster(counts: Sequence[int], levels: Sequence[Level]) -> Cluster:
     """
     if any(count < 1 for count in counts):
         raise ValueError(f"`counts` is {tuple(counts)}; wanted whole numbers of at least 1")
-    size = 1
-    for count in counts:
-        size *= count
     locations = []
-    for rank in range(size):
+    for rank in range(math.prod(counts)):
         rest, location = rank // counts[0], list[int]()
         for count in counts[1:]:
             location.insert(0, rest % count)

@@ -176,8 +176,7 @@ def _is_offer(offer: Offer, plan: str, compressor: str) -> bool:
 
 def _slowest_is_known(cluster: Cluster) -> bool:
     """Whether the links of the outermost level in use were given or measured: they decide what is worth while."""
-    outermost = max((number for number in range(cluster.depth) if cluster.widest(number) > 1), default=0)
-    return not cluster.levels[outermost].link.presumed
+    return not cluster.levels[cluster.outermost].link.presumed
 
 
 @lru_cache(maxsize=8)

@@ -34,7 +34,7 @@ def propose(
     """
     if not sizes:
         return []
-    other = [plan for plan in plans if plan != incumbent.plan] if _has_levels(cluster) else []
+    other = [plan for plan in plans if plan != incumbent.plan] if len(cluster.wide_levels) > 1 else []
     settings = [_cut(cluster, incumbent.plan, sizes, arrivals, 1.0, "best cuts")]
     settings += [_cut(cluster, plan, sizes, arrivals, 1.0, f"best cuts, {plan}") for plan in other]
     settings += [
@@ -72,10 +72,6 @@ def _cut(
 ) -> TunerSetting:
     alpha, beta = affine(cluster, plan, sum(sizes))
     return TunerSetting(label, optimal_cuts(arrivals, sizes, alpha * factor, beta), sizes, 0, plan, 0)
-
-
-def _has_levels(cluster: Cluster) -> bool:
-    return sum(cluster.widest(level) > 1 for level in range(cluster.depth)) > 1
 
 
 def optimal_cuts(

@@ -114,8 +114,7 @@ def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
     fabric = _common([presence.hardware.fabric for presence in presences])
     cluster = _with_links(locations, *_of_gpus(presences, cluster, fabric, config))
     cluster = replace(with_node_rates(cluster, _node_rates(presences, cluster)), equal_sums=True)
-    presumed = [level.name for number, level in enumerate(cluster.levels)
-                if level.link.presumed and cluster.widest(number) > 1]  # fmt: skip
+    presumed = any(cluster.levels[number].link.presumed for number in cluster.wide_levels)
     return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric)
 
 

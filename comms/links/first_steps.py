@@ -63,7 +63,7 @@ class FirstSteps(StepListener):
         self._communicator = communicator
         self._consensus = consensus
         cluster = communicator.cluster
-        self._outermost = max((level for level in range(cluster.depth) if cluster.widest(level) > 1), default=0)
+        self._outermost = cluster.outermost
         self._before = 0.0
         self.is_over = (
             communicator.device.type != "cpu"

@@ -79,8 +79,7 @@ class Links:
         """The rates that plans are predicted with, in one line, each with one word for where it comes from."""
         rates = ", ".join(
             f"{_rates(level)} {level.name} ({ASSUMED if level.link.presumed else self.origin})"
-            for number, level in enumerate(self.priced.levels)
-            if self.cluster.widest(number) > 1
+            for level in map(self.priced.levels.__getitem__, self.cluster.wide_levels)
         )
         return f"links: {rates or 'none'}" + ("; `probe=True` measures them" if "(assumed)" in rates else "")
 

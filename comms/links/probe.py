@@ -61,7 +61,7 @@ def probe(communicator: Communicator, consensus: Agreement) -> tuple[Level, ...]
     known = consensus.decide(place in _known, all)
     if not known:
         cluster = communicator.cluster
-        wide = [number for number in range(cluster.depth) if cluster.widest(number) > 1]
+        wide = cluster.wide_levels
         trial: list[Run] = [(probe_phases(cluster, number), LEAST_LARGE_NBYTES, 1) for number in wide[-1:] if number]
         took = _measure(communicator, consensus, trial) if trial else {}
         large_nbytes = _affordable(max(took.values(), default=0.0))
@@ -116,7 +116,7 @@ def _with_shares(
     took: dict[Run, float], cluster: Cluster, levels: list[Level], large_nbytes: int, device_type: str
 ) -> tuple[Level, ...]:
     """The levels, with how the outermost one stands chunks, exchanges of payloads, and a ring through all ranks."""
-    number = max((each for each in range(len(levels)) if cluster.widest(each) > 1), default=0)
+    number = cluster.outermost
     if number == 0:
         return tuple(levels)
     cluster, link = replace(cluster, levels=tuple(levels)), levels[number].link
@@ -154,7 +154,7 @@ def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tup
         level: Which.
         exchange: Take it apart into a reduce_scatter and an all_gather, which move what a compressor's exchange moves.
     """
-    inner = [number for number in range(level) if cluster.widest(number) > 1]
+    inner = [number for number in cluster.wide_levels if number < level]
     parts = {number: cluster.widest(number) for number in inner}
     down = [Phase(REDUCE_SCATTER, number, parts[number]) for number in inner]
     up = [Phase(ALL_GATHER, number, parts[number]) for number in reversed(inner)]
@@ -200,13 +200,10 @@ def line_up(communicator: Communicator) -> None:
     Args:
         communicator: Whose own connections carry the word.
     """
-    level = max(
-        (number for number in range(communicator.cluster.depth) if communicator.cluster.widest(number) > 1), default=0
-    )
+    cluster = communicator.cluster
     barrier = torch.zeros(BARRIER_NUMEL * communicator.size, dtype=torch.float32, device=communicator.device)
-    plan = Plan(
-        "barrier", probe_phases(communicator.cluster, level), 1, barrier.nbytes, 0.0, {}, "Before a measurement."
-    )
+    phases = probe_phases(cluster, cluster.outermost)
+    plan = Plan("barrier", phases, 1, barrier.nbytes, 0.0, {}, "Before a measurement.")
     communicator.run(barrier, plan).wait()
 
 

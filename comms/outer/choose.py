@@ -70,8 +70,7 @@ class OuterLink:
             cluster: With links as given, measured or assumed.
             nbytes: Of the model's payload, of all ranks of a node together.
         """
-        number = max((each for each in range(cluster.depth) if cluster.widest(each) > 1), default=0)
-        link, units = cluster.levels[number].link, cluster.widest(number)
+        link, units = cluster.levels[cluster.outermost].link, cluster.widest(cluster.outermost)
         return cls(2 * (units - 1) / units * nbytes / link.bytes_per_second, TRIPS * link.alpha_seconds)
 
 

@@ -171,9 +171,7 @@ def _against_nccl(flat: Plan, hierarchies: list[Plan]) -> Plan:
 
 def presumed(cluster: Cluster) -> str:
     """The levels in use of whose links nothing is known, in words; empty where there are none."""
-    unknown = [
-        number for number, level in enumerate(cluster.levels) if level.link.presumed and cluster.widest(number) > 1
-    ]
+    unknown = [number for number in cluster.wide_levels if cluster.levels[number].link.presumed]
     if unknown[:2] == [0, 1]:
         places = ["inside and between the nodes"]
     else:
@@ -421,7 +419,7 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None, *, o
     """
     if name not in PLAN_NAMES:
         raise ValueError(f"`plan` is {name!r}; wanted auto, flat, hierarchical or leader")
-    levels = [level for level in range(cluster.depth) if cluster.widest(level) > 1]
+    levels = cluster.wide_levels
     if not levels:
         return ()
     *inner, top = levels
@@ -435,10 +433,8 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None, *, o
             shares = rank_shares(cluster, top)
         if not cluster.equal_sums:
             sizes = {level: part_shares(cluster, level, parts[level]) for level in inner}
-    if name in FLAT_ALGORITHMS or (len(levels) == 1 and not shares):
-        return (
-            Phase(ALL_REDUCE, levels[-1], whole=True, compressor=compressor, algorithm=FLAT_ALGORITHMS.get(name, RING)),
-        )
+    if name in FLAT_ALGORITHMS or not (inner or shares):
+        return (Phase(ALL_REDUCE, top, whole=True, compressor=compressor, algorithm=FLAT_ALGORITHMS.get(name, RING)),)
     down = [Phase(REDUCE_SCATTER, level, parts[level], shares=sizes[level]) for level in inner]
     up = [Phase(ALL_GATHER, level, parts[level], shares=sizes[level]) for level in reversed(inner)]
     return (*down, Phase(ALL_REDUCE, top, compressor=compressor, shares=shares), *up)

@@ -295,8 +295,7 @@ class ShardedCosts:
 
     def levels(self, sharded: str) -> list[int]:
         """Levels with siblings in a group that shares the weights."""
-        within = range(self.cluster.depth if sharded == FULL else 1)
-        return [level for level in within if self.cluster.widest(level) > 1]
+        return [level for level in self.cluster.wide_levels if sharded == FULL or level == 0]
 
     def group_size(self, sharded: str) -> int:
         """Ranks that share the weights; of unequal nodes those of the smallest."""
@@ -357,12 +356,12 @@ class ShardedCosts:
         if len(self._nodes) == 1:
             return Leg(ALL_REDUCE)
         nbytes = float(self.workload.reduce_nbytes * self.numel)
-        level = max(each for each in range(1, self.cluster.depth) if self.cluster.widest(each) > 1)
+        level = self.cluster.outermost
         if form == FLAT:
             rails = list(zip(*self._nodes, strict=True))
             ring = self._ring(rails, passes=2, share=1 / self._smallest, spread=False)
             return self._leg(ALL_REDUCE, [(REDUCED, level, len(self._nodes), ring, nbytes)], 0.0)
-        inner = [each for each in range(1, level) if self.cluster.widest(each) > 1]
+        inner = [each for each in self.cluster.wide_levels if 0 < each < level]
         parts = {each: self.cluster.widest(each) for each in (0, *inner)}
         model = CostModel(self.cluster, parts)
         members = self.cluster.widest(level)
