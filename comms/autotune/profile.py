@@ -5,6 +5,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from gradwire.comms.fusion import FusionPlan
 
@@ -33,6 +34,12 @@ class TunerSetting:
     plan: str
     chunks: int
 
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> "TunerSetting":
+        """Made of what `dataclasses.asdict` has made, by way of JSON."""
+        lists = {name: tuple(found[name]) for name in ("cuts", "sizes")}
+        return cls(**{**found, **lists, "label": str(found["label"])})
+
     @property
     def fusion(self) -> FusionPlan:
         """The cuts as a plan."""
@@ -52,14 +59,7 @@ def setting_from(values: object) -> TunerSetting:
     numbers = [*_list(values, "cuts"), *_list(values, "sizes"), values["threshold_nbytes"], values["chunks"]]
     if any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in numbers):
         raise ValueError("`setting` holds something else than whole numbers >= 0")
-    setting = TunerSetting(
-        str(values["label"]),
-        tuple(values["cuts"]),
-        tuple(values["sizes"]),
-        values["threshold_nbytes"],
-        values["plan"],
-        values["chunks"],
-    )
+    setting = TunerSetting.of(values)
     FusionPlan(setting.cuts, setting.sizes, setting.threshold_nbytes)
     return setting
 

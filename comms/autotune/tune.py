@@ -19,7 +19,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -170,8 +170,7 @@ class Tuner:
             seen = yield self._incumbent
             steps.append(seen.arrivals)
         usual = [statistics.median(step[index] for step in steps if len(step) == count) for index in range(count)]
-        latest = self._consensus.decide(usual, lambda ranks: [max(each) for each in zip(*_rows(ranks), strict=True)])
-        return list(_rows([latest])[0])
+        return self._slowest(usual)
 
     def _candidates(self, sizes: tuple[int, ...], arrivals: list[float]) -> list[TunerSetting]:
         def choose(_: object) -> object:
@@ -179,11 +178,11 @@ class Tuner:
             distinct: dict[tuple[object, ...], TunerSetting] = {}
             for setting in wanted:
                 distinct.setdefault(_what(setting), setting)
-            return [_plain(setting) for setting in distinct.values()][: self._budget.candidates]
+            return [asdict(setting) for setting in distinct.values()][: self._budget.candidates]
 
         decided = self._consensus.decide(None, choose)
         assert isinstance(decided, list)
-        return [_setting(values) for values in decided]
+        return [TunerSetting.of(values) for values in decided]
 
     def _halve(self, candidates: list[TunerSetting]) -> Generator[TunerSetting, StepSeen, TunerSetting]:
         """Tries all, drops the slower half, tries the rest twice as long, ... until one remains."""
@@ -257,22 +256,6 @@ def _rows(values: Sequence[object]) -> list[list[float]]:
 def _what(setting: TunerSetting) -> tuple[object, ...]:
     """What a setting does, whatever it is called."""
     return setting.cuts, setting.threshold_nbytes if not setting.sizes else 0, setting.plan, setting.chunks
-
-
-def _plain(setting: TunerSetting) -> list[object]:
-    return [
-        setting.label,
-        list(setting.cuts),
-        list(setting.sizes),
-        setting.threshold_nbytes,
-        setting.plan,
-        setting.chunks,
-    ]
-
-
-def _setting(values: list[object]) -> TunerSetting:
-    label, cuts, sizes, threshold, plan, chunks = values
-    return TunerSetting(str(label), tuple(cuts), tuple(sizes), threshold, str(plan), chunks)  # type: ignore[arg-type]
 
 
 class Tuning(StepListener):

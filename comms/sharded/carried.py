@@ -44,15 +44,11 @@ class LeftOut:
         self._shards = tuple(shards)
         self._rules = tuple(rules)
         self._others = others
-        self._rows: Tensor | None = None
+        self.rows: Tensor | None = None
+        """(others, compressed elements of a row) float32; None where nothing has been left out yet."""
         self.loss_scale = LossScale(self._rescale)
         self.holds = False
         """Whether anything may be held back; the same on all ranks."""
-
-    @property
-    def rows(self) -> Tensor | None:
-        """(others, compressed elements of a row) float32; None where nothing has been left out yet."""
-        return self._rows
 
     def check(self, rows: Tensor | None) -> None:
         """Refuses what was saved of another model, or is damaged.
@@ -70,7 +66,7 @@ class LeftOut:
 
     def restore(self, rows: Tensor | None) -> None:
         """Takes over what was saved, and has been checked; None begins anew."""
-        self._rows = None if rows is None else rows.clone()
+        self.rows = None if rows is None else rows.clone()
         self.holds = rows is not None
 
     def take(self, present: Sequence[NamedShard], device: torch.device) -> list[Tensor]:
@@ -80,12 +76,12 @@ class LeftOut:
             present: Those that have a gradient, in their order.
             device: Where rows are.
         """
-        if self._rows is None or self._rows.device != device:
+        if self.rows is None or self.rows.device != device:
             numel = runs_of(self._shards, self._rules).compressed_numel
-            old = torch.zeros(self._others, numel, dtype=torch.float32) if self._rows is None else self._rows
-            self._rows = old.to(device)
+            old = torch.zeros(self._others, numel, dtype=torch.float32) if self.rows is None else self.rows
+            self.rows = old.to(device)
         places = self._places(present)
-        return [row if places is None else gather_runs(row, places) for row in self._rows]
+        return [row if places is None else gather_runs(row, places) for row in self.rows]
 
     def put(self, present: Sequence[NamedShard], rows: Sequence[Tensor]) -> None:
         """Keeps what was left out now.
@@ -94,17 +90,17 @@ class LeftOut:
             present: As in `take`.
             rows: What `take` returned, changed in place; what is not finite is dropped.
         """
-        assert self._rows is not None
+        assert self.rows is not None
         places = self._places(present)
-        for kept, row in zip(self._rows, rows, strict=True):
+        for kept, row in zip(self.rows, rows, strict=True):
             row.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             if places is not None:
                 scatter_runs(row, kept, places)
 
     def _rescale(self, factor: float | Tensor) -> None:
-        if self._rows is not None:
-            rows = self._rows.to(factor.device) if isinstance(factor, Tensor) else self._rows
-            self._rows = rows.mul_(factor)
+        if self.rows is not None:
+            rows = self.rows.to(factor.device) if isinstance(factor, Tensor) else self.rows
+            self.rows = rows.mul_(factor)
 
     def _places(self, present: Sequence[NamedShard]) -> list[tuple[int, int]] | None:
         """Where the compressed elements of these parameters are among all; None for all of them."""
