@@ -205,6 +205,15 @@ class Labels:
                 )
         return notes
 
+    def cpu(self, device: Gpu | Nic) -> Cpu | None:
+        """Returns the CPU a device hangs off, or None where unknown.
+
+        Args:
+            device: A GPU or NIC of the machine.
+        """
+        key = self.distances.cpu_of(device)
+        return next((cpu for cpu in self.machine.cpus if cpu.key == key), None)
+
     def link_bytes_per_second(self, gpu: Gpu) -> float | None:
         """Returns the sum of a GPU's NVLinks or xGMI links, or None where there are none or their speed is unknown.
 

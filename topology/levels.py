@@ -14,7 +14,7 @@ from gradwire.topology.bandwidth import (
     socket_bytes_per_second,
 )
 from gradwire.topology.fabric import NETWORK_SECONDS, network_of_nics
-from gradwire.topology.graph import Cpu, Gpu, Machine
+from gradwire.topology.graph import Machine
 from gradwire.topology.labels import Labels
 from gradwire.topology.paths import PathType
 from gradwire.topology.visible import given_gpus
@@ -82,7 +82,7 @@ def _intra_node(machine: Machine) -> LevelEstimate:
             name="intra_node", bytes_per_second=None, alpha_seconds=ALPHA_SECONDS["pcie"], source=source
         )
     pcie = [pcie_bytes_per_second(gpu.pcie) for gpu in gpus]
-    crossed = {cpu for gpu in gpus if (cpu := _cpu_above(machine, labels, gpu)) is not None}
+    crossed = {cpu for gpu in gpus if (cpu := labels.cpu(gpu)) is not None}
     sockets = [socket_bytes_per_second(cpu) for cpu in crossed] if len(crossed) > 1 else []
     return LevelEstimate(
         name="intra_node",
@@ -110,11 +110,6 @@ def _inter_node(machine: Machine) -> LevelEstimate:
         alpha_seconds=alpha,
         source=f"{origin}; alpha: {_TUNING if rdma else 'TCP, assumed'}{', EFA: aws-ofi-nccl' * (network == 'efa')}",
     )
-
-
-def _cpu_above(machine: Machine, labels: Labels, gpu: Gpu) -> Cpu | None:
-    """Returns the CPU a GPU hangs off."""
-    return next((cpu for cpu in machine.cpus if cpu.key == labels.distances.cpu_of(gpu)), None)
 
 
 def _least(rates: list[float | None]) -> float | None:

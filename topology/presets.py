@@ -78,15 +78,10 @@ def pcie_box(gpus: int = 4) -> Machine:
     )
 
 
-def cpu_only(sockets: int = 2, bits_per_second: float = 25e9) -> Machine:
-    """Returns a server without GPUs and with one Ethernet card.
-
-    Args:
-        sockets: Number of processors.
-        bits_per_second: Line rate of the card.
-    """
-    cpus = tuple(_cpu(numa, numa, "AuthenticAMD", 0x11, 32) for numa in range(sockets))
-    port = Port(name="eth0", interfaces=("eth0",), link_layer="Ethernet", bits_per_second=bits_per_second, active=True)
+def cpu_only() -> Machine:
+    """Returns a server with two processors, without GPUs and with one Ethernet card."""
+    cpus = tuple(_cpu(numa, numa, "AuthenticAMD", 0x11, 32) for numa in range(2))
+    port = Port(name="eth0", interfaces=("eth0",), link_layer="Ethernet", bits_per_second=25e9, active=True)
     nic = Nic(key="0000:01:00.0", bus="0000:01:00.0", parent="numa0", vendor=0x14E4, ports=(port,), pcie=GEN4)
     return Machine(hostname="cpu_only", cpus=cpus, nics=(nic,), sources=("preset",))
 

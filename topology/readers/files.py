@@ -103,10 +103,8 @@ def _machine_of_known(text: str) -> Machine:
     if (found := tool_of(text)) is not None and not _GRAPH.search(text):
         tool, instead = found
         raise TopologyError(f"this looks like {tool}, which does not say how devices are connected; {instead}")
-    if _OBJECT.search(text):
-        return json_form.read(_json_part(text))
     start = text.lstrip()[:1]
-    if start in ("{", "["):
+    if start in ("{", "[") or _OBJECT.search(text):
         return json_form.read(_json_part(text))
     if start == "<":
         return nccl_xml.read(text)

@@ -43,7 +43,7 @@ def merge(first: Machine, second: Machine, *, add: bool) -> Machine:
         hostname=first.hostname or second.hostname,
         product=first.product or second.product,
         cpus=cpus,
-        switches=(*first.switches, *(switch for switch in adopted[0])),
+        switches=(*first.switches, *adopted[0]),
         gpus=tuple(replace(gpu, parent=adopted[1].get(gpu.key, gpu.parent)) for gpu in gpus),
         nics=tuple(replace(nic, parent=adopted[1].get(nic.key, nic.parent)) for nic in nics),
         nvswitches=first.nvswitches or second.nvswitches,

@@ -99,25 +99,24 @@ class PciTree:
         return tuple(bridge for bridge in (*first, *second) if bridge not in shared)
 
 
-def path_type(tree: PciTree, one: str, other: str, *, flatten: bool = True) -> str | None:
+def path_type(tree: PciTree, one: str, other: str) -> str | None:
     """Names the distance between two functions as NCCL does; None when the tree does not say.
 
     A switch is two bridges deep in sysfs (upstream port, downstream port), so every second bridge of a chain is a
-    switch. LOC: the same function. PIX: one switch. PXB: several. PHB: through the host bridge of one NUMA node.
-    SYS: between NUMA nodes.
+    switch; the two halves of one Broadcom Gen4/Gen5 switch count as one. LOC: the same function. PIX: one switch. PXB:
+    several. PHB: through the host bridge of one NUMA node. SYS: between NUMA nodes.
 
     Args:
         tree: The tree that holds both.
         one: Bus id.
         other: Bus id.
-        flatten: Count the two halves of one Broadcom Gen4/Gen5 switch as one, as NCCL does.
 
     Source: NCCL src/graph/xml.cc (ncclTopoGetXmlFromSys), src/graph/paths.cc (ncclTopoSetPaths), src/graph/topo.cc
     (ncclTopoFlattenBcmSwitches).
     """
     if one == other:
         return "LOC"
-    first, second = _switches(tree, one, flatten) or [], _switches(tree, other, flatten) or []
+    first, second = _switches(tree, one), _switches(tree, other)
     common = next((switch for switch in first if switch in second), None)
     if common is not None:
         return "PIX" if first[0] == second[0] else "PXB"
@@ -129,16 +128,12 @@ def path_type(tree: PciTree, one: str, other: str, *, flatten: bool = True) -> s
     return "PHB" if tree.complete(one) and tree.complete(other) else None
 
 
-def _switches(tree: PciTree, bus_id: str, flatten: bool) -> list[str] | None:
-    chain = tree.chain(bus_id)
-    if chain is None:
-        return None
-    switches = list(chain[1::2])
-    if flatten:
-        generations = [(_generation(tree, s, 1), _generation(tree, s, 0)) for s in switches]
-        for index in range(len(switches) - 2, -1, -1):
-            if generations[index][0] and generations[index][0] == generations[index + 1][1]:
-                switches[index] = switches[index + 1]
+def _switches(tree: PciTree, bus_id: str) -> list[str]:
+    switches = list((tree.chain(bus_id) or ())[1::2])
+    generations = [(_generation(tree, s, 1), _generation(tree, s, 0)) for s in switches]
+    for index in range(len(switches) - 2, -1, -1):
+        if generations[index][0] and generations[index][0] == generations[index + 1][1]:
+            switches[index] = switches[index + 1]
     return list(dict.fromkeys(switches))
 
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from gradwire.topology.readers.pci import PciFunction, PciTree
 from gradwire.topology.readers.pci_config import ConfigSpace, decode
+from gradwire.topology.readers.small_files import names_in
 
 DEVICES = "sys/bus/pci/devices"
 BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -80,8 +81,8 @@ def _read_function(base: Path, link: Path, name: str) -> PciFunction:
             physical_function=bus_id(read.link("physfn")),
             virtual_functions=tuple(sorted(filter(None, (bus_id(read.link(f)) for f in present if f[:6] == "virtfn")))),
             iommu_group=integer(read.link("iommu_group")),
-            net_devices=children(folder / "net") if "net" in present else (),
-            rdma_devices=children(folder / "infiniband") if "infiniband" in present else (),
+            net_devices=tuple(names_in(folder / "net")[:_MAX_CHILDREN]) if "net" in present else (),
+            rdma_devices=tuple(names_in(folder / "infiniband")[:_MAX_CHILDREN]) if "infiniband" in present else (),
             bar_nbytes=bar_nbytes(read.text("resource")) if base_class in (0x03, 0x12) else (),
             config=read.config() if endpoint or base_class == 0x06 else None,
             unreadable=tuple(read.unreadable),
@@ -198,11 +199,3 @@ def parents(folder: Path, base: Path) -> tuple[str, ...] | None:
         else:
             return tuple(chain) if _HOST_BRIDGE.fullmatch(part) or chain else None
     return None
-
-
-def children(folder: Path) -> tuple[str, ...]:
-    """Names in a folder, sorted; none when it cannot be listed."""
-    try:
-        return tuple(sorted(entry.name for entry in folder.iterdir())[:_MAX_CHILDREN])
-    except OSError:
-        return ()

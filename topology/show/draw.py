@@ -81,7 +81,7 @@ def tree(machine: Machine) -> Tree:
     root = Tree(f"[bold]{escape(headline(machine))}[/]")
     cpus = sorted(machine.cpus, key=lambda cpu: (cpu.numa is None, cpu.numa or 0, cpu.key))
     nodes: dict[str | None, Tree] = {cpu.key: root.add(_cpu(cpu)) for cpu in cpus}
-    used = _parents_first(machine)
+    used = used_switches(machine)
     for switch in used:
         nodes[switch.key] = nodes.get(switch.parent, root).add(_switch(switch))
     nowhere: Tree | None = None
@@ -99,8 +99,12 @@ def tree(machine: Machine) -> Tree:
     return root
 
 
-def _parents_first(machine: Machine) -> list[PciSwitch]:
-    """Returns the switches that have a device below them, so that each stands after the one above it."""
+def used_switches(machine: Machine) -> list[PciSwitch]:
+    """Returns the switches that have a device below them, so that each stands after the one above it.
+
+    Args:
+        machine: The machine.
+    """
     switches = {switch.key: switch for switch in machine.switches}
     ordered: dict[str, PciSwitch] = {}
     devices: list[Gpu | Nic] = [*machine.gpus, *machine.nics]
@@ -203,7 +207,7 @@ def _cell(labels: Labels, a: Gpu | Nic, b: Gpu | Nic) -> str:
 
 def _affinity(labels: Labels, device: Gpu | Nic) -> list[str]:
     """Returns the two affinity cells."""
-    cpu = next((cpu for cpu in labels.machine.cpus if cpu.key == labels.distances.cpu_of(device)), None)
+    cpu = labels.cpu(device)
     if cpu is None:
         return ["", "N/A"]
     return [cpu.cores or "", "N/A" if cpu.numa is None else str(cpu.numa)]

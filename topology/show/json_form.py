@@ -144,7 +144,7 @@ def _lists_links(machine: Machine) -> bool:
 def _gpu(gpu: Gpu, labels: Labels, chosen: Nic | None) -> Object:
     distances = labels.distances
     path, nearest = distances.nearest_nics(gpu)
-    cpu = next((cpu for cpu in labels.machine.cpus if cpu.key == distances.cpu_of(gpu)), None)
+    cpu = labels.cpu(gpu)
     flags = sorted({flag for nic in nearest for port in nic.ports if (flag := _flag(port.gdr)) is not None})
     return {
         "bus": gpu.bus,

@@ -274,12 +274,13 @@ def _legend(labels: Labels, plan: Drawing, y: float) -> tuple[list[str], float]:
 
 def _pair_matrix(labels: Labels, y: float) -> tuple[list[str], float]:
     """Returns a table of what joins each pair of GPUs, and its lower edge."""
-    gpus = sorted(labels.machine.gpus, key=lambda gpu: int(labels.gpu(gpu).removeprefix("GPU")))
+    numbers = {gpu.key: int(labels.gpu(gpu).removeprefix("GPU")) for gpu in labels.machine.gpus}
+    gpus = sorted(labels.machine.gpus, key=lambda gpu: numbers[gpu.key])
     counts = sorted({link.count for bundle in labels.bundles.values() for link in bundle})
     left, y = MARGIN + 62.0, y + 12
     drawn = []
     for column, gpu in enumerate(gpus):
-        drawn.append(_text(left + (column + 0.5) * CELL_WIDTH, y, _short(labels, gpu), 11, bold=True, at="middle"))
+        drawn.append(_text(left + (column + 0.5) * CELL_WIDTH, y, str(numbers[gpu.key]), 11, bold=True, at="middle"))
     for row, one in enumerate(gpus):
         top = y + 8 + row * CELL_HEIGHT
         drawn.append(_text(left - 8, top + 16, labels.gpu(one), 11, bold=True, at="end"))
@@ -295,11 +296,6 @@ def _pair_matrix(labels: Labels, y: float) -> tuple[list[str], float]:
             ink = PAPER if direct and shade == SHADES[2] else INK if direct else PALE_INK
             drawn.append(_text(x + CELL_WIDTH / 2, top + 16, cell, 11, ink, bold=bool(direct), at="middle"))
     return drawn, y + 8 + len(gpus) * CELL_HEIGHT + LINE
-
-
-def _short(labels: Labels, gpu: Gpu) -> str:
-    """Returns a GPU's number, for the head of a column."""
-    return labels.gpu(gpu).removeprefix("GPU")
 
 
 def _notes(machine: Machine, width: float, y: float) -> tuple[list[str], float]:

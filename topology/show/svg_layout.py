@@ -6,7 +6,7 @@ hangs off it, so that every PCIe link is one straight line with its rate on it.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gradwire.topology.bandwidth import pcie_bytes_per_second
@@ -23,6 +23,7 @@ from gradwire.topology.labels import (
     vendor_name,
 )
 from gradwire.topology.paths import PathType
+from gradwire.topology.show.draw import used_switches
 
 MAX_DEVICES = 128
 """More devices than this make no readable picture."""
@@ -159,29 +160,17 @@ class _Placer:
         self.machine: Machine = labels.machine
         self.layout = Drawing()
         self.y: float = TOP
-        self.switches = {switch.key: switch for switch in self.machine.switches}
+        self.switches = {switch.key: switch for switch in used_switches(self.machine)}
         self.below: dict[str | None, list[str]] = {}
         self.leaves: dict[str, Gpu | Nic] = {gpu.key: gpu for gpu in self.machine.gpus}
         self.leaves |= {nic.key: nic for nic in self.machine.nics}
         self.numbers = {gpu.key: int(labels.gpu(gpu).removeprefix("GPU")) for gpu in self.machine.gpus}
         nearest = {gpu.key: labels.distances.nearest_nics(gpu)[1] for gpu in self.machine.gpus}
         self.nearest = {gpu: {nic.key for nic in nics} for gpu, nics in nearest.items()}
-        for leaf in self.leaves.values():
-            self.below.setdefault(leaf.parent, []).append(leaf.key)
-        self._keep_used_switches()
+        for each in (*self.leaves.values(), *self.switches.values()):
+            self.below.setdefault(each.parent, []).append(each.key)
         depth = max((self._depth(key) for key in self.switches), default=0)
         self.devices_x = MARGIN + CPU_WIDTH + LINK_WIDTH + depth * (SWITCH_WIDTH + LINK_WIDTH)
-
-    def _keep_used_switches(self) -> None:
-        """Hangs switches with devices below them into the tree, each once."""
-        used: set[str] = set()
-        for leaf in self.leaves.values():
-            key = leaf.parent
-            while key in self.switches and key not in used:
-                used.add(key)
-                self.below.setdefault(self.switches[key].parent, []).append(key)
-                key = self.switches[key].parent
-        self.switches = {key: switch for key, switch in self.switches.items() if key in used}
 
     def _depth(self, key: str) -> int:
         """Returns the number of switches from `key` up, itself included."""
@@ -330,9 +319,7 @@ class _Placer:
         for bracket, (top, bottom) in sorted(spans, key=lambda item: item[1]):
             lane = next((number for number, until in enumerate(free) if until < top), len(free))
             free[lane : lane + 1] = [bottom]
-            placed.append(
-                Bracket(gpus=bracket.gpus, nics=bracket.nics, path=bracket.path, good=bracket.good, lane=lane)
-            )
+            placed.append(replace(bracket, lane=lane))
         return placed
 
     def _span(self, keys: Iterable[str]) -> tuple[float, float]:
