@@ -28,7 +28,7 @@ from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, f
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
 from gradwire.comms.elastic.step import GradientBackup, agree
-from gradwire.comms.elastic.survive import Survivor, first_oversight, oversight
+from gradwire.comms.elastic.survive import Survivor, first_membership, first_oversight, oversight, unheld
 from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
@@ -247,15 +247,12 @@ class ElasticTraining:
         session = GradientSession(peers, device, self._state.config, self._state.names)
         self._state.connect_to(session)
         communicator = session.communicator
-        view = View(0, group.rank(), tuple(f"rank {rank}" for rank in range(group.size())))
         prefix = f"gradwire/elastic/{name}/{communicator.presences.start}"
-        outside = unprefixed(communicator.plain_store)
-        said = {name: packed(each) for name, each in zip(view.members, communicator.presences, strict=True)}
-        place, timeout = PrefixStore(prefix, outside), self._state.config.timeout
-        membership = Membership(place, view, timeout, said, first.board.losses)
+        membership = first_membership(communicator, prefix, self._state.config.timeout, first)
         if self._own.carries:
+            outside = unprefixed(communicator.plain_store)
             self._requests = self._open_door(PrefixStore(prefix, outside), device)
-            if view.rank == 0:
+            if group.rank() == 0:
                 outside.set(job_key(name), prefix)
         self._survive(membership, communicator, joins=False)
 
@@ -320,13 +317,7 @@ class ElasticTraining:
                 log.warning("could not join, and asks again: %s", error)
 
     def _survive(self, membership: Membership, communicator: Communicator, *, joins: bool) -> None:
-        this = weakref.ref(self)
-
-        def rebuild(view: View, store: Store, oversight: Oversight) -> Communicator:
-            training = this()
-            assert training is not None
-            return training._rebuild(view, store, oversight)
-
+        rebuild = unheld(self._rebuild)
         survivor = Survivor(membership, communicator, rebuild, self._state.config.timeout, joins=joins)
         weakref.finalize(self, survivor.close)
         self.survivor, self._told = survivor, survivor.view

@@ -12,6 +12,7 @@ import ctypes
 import logging
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,12 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
+from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, Oversight
-from gradwire.comms.elastic.introductions import presences
+from gradwire.comms.elastic.introductions import packed, presences
 from gradwire.comms.elastic.joining import Newcomer, Requests
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
@@ -133,6 +135,33 @@ def first_oversight(rank: int, size: int, timeout: timedelta) -> Oversight:
     """What the communicator of the first epoch reports to; the membership that is made later takes its `losses`."""
     board = EpochBoard(rank, Losses())
     return Oversight(board, lambda store: EpochStore(store, timeout, board.alarm, ranks=size))
+
+
+def first_membership(communicator: Communicator, prefix: str, timeout: timedelta, first: Oversight) -> Membership:
+    """The membership of the ranks that start together.
+
+    Args:
+        communicator: Of all of them.
+        prefix: Of its keys, in the store without any prefix; with the name of this start.
+        timeout: For the other ranks' answers.
+        first: What the communicator reports to.
+    """
+    names = tuple(f"rank {rank}" for rank in range(communicator.size))
+    said = {name: packed(each) for name, each in zip(names, communicator.presences, strict=True)}
+    place = PrefixStore(prefix, unprefixed(communicator.plain_store))
+    return Membership(place, View(0, communicator.rank, names), timeout, said, first.board.losses)
+
+
+def unheld(rebuild: Rebuild) -> Rebuild:
+    """A method, as a function that does not keep its object alive."""
+    method = weakref.WeakMethod(rebuild)
+
+    def call(view: View, store: Store, oversight: Oversight) -> Communicator:
+        found = method()
+        assert found is not None
+        return found(view, store, oversight)
+
+    return call
 
 
 def oversight(view: View, membership: Membership, timeout: timedelta) -> Oversight:

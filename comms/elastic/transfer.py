@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from numbers import Number
 from typing import Any, Protocol
 
@@ -210,7 +211,7 @@ class StateTransfer:
         waiting = iter(bytes_of)
         found = {
             number: next(waiting).view(dtype).view(shape)
-            if _nbytes(dtype, shape)
+            if prod(shape)
             else torch.empty(shape, dtype=dtype, device=device)
             for number, (dtype, shape) in sorted(shapes.items())
         }
@@ -280,13 +281,6 @@ def _collect(value: object, shapes: dict[int, tuple[torch.dtype, tuple[int, ...]
     elif isinstance(value, list | tuple):
         for each in value:
             _collect(each, shapes)
-
-
-def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    numel = 1
-    for length in shape:
-        numel *= length
-    return numel * dtype.itemsize
 
 
 def _pieces(nbytes: Sequence[int]) -> list[list[int]]:

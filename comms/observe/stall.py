@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.threads import BackgroundThread
@@ -285,7 +284,7 @@ class StallWatch:
         for rank in range(len(job.hostnames)):
             key = f"stall/{rank}"
             if rank != job.rank and self._store.check([key]):
-                words[rank] = Word(**_object(self._store.get(key)))
+                words[rank] = Word(**json.loads(self._store.get(key)))
         words = dict(sorted(words.items()))
         if len(words) < len(job.hostnames) and stall.passes:
             return
@@ -325,8 +324,3 @@ class StallWatch:
                 log.warning("stall: goes on after %s", duration(idle))
                 self._store.delete_key(VERDICT)
             self._store.delete_key(COLLECTOR)
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text)
-    return found

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from gradwire.comms.attach import attach, look_inside
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
-from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.checkpoint import JOB, OUTER, Checkpoint, normalize, refuse_other_owner, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.config import (
@@ -33,9 +32,8 @@ from gradwire.comms.config import (
     asks,
     with_present_names,
 )
-from gradwire.comms.elastic.introductions import packed
-from gradwire.comms.elastic.membership import Membership, View
-from gradwire.comms.elastic.survive import Survivor, first_oversight
+from gradwire.comms.elastic.membership import View
+from gradwire.comms.elastic.survive import Survivor, first_membership, first_oversight, unheld
 from gradwire.comms.hook import HookState
 from gradwire.comms.outer.averaging import agreement_of
 from gradwire.comms.outer.choose import ALONE_EVERY, CHOSEN, OuterChoice, OuterLink, in_words
@@ -393,18 +391,9 @@ class Outer(Face[AveragingSession]):
     def _survive(self, first: Oversight, agreement: Agreement) -> None:
         """Has this rank's exchanges go on where others are lost."""
         communicator = self._connected("elastic").communicator
-        view = View(0, communicator.rank, tuple(f"rank {rank}" for rank in range(communicator.size)))
-        place = PrefixStore(f"gradwire/{ELASTIC}/{communicator.presences.start}", unprefixed(communicator.plain_store))
-        said = {name: packed(each) for name, each in zip(view.members, communicator.presences, strict=True)}
-        membership = Membership(place, view, self.config.timeout, said, first.board.losses)
-        this = weakref.ref(self)
-
-        def rebuild(view: View, store: Store, oversight: Oversight) -> Communicator:
-            outer = this()
-            assert outer is not None
-            return outer._rebuild(view, store, oversight)
-
-        self._survivor = Survivor(membership, communicator, rebuild, self.config.timeout)
+        prefix = f"gradwire/{ELASTIC}/{communicator.presences.start}"
+        membership = first_membership(communicator, prefix, self.config.timeout, first)
+        self._survivor = Survivor(membership, communicator, unheld(self._rebuild), self.config.timeout)
         weakref.finalize(self, self._survivor.close)
         self.exchange.survive(self._survivor)
         self.exchange.averaging.agreement = self._council(communicator, first)

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -150,7 +151,4 @@ def _numel(issued: IssuedCollective, operation: str) -> int:
     found = _SIZED.match(issued.what)
     if found is None or operation not in found["operation"]:
         return 0
-    numel = 1
-    for size in found["sizes"].split(", "):
-        numel *= int(size)
-    return numel
+    return prod(map(int, found["sizes"].split(", ")))
