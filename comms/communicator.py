@@ -22,7 +22,7 @@ from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoar
 from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
-from gradwire.comms.bootstrap.store import PollingStore, epoch_store
+from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import ALL_NICS, NIC_PER_RANK, Config, job_is_on_one_host
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
@@ -72,8 +72,6 @@ class Communicator:
         device: Where the tensors are.
         config: The configuration; must agree on all ranks.
         name: Unique among the communicators of this store, equal on all ranks.
-        epoch: One more for every communicator of that name, equal on all ranks: survivors of a lost rank make a new
-            one, and read nothing of the old one's.
         compressor: Compresses one phase of gradients that are given with a layout.
         group: The process group of the same ranks, in the same order. On CUDA its NCCL backend, if it has one, carries
             what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
@@ -96,7 +94,6 @@ class Communicator:
         config: Config,
         *,
         name: str,
-        epoch: int = 0,
         compressor: Compressor | None = None,
         group: dist.ProcessGroup | None = None,
         global_ranks: Sequence[int] | None = None,
@@ -115,7 +112,7 @@ class Communicator:
         def polling(plain: Store) -> PollingStore:
             return oversight.polling(plain) if oversight else PollingStore(plain, config.timeout, ranks=size)
 
-        own = polling(epoch_store(store, name, epoch))
+        own = polling(PrefixStore(f"gradwire/{name}", store))
         door: Door | None = None
         self._leave: Callable[[], object] = lambda: None
         if oversight is not None and oversight.presences is not None:

@@ -37,13 +37,13 @@ import torch.distributed as dist
 
 from gradwire.bench.studies.store import serve_store
 from gradwire.comms.bootstrap.agree import Agreement
-from gradwire.comms.bootstrap.compat import Store, TCPStore, make_gloo
+from gradwire.comms.bootstrap.compat import PrefixStore, Store, TCPStore, make_gloo
 from gradwire.comms.bootstrap.door import Place
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
-from gradwire.comms.bootstrap.store import PollingStore, epoch_store
+from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
@@ -336,7 +336,7 @@ def count(size: int) -> list[Cost]:
         looks, began = sum(client.looks for client in clients), clock.monotonic()
 
         def run(rank: int) -> None:
-            body(rank, PollingStore(epoch_store(clients[rank], "study", 0), TIMEOUT, ranks=size))
+            body(rank, PollingStore(PrefixStore("gradwire/study", clients[rank]), TIMEOUT, ranks=size))
 
         clock.run(size, run)
         seconds = clock.monotonic() - began

@@ -42,17 +42,6 @@ class StoreUnreachableError(RuntimeError):
     """The store has not answered in time, or its connection is broken."""
 
 
-def epoch_store(store: Store, name: str, epoch: int) -> PrefixStore:
-    """The keys of one communicator in one epoch, apart from those of all others.
-
-    Args:
-        store: That all ranks share.
-        name: The communicator's, equal on all ranks.
-        epoch: 0 at first, and one more whenever the set of ranks has changed since.
-    """
-    return PrefixStore(f"gradwire/{name}/{epoch}", store)
-
-
 class PollingStore(Store):
     """Passes everything on to another store; `wait` and `get` look again and again instead of blocking inside.
 

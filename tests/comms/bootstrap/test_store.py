@@ -10,7 +10,7 @@ import torch
 
 from gradwire.comms.bootstrap import failure
 from gradwire.comms.bootstrap.compat import PrefixStore, TCPStore
-from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError, epoch_store
+from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from support.frozen_store import Link, store_behind_a_link
@@ -35,7 +35,7 @@ def test_every_question_ends_where_the_link_is_cut_and_is_answered_when_it_is_ba
         "wait": (["a"],),
     }
     with store_behind_a_link() as link:
-        store = PollingStore(epoch_store(link.client(), "test", 0), timedelta(seconds=0.2))
+        store = PollingStore(PrefixStore("test", link.client()), timedelta(seconds=0.2))
         store.set("a", "1")
         link.cut()
         with pytest.raises(StoreUnreachableError, match="cannot be reached: no answer"):
@@ -66,18 +66,10 @@ def test_a_server_that_is_gone_is_asked_once() -> None:
 def test_all_that_share_a_connection_ask_on_one_thread() -> None:
     # Nobody but C++ keeps the server's own object, as after init_process_group().
     shared = PrefixStore("job", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    stores = [PollingStore(epoch_store(shared, f"model {number}", 0), timedelta(seconds=20)) for number in range(4)]
+    stores = [PollingStore(PrefixStore(f"model {number}", shared), timedelta(seconds=20)) for number in range(4)]
     before = set(threading.enumerate())
     assert [store.add("asked", 1) for store in (*stores, stores[0].below("deeper"))] == [1] * 5
     assert len(set(threading.enumerate()) - before) == 1
-
-
-def test_epochs_share_nothing() -> None:
-    with store_behind_a_link() as link:
-        client = link.client()
-        first, second = (PollingStore(epoch_store(client, "test", epoch), timedelta(seconds=20)) for epoch in range(2))
-        first.set("a", "1")
-        assert not second.check(["a"])
 
 
 def test_a_thread_that_waits_keeps_no_other_from_asking() -> None:
