@@ -153,6 +153,16 @@ def check_output(option: str, path: Path | None) -> None:
         raise ValueError(f"`{option}`: cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
+def check_picture(option: str, path: Path) -> None:
+    """Makes sure that a name is one of a picture.
+
+    Raises:
+        ValueError: It ends in something else.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"`{option}` is {path}; wanted a name that ends in .png or .svg")
+
+
 def check_can_plot(option: str) -> None:
     """Makes sure that a picture can be drawn.
 

@@ -3,26 +3,27 @@
 import argparse
 from pathlib import Path
 
-from gradwire.bench.arguments import add_import_option, check_can_plot, check_number, check_output, import_modules
+from gradwire.bench.arguments import (
+    add_import_option,
+    check_can_plot,
+    check_number,
+    check_output,
+    check_picture,
+    import_modules,
+)
 from gradwire.bench.compare.contenders import contender_specs, select
 from gradwire.bench.compare.models import MODELS
 from gradwire.bench.compare.replay import load_case
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.nccl_tests.options import Parser
 from gradwire.bench.terminal import add_json_option
+from gradwire.topology.readers.small_files import names_in
 
 REPLAY_CONTENDERS = "gradwire hier,gradwire fp16,gradwire powersgd,gradwire onebit"
 """What a replay compares with plain DDP unless --only says otherwise: every step is slow there."""
 
-_MOST = {
-    "rounds": 10**6,
-    "factor": 10**6,
-    "slow_motion": 10**6,
-    "batch": 10**6,
-    "nodes": 10**6,
-    "ranks_per_node": 10**6,
-}
-"""The least is 1; how many nodes and ranks one machine can emulate is checked where it has to."""
+_MOST = 10**6
+"""The least of whole numbers is 1; how many nodes and ranks one machine can emulate is checked where it has to."""
 _LEAST_MEGABYTES, _MOST_MEGABYTES = 1e-3, 1e6
 
 
@@ -33,12 +34,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ValueError: A value does not fit; the message names the flag.
     """
     options = build_parser().parse_args(argv)
-    for name, most in _MOST.items():
-        check_number(f"--{name.replace('_', '-')}", getattr(options, name), 1, most)
+    for name in ("rounds", "factor", "slow_motion", "batch", "nodes", "ranks_per_node"):
+        check_number(f"--{name.replace('_', '-')}", getattr(options, name), 1, _MOST)
     check_number("--megabytes", options.megabytes, _LEAST_MEGABYTES, _MOST_MEGABYTES)
-    if options.plot is not None and options.plot.suffix not in (".png", ".svg"):
-        raise ValueError(f"`--plot` is {options.plot}; wanted a name that ends in .png or .svg")
-    if options.interface is not None and options.interface not in _interfaces():
+    if options.plot is not None:
+        check_picture("--plot", options.plot)
+    if options.interface is not None and options.interface not in names_in(Path("/sys/class/net")):
         raise ValueError(
             f"`--interface` is {options.interface}, which this host does not have; `ip link` lists those it has"
         )
@@ -64,11 +65,6 @@ def check_outputs(options: argparse.Namespace) -> None:
     check_output("--plot", options.plot)
     if options.plot is not None:
         check_can_plot("--plot")
-
-
-def _interfaces() -> list[str]:
-    folder = Path("/sys/class/net")
-    return [place.name for place in folder.iterdir()] if folder.is_dir() else []
 
 
 def _fill_in(options: argparse.Namespace) -> None:

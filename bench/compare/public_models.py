@@ -43,11 +43,13 @@ class PublicModel:
         return 2 / 3 * self.step_seconds
 
 
-def _linear(name: str, outputs: int, inputs: int, *, bias: bool = True) -> Shapes:
+def linear(name: str, outputs: int, inputs: int, *, bias: bool = True) -> Shapes:
+    """A linear layer's parameters."""
     return [(f"{name}.weight", (outputs, inputs)), *([(f"{name}.bias", (outputs,))] if bias else [])]
 
 
-def _norm(name: str, width: int) -> Shapes:
+def norm(name: str, width: int) -> Shapes:
+    """A norm's parameters."""
     return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]
 
 
@@ -59,10 +61,10 @@ def _gpt2(width: int = 768, layers: int = 12, vocabulary: int = 50257, context: 
     shapes: Shapes = [("wte", (vocabulary, width)), ("wpe", (context, width))]
     for layer in range(layers):
         at = f"h.{layer}"
-        shapes += _norm(f"{at}.ln_1", width) + _linear(f"{at}.attn.c_attn", 3 * width, width)
-        shapes += _linear(f"{at}.attn.c_proj", width, width) + _norm(f"{at}.ln_2", width)
-        shapes += _linear(f"{at}.mlp.c_fc", 4 * width, width) + _linear(f"{at}.mlp.c_proj", width, 4 * width)
-    return shapes + _norm("ln_f", width)
+        shapes += norm(f"{at}.ln_1", width) + linear(f"{at}.attn.c_attn", 3 * width, width)
+        shapes += linear(f"{at}.attn.c_proj", width, width) + norm(f"{at}.ln_2", width)
+        shapes += linear(f"{at}.mlp.c_fc", 4 * width, width) + linear(f"{at}.mlp.c_proj", width, 4 * width)
+    return shapes + norm("ln_f", width)
 
 
 _LLAMA_WIDTH, _LLAMA_LAYERS, _LLAMA_FEED_FORWARD, _LLAMA_KEYS, _LLAMA_VOCABULARY = 2048, 16, 8192, 512, 128256
@@ -81,9 +83,9 @@ def _llama_linears(layer: int) -> Iterator[tuple[str, int, int]]:
 def _llama() -> Shapes:
     shapes: Shapes = [("embed_tokens", (_LLAMA_VOCABULARY, _LLAMA_WIDTH))]
     for layer in range(_LLAMA_LAYERS):
-        for linear in _llama_linears(layer):
-            shapes += _linear(*linear, bias=False)
-        shapes += [(f"layers.{layer}.{norm}", (_LLAMA_WIDTH,)) for norm in ("input_norm", "post_norm")]
+        for each in _llama_linears(layer):
+            shapes += linear(*each, bias=False)
+        shapes += [(f"layers.{layer}.{name}", (_LLAMA_WIDTH,)) for name in ("input_norm", "post_norm")]
     return [*shapes, ("norm", (_LLAMA_WIDTH,))]
 
 
@@ -95,14 +97,17 @@ def _adapter(name: str, outputs: int, inputs: int, rank: int) -> Shapes:
 def _llama_lora(rank: int = 16) -> Shapes:
     """Adapters of all linear layers of all blocks."""
     layers = range(_LLAMA_LAYERS)
-    return [shape for layer in layers for linear in _llama_linears(layer) for shape in _adapter(*linear, rank)]
+    return [shape for layer in layers for each in _llama_linears(layer) for shape in _adapter(*each, rank)]
 
 
-def _resnet50(classes: int = 1000) -> Shapes:
-    """Source: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385, table 1."""
+def resnet50(classes: int = 1000) -> Shapes:
+    """25,557,032 parameters.
+
+    Source: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385, table 1.
+    """
 
     def convolution(name: str, outputs: int, inputs: int, kernel: int) -> Shapes:
-        return [(f"{name}.weight", (outputs, inputs, kernel, kernel)), *_norm(f"{name}.norm", outputs)]
+        return [(f"{name}.weight", (outputs, inputs, kernel, kernel)), *norm(f"{name}.norm", outputs)]
 
     shapes, inputs = convolution("stem", 64, 3, 7), 64
     for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
@@ -112,7 +117,7 @@ def _resnet50(classes: int = 1000) -> Shapes:
             shapes += convolution(f"{at}.conv3", 4 * width, width, 1)
             shapes += convolution(f"{at}.downsample", 4 * width, inputs, 1) if block == 0 else []
             inputs = 4 * width
-    return shapes + _linear("fc", classes, inputs)
+    return shapes + linear("fc", classes, inputs)
 
 
 _SDXL_TRANSFORMERS = ((640, 2 * 2 + 3 * 2), (1280, 2 * 10 + 10 + 3 * 10))
@@ -137,7 +142,7 @@ def _sdxl_lora(rank: int = 16) -> Shapes:
 
 def _models() -> tuple[PublicModel, ...]:
     rows: tuple[tuple[str, str, Callable[[], Shapes], float, str], ...] = (
-        ("resnet50", "ResNet-50", _resnet50, 0.08, "64 images"),
+        ("resnet50", "ResNet-50", resnet50, 0.08, "64 images"),
         ("gpt2", "GPT-2 124M", _gpt2, 0.25, "12 x 1,024 tokens"),
         ("llama-3.2-1b", "Llama-3.2-1B, full", _llama, 0.75, "4,096 tokens"),
         ("llama-3.2-1b-lora", "Llama-3.2-1B, LoRA 16", _llama_lora, 0.5, "4,096 tokens"),

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from gradwire.bench.arguments import CommandParser, check_output, read_input
+from gradwire.bench.arguments import CommandParser, check_output, check_picture, read_input
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.plot.bars import draw_compare, draw_hook_speed, draw_training
 from gradwire.bench.plot.sizes import draw_sizes
@@ -75,8 +75,7 @@ def draw(files: list[Path], output: Path | None, step: int | None = None) -> lis
         RuntimeError: matplotlib is not installed.
     """
     target = output or files[0].with_suffix(".png")
-    if target.suffix not in (".png", ".svg"):
-        raise ValueError(f"`--output` is {target}; wanted a name that ends in .png or .svg")
+    check_picture("--output", target)
     check_output("--output", target)
     records = {file: read(file) for file in files}
     try:

@@ -3,11 +3,14 @@
 import statistics
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradwire.bench.plot.style import OURS, PlotRecord, load_pyplot, save, strip
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 KIND = "gradwire trace"
 """What such a file calls itself."""
@@ -24,14 +27,9 @@ COLOURS = {
     "codec": CODEC,
     "wait": WAIT,
 }
-WORDS = {
-    "backward": "backward",
-    "reduce_scatter": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "codec": "codec",
-    "wait": "waiting",
-}
+
+_ROWS = {"step": "backward", "arrivals": "buckets"}
+"""What rows are called that are no lane's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +156,7 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
     for number in sorted({bar.text for bar in late}, key=int):
         latest = max(bar.began for bar in late if bar.text == number)
         axes.axvline((latest - first) * scale, color="#c1440e", linewidth=0.7, linestyle=":", zorder=0)
-    axes.set_yticks(list(heights.values()), [_label(track, rows[rank][track]) for rank, track in lines], fontsize=7)
+    axes.set_yticks(list(heights.values()), [_ROWS.get(track, track) for _, track in lines], fontsize=7)
     for rank in ranks:
         own = [height for (each, _), height in heights.items() if each == rank]
         axes.text(
@@ -182,7 +180,7 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
     handles.append(pyplot.Line2D([], [], color="#c1440e", linewidth=0.9, linestyle=":"))
     axes.legend(
         handles,
-        [*(WORDS[kind] for kind in used), "a bucket's last arrival"],
+        [*("waiting" if kind == "wait" else kind for kind in used), "a bucket's last arrival"],
         frameon=False,
         fontsize=8,
         ncols=len(handles),
@@ -211,20 +209,14 @@ def _tracks(rows: dict[str, list[TimelineBar]]) -> list[str]:
     return ["step", "arrivals", *others]
 
 
-def _label(track: str, bars: Sequence[TimelineBar]) -> str:
-    if track in ("step", "arrivals"):
-        return {"step": "backward", "arrivals": "buckets"}[track]
-    return track
-
-
-def _draw_bar(axes: object, bar: TimelineBar, height: float, first: float, scale: float, track: str) -> None:
+def _draw_bar(axes: "Axes", bar: TimelineBar, height: float, first: float, scale: float, track: str) -> None:
     began, width = (bar.began - first) * scale, max((bar.ended - bar.began) * scale, 0.0)
     if track == "arrivals":
-        axes.plot([began, began + width], [height, height], color="#90a4ae", linewidth=1.2, zorder=2)  # type: ignore[attr-defined]
-        axes.plot([began], [height], marker="v", color="#37474f", markersize=4, zorder=3)  # type: ignore[attr-defined]
-        axes.text(began, height - 0.42, bar.text, fontsize=6, ha="center", va="center", color="#37474f")  # type: ignore[attr-defined]
+        axes.plot([began, began + width], [height, height], color="#90a4ae", linewidth=1.2, zorder=2)
+        axes.plot([began], [height], marker="v", color="#37474f", markersize=4, zorder=3)
+        axes.text(began, height - 0.42, bar.text, fontsize=6, ha="center", va="center", color="#37474f")
         return
-    axes.barh(  # type: ignore[attr-defined]
+    axes.barh(
         [height],
         [width],
         left=[began],

@@ -284,9 +284,7 @@ def model(budgets: Sequence[str | float]) -> Iterator[dict[str, object]]:
     wide = [("classifier.weight", (100_000, 2048))]
     for name in ("resnet50+100k", "resnet50", "vgg16", "bert_base", "swin_t"):
         case = load_case(name.partition("+")[0])
-        shapes = (
-            [each for each in case.parameters if each[0] != "classifier.weight"] if "+" in name else case.parameters
-        )
+        shapes = [each for each in case.parameters if each[0] != "fc.weight"] if "+" in name else case.parameters
         shapes = [*shapes, *(wide if "+" in name else [])]
         for gbit in GBITS:
             link = Link(30e-6, gbit * 1e9 / 8, 1, 8)
