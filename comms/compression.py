@@ -192,7 +192,7 @@ class Compression:
             raise ValueError(
                 f"`state` was saved by ranks that compressed ({seats}) and holds residuals that would be lost: here "
                 f"nothing is compressed ({self.seats}), as all ranks are on one node. Resume on several nodes, or with "
-                'plan="flat", or call state.flush() and train one more step before saving'
+                'plan="flat", or call state.flush() and train one more step before saving (of Outer: synchronize())'
             )
         self.take_progress(state)
         self.alike = seats == self.seats
