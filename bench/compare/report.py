@@ -191,7 +191,8 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
         unsure = [
             f"{each.name} ({each.speed_up_range[0]:.2f}x to {each.speed_up_range[1]:.2f}x)"
             for each in measured.results
-            if each.speed_up_range is not None and each.speed_up_range[0] <= 1.0 <= each.speed_up_range[1]
+            if each.speed_up_range is not None
+            and (options.rounds == 1 or each.speed_up_range[0] <= 1.0 <= each.speed_up_range[1])
         ]
         if unsure:
             console.print(

@@ -128,6 +128,8 @@ def test_a_difference_within_the_noise_of_the_steps_is_said_to_be_none(capsys: p
     report(parse([]), [], Measured(collector.results(counted=False), "somewhere", [2, 2], 8, Scale()))
     (said,) = capsys.readouterr().out.partition("No faster and no slower than plain DDP")[2:]
     assert "near (0.93x to 1.18x)" in " ".join(said.split()) and "far (" not in said
+    report(parse(["--rounds", "1"]), [], Measured(collector.results(counted=False), "somewhere", [2, 2], 8, Scale()))
+    assert "far (" in capsys.readouterr().out  # one step tells nothing apart
 
 
 def test_a_pipe_gets_lines_and_a_stop_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
