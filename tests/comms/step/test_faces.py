@@ -21,9 +21,7 @@ from support.processes import Processes
 from support.sharded import Tiny, batch, mesh_of, sharded
 
 FACES: list[type[Any]] = [gradwire.HookState, FsdpState, gradwire.Outer]
-NAMES = sorted(
-    {name for face in FACES for name in dir(face) if not name.startswith("_")} - {"NOT_CONNECTED", "OPTIONS"}
-)
+NAMES = sorted({name for face in FACES for name in dir(face) if not name.startswith("_") and not name.isupper()})
 """Of all methods and properties of the three."""
 
 ALIKE = {
