@@ -98,9 +98,11 @@ def resources() -> dict[str, int]:
     return {"threads": threading.active_count(), "descriptors": len(list(Path("/proc/self/fd").iterdir()))}
 
 
-@pytest.mark.parametrize("compressor", ["none", "onebit", "int8"])
-def test_lost_ranks_are_replaced(processes: Processes, compressor: str) -> None:
-    options: dict[str, Any] = {"compressor": compressor}
+@pytest.mark.parametrize(
+    ("compressor", "plan"), [("none", "auto"), ("onebit", "auto"), ("onebit", "flat"), ("int8", "auto")]
+)
+def test_lost_ranks_are_replaced(processes: Processes, compressor: str, plan: str) -> None:
+    options: dict[str, Any] = {"compressor": compressor, "plan": plan}
     if compressor == "onebit":  # the elements' units are in use when ranks are lost and join
         options["compressor_options"] = {"warmup_steps": 3}
     # with int8 Muon trains the matrices and AdamW the rest
