@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gpu_standin.conftest import Jobs
+from gpu_standin.conftest import SECONDS, Jobs
 from gradwire.compressors.registry import names
 from support.forked import ForkServer
 
@@ -87,6 +87,9 @@ GROUPS: dict[str, tuple[str, str, dict[str, Settings]]] = {
 }
 """Name -> process group, kind of training, and its cases: what one set of processes does."""
 
+OF_A_TRAINING = 30.0
+"""Seconds that a case may take on average, on a machine that does much else; alone it takes two or three."""
+
 OTHER_ORDER = {"exact flat", "sharded FSDP"}
 """Sums of four terms: gloo and gradwire's plans on the CPU add them in another order than NCCL."""
 ROUNDED = 2e-6
@@ -104,7 +107,7 @@ def trained(standin_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
     def train(group: str) -> dict[str, Ranks]:
         backend, kind, cases = GROUPS[group]
         listed = json.dumps([[name, {"kind": kind} | case] for name, case in cases.items()])
-        jobs = Jobs(tmp_path_factory.mktemp(group), standin_server)
+        jobs = Jobs(tmp_path_factory.mktemp(group), standin_server, SECONDS + OF_A_TRAINING * len(cases))
         ranks = jobs.run("trainings.py", backend, listed, ranks=4, NODES="aabb")
         assert ranks.statuses == [0] * 4, ranks.errors
         of_ranks = [
