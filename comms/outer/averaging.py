@@ -155,7 +155,7 @@ class FragmentAveraging:
         self.alone = communicator.size == 1
         if self.compression is not None:
             self.compression.renumber(communicator.rank, communicator.size)
-            communicator.state_loaded()
+            communicator.state_loaded(alike=False)  # of a node's units one may be lost, with its part
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives all ranks rank 0's values, in place.

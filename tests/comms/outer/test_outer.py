@@ -302,14 +302,13 @@ def in_shards(rank: int) -> None:
     outer.close()
 
 
-def lose(rank: int) -> dict[str, Any]:
+def lose(rank: int, compressor: str, options: dict[str, Any]) -> dict[str, Any]:
     """Rank 2 dies beside a step, rank 1 leaves; both with an exchange under way. Who is left goes on to the end."""
     dist.init_process_group("gloo")
     model = build()
     optimizer = optimizer_of(model)
-    outer = gradwire.Outer(
-        model, optimizer, every=2, fragments=2, delay=1, inside="none", compressor="int8", elastic=True
-    )
+    compressing: dict[str, Any] = {"compressor": compressor, "compressor_options": options}
+    outer = gradwire.Outer(model, optimizer, every=2, fragments=2, delay=1, inside="none", elastic=True, **compressing)
     units = []
     for step in range(16):
         if rank == 2 and step == 4:
@@ -330,8 +329,19 @@ def lose(rank: int) -> dict[str, Any]:
     return result
 
 
-def test_units_that_are_lost_leave_the_others_training(processes: Processes) -> None:
-    found = processes(4, lose, nodes=["a", "b", "c", "a"], lost=[2])
+@pytest.mark.parametrize(
+    ("nodes", "compressor", "options"),
+    [
+        ("abca", "int8", {}),
+        ("aabb", "int8", {}),
+        ("aabb", "onebit", {"warmup_steps": 1, "momentum": 0.0}),  # those that are left decode with what all held
+        ("aabb", "rotated4", {}),
+    ],
+)
+def test_units_that_are_lost_leave_the_others_training(
+    processes: Processes, nodes: str, compressor: str, options: dict[str, Any]
+) -> None:
+    found = processes(4, lose, compressor, options, nodes=list(nodes), lost=[2])
     first, second = found[0], found[3]
     assert torch.equal(first["flat"], second["flat"])
     assert torch.equal(first["mean"], second["mean"])
