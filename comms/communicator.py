@@ -546,7 +546,7 @@ def _ring(executor: Executor, store: PollingStore, rank: int, size: int, board: 
 
 
 def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
-    """Has all nodes hold what the payloads of a bucket are decoded with, where ranks sit otherwise than who saved.
+    """Has all nodes hold what the payloads of a bucket are decoded with, where ranks sit otherwise than before.
 
     Ranks of a node hold different elements, nodes the same ones; now some have gaps, and others elements twice. In the
     end a node's first rank holds all, or each rank where each compresses the whole.

@@ -56,7 +56,7 @@ CARRIED_ON = PREFIX + "carried/"
 """Begins the keys in a rank's entry of what collectives carry on; kind and number of the unit follow."""
 
 NODES = PREFIX + "nodes"
-"""Key in a rank's entry: which of the ranks that share parameters are on one node, for that goes by it."""
+"""Key in a rank's entry: which of the ranks that share parameters are on one node; what is left out goes by it."""
 
 TRANSFERS = PREFIX + "transfers"
 """Key in a rank's entry where a compressor between replicas has saved."""
