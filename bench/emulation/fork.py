@@ -1,14 +1,17 @@
 """Ranks forked from one warmed process, so that dozens of ranks start in seconds on a few cores.
 
-`run_forked` starts this module once, outside the nodes: it imports torch and MODULE. On every node,
-`EmulatedCluster.run` starts a small program (`_CLIENT`), which hands its output and its environment to the warmed
+The first `run_forked` of a process starts this module, outside the nodes: it imports torch, once for all jobs, and ends
+with the process that started it. For each job it forks a process that imports the job's MODULE. On every node,
+`EmulatedCluster.run` starts a small program (`_CLIENT`), which hands its output and its environment to the job's
 process. That forks a process, which enters the node's namespaces, and there forks the ranks that sit on the node; each
 of them calls `MODULE.rank_main(ForkedRank, ARGUMENTS) -> int`. The small program ends with their status, and they end
 with it.
 
-Source: setns(2), pid_namespaces(7), unix(7) (SCM_RIGHTS, SO_PEERCRED).
+Source: setns(2), pid_namespaces(7), pidfd_send_signal(2), unix(7) (SCM_RIGHTS, SO_PEERCRED).
 """
 
+import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -24,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -48,8 +51,7 @@ START_TIMEOUT = timedelta(minutes=5)
 
 
 LAZY = ("torch.nn.parallel", "torch._dynamo")
-"""What torch imports late, and every rank would import for itself; the first DDP model wants the second, 800 modules.
-A module that trains nothing has a `LAZY` of its own."""
+"""What torch imports late, and ranks would each import; the first DDP model wants the second, 800 modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +132,73 @@ def run_forked(
         path = str(Path(folder, "socket"))
         listener.bind(path)
         listener.listen(len(nodes))
-        descriptor = listener.fileno()
-        words = [sys.executable, "-m", "gradwire.bench.emulation.fork", str(os.getpid()), str(descriptor), module]
-        # torch reads the number of threads when it is imported, which is here and not on the nodes.
-        warmed = subprocess.Popen(
-            ["sh", "-c", WITH_ONE_THREAD, "sh", *words],
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's Ctrl-C is for the command, which ends it
-        )
-        # Only the warmed process listens from here on: if it ends, the nodes get an error instead of waiting.
-        listener.close()
-        try:
+        with _warmed_process().job(module, listener):
+            # Only the job's process listens from here on: if it ends, the nodes get an error instead of waiting.
+            listener.close()
             command = [sys.executable, "-I", "-S", "-c", _CLIENT, path, shape, order, *arguments]
             return cluster.run(command, timeout_seconds=timeout_seconds, grace_seconds=grace_seconds, on_line=on_line)
-        finally:
-            warmed.kill()
-            warmed.wait()
+
+
+class _Warmed:
+    """A process that has imported torch, and forks one for each job of this one; it ends with this one."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            words = [sys.executable, "-m", "gradwire.bench.emulation.fork", str(theirs.fileno())]
+            # torch reads the number of threads when it is imported, which is here and not on the nodes.
+            self._process = subprocess.Popen(
+                ["sh", "-c", WITH_ONE_THREAD, "sh", *words],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's Ctrl-C is for the command, which ends it
+            )
+        atexit.register(self._end)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not been ended from outside."""
+        return self._process.poll() is None
+
+    @contextlib.contextmanager
+    def job(self, module: str, listener: socket.socket) -> Iterator[None]:
+        """Has a job's process import a module, with this one's variables, folder and output, and serve who connects.
+
+        It is killed at the end of the block, with all that it has forked.
+        """
+        ours, theirs = socket.socketpair()
+        with ours:
+            try:
+                with theirs:
+                    socket.send_fds(self._control, [b"j"], [theirs.fileno(), listener.fileno(), 1, 2])
+                ours.sendall(json.dumps([dict(os.environ), str(Path.cwd()), module]).encode() + b"\n")  # noqa: TID251
+                _, handles, _, _ = socket.recv_fds(ours, 1, 1)
+            except ConnectionError:
+                handles = []
+            if not handles:
+                raise RuntimeError(f"the process that forks the ranks ended with status {self._process.wait()}")
+            try:
+                yield
+            finally:
+                signal.pidfd_send_signal(handles[0], signal.SIGKILL)
+                select.select(handles, [], [])  # until it has ended
+                os.close(handles[0])
+
+    def _end(self) -> None:
+        """At once: it may be importing torch yet."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_started: list[_Warmed] = []
+"""The last one that this process has started."""
+
+
+def _warmed_process() -> _Warmed:
+    if not _started or not _started[-1].runs:
+        _started[:] = [_Warmed()]
+    return _started[-1]
 
 
 def hear_forked(
@@ -317,25 +369,68 @@ def _load(module: str) -> ModuleType:
 
 
 def main(argv: list[str]) -> int:
-    """Imports a module, then serves the nodes that ask for their ranks until it is killed.
+    """Imports torch, then forks a process for each job until nobody can ask for one any more.
 
     Args:
-        argv: Process id of the parent, descriptor of the listening socket, module.
+        argv: Descriptor of the socket on which jobs come.
     """
-    parent, descriptor, module = argv
-    die_with_parent(int(parent))
+    gc.disable()
+    for lazy in LAZY:
+        importlib.import_module(lazy)
+    gc.freeze()  # ranks that collect do not walk, and so copy, all that was imported
+    gc.enable()
+    own = os.getpid()
+    with socket.socket(fileno=int(argv[0])) as control:
+        while True:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 4)
+            if not descriptors:
+                return 0
+            pid = os.fork()
+            if not pid:
+                control.close()
+                exit_as(partial(_serve_job, own, descriptors))
+            _give_handle(pid, descriptors)
+            with contextlib.suppress(ChildProcessError):  # there is none any more
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+
+def _give_handle(pid: int, descriptors: Sequence[int]) -> None:
+    """Gives who asked for a job the handle of its process; kills that one if nobody is there."""
+    handle = os.pidfd_open(pid)
+    with socket.socket(fileno=descriptors[0]) as asking:
+        try:
+            socket.send_fds(asking, [b"h"], [handle])
+        except OSError:  # it was interrupted
+            os.kill(pid, signal.SIGKILL)
+    for descriptor in (handle, *descriptors[1:]):
+        os.close(descriptor)
+
+
+def _serve_job(parent: int, descriptors: Sequence[int]) -> NoReturn:
+    """Imports the module of a job, then serves the nodes that ask for their ranks until it is killed.
+
+    Args:
+        parent: Process id of the warmed process.
+        descriptors: Of the socket on which the job comes, of the one on which its nodes connect, and its outputs.
+    """
+    die_with_parent(parent)
+    job, listening, *outputs = descriptors
+    with socket.socket(fileno=job) as asking, asking.makefile() as words:
+        _take(outputs)
+        environment, folder, module = json.loads(words.readline())
+    _become(environment)
+    os.chdir(folder)
     loaded, problem = None, ""
     gc.disable()
     try:
         loaded = _load(module)
-        for lazy in getattr(loaded, "LAZY", LAZY):
-            importlib.import_module(lazy)
     except Exception:  # noqa: BLE001 - every node prints it, as ranks print what goes wrong
         problem = traceback.format_exc()
-    gc.freeze()  # ranks that collect do not walk, and so copy, all that was imported
+    gc.freeze()
     gc.enable()
     own = os.getpid()
-    with socket.socket(fileno=int(descriptor)) as listener:
+    with socket.socket(fileno=listening) as listener:
         while True:
             asking, _ = listener.accept()
             if os.fork() == 0:
@@ -344,21 +439,30 @@ def main(argv: list[str]) -> int:
             asking.close()
 
 
+def _take(outputs: Sequence[int]) -> None:
+    """Makes descriptors that have come over a socket this process's stdout and stderr."""
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output, number)
+        os.close(output)
+
+
+def _become(environment: dict[str, str]) -> None:
+    """Sets, and does not read, the variables, as if this process had been started with them."""
+    os.environ.clear()  # noqa: TID251
+    os.environ.update(environment)  # noqa: TID251
+
+
 def _serve(asking: socket.socket, parent: int, loaded: ModuleType | None, problem: str) -> int:
     """Runs one node's ranks with the output and the environment of who asks, and tells it their status."""
     status = 1
     die_with_parent(parent)
     _, outputs, _, _ = socket.recv_fds(asking, 1, 2)
-    for number, output in enumerate(outputs, start=1):
-        os.dup2(output, number)
-        os.close(output)
+    _take(outputs)
     environment, folder, words = json.loads(asking.makefile().readline())
     if loaded is None:
         print(problem, file=sys.stderr)
     else:
-        # Set, not read: a rank finds the variables of its node, as if it had been started there.
-        os.environ.clear()  # noqa: TID251
-        os.environ.update(environment)  # noqa: TID251
+        _become(environment)
         status = _inside(asking, folder, loaded, words)
     asking.sendall(str(status).encode())
     return status

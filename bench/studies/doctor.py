@@ -323,10 +323,6 @@ def examine(fault: PlantedFault | None) -> DoctorRun:
     )
 
 
-LAZY = ()
-"""See `gradwire.bench.emulation.fork`: nothing is trained."""
-
-
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """One forked rank of the doctor; what it found is in its file, and no failure.
 

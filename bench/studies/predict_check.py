@@ -54,8 +54,6 @@ from gradwire.compressors.base import Layout
 from gradwire.topology.cluster import Cluster, Level
 
 TIMEOUT = timedelta(seconds=120)
-LAZY = ()
-"""See `gradwire.bench.emulation.fork`: nothing is trained."""
 
 CLUSTERS = {"2x2": [2] * 2, "4x2": [2] * 4, "4x4": [4] * 4}
 """Name -> ranks of each node."""

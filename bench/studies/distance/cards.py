@@ -28,9 +28,6 @@ from gradwire.comms.bootstrap.compat import Store, store_of
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 
-LAZY = ()
-"""See `gradwire.bench.emulation.fork`: nothing is trained."""
-
 ONE, ALL = "one card", "all cards"
 
 

@@ -32,9 +32,6 @@ from gradwire.comms.links.quick_probe import quick_probe
 from gradwire.topology.cluster import Link
 from gradwire.topology.fabric import TCP_ALPHA_SECONDS
 
-LAZY = ()
-"""See `gradwire.bench.emulation.fork`: nothing is trained."""
-
 TIMEOUT = timedelta(seconds=600)
 GLOO = "gloo"
 

@@ -27,9 +27,6 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.transport import torch_group
 
-LAZY = ()
-"""See `gradwire.bench.emulation.fork`: nothing is trained."""
-
 TIMEOUT = timedelta(seconds=60)
 CASES = {"2x1": [1, 1], "2x2": [2, 2], "4x2": [2] * 4}
 PAYLOAD_NBYTES = 2 << 20

@@ -2,6 +2,8 @@
 
 import json
 import os
+import select
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,6 @@ JOB = """
 import json, os, socket
 from pathlib import Path
 
-LAZY = ()
 Path(__file__).with_suffix(".group").write_text(str(os.getpgid(0)))
 
 def rank_main(place, arguments):
@@ -50,6 +51,41 @@ def test_a_rank_has_the_namespaces_the_variables_and_the_status_of_its_node(tmp_
     assert sum(nic.tx for nic in result.nic_bytes) > 0
 
 
+NOTES = """
+import json, os, sys
+from pathlib import Path
+earlier = "earlier" in os.environ or hasattr(sys, "earlier")
+own = [os.getppid(), os.environ["NOW"], earlier, "torch._dynamo" in sys.modules]
+Path(__file__).with_suffix(".json").write_text(json.dumps(own))
+os.environ["earlier"] = sys.earlier = "1"
+
+def rank_main(place, arguments):
+    return 0
+"""
+
+
+@pytest.mark.netns
+def test_jobs_share_what_has_imported_torch_and_nothing_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(NOTES)
+    warmed: list[int] = []
+    with EmulatedCluster([1]) as cluster:
+        for now in ("first", "second", "when the warmed process was killed"):
+            monkeypatch.setenv("NOW", now)
+            run_forked(cluster, str(job), [], nodes=[1], timeout_seconds=120).check()
+            pid, *found = json.loads(job.with_suffix(".json").read_text())
+            assert found == [now, False, True]
+            if warmed and warmed[0] == pid:
+                handle = os.pidfd_open(pid)
+                os.kill(pid, signal.SIGKILL)
+                select.select([handle], [], [])
+                os.close(handle)
+            warmed.append(pid)
+    assert warmed[0] == warmed[1] != warmed[2]
+
+
 @pytest.mark.netns
 def test_a_module_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
@@ -65,7 +101,7 @@ def test_ranks_end_when_their_time_is_up(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     left = tmp_path / "left"
     job.write_text(
-        "import time\nfrom pathlib import Path\nLAZY = ()\n"
+        "import time\nfrom pathlib import Path\n"
         f"def rank_main(place, arguments):\n    time.sleep(30)\n    Path({str(left)!r}).touch()\n    return 0\n"
     )
     with EmulatedCluster([1]) as cluster:

@@ -57,8 +57,7 @@ def test_without_root_ranks_are_forked_into_the_nodes(monkeypatch: pytest.Monkey
         pytest.skip(reason)
     module = tmp_path / "says.py"
     module.write_text(
-        "import socket\nLAZY = ()\ndef rank_main(place, arguments):\n"
-        "    print(place.rank, socket.gethostname())\n    return 0\n"
+        "import socket\ndef rank_main(place, arguments):\n    print(place.rank, socket.gethostname())\n    return 0\n"
     )
     with EmulatedCluster([1, 1]) as cluster:
         outcome = run_forked(cluster, str(module), [], nodes=[2, 2], timeout_seconds=60)

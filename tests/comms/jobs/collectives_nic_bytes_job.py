@@ -20,8 +20,6 @@ from gradwire.comms.backend.process_group import GradwireGroup, OwnOptions
 from gradwire.comms.bootstrap.compat import AllgatherOptions, PrefixStore
 from gradwire.comms.config import Config
 
-LAZY = ("gradwire.comms.backend.process_group",)
-
 
 def sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
