@@ -82,7 +82,6 @@ SLOW_FOLDERS = (
     "tests/comms/transport/test_cards.py",
     "tests/comms/transport/test_nccl_calls.py",
     "tests/comms/transport/test_shm_failure.py",
-    "tests/comms/watch/test_watch.py::test_what_is_no_setting",
     "tests/csrc",
     "tests/cli/test_gdr",
     "tests/cli/test_output.py::test_a_reader_that_leaves_early",

@@ -72,14 +72,22 @@ def test_topo_and_gdr_check_work(packages: Path) -> None:
     assert done.returncode == 0 and "PASS" in done.stdout.upper(), done
 
 
-@pytest.mark.parametrize(
-    "caller", ["compressors.kernels.native", "comms.transport.shm", "comms.watch.watch", "comms.outer.fragments"]
-)
-def test_the_compiled_part_that_is_missing_is_named(caller: str) -> None:
+CALLERS = ("compressors.kernels.native", "comms.transport.shm", "comms.watch.watch", "comms.outer.fragments")
+IMPORTED = """
+import importlib, sys, gradwire
+sys.modules["gradwire._native"] = None
+for caller in sys.argv[1:]:
+    try:
+        importlib.import_module(f"gradwire.{caller}")
+    except ImportError as error:
+        print(caller, error)
+"""
+
+
+def test_the_compiled_part_that_is_missing_is_named() -> None:
     """Where torch is there and the wheel is the pure one: training says what to install."""
-    program = (
-        "import sys, gradwire\nsys.modules['gradwire._native'] = None\n"
-        f"try:\n    import gradwire.{caller}\nexcept ImportError as error:\n    print(error)"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
-    assert "without its compiled part" in done.stdout and "--no-binary gradwire" in done.stdout, done
+    words = [sys.executable, "-P", "-c", IMPORTED, *CALLERS]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert tuple(line.split()[0] for line in done.stdout.splitlines()) == CALLERS, done
+    for said in done.stdout.splitlines():
+        assert "without its compiled part" in said and "--no-binary gradwire" in said, done

@@ -5,13 +5,14 @@ import sys
 
 import pytest
 
+from gradwire.comms.config import watch_options
+
 
 def started(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
@@ -22,11 +23,19 @@ def started(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_what_is_no_setting_is_one_line_and_torch_is_imported(variables: dict[str, str], words: str) -> None:
-    ended = started("import torch; print('done')", **variables)
+def test_what_is_no_setting_is_refused(variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        watch_options()
+
+
+@pytest.mark.slow
+def test_what_is_no_setting_is_one_line_and_torch_is_imported() -> None:
+    ended = started("import torch; print('done')", GRADWIRE_WATCH="1", GRADWIRE_WATCH_STALL_SECONDS="soon")
     assert (ended.returncode, ended.stdout) == (0, "done\n")
     (said,) = ended.stderr.splitlines()
-    assert said.startswith("nothing is watched: ") and words in said
+    assert said.startswith("nothing is watched: `GRADWIRE_WATCH_STALL_SECONDS` is 'soon'")
 
 
 @pytest.mark.slow
