@@ -185,7 +185,7 @@ class _Warmed:
                 os.close(handles[0])
 
     def _end(self) -> None:
-        """At once: it may be importing torch yet."""
+        """Kills it: it may be importing torch yet."""
         self._control.close()
         self._process.kill()
         self._process.wait()
