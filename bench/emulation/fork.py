@@ -180,8 +180,8 @@ class _Warmed:
             try:
                 yield
             finally:
-                signal.pidfd_send_signal(handles[0], signal.SIGKILL)
-                select.select(handles, [], [])  # until it has ended
+                with contextlib.suppress(ProcessLookupError):  # it ended with the warmed process
+                    signal.pidfd_send_signal(handles[0], signal.SIGKILL)
                 os.close(handles[0])
 
     def _end(self) -> None:
