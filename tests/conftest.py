@@ -7,6 +7,7 @@ needed: most of the suite's folders do without it.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -138,6 +139,10 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        for name, logger in logging.root.manager.loggerDict.items():
+            if name.startswith("torch.") and isinstance(logger, logging.Logger):
+                # else pytest hangs its handlers on each of 44 of torch's, six times a test: half of what a test costs
+                logger.propagate = True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
