@@ -4,6 +4,7 @@ State changes of a step take effect at its end, and only where every element of 
 ranks hold the same averaged gradient, so all of them decide alike without asking each other.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +22,9 @@ from gradwire.compressors.compiled import native
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule, rules_from
+
+SHORT = 24
+"""Characters of a value of a loaded state that are shown where ranks have loaded other ones."""
 
 IDLE = "exact "
 """Begins `Communicator.seats` where nothing is compressed."""
@@ -41,6 +45,7 @@ class Compression:
         loss_scale: Of the gradients; what the compressor holds back follows it.
         seats: How ranks share what is kept; see `Communicator.seats`.
         alike: Whether what payloads are decoded with lies as ranks sit now: not in a state that other seats have saved.
+        loaded: What of the state that was loaded last all ranks must have alike, by name: what they send goes by it.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Compression:
             self.compressor = make_routed(name, options, rules)
         self.flushing = False
         self.seats, self.alike = "", True
+        self.loaded: Mapping[str, str] = {"state": "not loaded"}
         self._rank = rank
         self._size = size
         self.loss_scale = LossScale(self.compressor.rescale)
@@ -199,6 +205,8 @@ class Compression:
         self._undecided = None
         transfers = torch.as_tensor(state[PREFIX + "transfers"])
         self._saved_transfers = transfers if transfers.numel() else None
+        facts = self.progress() | {"seats": seats, "transfers": str(transfers.tolist())}
+        self.loaded = {"state": "loaded"} | {f"state[{key!r}]": _shortly(str(value)) for key, value in facts.items()}
 
 
 def refuse_not_finite(state: Mapping[str, StateValue]) -> None:
@@ -218,6 +226,11 @@ def refuse_not_finite(state: Mapping[str, StateValue]) -> None:
                 f"`state` holds a NaN or an infinity in {name!r}: it was damaged, or saved by a training that had "
                 "failed already; load an earlier one"
             )
+
+
+def _shortly(text: str) -> str:
+    """A text, or of a long one its beginning and what tells it from others."""
+    return text if len(text) <= SHORT else f"{text[:SHORT]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 def _wait(bucket: Bucket) -> Tensor:

@@ -25,7 +25,14 @@ from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
-from gradwire.comms.step.features import choose_compressors, measure_links, tune, watch_steps, weigh_by_samples
+from gradwire.comms.step.features import (
+    choose_compressors,
+    compare_loaded,
+    measure_links,
+    tune,
+    watch_steps,
+    weigh_by_samples,
+)
 from gradwire.comms.step.listeners import Listeners
 from gradwire.comms.transport.groups import check_transport
 from gradwire.compressors.base import Compressor, StateDict
@@ -166,6 +173,18 @@ class AveragingSession:
             self.observer.follow(previous.observer)
         weakref.finalize(self, self.observer.close)
 
+    def compare_loaded(self) -> None:
+        """Has the ranks compare, as steps begin, what they have loaded."""
+        if self.compression is not None:
+            compare_loaded(self.listeners, self.communicator, self.compression, self._consensus)
+
+    def _consensus(self, name: str, timeout: timedelta) -> "Agreement":
+        from gradwire.comms.bootstrap.agree import Agreement  # here: fixed plans need no decisions
+
+        ranks = self.communicator
+        own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
+        return Agreement(own, ranks.rank, ranks.size, name, timeout, ended=ranks.ended)
+
     @property
     def last_sizes(self) -> Sequence[int]:
         """Bytes of what has travelled in the last step, in order."""
@@ -251,6 +270,7 @@ class GradientSession(AveragingSession):
         self.connect(threshold_nbytes or BUCKET_NBYTES)
         if self.compression is not None:
             choose_compressors(self.listeners, self.communicator, self.compression, consensus)
+        self.compare_loaded()
         self.scale, self.after = _factors(config, self.communicator)
         """Factors on every rank's gradients, and on their sum."""
         self.weights = weigh_by_samples(self.listeners, self.communicator, config)
@@ -311,13 +331,6 @@ class GradientSession(AveragingSession):
         self._fusion_plans = self._fusion_plans or self._consensus(f"fusion/{self._name}", FUSION_TIMEOUT)
         self._fusion_plans.same(asdict(plan))
         self.fusion.change(plan)
-
-    def _consensus(self, name: str, timeout: timedelta) -> "Agreement":
-        from gradwire.comms.bootstrap.agree import Agreement  # here: fixed plans need no decisions
-
-        ranks = self.communicator
-        own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
-        return Agreement(own, ranks.rank, ranks.size, name, timeout, ended=ranks.ended)
 
 
 class Refused:

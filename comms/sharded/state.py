@@ -162,6 +162,7 @@ class FsdpState(Face[AveragingSession]):
         self._connection = connection = AveragingSession(ranks, device, self.config, self._names.numels())
         connection.communicator.executor.checking = connection.compression is not None
         connection.connect(BUCKET_NBYTES)
+        connection.compare_loaded()
         connection.watch_steps()
 
     def _take_shards(self, shards: "ShardTraffic") -> None:

@@ -55,6 +55,18 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
         listeners.add(FIRST_STEPS, FirstSteps(communicator, consensus("first_steps", config.timeout)))
 
 
+def compare_loaded(
+    listeners: Listeners, communicator: Communicator, compression: "Compression", consensus: MakesAgreement
+) -> None:
+    """Has the ranks compare what they have loaded; where their number may change, those that join load nothing."""
+    if communicator.size > 1 and not communicator.config.elastic:
+        from gradwire.comms.step.loaded import LoadedAlike
+
+        listeners.add(
+            order.LOADED, LoadedAlike(compression, consensus("load_state_dict()", communicator.config.timeout))
+        )
+
+
 def choose_compressors(
     listeners: Listeners, communicator: Communicator, compression: "Compression", consensus: MakesAgreement
 ) -> None:

@@ -11,7 +11,8 @@ from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket
 from gradwire.compressors.base import Layout
 
-UNIT_RATES, FIRST_STEPS, CHOOSER, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER, SAMPLES = ORDER = (
+LOADED, UNIT_RATES, FIRST_STEPS, CHOOSER, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER, SAMPLES = ORDER = (
+    "loaded",
     "unit_rates",
     "first_steps",
     "chooser",
@@ -23,7 +24,8 @@ UNIT_RATES, FIRST_STEPS, CHOOSER, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER, S
 )
 """The order in which listeners hear of a step's begin, and of its end. Both come after the compressor's own.
 
-- `unit_rates` and `first_steps` come first at a begin: they change the links' rates, which all that follows plans by,
+- `loaded` comes first: ranks that go on from unlike states send each other unlike messages, whatever is sent.
+- `unit_rates` and `first_steps` come next at a begin: they change the links' rates, which all that follows plans by,
   and measure while nothing is in flight.
 - `chooser` comes before whatever starts collectives at an end: it reads what the compressor has just held back, and on
   a CPU nothing may be in flight then. What it measures at its begin it must have said before the first launch.

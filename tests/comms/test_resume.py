@@ -108,6 +108,13 @@ def check_resume(rank: int) -> dict[str, bool]:
         again.module.load_state_dict(saved["model"])
         restored.load_state_dict(saved["hook"])
         same[name] = train(again, rank, STEPS // 2, STEPS) == through
+    for others, wanted in ((None, "`state` is not loaded"), (restored.state_dict(), r"`state\['0\|step'\]` is 6")):
+        unlike, state = start(name)
+        own = saved["hook"] if rank == 0 else others
+        if own is not None:
+            state.load_state_dict(own)
+        with pytest.raises(ValueError, match=f"{wanted} on rank 1 and .* on rank 0; .* saved at one moment"):
+            train(unlike, rank, 0, 1)
     dist.destroy_process_group()
     return same
 

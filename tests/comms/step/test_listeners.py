@@ -8,6 +8,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.step.listeners import (
     CHOOSER,
     FIRST_STEPS,
+    LOADED,
     OBSERVER,
     ORDER,
     RESIDUAL_NOTES,
@@ -42,6 +43,7 @@ class Noting(StepListener):
 def test_the_order_is_declared_and_kept() -> None:
     """Several start collectives, so all ranks must call them alike; reasons stand at `ORDER`."""
     assert ORDER == (
+        LOADED,  # what is sent at all goes by what was loaded
         UNIT_RATES,  # measures links, with nothing in flight
         FIRST_STEPS,  # changes the rates that all that follows plans by
         CHOOSER,  # reads what has just been held back, before anything is in flight again
@@ -73,7 +75,7 @@ def test_who_is_not_asked_for_is_not_called() -> None:
 
 
 def test_a_listener_has_a_place_in_the_order() -> None:
-    with pytest.raises(ValueError, match=r"`name` is 'mine'; wanted one of unit_rates.*say there when it is called"):
+    with pytest.raises(ValueError, match=r"`name` is 'mine'; wanted one of loaded.*say there when it is called"):
         Listeners().add("mine", StepListener())
 
 
