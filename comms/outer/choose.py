@@ -149,6 +149,7 @@ class OuterChoice:
         self._given = dict(given)
         self._link = link
         self._cut = cut
+        self._before: tuple[OuterSettings, tuple[Fragment, ...]] | None = None
         self._ends: deque[float] = deque(maxlen=LOOK_STEPS + 1 - START_UP_STEPS)
 
     def step_ended(self) -> None:
@@ -197,7 +198,7 @@ class OuterChoice:
         said = self._exchange.averaging.agreement.gather(sorted(saved.items()))
         if isinstance(state, Exception):
             return state
-        if any(each != said[0] for each in said):
+        if any(each != said[0] for each in said) or len(saved) not in (0, len(CHOSEN)):
             return ValueError(
                 "`state` was saved with other settings on another rank, or before they were chosen there, or does not "
                 "fit there; wanted states of one moment: call synchronize() before state_dict()"
@@ -207,9 +208,18 @@ class OuterChoice:
                 "`state` was saved before settings were chosen, and here they are; wanted a new Outer for it"
             )
         if saved and not self.is_made:
-            self.reason = "as in the state that was loaded"
+            self._before = self._exchange.settings, self._exchange.fragments
             self._take_up(saved)
+            self.reason = "as in the state that was loaded"
         return state
+
+    def loaded(self, *, refused: bool) -> None:
+        """Gives up, where the state was refused, what `load` has taken up of it."""
+        if refused and self._before is not None:
+            self._exchange.settings, self._exchange.fragments = self._before
+            self._exchange.be_watched(self._session)
+            self.is_made, self.reason = False, ""
+        self._before = None
 
     @torch.no_grad()
     def _take_up(self, chosen: Mapping[str, int]) -> None:

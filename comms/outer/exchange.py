@@ -219,7 +219,7 @@ class OuterExchange:
             self.averaging.agreement.gather(json.dumps({"error": str(error)}))
             raise
         pending, held = saved.pending, saved.held
-        again = self._agree_on(saved.steps, saved.begun, pending)
+        again = self._agree_on(saved)
         self._halfway = True
         if again and pending is not None:
             held, pending.finite = held_before(state), None
@@ -243,7 +243,7 @@ class OuterExchange:
                 "load it again on all ranks"
             )
 
-    def _agree_on(self, steps: int, begun: int, pending: Pending | None) -> bool:
+    def _agree_on(self, saved: Saved) -> bool:
         """Returns if all ranks can load their states, and can go on from the same exchange.
 
         A rank that is ahead has the result of an exchange for which the others, in their states, have yet to compute.
@@ -255,11 +255,23 @@ class OuterExchange:
         Raises:
             ValueError: On all ranks.
         """
-        word = {"steps": steps, "begun": begun, "again": pending is not None and pending.sent is not None}
+        word = {
+            "steps": saved.steps,
+            "begun": saved.begun,
+            "again": saved.pending is not None and saved.pending.sent is not None,
+            "moment": [self.averaging.communicator.presences.start, saved.taken_up],  # of ranks with the same shards
+            "anchors": saved.digest(),
+        }
         found = [json.loads(each) for each in self.averaging.agreement.gather(json.dumps(word))]
         for rank, each in enumerate(found):
             if "error" in each:
                 raise ValueError(f"`state` of rank {rank} does not fit, so no rank has loaded its own: {each['error']}")
+            other = next(number for number, one in enumerate(found) if one["moment"] == each["moment"])
+            if each["anchors"] != found[other]["anchors"]:
+                raise ValueError(
+                    f"`state` of rank {rank} has other parameters at the last exchange than that of rank {other}: they "
+                    "are of other runs, or one was saved before synchronize(); wanted states of one run and moment"
+                )
         ahead, behind = (one(found, key=lambda each: int(each["begun"])) for one in (max, min))
         if ahead["begun"] == behind["begun"]:
             return False
@@ -273,7 +285,7 @@ class OuterExchange:
                 f"steps ({self.settings.delay_of(behind['steps'] + 1)} there): where ranks take such different numbers "
                 "of steps (a GradScaler skips some), call synchronize() before state_dict()"
             )
-        return begun == int(ahead["begun"])
+        return saved.begun == int(ahead["begun"])
 
     def _begin(self, delay: int) -> None:
         if self._session is not None and not self.averaging.alone:

@@ -584,11 +584,18 @@ class Outer(Face[AveragingSession]):
             found = {key.removeprefix(OUTER): value for key, value in own.items()}
         except Exception as error:  # noqa: BLE001 - raised where the others are told
             found = error
-        if self._choice is not None:
-            found = self._choice.load(found)
-            self.settings = self.exchange.settings
-        self.exchange.load_state_dict(found)
-        self.steps = self.exchange.steps
+        choice, refused = self._choice, False
+        if choice is not None:
+            found = choice.load(found)
+        try:
+            self.exchange.load_state_dict(found)
+        except ValueError:  # nothing was changed
+            refused = True
+            raise
+        finally:
+            if choice is not None:
+                choice.loaded(refused=refused)
+            self.settings, self.steps = self.exchange.settings, self.exchange.steps
 
     def close(self) -> None:
         """Ends the exchanges: the optimizer's steps drive nothing any more. `model` is for judging and saving then."""

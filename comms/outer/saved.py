@@ -1,5 +1,6 @@
 """What an exchange that is under way is, and what a state keeps of the exchanges: written, and read with all checks."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,18 @@ class Saved:
     pending: Pending | None
     held: StateDict
 
+    @property
+    def taken_up(self) -> int:
+        """Exchanges that have been taken up."""
+        return self.begun - (self.pending is not None)
+
+    def digest(self) -> str:
+        """The digest of anchors and momenta: one on all ranks with the same shards that have taken up as many."""
+        found = hashlib.sha256()
+        for flat in (each for pair in self.flats for each in pair if each is not None):
+            found.update(flat.cpu().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
 
 def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings) -> StateDict:
     """The state; what tensors hold is copied.
@@ -113,9 +126,9 @@ def read(state: StateDict, fragments: Sequence[Fragment], settings: OuterSetting
         ValueError: The state is of another model or other settings, or is damaged.
     """
     steps, begun = (state.get(key) for key in ("steps", "begun"))
-    if not (isinstance(steps, int) and isinstance(begun, int)):
-        raise ValueError(  # noqa: TRY004  # the state is damaged, whatever it holds there
-            "`state` lacks the counts of gradwire's Outer: wanted what Outer.state_dict() returned"
+    if not (isinstance(steps, int) and isinstance(begun, int) and steps >= 0 and begun >= 0):
+        raise ValueError(
+            f"`state` has {steps!r} for steps and {begun!r} for exchanges; wanted what Outer.state_dict() returned"
         )
     for name in FIXED:
         own, saved = getattr(settings, name), state.get(name, "none")

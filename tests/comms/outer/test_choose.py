@@ -159,6 +159,11 @@ def use(rank: int) -> dict[str, Any]:
     outer.close()
 
     model, optimizer, outer = start()
+    damaged = {key: tuple((name, -1 if "steps" in name else each) for name, each in saved[0][key]) for key in saved[0]}
+    provisionally = outer.settings
+    with pytest.raises(ValueError, match="has -1 for steps"):
+        outer.load_state_dict(damaged)
+    said["as before"] = outer.settings == provisionally and not outer.report().chosen
     stateful: list[Any] = [outer, model, optimizer]
     for each, state in zip(stateful, saved, strict=True):
         each.load_state_dict(state)
@@ -229,6 +234,6 @@ def test_ranks_choose_alike_and_go_on_from_a_saved_state(processes: Processes) -
     chosen = OuterSettings(**dict(zip(CHOSEN, one["chosen"], strict=True)))
     assert f"{in_words(chosen)}: a step takes " in " ".join(one["report"].split())
     for said in (one, other):
-        assert said["restored"] and said["resumed"]
+        assert said["as before"] and said["restored"] and said["resumed"]
         assert said["given"][:2] == (40, None)
         assert said["nothing seen"] == ""

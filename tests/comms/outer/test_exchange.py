@@ -539,6 +539,12 @@ def test_a_state_that_does_not_fit_changes_nothing_on_any_rank() -> None:
             ({other: short}, "rank 1"),
             ({"pending|new": 1}, "damaged"),
             ({anchor: torch.full_like(torch.as_tensor(state[anchor]), torch.nan)}, "a NaN or an infinity in 'anchor|"),
+            (
+                {anchor: torch.as_tensor(state[anchor]) + 1},
+                "rank 1 has other parameters at the last exchange",
+            ),
+            ({"steps": -3}, "-3 for steps"),
+            ({"begun": -1}, "-1 for exchanges"),
             ({"warmup_steps": 0}, "`warmup_steps` is 2, and `state` was saved with 0"),
             ({"warmup_every": 1}, "`warmup_every` is 2, and `state` was saved with 1"),
             ({"fragments": 3}, "`fragments` is 2, and `state` was saved with 3"),
