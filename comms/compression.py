@@ -7,13 +7,14 @@ ranks hold the same averaged gradient, so all of them decide alike without askin
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from types import UnionType
 
 import torch
 from torch import Tensor
 
-from gradwire.comms.checkpoint import PREFIX
+from gradwire.comms.checkpoint import INSTEAD, PREFIX
 from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
-from gradwire.comms.resume import to_rows
+from gradwire.comms.resume import COLUMNS, to_rows
 from gradwire.comms.run.launches import Bucket
 from gradwire.comms.streams import LateFlag
 from gradwire.compressors.adaptive import AUTO, Adaptive
@@ -22,6 +23,9 @@ from gradwire.compressors.compiled import native
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule, rules_from
+
+KINDS: Mapping[str, type | UnionType] = {"dirty": int, "loss_scale": int | float, "transfers": Tensor}
+"""Entries that every state has, by their names behind `PREFIX`."""
 
 SHORT = 24
 """Characters of a value of a loaded state that are shown where ranks have loaded other ones."""
@@ -189,8 +193,15 @@ class Compression:
         Raises:
             ValueError: The state is of another model or compressor, or is damaged; nothing was changed.
         """
-        if any(PREFIX + key not in state for key in ("dirty", "loss_scale", "transfers")):
-            raise ValueError("`state` lacks entries of gradwire's hook: it is damaged")
+        for key, kind in KINDS.items():
+            if not isinstance(found := state.get(PREFIX + key), kind):
+                raise ValueError(  # noqa: TRY004 - the content of a file is a value, whatever its type
+                    f"`state[{PREFIX + key!r}]` is {found!r}, which none has that was saved: it is damaged; {INSTEAD}"
+                )
+        transfers = state[PREFIX + "transfers"]
+        assert isinstance(transfers, Tensor)
+        if transfers.dim() != 2 or transfers.shape[1] != COLUMNS or transfers.dtype != torch.int64:
+            raise ValueError(f"`state[{PREFIX + 'transfers'!r}]` holds no transfers: it is damaged; {INSTEAD}")
         refuse_odd_scale(float(state[PREFIX + "loss_scale"]))
         refuse_not_finite(state)
         seats = str(state.get(PREFIX + "seats", self.seats))
@@ -200,10 +211,12 @@ class Compression:
                 f"nothing is compressed ({self.seats}), as all ranks are on one node. Resume on several nodes, or with "
                 'plan="flat", or call state.flush() and train one more step before saving (of Outer: synchronize())'
             )
-        self.take_progress(state)
+        try:
+            self.take_progress(state)
+        except (TypeError, KeyError, OverflowError, AttributeError) as error:
+            raise ValueError(f"`state` is damaged in what the compressor saved: {error}; {INSTEAD}") from error
         self.alike = seats == self.seats
         self._undecided = None
-        transfers = torch.as_tensor(state[PREFIX + "transfers"])
         self._saved_transfers = transfers if transfers.numel() else None
         facts = self.progress() | {"seats": seats, "transfers": str(transfers.tolist())}
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": _shortly(str(value)) for key, value in facts.items()}

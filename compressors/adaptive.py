@@ -517,12 +517,14 @@ class Adaptive(Routed):
         strangers = {*chosen, *(piece.name for piece in pieces)} - self._numels.keys() if self._numels else set()
         if strangers:
             raise ValueError(f"`state` is of parameter {min(strangers)!r}, which the model does not have")
+        choice = {name: texts.index(text) for name, text in chosen.items()}
+        step, next_plan = int(own["step"]), int(own["next_plan"])
+        wide, undecided = (set(names) for names in json.loads(str(own["wide"])))
+        notes = dict(json.loads(str(own["notes"])))
         super().load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
-        self._choice = {name: texts.index(text) for name, text in chosen.items()}
+        self._choice, self.step, self.next_plan, self.notes = choice, step, next_plan, notes
+        self._wide, self._wide_undecided = wide, undecided
         self._known.clear()
-        self.step, self.next_plan = int(own["step"]), int(own["next_plan"])
-        self._wide, self._wide_undecided = (set(names) for names in json.loads(str(own["wide"])))
-        self.notes = json.loads(str(own["notes"]))
         self._leftover.replace(pieces)
         self._measured.clear()
 

@@ -262,7 +262,7 @@ class Routed(Planned):
         try:
             for compressor, part in zip(compressors, parts, strict=True):
                 compressor.load_state_dict(part)
-        except ValueError:
+        except Exception:  # whatever a file may hold
             for compressor, old in zip(compressors, before, strict=True):
                 compressor.load_state_dict(old)
             raise

@@ -307,8 +307,6 @@ class FragmentAveraging:
             try:
                 for each in states:
                     self.compression.load_state_dict(each)
-            except TypeError as error:
-                raise ValueError(f"`state` is damaged in what the compressor saved: {error}") from error
             finally:
                 self.compression.load_state_dict(present)
         self.communicator.rejoin()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -291,3 +291,25 @@ def test_a_state_that_is_not_finite_is_refused_in_words(name: str, odd: float) -
     with pytest.raises(ValueError, match=f"`state` has a loss scale of {odd}"):
         other.load_state_dict({**saved, "gradwire/loss_scale": odd})
     other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "odd"),
+    [
+        ("int8", "gradwire/loss_scale", None),
+        ("int8", "gradwire/transfers", "x"),
+        ("int8", "gradwire/transfers", torch.zeros(3)),
+        ("int8", "0|step", None),
+        ("auto", "auto/step", None),
+        ("auto", "auto/wide", "3"),
+    ],
+)
+def test_what_no_state_has_is_refused_in_words_and_changes_nothing(name: str, key: str, odd: Any) -> None:
+    one = Compression(name, {}, (), 0, 2, budget="int8" if name == "auto" else None)
+    before = one.state_dict()
+    other = {each: 7 if each.endswith("step") else value for each, value in before.items()}
+    with pytest.raises(ValueError, match=r"`state.*(damaged|wanted)"):
+        one.load_state_dict({**other, key: odd})
+    assert str(one.state_dict()) == str(before)
+    one.load_state_dict(other)
+    assert str(one.state_dict()) == str(other)
