@@ -62,9 +62,8 @@ def compare_loaded(
     if communicator.size > 1 and not communicator.config.elastic:
         from gradwire.comms.step.loaded import LoadedAlike
 
-        listeners.add(
-            order.LOADED, LoadedAlike(compression, consensus("load_state_dict()", communicator.config.timeout))
-        )
+        different = consensus("load_state_dict()", communicator.config.timeout)
+        listeners.add(order.LOADED, LoadedAlike(communicator, compression, different))
 
 
 def choose_compressors(
