@@ -10,7 +10,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -195,15 +195,23 @@ def write_json(target: Path | None, record: object) -> None:
 
     Args:
         target: What `--json` gave; None writes nothing.
-        record: Of what JSON knows.
+        record: Of what JSON knows; a NaN or an infinity, which it does not know, becomes null.
 
     Raises:
         RuntimeError: The file cannot be written, although it could when the command began: a disk is full.
     """
-    text = json.dumps(record, indent=2) + "\n"
+    text = json.dumps(_finite(record), indent=2) + "\n"
     if target == STDOUT:
         with reader_may_leave():
             sys.stdout.write(text)
     elif target is not None:
         with writing("--json", target):
             target.write_text(text)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

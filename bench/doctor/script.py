@@ -67,7 +67,8 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
     """
     lines = record.read_text().splitlines() if record.exists() else []
     rows = [line.split() for line in lines]
-    moments = [float(row[1]) for row in rows][WARM_UP_STEPS if len(rows) > WARM_UP_STEPS + 1 else 0 :]
+    warm = len(rows) > WARM_UP_STEPS + 1
+    moments = [float(row[1]) for row in rows][WARM_UP_STEPS if warm else 0 :]
     steps = [after - before for before, after in itertools.pairwise(moments)]
     error = None
     last = said[-1] if said else "it printed nothing"
@@ -80,7 +81,7 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
     elif status and not late:
         error = f"the script failed with status {status} after {len(rows)} optimizer steps; it said last: {last}"
     beside = Path(f"{record}{SPLIT}")
-    split = json.loads(beside.read_text()) if beside.exists() else {}
+    split = json.loads(beside.read_text()) if warm and beside.exists() else {}  # of the same steps
     return ScriptRun(
         activity=split.get("activity", {}),
         lines=split.get("lines", {}),

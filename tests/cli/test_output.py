@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from gradwire.bench.compare.report import ContenderResult, table
 from gradwire.bench.nccl_tests.checks import CodingLoss
 from gradwire.bench.nccl_tests.command import loss_table
 from gradwire.bench.pipe import OUTPUT_LOST
+from gradwire.bench.terminal import STDOUT, write_json
 from gradwire.topology.presets import dgx_h100
 from gradwire.topology.show import json_form
 
@@ -82,6 +84,14 @@ def printed_lines(what: object) -> list[str]:
     with console.capture() as capture:
         console.print(what)
     return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_what_is_not_finite_is_no_number_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the gradient error of a codec of one's own may be: jq, browsers and databases refuse a NaN."""
+    result = ContenderResult("mine", 0.1, error=float("nan"), speed_up=0.5, speed_up_range=(0.4, float("inf")))
+    write_json(STDOUT, {"results": [asdict(result)]})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["results"][0]["error"] is None and found["results"][0]["speed_up_range"] == [0.4, None]
 
 
 def test_the_tables_of_long_measurements_do_not_wrap() -> None:

@@ -1,6 +1,7 @@
 """Laws of the doctor's checks on drawn jobs: nothing is found on a healthy one, and one fault is named first."""
 
 import ast
+import json
 import random
 import re
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from gradwire.bench.doctor.facts import (
     NetworkInterface,
     UnreachedPair,
 )
+from gradwire.bench.doctor.script import judge
 from support.doctor import everywhere, healthy, interface, on_node, slowed
 
 SEEDS = range(20)
@@ -563,3 +565,13 @@ def test_loss_that_would_have_held_a_connection_back_is_none_where_it_did_not(
         for pair in facts.pairs
     )
     assert ("packet_loss" in {each.key for each in diagnose(replace(facts, pairs=pairs))}) == found
+
+
+@pytest.mark.parametrize(("steps", "split"), [(4, False), (5, True)])
+def test_a_script_that_ends_early_has_no_split_of_other_steps(steps: int, split: bool, tmp_path: Path) -> None:
+    """Law: where a step's time goes is said of the steps that its length is of."""
+    record = tmp_path / "steps"
+    record.write_text("".join(f"100 {number}\n" for number in range(steps)))
+    Path(f"{record}.split").write_text(json.dumps({"activity": {"backward": 40.0}}))
+    found = judge(record, 0, False, [])
+    assert (found.step_seconds, bool(found.activity)) == (1.0, split)
