@@ -20,8 +20,9 @@ REMEDY = "load on all ranks, before the same step, what they have saved at one m
 class LoadedAlike(StepListener):
     """Has all ranks compare what they have loaded: in the first step, and in the first one after a load.
 
-    In the first step all of them take part, and it costs one small message. Later those alone that have loaded: through
-    the store, where one that has not is waited for and named, and nothing of theirs meets its gradients.
+    In the first step all of them take part: by one small message, or on CUDA, where the host waits for no device,
+    through the store. Later those alone take part that have loaded: through the store, where one that has not is waited
+    for and named, and nothing of theirs meets its gradients.
 
     Args:
         communicator: Of the ranks.
@@ -45,7 +46,8 @@ class LoadedAlike(StepListener):
         loaded = self._compression.loaded
         if loaded is self._compared:
             return
-        if self._compared is not None or self._differs(loaded):
+        in_store = self._compared is not None or self._communicator.device.type == "cuda"
+        if in_store or self._differs(loaded):
             self._consensus.compare(loaded, REMEDY)
         self._compared = loaded
 
