@@ -6,7 +6,7 @@ ranks hold the same averaged gradient, so all of them decide alike without askin
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import UnionType
 
 import torch
@@ -48,6 +48,8 @@ class Compression:
     Attributes:
         loss_scale: Of the gradients; what the compressor holds back follows it.
         seats: How ranks share what is kept; see `Communicator.seats`.
+        left_alone: Parameters whose averages DDP does not take in the step that is about to end, the same on all ranks:
+            what is held back of them is still to be sent.
         alike: Whether what payloads are decoded with lies as ranks sit now: not in a state that other seats have saved.
         loaded: What of the state that was loaded last all ranks must have alike, by name: what they send goes by it.
     """
@@ -67,6 +69,7 @@ class Compression:
         else:
             self.compressor = make_routed(name, options, rules)
         self.flushing = False
+        self.left_alone: Collection[str] = ()
         self.seats, self.alike = "", True
         self.loaded: Mapping[str, str] = {"state": "not loaded"}
         self._rank = rank
@@ -154,7 +157,8 @@ class Compression:
         self.flushing = False
 
     def _end_step(self, finite: bool | Tensor, transfers: Sequence[Layout]) -> None:
-        planned(self.compressor).travelled(transfers, finite)
+        planned(self.compressor).travelled(transfers, finite, self.left_alone)
+        self.left_alone = ()
         self.compressor.end_step(finite)
 
     def settle(self) -> None:

@@ -296,6 +296,8 @@ class HookState(Face[GradientSession]):
         if connection.communicator.compressor is not None or self._elastic is not None:
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
+            if self._used_map is not None:
+                self._used_map.bucket_came(bucket.parameters(), flat)
         index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
             contents[index] = flat.numel(), self.names.known(bucket.parameters())
@@ -364,10 +366,11 @@ class HookState(Face[GradientSession]):
             else:
                 self._connection = GradientSession(SessionRanks.of(group, "hook"), device, self.config, self.names)
             assert self._connection is not None
-            if device.type == "cuda":
-                from gradwire.comms.step.used_map import UsedMap  # here: on a CPU nothing waits for room
+            if device.type == "cuda" or self.config.compressor is not None:
+                from gradwire.comms.step.used_map import UsedMap  # here: exact gradients on a CPU need none of it
 
                 self._used_map = UsedMap(model)
+            if device.type == "cuda":
                 _on_cuda.add(self)
                 _register()
             if self._pending is not None:
@@ -445,8 +448,16 @@ class HookState(Face[GradientSession]):
         """Called by autograd."""
         if not self._life.backward_ended():
             return
-        behind_map = self._used_map is not None and self._used_map.ends_backward
-        if not (behind_map and queue_end_of_backward(self._end_step)):  # DDP has queued its own call by now
+        used_map = self._used_map
+        behind_map = used_map is not None and used_map.ends_backward
+
+        def ddp_ended() -> None:  # it has taken the averages by now, or left them alone
+            assert used_map is not None
+            if (compression := self._connected("backward()").compression) is not None:
+                compression.left_alone = self.names.known(used_map.left_alone())
+            self._end_step()
+
+        if not (behind_map and queue_end_of_backward(ddp_ended)):  # DDP has queued its own call by now
             self._end_step()
 
     def _launch_resumed(self, connection: GradientSession) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast, runtime_checkable
 
@@ -422,9 +422,11 @@ class Adaptive(Routed):
                 sums.update(compressor.held_squares(own))
         return {name: float(value) for name, value in sums.items()}
 
-    def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor) -> None:
-        """See `Planned.travelled`: what was held back of these parameters has gone."""
-        names = {item.name for layout in transfers for item in layout.slices}
+    def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
+        """See `Planned.travelled`: what was held back of the others has gone."""
+        super().travelled(transfers, finite, left_alone)
+        self._leftover.pass_over(left_alone)
+        names = {item.name for layout in transfers for item in layout.slices}.difference(left_alone)
         self._wide -= self._wide_undecided
         self._wide_undecided = self._wide & names if isinstance(finite, Tensor) else set()
         if not isinstance(finite, Tensor) and finite:

@@ -326,13 +326,14 @@ class Planned:
         """The squared norm of what this rank holds back of the gradients; the host waits for it, nothing is changed."""
         return 0.0
 
-    def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor) -> None:
+    def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
         """Is called before `end_step`, with what has travelled in the step; on all ranks alike.
 
         Args:
             transfers: All ranks' layouts, not this one's alone.
             finite: As for `end_step`. Where the device says it, it counts from the end of the next step on, for those
                 that have then not been taken back.
+            left_alone: Parameters whose averages nobody takes: what is stored of them stays, whatever was staged.
         """
 
     def replanned(self) -> None:

@@ -1,7 +1,7 @@
 """What compressors that parameters had before have held back, until it is added to a gradient that arrives."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -66,6 +66,11 @@ class Leftover:
                     staged.zero_()
                 with self._adding:
                     self._added.add(item.name)
+
+    def pass_over(self, names: Collection[str]) -> None:
+        """Keeps what was added to the gradients of some parameters, which nobody takes (`Planned.travelled`)."""
+        self.store.pass_over(names)
+        self._added.difference_update(names)
 
     def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`."""

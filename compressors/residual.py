@@ -11,7 +11,7 @@ of them when the step has ended, so that everything older is ahead of the curren
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,6 +140,14 @@ class ElementStore:
         """Discards what was staged: the stored values stay as they are."""
         for shard in self._shards.values():
             shard.staged = False
+
+    def pass_over(self, names: Collection[str]) -> None:
+        """Has what was staged of some parameters be what is stored of them."""
+        for layout, shard in self._shards.items():
+            if shard.staged and shard.spare is not None:
+                for item in layout.slices:
+                    if item.name in names:
+                        shard.spare[item.start : item.stop] = shard.value[item.start : item.stop]
 
     def has(self, layout: Layout) -> bool:
         """Whether `layout` is one of the shards, so that reading it takes nothing apart."""

@@ -1,6 +1,6 @@
 """Several compressors side by side: the rules say which one compresses a parameter."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from gradwire.compressors.base import (
     check_factor,
     check_finite,
     check_gradient,
+    planned,
 )
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.residual import ElementStore
@@ -169,6 +170,11 @@ class Routed(Planned):
     def report_lines(self) -> list[str]:
         """What the compressors say of themselves in reports, a line each."""
         return [note for each in self._compressors() if isinstance(each, Stateful) and (note := each.note())]
+
+    def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
+        """See `Planned.travelled`."""
+        for each in self._compressors():
+            planned(each).travelled(transfers, finite, left_alone)
 
     def replanned(self) -> None:
         """See `Stateful.replanned`."""

@@ -1,6 +1,6 @@
 """What every compressor with state shares: staging and commit, saving, loading, migration, rescaling."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,12 @@ class Stateful(Planned):
             else:
                 store.drop()
         self.step += 1 if isinstance(finite, Tensor) else int(finite)
+
+    def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
+        """See `Planned.travelled`."""
+        if left_alone:
+            for store in self.fields.values():
+                store.pass_over(left_alone)
 
     def retract_step(self) -> None:
         """See `Compressor.retract_step`."""

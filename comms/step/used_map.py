@@ -7,13 +7,17 @@ gradwire issues for itself at the end of a step comes behind that call. With `st
 first step's first bucket, and nothing waits. A state that has never seen its DDP model does not know of it: there
 NCCL has to keep the order.
 
+By that map DDP leaves the gradient of a parameter alone that no rank has used: its average, and with it what a
+compressor has sent of what it held back, goes to nobody.
+
 Source: torch/csrc/distributed/c10d/reducer.cpp, `all_reduce_local_used_map` and who calls it (torch 2.13 to 2.15).
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -34,7 +38,25 @@ class UsedMap:
     def __init__(self, model: nn.Module | None) -> None:
         known = model if isinstance(model, DistributedDataParallel) else None
         self._in_first_step = known is not None and known.static_graph
+        self._handed_over: list[tuple[Tensor, int, int, int]] = []
+        """A step's parameters, where their bucket lies, and the state of their gradients then."""
         self._in_every_step = known is not None and known.find_unused_parameters and not known.static_graph
+
+    def bucket_came(self, parameters: Sequence[Tensor], flat: Tensor) -> None:
+        """DDP has handed over a bucket, whose average takes the place of `flat`."""
+        if self._in_every_step:
+            memory = flat.untyped_storage().data_ptr()
+            self._handed_over += [(parameter, memory, *_written(parameter)) for parameter in parameters]
+
+    def left_alone(self) -> list[Tensor]:
+        """The parameters whose averages DDP has not taken, now that it has ended a backward pass; once a step."""
+        handed_over, self._handed_over = self._handed_over, []
+        return [
+            parameter
+            for parameter, memory, *before in handed_over
+            if before == [*_written(parameter)]
+            and (parameter.grad is None or parameter.grad.untyped_storage().data_ptr() != memory)
+        ]
 
     @property
     def ends_backward(self) -> bool:
@@ -45,13 +67,20 @@ class UsedMap:
         """A step's first bucket has come, and nothing is issued yet; the host waits for the sum in the first one.
 
         Args:
-            device: Of the bucket, a CUDA device.
+            device: Of the bucket.
             step: Steps before this one.
         """
-        if step == 0 and self._in_first_step:
+        self._handed_over.clear()
+        if step == 0 and self._in_first_step and device.type == "cuda":
             torch.cuda.synchronize(device)
 
     def last_is_issued(self, communicator: Issues) -> None:
         """The collectives of a step's last bucket are issued: DDP's stream goes on behind all of them."""
         if self._in_every_step:
             communicator.rejoin()
+
+
+def _written(parameter: Tensor) -> tuple[int, int]:
+    """What changes when a parameter's gradient is written or replaced."""
+    gradient = parameter.grad
+    return (0, 0) if gradient is None else (gradient.data_ptr(), gradient._version)

@@ -74,3 +74,64 @@ def test_a_step_is_one_backward_pass(processes: Processes) -> None:
             assert counted == STEPS, name
             tolerance = 0.02 if "loaded" in name else 1e-12
             torch.testing.assert_close(gradients, plain, rtol=tolerance, atol=tolerance, msg=name)
+
+
+class Branches(nn.Module):
+    """Two layers that take turns, as experts or heads do, and one that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, inputs: Tensor, used: tuple[int, ...]) -> Tensor:
+        return torch.stack([self.branches[index](inputs) for index in used]).sum(dim=0)
+
+
+LOSSY: dict[str, dict[str, Any]] = {
+    "int4": {},
+    "dgc": {"density": 0.05, "momentum": 0.0, "warmup_steps": 0},
+    "powersgd": {"rank": 1, "warmup_steps": 0},
+    "auto:0.5": {"first_plan": 2, "plan_every": 2},
+}
+
+
+def sums_of_branches(rank: int, compressor: str | None, set_to_none: bool, view: bool) -> list[Tensor]:
+    """What the gradients of all steps add up to."""
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True, gradient_as_bucket_view=view)
+    options: dict[str, Any] = {"compressor": compressor}
+    if compressor:
+        options["compressor_options"] = LOSSY[compressor]
+    state = gradwire.HookState(model, plan="hierarchical", **options)
+    model.register_comm_hook(state, gradwire.comm_hook)
+    generator = torch.Generator().manual_seed(rank)
+    sums = [torch.zeros(64, 64) for _ in range(3)]
+    for step in range(8):
+        if compressor and step > 5:
+            state.flush()
+        model.zero_grad(set_to_none=set_to_none)
+        used = (0, 1) if step == 7 else (step % 2,)
+        model(torch.randn(4, 64, generator=generator), used).square().mean().backward()
+        for total, branch in zip(sums, model.module.branches, strict=True):
+            if branch.weight.grad is not None:
+                total += branch.weight.grad
+    state.close()
+    return sums
+
+
+def every_kind(rank: int) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    dist.init_process_group("gloo")
+    found = []
+    for set_to_none, view in ((True, False), (True, True), (False, False)):
+        plain = sums_of_branches(rank, None, set_to_none, view)
+        found += [(name, plain, sums_of_branches(rank, name, set_to_none, view)) for name in LOSSY]
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_what_is_held_back_of_a_parameter_waits_until_a_rank_uses_it(processes: Processes) -> None:
+    """DDP takes no average of a parameter that no rank has used: what was sent of it then would be lost."""
+    for results in processes(2, every_kind, nodes=["one", "two"]):
+        for name, plain, sums in results:
+            torch.testing.assert_close(sums, plain, rtol=1e-4, atol=1e-6, msg=name)
