@@ -366,8 +366,9 @@ class HookState(Face[GradientSession]):
             else:
                 self._connection = GradientSession(SessionRanks.of(group, "hook"), device, self.config, self.names)
             assert self._connection is not None
-            if device.type == "cuda" or self.config.compressor is not None:
-                from gradwire.comms.step.used_map import UsedMap  # here: exact gradients on a CPU need none of it
+            leaves_alone = self.config.compressor is not None and getattr(model, "find_unused_parameters", False)
+            if device.type == "cuda" or leaves_alone:
+                from gradwire.comms.step.used_map import UsedMap  # here: most models on a CPU need none of it
 
                 self._used_map = UsedMap(model)
             if device.type == "cuda":
