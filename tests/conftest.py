@@ -141,7 +141,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         for name, logger in logging.root.manager.loggerDict.items():
             if name.startswith("torch.") and isinstance(logger, logging.Logger):
-                # else pytest hangs its handlers on each of 44 of torch's, six times a test: half of what a test costs
+                # else pytest hangs its handlers on 44 of torch, six times a test: half of what an empty test costs
                 logger.propagate = True
 
 

@@ -124,6 +124,10 @@ def run_forked(
         timeout_seconds: Longest time for the whole job.
         grace_seconds: How long the other nodes may go on after a rank has failed.
         on_line: Called with (node, line) for every line printed.
+
+    Raises:
+        ValueError: `cluster` has other nodes.
+        RuntimeError: The process that forks the ranks could not start, or was ended; what it said stands on stderr.
     """
     if list(cluster.nodes) != [1] * len(nodes):
         raise ValueError(f"`cluster` has {list(cluster.nodes)} ranks on its nodes; wanted one on each of {len(nodes)}")
