@@ -4,8 +4,8 @@ A wheel for every machine has none, and a checkout may have one of other sources
 """
 
 try:
-    from gradwire import _native as native
-except ImportError as error:
+    import gradwire._native as native
+except ModuleNotFoundError as error:  # one that is there and cannot be loaded says why, as without memory for it
     raise ImportError(
         "gradwire was installed without its compiled part, which training needs (the wheel py3-none-any is for "
         "`gradwire doctor`, `topo` and `gdr-check` alone): install the wheel of this machine, or, with a C++ compiler, "

@@ -38,8 +38,9 @@ from gradwire.comms.config import Config
 
 NODES = "aabb"
 TIMEOUT = timedelta(seconds=5)
-GRACE_SECONDS = 10.0
-"""For a busy machine, and for survivors to ask each other: after the time-out and this, a rank counts as hanging."""
+GRACE_SECONDS = 25.0
+"""For a busy machine, and for survivors to wait for the word of one that is stuck (`PATIENCE` of comms/bootstrap/
+failure.py): after the time-out and this, a rank counts as hanging."""
 
 ALL_REDUCES = 3
 NUMEL = 1 << 16
@@ -69,6 +70,7 @@ class Round:
 
     Attributes:
         victim: The rank.
+        how: `kill` or `memory`.
         after_seconds: From the beginning of the start to its end.
         ended: Whether it has ended before the others were through.
         survivors: What became of the others; one that hangs is missing.
@@ -78,6 +80,7 @@ class Round:
     """
 
     victim: int
+    how: str
     after_seconds: float
     ended: bool
     survivors: list[RankEnd]
@@ -92,8 +95,9 @@ class Round:
 
     @property
     def naming(self) -> int:
-        """Survivors whose error names the rank that has ended."""
-        words = re.compile(rf"\brank (?:\d+, )*{self.victim}\b(?! (?:of \d+ )?(?:could|cannot|saw))")
+        """Survivors whose error names the rank that has ended: as lost, or, for want of memory, with its own words."""
+        spoke = "(?! (?:of \\d+ )?(?:could|cannot|saw))" if self.how == "kill" else ""
+        words = re.compile(rf"\brank (?:\d+, )*{self.victim}\b{spoke}")
         return sum(bool(words.search(each.error)) for each in self.survivors)
 
 
@@ -174,7 +178,7 @@ def one_round(victim: int, after_seconds: float, how: str = "kill") -> Round:
     crashed = {rank: code for rank, code in codes.items() if code is not None and rank not in said}
     left = _left_since(before)
     traces = {rank: trace for rank, trace in traces.items() if rank not in said}
-    return Round(victim, after_seconds, ended, survivors, left, crashed, traces)
+    return Round(victim, how, after_seconds, ended, survivors, left, crashed, traces)
 
 
 def _segments() -> set[str]:

@@ -1,7 +1,9 @@
 """When a rank is lost: every survivor says which rank is missing and in which phase, within seconds.
 
 A dead rank cannot speak, so the survivors do: each one that sees a collective fail publishes that it is alive and what
-it saw, waits a moment for the others to do the same, and names those that said nothing.
+it saw, waits a moment for the others to do the same, and names those that said nothing. Where all have spoken, nobody
+is missing: one of them has failed by itself, for want of memory perhaps, and each repeats what those saw whom no other
+one had told.
 
 What notices a loss, everywhere in gradwire, and how it is told, is in `losses`.
 """
@@ -12,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +22,7 @@ from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, REFUSED, SILENT, WITNESSES, Directory, Door, Place
 from gradwire.comms.bootstrap.kernel import own_kernel
-from gradwire.comms.bootstrap.losses import FAILED, OVERDUE, Loss, Losses
+from gradwire.comms.bootstrap.losses import FAILED, LONGEST_REASON, OVERDUE, Loss, Losses
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
@@ -51,6 +53,9 @@ LOOK_SECONDS = 1.0
 LOOKS_PER_SECOND = 2048
 """Most looks a second of all ranks of a group together: one server answers them, on one thread. Each rank of torch's
 own NCCL group asks it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
+
+MOST_SEEN = 4
+"""Ranks whose words are repeated where nobody is missing, at most."""
 
 NAP_SECONDS = 0.05
 """Seconds between the first two looks at the board; each later one comes twice as late, up to `look_seconds`."""
@@ -148,6 +153,27 @@ class _StoreAlarm:
         self._store.compare_set("alarm", "", loss.packed(self._rank).decode())
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What the collector of all words has found.
+
+    Attributes:
+        missing: Ranks that are gone.
+        seen: Where none is: by rank, what those saw whom no other one had told. A few of them.
+    """
+
+    missing: set[int]
+    seen: dict[int, str]
+
+    @classmethod
+    def unpacked(cls, said: bytes) -> "_Verdict":
+        missing, seen = json.loads(said)
+        return cls(set(missing), {int(rank): str(text) for rank, text in seen.items()})
+
+    def packed(self) -> str:
+        return json.dumps([sorted(self.missing), self.seen])
+
+
 class FailureBoard(Board):
     """Where the survivors of one group leave their word, or those of several groups that wait for each other.
 
@@ -227,16 +253,21 @@ class FailureBoard(Board):
         dead = {self._group[members[index]] for index in missing_of}
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         overdue = Loss.of(error).source == OVERDUE
+        told = (first := self.losses.first) is not None and first.said_by not in (None, self.rank)
+        seen = "" if told else f"{phase} fail: {cause}"[:LONGEST_REASON]
         word = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
         try:
             self._store.give_up_if_silent(STORE_PATIENCE)  # the stall watch has asked it, or a look for alarms
-            missing = tuple(sorted(self._listen(word, cause) - {self.rank}))
+            verdict = self._listen({**word, "seen": seen}, cause)
         except RuntimeError as store_error:
             return self._without_store(f"{phase} failed on rank {self.rank}", cause, store_error, members, dead)
+        missing = tuple(sorted(verdict.missing - {self.rank}))
         if missing:
             who = f"rank {_list(missing)} of {self._size} is missing"
         else:
             who = f"all {self._size} ranks are alive"
+            others = [f"rank {rank} saw {text}" for rank, text in verdict.seen.items() if text != seen]
+            cause = "; ".join([*([] if told and others else [cause]), *others])
         return CollectiveError(f"{phase} failed on rank {self.rank}: {who}. Cause: {cause}", missing)
 
     def _without_store(
@@ -275,8 +306,8 @@ class FailureBoard(Board):
     def _who(self, missing: Sequence[int]) -> str:
         return f"rank {_list(missing)} of {self._size} is missing, and " if missing else ""
 
-    def _listen(self, word: dict[str, object], cause: str) -> set[int]:
-        """The ranks that are missing.
+    def _listen(self, word: dict[str, object], cause: str) -> "_Verdict":
+        """Who is missing.
 
         The first rank to come collects all words and publishes the verdict, which the others wait for: if
         everybody collected, the store would be asked as many questions as there are pairs of ranks.
@@ -292,12 +323,12 @@ class FailureBoard(Board):
                 time.sleep(nap_seconds)
                 nap_seconds = min(2 * nap_seconds, look_seconds(self._size))
             if told:
-                return set(json.loads(self._store.read("verdict")))
-        missing = self._collect(word, deadline)
-        self._store.set("verdict", json.dumps(sorted(missing)))
-        return missing
+                return _Verdict.unpacked(self._store.read("verdict"))
+        verdict = self._collect(word, deadline)
+        self._store.set("verdict", verdict.packed())
+        return verdict
 
-    def _collect(self, own: dict[str, Any], deadline: float) -> set[int]:
+    def _collect(self, own: dict[str, Any], deadline: float) -> "_Verdict":
         """Reads all words, a block of ranks in a question; who is silent is asked for alone, ever more rarely."""
         words, silent, dead = {self.rank: own}, set(self._everybody()) - {self.rank}, set(own["dead"])
         began = time.monotonic()
@@ -324,10 +355,16 @@ class FailureBoard(Board):
                 break
             time.sleep(nap_seconds)
             nap_seconds = min(2 * nap_seconds, LOOK_SECONDS)
-        if dead or silent or not any(each["overdue"] for each in words.values()):
-            return dead | silent
-        most = max(each["launches"] for each in words.values())
-        return {rank for rank, each in words.items() if each["launches"] < most and not each["waiting"]}
+        for rank in dead & silent:  # who has spoken is not missing, though it has ended since
+            words.update(self._read([rank]))
+        missing = (dead | silent) - words.keys()
+        if not dead and not silent and any(each["overdue"] for each in words.values()):
+            most = max(each["launches"] for each in words.values())
+            missing = {rank for rank, each in words.items() if each["launches"] < most and not each["waiting"]}
+        if missing:
+            return _Verdict(missing, {})
+        accuses_nobody_first = sorted((bool(each["dead"]), rank) for rank, each in words.items() if each["seen"])
+        return _Verdict(set(), {rank: words[rank]["seen"] for _, rank in accuses_nobody_first[:MOST_SEEN]})
 
     def _doors_of(self, silent: Collection[int], living: Collection[int]) -> Directory:
         """Where silent ranks can be called, and the living ones beside them, that may be of their hosts."""

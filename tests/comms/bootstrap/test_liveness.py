@@ -494,6 +494,43 @@ def test_after_a_time_out_the_rank_that_did_not_come_is_named() -> None:
     assert [found[rank].missing for rank in range(3)] == [(), (), ()]
 
 
+def test_a_rank_that_says_why_it_fails_is_repeated_and_not_missed() -> None:
+    """Law: of who fails by itself and ends all hear the reason, whoever saw it end, and nobody else is blamed."""
+    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+    boards = [FailureBoard(store, rank, 4) for rank in range(4)]
+    errors = [
+        PeerError("rank 1 has ended", (1,)),
+        MemoryError("no room"),
+        RuntimeError("Connection closed by peer"),
+        PeerError("heard of it"),
+    ]
+    found: dict[int, CollectiveError] = {}
+
+    def run(rank: int) -> None:
+        found[rank] = boards[rank].diagnose(errors[rank], (0, 0), "an all-reduce", range(4))
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(4)]
+    threads[1].start()
+    until(lambda: store.check(["alarm"]))
+    until(lambda: boards[3].alarm() is not None)
+    for rank in (0, 2, 3):
+        threads[rank].start()
+    for thread in threads:
+        thread.join(SECONDS)
+    full, closed, ended = (
+        "MemoryError: no room",
+        "RuntimeError: Connection closed by peer",
+        "PeerError: rank 1 has ended",
+    )
+    of_0, of_1, of_2 = (f"rank {rank} saw an all-reduce fail: {saw}" for rank, saw in enumerate((ended, full, closed)))
+    assert {rank: (error.missing, str(error).partition("alive. Cause: ")[2]) for rank, error in found.items()} == {
+        0: ((), f"{ended}; {of_1}; {of_2}"),
+        1: ((), f"{full}; {of_2}; {of_0}"),
+        2: ((), f"{closed}; {of_1}; {of_0}"),
+        3: ((), f"{of_1}; {of_2}; {of_0}"),
+    }
+
+
 def test_a_collector_that_is_lost_itself_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "PATIENCE", timedelta(seconds=-1.0))
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
@@ -510,11 +547,12 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     monkeypatch.setattr(failure, "look_seconds", lambda size: 0.0)
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     call = Directory.call
+    word = {"dead": [], "phase": "", "launches": 0, "waiting": True, "overdue": False, "seen": ""}
 
     def call_and_say(self: Directory, ranks: Any) -> dict[int, str]:
         found = call(self, ranks)
-        word = {"dead": [], "phase": "", "launches": 0, "waiting": True, "overdue": False}
-        store.set("word/2", json.dumps(word))  # after it was called
+        if not ends:
+            store.set("word/2", json.dumps(word))  # after it was called
         return found
 
     monkeypatch.setattr(Directory, "call", call_and_say)
@@ -525,7 +563,7 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     store.set("door/2", json.dumps([gone if ends else living.port, ["127.0.0.1"], kernel.own_kernel()]))
     living.answer_for("start", 1)
     living.answer_for("start", 2)
-    store.set("word/1", json.dumps({"dead": [], "phase": "", "launches": 0, "waiting": True, "overdue": False}))
+    store.set("word/1", json.dumps(word))
     board = FailureBoard(store, 0, 3, directory=Directory("start", 0, {}))
     errors: list[CollectiveError] = []
     thread = threading.Thread(
