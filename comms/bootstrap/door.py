@@ -298,13 +298,22 @@ class Awaited:
         members: Ranks, as `ended` numbers them.
         index: This rank's among them.
         ended: Says which have ended; None: nobody knows.
+        alarm: Says why another rank has given up; None while none has.
 
     Attributes:
         members: See above.
+        alarm: See above.
     """
 
-    def __init__(self, members: Sequence[int], index: int, ended: Ended | None) -> None:
+    def __init__(
+        self,
+        members: Sequence[int],
+        index: int,
+        ended: Ended | None,
+        alarm: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self.members = members
+        self.alarm = alarm
         self._others = [*members[index + 1 :], *members[:index]][:CALLS]
         self._ended = ended
         self._looks = Looks()

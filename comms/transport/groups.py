@@ -197,6 +197,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._connect_gloo = partial(
             connect_gloo, timeout=timeout, alarm=alarm, interface=interface, connections=connections
         )
+        self._alarm = alarm
         self._cards = cards
         self.ended = ended
         self._nccl = nccl_groups
@@ -301,7 +302,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._same_node(members):
             from gradwire.comms.transport.shm import ShmGroup
 
-            awaited = Awaited(members, index, self.ended)
+            awaited = Awaited(members, index, self.ended, self._alarm)
             return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout, awaited=awaited)
         if self._transport == "mpi":
             from gradwire.comms.transport import mpi  # here: it is loaded where it is asked for

@@ -84,9 +84,13 @@ class _Rendezvous:
         return said
 
     def look_for_ended(self) -> None:
-        """Raises a PeerError where a rank has ended; asks about that ever more rarely."""
-        if self._awaited is not None and (ended := self._awaited.ended()):
+        """Raises a PeerError where a rank has ended, or one elsewhere has given up: those that come meet it, too."""
+        if self._awaited is None:
+            return
+        if ended := self._awaited.ended():
             raise self.ended(*ended)
+        if reason := self._awaited.alarm():
+            raise PeerError(reason)
 
     def absent(self, ranks: Sequence[int]) -> PeerError:
         """Says who is missing."""

@@ -130,6 +130,16 @@ def test_a_rank_that_has_ended_before_it_came_to_create(rank: int, gone: int) ->
     assert not left_since(before)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_elsewhere_that_has_ended_is_heard_of_while_others_are_waited_for(rank: int) -> None:
+    """Law: who waits for a rank that waits for the lost one does not hold up its name until both have waited long."""
+    before = segments()
+    awaited = Awaited((4, 5), rank, None, lambda: "rank 7 has ended")
+    with pytest.raises(PeerError, match="rank 7 has ended"):
+        ShmGroup.create(HashStore(), rank, 2, key="heard", timeout=timedelta(seconds=20), awaited=awaited)
+    assert not left_since(before)
+
+
 def test_ranks_that_disagree_about_the_group() -> None:
     store = HashStore()
 
