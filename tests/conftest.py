@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,62 +55,18 @@ def no_gpu() -> str | None:
 
 SLOW_FIXTURES = {"processes", "_server", "ranks_of_scripts", "ranks_of_torch"}
 """Tests that use them start ranks as processes."""
-SLOW_FOLDERS = (
-    "tests/bench/doctor/test_doctor.py::test_alone",
-    "tests/bench/doctor/test_doctor.py::test_a_script_is_measured",
-    "tests/bench/nccl_tests/test_command.py::test_all_types_and_operations_are_exact",
-    "tests/bench/nccl_tests/test_output.py",
-    "tests/bench/studies",
-    "tests/bench/test_import_option.py::test_the_bench_takes",
-    "tests/bench/train",
-    "tests/comms/autotune/test_probe.py",
-    "tests/comms/backend/test_conformance.py",
-    "tests/comms/backend/test_process_group_jobs.py",
-    "tests/comms/backend/test_planned_collectives.py",
-    "tests/comms/bootstrap/test_endings_on_cuda.py",
-    "tests/comms/bootstrap/test_failure.py",
-    "tests/comms/bootstrap/test_liveness.py",
-    "tests/comms/bootstrap/test_lost_rank_on_cuda.py",
-    "tests/comms/elastic",
-    "tests/comms/links/test_probe.py",
-    "tests/comms/links/test_quick_probe.py",
-    "tests/comms/outer/test_exchange.py",
-    "tests/comms/outer/test_streams.py",
-    "tests/comms/plan/test_owners.py::test_no_bit_depends_on_the_shares",
-    "tests/comms/plan/test_rank_order.py",
-    "tests/comms/plan/test_sharded.py::test_nothing_is_recommended",
-    "tests/comms/sharded/test_on_cuda.py",
-    "tests/comms/test_communicator.py::test_a_rank_that_gives_up",
-    "tests/comms/transport/test_cards.py",
-    "tests/comms/transport/test_nccl_calls.py",
-    "tests/comms/transport/test_shm_failure.py",
-    "tests/csrc",
-    "tests/cli/test_gdr",
-    "tests/cli/test_output.py::test_a_reader_that_leaves_early",
-    "tests/cli/test_output.py::test_output_that_cannot_be_written",
-    "tests/cli/test_predict_models.py",
-    "tests/cli/test_without_torch.py",
-    "tests/digests",
-    "tests/fake_cuda/test_compressed_streams.py",
-    "tests/fake_cuda/test_hook_streams.py",
-    "tests/fake_cuda/test_order.py",
-    "tests/fake_cuda/test_timeline.py",
-    "tests/test_docs.py",
-    "tests/test_examples.py",
-    "tests/topology/gdr/inputs",
-    "tests/topology/gdr/test_probe_command.py",
-    "tests/topology/readers/test_files.py",
+
+SLOW, LONG = (
+    tuple(line for line in Path(__file__).with_name(name).read_text().splitlines() if line and not line.startswith("#"))
+    for name in ("slow.txt", "long.txt")
 )
-LONG_FOLDERS = (
-    "tests/bench/studies/test_convergence.py",
-    "tests/bench/studies/test_predict_check.py",
-    "tests/bench/studies/test_queue.py",
-    "tests/csrc",
-    "tests/fake_cuda",
-    "tests/fake_cupy",
-    "tests/test_notebook.py::test_it_runs",
-)
-"""The CUDA path and its kernels on the CPU, and jobs of studies and of the notebook: a third of the suite's time."""
+"""What `make test-fast` and `make test` leave out, beside those: beginnings of node ids."""
+
+
+@pytest.fixture
+def tiers() -> tuple[str, ...]:
+    """All that the two lists name."""
+    return SLOW + LONG
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -122,9 +79,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         starts_ranks = SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))
         emulated = item.get_closest_marker("netns") or item.get_closest_marker("mpi")
-        if starts_ranks or emulated or item.nodeid.startswith(SLOW_FOLDERS):
+        if starts_ranks or emulated or item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
-        if item.nodeid.startswith(LONG_FOLDERS):
+        if item.nodeid.startswith(LONG):
             item.add_marker(pytest.mark.long)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])  # stable: within a file, and of files alike, the order stays
