@@ -45,6 +45,7 @@ class Agreement:
         timeout: How long to wait for the others.
         must: What all ranks must do, for the message of who waits in vain in `gather`.
         ended: Says which ranks have ended, which are waited for in vain; None: nobody knows.
+        names: What the ranks are called in messages, where that is not by their numbers here.
 
     Attributes:
         rank: This one.
@@ -60,6 +61,7 @@ class Agreement:
         timeout: timedelta,
         must: str = "take part",
         ended: Ended | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         self._store = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=size)
         self.rank = rank
@@ -68,6 +70,7 @@ class Agreement:
         self._timeout = timeout
         self._must = must
         self._ended = ended
+        self._names = range(size) if names is None else names
         self._round = 0
 
     def decide(self, value: object, rule: Callable[[list[object]], object]) -> object:
@@ -105,7 +108,7 @@ class Agreement:
 
         def alike(values: list[object]) -> object:
             if any(other != values[0] for other in values):
-                raise ValueError(f"the ranks ask for different things: {_shortly(values)}")
+                raise ValueError(f"the ranks ask for different things: {_shortly(self._names, values)}")
             return True
 
         self.decide(value, alike)
@@ -126,12 +129,13 @@ class Agreement:
         except ValueError as error:  # `list` takes anything: a rank has not come
             raise RuntimeError(f"{error}: all ranks must {self._must}") from None
 
-    def compare(self, facts: Mapping[str, str], remedy: str) -> None:
+    def compare(self, facts: Mapping[str, str], remedy: str, models: Sequence[int] | None = None) -> None:
         """Has all ranks find out whether they say the same; each sends its facts only where somebody's differ.
 
         Args:
             facts: Name -> value, in an order that is the same on all ranks if they agree.
             remedy: What to do where they do not.
+            models: For each rank the one that it must say the same as, alike on all ranks; None: rank 0 for all.
 
         Raises:
             ValueError: On all ranks, with the same words: a fact differs.
@@ -139,19 +143,24 @@ class Agreement:
         """
         text = json.dumps(list(facts.items()))
         said = self.gather(hashlib.sha256(text.encode()).hexdigest())
-        if len(set(said)) == 1:
+        models = models or [0] * self.size
+        other = next((rank for rank, each in enumerate(said) if each != said[models[rank]]), None)
+        if other is None:
             return
-        other = next(rank for rank, each in enumerate(said) if each != said[0])
-        heard = self.gather(text if self.rank in (0, other) else "")
-        first, second = (dict(json.loads(heard[rank])) for rank in (0, other))
+        pair = models[other], other
+        heard = self.gather(text if self.rank in pair else "")
+        first, second = (dict(json.loads(heard[rank])) for rank in pair)
+        one, another = (self._names[rank] for rank in pair)
         for name in [*first, *second]:
             here, there = first.get(name, "not there"), second.get(name, "not there")
             if here != there:
                 raise ValueError(
-                    f"`{name}` is {there} on rank {other} and {here} on rank 0; wanted the same on all ranks: {remedy}"
+                    f"`{name}` is {there} on rank {another} and {here} on rank {one}; wanted the same on all ranks: "
+                    f"{remedy}"
                 )
         raise ValueError(
-            f"the parameters of rank {other} are in another order than those of rank 0; wanted the same on all ranks"
+            f"the parameters of rank {another} are in another order than those of rank {one}; wanted the same on all "
+            "ranks"
         )
 
     def _preside(self, place: str, rule: Callable[[list[object]], object]) -> object:
@@ -193,7 +202,8 @@ class Agreement:
             else:  # whose verdict is waited for: it may have spoken
                 ranks_to_ask = list(ranks)
             if ended := self._ended(ranks_to_ask):
-                raise PeerError(f"rank {', '.join(map(str, ended))} has ended: look at its output", tuple(ended))
+                names = ", ".join(str(self._names[rank]) for rank in ended)
+                raise PeerError(f"rank {names} has ended: look at its output", tuple(ended))
 
         return look
 
@@ -221,12 +231,13 @@ class Agreement:
 
     def _missing(self, place: str) -> str:
         blocks = [keys for keys in self._blocks(place) if not self._store.check(keys)]
-        silent = [key.rsplit("/", 1)[1] for keys in blocks for key in keys if not self._store.check([key])]
+        silent = [int(key.rsplit("/", 1)[1]) for keys in blocks for key in keys if not self._store.check([key])]
+        names = ", ".join(str(self._names[rank]) for rank in silent)
         return (
-            f"rank {', '.join(silent) or '?'} did not ask for it within {self._timeout.total_seconds():g} s; wanted "
+            f"rank {names or '?'} did not ask for it within {self._timeout.total_seconds():g} s; wanted "
             "the same call on all ranks"
         )
 
 
-def _shortly(values: Sequence[object]) -> str:
-    return "; ".join(f"rank {rank}: {str(value)[:60]}" for rank, value in enumerate(values[:4]))
+def _shortly(names: Sequence[int], values: Sequence[object]) -> str:
+    return "; ".join(f"rank {name}: {str(value)[:60]}" for name, value in zip(names, values[:4], strict=False))

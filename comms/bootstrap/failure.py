@@ -202,6 +202,11 @@ class FailureBoard(Board):
         self._everybody = everybody or (lambda: range(size))
         self._group: Sequence[int] = range(size)
 
+    @property
+    def plain_store(self) -> Store:
+        """What else the ranks tell each other goes through, below a prefix of its own."""
+        return self._store.plain
+
     def of_group(self, ranks: Sequence[int]) -> "FailureBoard":
         """The same board for one of several groups.
 

@@ -11,8 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import (
     DEFAULT_SHARDED_COMMS,
+    PrefixStore,
     ShardedUnit,
     sharded_roots,
     sharded_units,
@@ -24,12 +26,14 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import AUTO, ELASTIC, FUSION, MEASURING, SUMMING, Config
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
+from gradwire.comms.sharded.carried import LoadedRows
 from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
-from gradwire.comms.sharded.nodes import find_nodes
+from gradwire.comms.sharded.nodes import ShardNodes, find_nodes
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.state import FsdpState, ShardTraffic, shard_groups
 from gradwire.comms.sharded.turns import TorchGroups
+from gradwire.comms.step.loaded import LoadedAlike
 from gradwire.comms.transport.launch_order import TakesTurns
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
@@ -153,6 +157,7 @@ def apply(
             torchs,
             links.nodes if carried else "",
             carried,
+            tuple(link.rows for link in links.made.values()),
         )
     )
     return state
@@ -199,7 +204,9 @@ class ShardLinks:
                 nodes = find_nodes(group, self._config.hostname, flat, communicator, self._torchs)
             plans = communicator is not None and not isinstance(group, TakesTurns)
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
-            self.made[ranks] = ShardLink(nodes, communicator, planned, self._torchs)
+            rows = LoadedRows()
+            alike = None if nodes is None else self._alike(ranks, communicator, nodes, rows)
+            self.made[ranks] = ShardLink(nodes, communicator, planned, self._torchs, rows, alike)
         return self.made[ranks]
 
     @property
@@ -215,6 +222,21 @@ class ShardLinks:
             for link in self.made.values()
         }
         return ", ".join(sorted(found))
+
+    def _alike(
+        self, ranks: Sequence[int], communicator: Communicator | None, nodes: ShardNodes, rows: LoadedRows
+    ) -> LoadedAlike:
+        consensus = Agreement(
+            PrefixStore(f"loaded/{ranks[0]}", self._board.plain_store),
+            ranks.index(dist.get_rank()),
+            len(ranks),
+            "load_state_dict()",
+            self._config.timeout,
+            "load a state before the same step, or none",
+            None if communicator is None else communicator.ended,
+            ranks,
+        )
+        return LoadedAlike(communicator, rows, consensus, nodes.models)
 
     def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Communicator:
         return Communicator(

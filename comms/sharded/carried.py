@@ -12,16 +12,21 @@ Sources: weights as quantized differences from the last ones: SDP4Bit, Jia et al
 step as in EF21, Richtarik et al., NeurIPS 2021. Error feedback: Seide et al., 1-bit SGD, Interspeech 2014.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from gradwire.comms.checkpoint import PREFIX
 from gradwire.comms.compression import refuse_not_finite
 from gradwire.comms.loss_scale import LossScale
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
 from gradwire.comms.sharded.rows import gather_runs, scatter_runs
 from gradwire.compressors.rules import Rule
+
+CARRIED_ON = PREFIX + "carried/"
+"""Begins the keys in a rank's entry of what collectives carry on; kind and number of the unit follow."""
 
 LEFT_OUT, SENT = "left_out", "sent"
 """Prefixes of the keys of saved rows; the number of the unit follows."""
@@ -144,3 +149,32 @@ class SentRows:
     def restore(self, rows: Tensor | None) -> None:
         """Takes over what was saved, and has been checked; None has the next all-gather be exact."""
         self.rows = None if rows is None else rows.clone()
+
+    def describe(self) -> str:
+        """The rows in a word, which tells them from others."""
+        if self.rows is None:
+            return "not there"
+        return hashlib.sha256(self.rows.cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
+
+
+class LoadedRows:
+    """What a rank has loaded of the rows that its counterparts have, too.
+
+    With others than theirs, what it sends would be differences from weights that they do not have, or whole rows where
+    they wait for differences.
+
+    Attributes:
+        loaded: What counterparts must have alike; see `Compression.loaded`.
+    """
+
+    def __init__(self) -> None:
+        self.loaded: Mapping[str, str] = {"state": "not loaded"}
+        self._sent: dict[str, SentRows] = {}
+
+    def add(self, key: str, sent: SentRows) -> None:
+        """Takes in the rows of a unit; what they are saved under is `key` behind `CARRIED_ON`."""
+        self._sent[CARRIED_ON + key] = sent
+
+    def note(self) -> None:
+        """Notes that a state was loaded."""
+        self.loaded = {"state": "loaded"} | {f"state[{key!r}]": each.describe() for key, each in self._sent.items()}

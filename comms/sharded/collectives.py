@@ -21,7 +21,7 @@ ZeRO++, 2023. Random rounding of gradients without bias: Alistarh et al., QSGD, 
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -34,7 +34,7 @@ from gradwire.comms.bootstrap.compat import BackendWork, ShardedUnit
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.run.ledger import PhaseTotals
-from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LeftOut, SentRows
+from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LeftOut, LoadedRows, SentRows
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, ShardNames, runs_of
 from gradwire.comms.sharded.nodes import Members, ShardNodes
 from gradwire.comms.sharded.rows import (
@@ -46,6 +46,7 @@ from gradwire.comms.sharded.rows import (
     scatter_runs,
 )
 from gradwire.comms.sharded.turns import InTurn, TorchGroups
+from gradwire.comms.step.loaded import LoadedAlike
 from gradwire.compressors.codecs.base import FusedCodec
 from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
@@ -407,22 +408,31 @@ class DifferenceAllGather(EncodedAllGather):
         nodes: Likewise.
         exact: Likewise.
         totals: Likewise.
+        alike: Has the ranks compare what they have loaded.
 
     Attributes:
         sent: What the counterparts have.
     """
 
     def __init__(
-        self, unit: ShardedUnit, runs: RowRuns, nodes: ShardNodes, exact: Callable[..., object], totals: PhaseTotals
+        self,
+        unit: ShardedUnit,
+        runs: RowRuns,
+        nodes: ShardNodes,
+        exact: Callable[..., object],
+        totals: PhaseTotals,
+        alike: LoadedAlike,
     ) -> None:
         super().__init__(runs, nodes, CARRIED, exact, totals)
         self._unit = unit
+        self._alike = alike
         self.sent = SentRows(runs, len(nodes.members))
 
     def _call(self, output_tensor: Tensor, input_tensor: Tensor) -> Job:
         again = self._unit.gathers_again
 
         def run() -> None:
+            self._alike.compare()
             between, rows = self._between(input_tensor), self.sent.rows
             if rows is None or not again:
                 rows = self._renewed(between, input_tensor)
@@ -465,12 +475,16 @@ class ShardLink:
         communicator: On a CPU.
         planned: Exact collectives by plans, on a CPU; None where the group itself has such plans.
         torchs: On CUDA, where torch's collectives and gradwire's are in flight on one device: they may take turns.
+        rows: What this rank has loaded of what weights are differences from.
+        alike: Has the ranks compare that; None where nothing is in fewer bits.
     """
 
     nodes: ShardNodes | None
     communicator: Communicator | None
     planned: PlannedCollectives | None
     torchs: TorchGroups | None = None
+    rows: LoadedRows = field(default_factory=LoadedRows)
+    alike: LoadedAlike | None = None
 
     def __post_init__(self) -> None:
         if self.communicator is not None:
@@ -645,9 +659,11 @@ def install(
         if weights != "exact":
             runs = runs_of(names.of(unit.parameters), rules)
             if weights == CARRIED:
-                differences = DifferenceAllGather(unit, runs, nodes, unit.all_gather, gathered)
+                assert link.alike is not None
+                differences = DifferenceAllGather(unit, runs, nodes, unit.all_gather, gathered, link.alike)
                 unit.set_all_gather(differences)
                 carried[f"{SENT}/{number}"] = differences.sent
+                link.rows.add(f"{SENT}/{number}", differences.sent)
             else:
                 unit.set_all_gather(WeightAllGather(runs, nodes, weights, unit.all_gather, gathered))
     return [total for total, choice in ((reduced, shards), (gathered, weights)) if choice != "exact"], carried

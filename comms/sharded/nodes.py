@@ -150,6 +150,15 @@ class ShardNodes:
     between: Members | None
     numbers: tuple[int, ...]
 
+    @property
+    def models(self) -> list[int]:
+        """Each rank's counterpart on the first node."""
+        found = [0] * self.size
+        for node in self.members:
+            for place, index in enumerate(node):
+                found[index] = self.members[0][place]
+        return found
+
     def describe(self) -> str:
         """The members in a few words, for a report."""
         nodes, width = len(self.members), len(self.members[0])

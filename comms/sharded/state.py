@@ -36,7 +36,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.run.ledger import PhaseTotals
 from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, Face, SessionRanks, refused
-from gradwire.comms.sharded.carried import LEFT_OUT, LeftOut, SentRows
+from gradwire.comms.sharded.carried import CARRIED_ON, LEFT_OUT, LeftOut, LoadedRows, SentRows
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.overlap import Overlap
@@ -51,9 +51,6 @@ log = logging.getLogger("gradwire")
 
 ROUNDING = PREFIX + "rounding"
 """Key in a rank's entry: reduce-scatters so far, from which the random rounding of the next one follows."""
-
-CARRIED_ON = PREFIX + "carried/"
-"""Begins the keys in a rank's entry of what collectives carry on; kind and number of the unit follow."""
 
 NODES = PREFIX + "nodes"
 """Key in a rank's entry: which of the ranks that share parameters are on one node; what is left out goes by it."""
@@ -84,6 +81,7 @@ class ShardTraffic:
         nodes: Which ranks of each group are on one node, in one word; empty where nothing goes by it.
         torchs: Has torch's collectives and gradwire's take turns, on CUDA.
         carried: What collectives in fewer bits carry on from step to step, by kind and number of unit; saved.
+        rows: What is loaded of what weights are differences from, of each group.
     """
 
     communicators: tuple[Communicator, ...] = ()
@@ -94,6 +92,7 @@ class ShardTraffic:
     torchs: TorchGroups | None = None
     nodes: str = ""
     carried: Mapping[str, LeftOut | SentRows] = field(default_factory=dict)
+    rows: tuple[LoadedRows, ...] = ()
 
 
 class FsdpState(Face[AveragingSession]):
@@ -305,6 +304,8 @@ class FsdpState(Face[AveragingSession]):
             each.restore(rows.get(CARRIED_ON + key))
             if isinstance(each, LeftOut):
                 each.loss_scale.value = scales.get(SCALE_OF + key, 0.0)
+        for group in self._shards.rows:
+            group.note()
         if self._shards.rounding is not None and calls is not None:
             self._shards.rounding.calls = int(calls)
 

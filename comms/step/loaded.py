@@ -6,15 +6,23 @@ what is waited for, and waits until the time-out where it is shorter.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compression import Compression
 from gradwire.comms.observe.share import Shared
 from gradwire.comms.step.listeners import StepListener
 
 REMEDY = "load on all ranks, before the same step, what they have saved at one moment"
+
+
+class Loaded(Protocol):
+    """What states are loaded into."""
+
+    @property
+    def loaded(self) -> Mapping[str, str]:
+        """What ranks must have alike of the state that was loaded last, by name: another mapping after each load."""
 
 
 class LoadedAlike(StepListener):
@@ -25,34 +33,46 @@ class LoadedAlike(StepListener):
     for and named, and nothing of theirs meets its gradients.
 
     Args:
-        communicator: Of the ranks.
-        compression: What is loaded into.
+        communicator: Of the ranks; None where they have none, on CUDA.
+        source: What is loaded into.
         consensus: All its ranks'.
+        models: For each rank the one that it must have loaded the same as; None: rank 0 for all.
     """
 
-    def __init__(self, communicator: Communicator, compression: Compression, consensus: Agreement) -> None:
+    def __init__(
+        self,
+        communicator: Communicator | None,
+        source: Loaded,
+        consensus: Agreement,
+        models: Sequence[int] | None = None,
+    ) -> None:
         self._communicator = communicator
-        self._compression = compression
+        self._source = source
         self._consensus = consensus
+        self._models = models or [0] * consensus.size
         self._compared: Mapping[str, str] | None = None
 
     def step_began(self, steps: int) -> None:
-        """Compares; the host waits for the others, and nothing else is in flight.
+        """As `compare`."""
+        self.compare()
+
+    def compare(self) -> None:
+        """Compares what has been loaded since the last call; the host waits for the others, and nothing is in flight.
 
         Raises:
             ValueError: On all ranks: they have loaded unlike states.
             RuntimeError: A rank has loaded nothing before this step.
         """
-        loaded = self._compression.loaded
+        loaded = self._source.loaded
         if loaded is self._compared:
             return
-        in_store = self._compared is not None or self._communicator.device.type == "cuda"
-        if in_store or self._differs(loaded):
-            self._consensus.compare(loaded, REMEDY)
+        ranks = self._communicator if self._compared is None else None
+        if ranks is None or ranks.device.type == "cuda" or self._differs(ranks, loaded):
+            self._consensus.compare(loaded, REMEDY, self._models)
         self._compared = loaded
 
-    def _differs(self, loaded: Mapping[str, str]) -> bool:
+    def _differs(self, ranks: Communicator, loaded: Mapping[str, str]) -> bool:
         """Whether ranks have loaded unlike states; not where a rank was lost, which the first launch says."""
         digest = hashlib.sha256(json.dumps(list(loaded.items())).encode()).digest()
-        rows = Shared(self._communicator, [float(int.from_bytes(digest[:6], "big"))]).read()
-        return rows is not None and any(row != rows[0] for row in rows)
+        rows = Shared(ranks, [float(int.from_bytes(digest[:6], "big"))]).read()
+        return rows is not None and any(row != rows[model] for row, model in zip(rows, self._models, strict=True))

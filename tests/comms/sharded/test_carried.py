@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -146,6 +147,7 @@ def carried_cases(rank: int) -> None:
         follows_the_loss_scale(mesh)
         of_other_nodes(mesh)
         of_other_options()
+        of_another_moment(mesh)
 
 
 def near_exact(mesh: DeviceMesh) -> None:
@@ -322,6 +324,34 @@ def of_other_options() -> None:
     for _, other in made.values():
         other.load_state_dict(state.state_dict())
         assert not other.dirty
+
+
+def of_another_moment(mesh: DeviceMesh) -> None:
+    """A rank that loads an older state, or none, would get differences from weights that it does not have."""
+
+    def refused(make: Callable[[], tuple[Tiny, FsdpState]], odd: int, sharers: Sequence[int], named: str) -> None:
+        model, state = make()
+        saved = [None, state.state_dict()]
+        for step in range(2):
+            train(model, 1, first=step)
+            saved.append(state.state_dict())
+        for older, trained in ((0, 0), (1, 0), (2, 0), (2, 1)):
+            again, other = make()
+            train(again, trained)
+            own = saved[older if dist.get_rank() == odd else -1]
+            if own is not None:
+                other.load_state_dict(own)
+            if dist.get_rank() not in sharers:
+                again(batch(9))
+                continue
+            what = r"\['gradwire/carried/sent/0'\]" if older else ""
+            with pytest.raises(ValueError, match=f"^`state{what}` is .* on {named}; .* saved at one moment"):
+                again(batch(9))
+
+    refused(lambda: both_ways(mesh), 1, range(4), "rank 3 and .* on rank 1")
+    refused(lambda: both_ways(mesh), 2, range(4), "rank 2 and .* on rank 0")
+    grid, host = mesh_of(), f"host{dist.get_rank()}"
+    refused(lambda: applied(grid, hostname=host, weights=CARRIED), 3, (2, 3), "rank 3 and .* on rank 2")
 
 
 def of_vectors_alone(mesh: DeviceMesh) -> None:

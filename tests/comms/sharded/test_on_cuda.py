@@ -24,13 +24,16 @@ from fake_cuda.machine import Machine, RaceError, machine
 from fake_cuda.ranks import FakeProcessGroup
 from fake_cuda.streams import FakeFuture, side_stream
 from fake_cuda.tensor import FakeTensor
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore, ShardedUnit
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.config import Config
+from gradwire.comms.sharded.carried import LoadedRows
 from gradwire.comms.sharded.collectives import Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import ShardNodes, TorchMembers, arrange
 from gradwire.comms.sharded.state import FsdpState
+from gradwire.comms.step.loaded import LoadedAlike
 from gradwire.compressors.rules import rules_from
 
 SIZE = 4
@@ -74,6 +77,7 @@ class Unit:
         self.offload_policy, self.gradient_divide_factor, self._all_reduce_hook = None, None, None
         self.all_reduce_grads, self.reduce_scatter_unused_params, self._orig_dtype = True, False, torch.float32
         self._all_gather_comm, self._reduce_scatter_comm = DefaultAllGather(), DefaultReduceScatter()
+        self._training_state = SimpleNamespace(name="FORWARD")
         self.reduce_dtype = torch.bfloat16 if narrow else torch.float32
         self.fsdp_params = [self._parameter(shape, group.size(), device) for shape in shapes.values()]
 
@@ -195,7 +199,10 @@ def trained(
             config = Config(timeout=TIMEOUT, hostname=nodes[rank], **options)
             board = FailureBoard(boards, rank, SIZE)
             state = FsdpState(nn.Identity(), units, names, replicas, config, board)
-            link = ShardLink(nodes_of(shard, row, nodes, make, rank), None, None)
+            placed, rows_of = nodes_of(shard, row, nodes, make, rank), LoadedRows()
+            consensus = Agreement(PrefixStore(str(row), boards), row.index(rank), len(row), "loaded", TIMEOUT)
+            alike = LoadedAlike(None, rows_of, consensus, placed.models)
+            link = ShardLink(placed, None, None, None, rows_of, alike)
             install(units, names, shards, weights, rules_from(()), Rounding(0, rank), lambda group: link)
             streams = {f"{name}_stream": side_stream() for name in ("reduce_scatter", "all_reduce")}
             gathering, found = side_stream(), list[Tensor]()
@@ -285,12 +292,17 @@ def test_between_replicas(options: dict[str, Any], narrow: bool) -> None:
 
 @pytest.mark.parametrize(
     ("shards", "weights", "rows", "nodes"),
-    [("int4", "int8", ALL, "aabb"), ("bf16", "bf16", ALL, "aaab"), ("int4", "int8", ACROSS, "aabb")],
+    [
+        ("int4", "int8", ALL, "aabb"),
+        ("bf16", "bf16", ALL, "aaab"),
+        ("int4", "int8", ACROSS, "aabb"),
+        ("waterfill4", "waterfill4", ALL, "aabb"),
+    ],
     ids=str,
 )
 def test_in_few_bits_between_nodes(shards: str, weights: str, rows: Any, nodes: str) -> None:
     results, running = trained(nodes, rows, shards=shards, weights=weights, narrow=shards == "bf16", steps=2)
-    check_values(results, rows, {"int4": 1.5, "bf16": 0.1}[shards], 0.01)
+    check_values(results, rows, {"int4": 1.5, "bf16": 0.1, "waterfill4": 1.5}[shards], 0.01)
     assert not [wait for wait in running.host_waits if wait.forbidden]
 
 
