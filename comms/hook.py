@@ -366,11 +366,11 @@ class HookState(Face[GradientSession]):
             else:
                 self._connection = GradientSession(SessionRanks.of(group, "hook"), device, self.config, self.names)
             assert self._connection is not None
-            leaves_alone = self.config.compressor is not None and getattr(model, "find_unused_parameters", False)
-            if device.type == "cuda" or leaves_alone:
+            holds_back = self.config.compressor is not None
+            if device.type == "cuda" or (holds_back and getattr(model, "find_unused_parameters", True)):
                 from gradwire.comms.step.used_map import UsedMap  # here: most models on a CPU need none of it
 
-                self._used_map = UsedMap(model)
+                self._used_map = UsedMap(model, holds_back=holds_back)
             if device.type == "cuda":
                 _on_cuda.add(self)
                 _register()

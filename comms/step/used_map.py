@@ -8,7 +8,8 @@ first step's first bucket, and nothing waits. A state that has never seen its DD
 NCCL has to keep the order.
 
 By that map DDP leaves the gradient of a parameter alone that no rank has used: its average, and with it what a
-compressor has sent of what it held back, goes to nobody.
+compressor has sent of what it held back, goes to nobody. Whether it has, shows in the gradients, also where a state has
+been given no model, or the module inside of it, and nobody knows whether DDP has such a map.
 
 Source: torch/csrc/distributed/c10d/reducer.cpp, `all_reduce_local_used_map` and who calls it (torch 2.13 to 2.15).
 """
@@ -33,18 +34,20 @@ class UsedMap:
 
     Args:
         model: Whose buckets come; only a DDP model tells what it sums.
+        holds_back: Something may be held back of gradients: then it counts which averages DDP has taken.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, *, holds_back: bool = False) -> None:
         known = model if isinstance(model, DistributedDataParallel) else None
         self._in_first_step = known is not None and known.static_graph
         self._handed_over: list[tuple[Tensor, int, int, int]] = []
         """A step's parameters, where their bucket lies, and the state of their gradients then."""
         self._in_every_step = known is not None and known.find_unused_parameters and not known.static_graph
+        self._looks = holds_back and (known is None or self._in_every_step)
 
     def bucket_came(self, parameters: Sequence[Tensor], flat: Tensor) -> None:
         """DDP has handed over a bucket, whose average takes the place of `flat`."""
-        if self._in_every_step:
+        if self._looks:
             memory = flat.untyped_storage().data_ptr()
             self._handed_over += [(parameter, memory, *_written(parameter)) for parameter in parameters]
 
@@ -60,8 +63,11 @@ class UsedMap:
 
     @property
     def ends_backward(self) -> bool:
-        """Whether DDP's stream waits for the sum when backward has ended, in the last of autograd's calls so far."""
-        return self._in_every_step
+        """Whether a step ends behind the last of autograd's calls so far.
+
+        There DDP's stream waits for the sum, and DDP takes the averages.
+        """
+        return self._in_every_step or self._looks
 
     def step_begins(self, device: torch.device, step: int) -> None:
         """A step's first bucket has come, and nothing is issued yet; the host waits for the sum in the first one.

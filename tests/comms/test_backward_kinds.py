@@ -96,13 +96,14 @@ LOSSY: dict[str, dict[str, Any]] = {
 }
 
 
-def sums_of_branches(rank: int, compressor: str | None, set_to_none: bool, view: bool) -> list[Tensor]:
+def sums_of_branches(rank: int, compressor: str | None, set_to_none: bool, view: bool, given: str) -> list[Tensor]:
     """What the gradients of all steps add up to."""
     model = DistributedDataParallel(Branches(), find_unused_parameters=True, gradient_as_bucket_view=view)
     options: dict[str, Any] = {"compressor": compressor}
     if compressor:
         options["compressor_options"] = LOSSY[compressor]
-    state = gradwire.HookState(model, plan="hierarchical", **options)
+    made_for = {"model": model, "module": model.module, "nothing": None}[given]
+    state = gradwire.HookState(made_for, plan="hierarchical", **options)
     model.register_comm_hook(state, gradwire.comm_hook)
     generator = torch.Generator().manual_seed(rank)
     sums = [torch.zeros(64, 64) for _ in range(3)]
@@ -123,8 +124,12 @@ def every_kind(rank: int) -> list[tuple[str, list[Tensor], list[Tensor]]]:
     dist.init_process_group("gloo")
     found = []
     for set_to_none, view in ((True, False), (True, True), (False, False)):
-        plain = sums_of_branches(rank, None, set_to_none, view)
-        found += [(name, plain, sums_of_branches(rank, name, set_to_none, view)) for name in LOSSY]
+        plain = sums_of_branches(rank, None, set_to_none, view, "model")
+        for given in ("model", "module", "nothing"):
+            names = LOSSY if given == "model" else ["int4"]
+            found += [
+                (f"{name} {given}", plain, sums_of_branches(rank, name, set_to_none, view, given)) for name in names
+            ]
     dist.destroy_process_group()
     return found
 
