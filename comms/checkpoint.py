@@ -17,6 +17,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import UnionType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -136,6 +137,23 @@ def refuse_other_owner(saved: Checkpoint, mark: str) -> None:
             f"`state` is of {OWNERS[found]}, and this one is of {OWNERS[mark]}: load what that has saved, or train on "
             "from the weights without it"
         )
+
+
+def refuse_other_kinds(state: Mapping[str, StateValue], kinds: Mapping[str, type | UnionType]) -> None:
+    """Refuses a rank's entries that are of a kind that nobody saves.
+
+    Args:
+        state: Of one rank.
+        kinds: What each of these entries is; all of them are there.
+
+    Raises:
+        ValueError: One is of another kind, or missing.
+    """
+    for key, kind in kinds.items():
+        if not isinstance(found := state.get(key), kind):
+            raise ValueError(  # noqa: TRY004 - the content of a file is a value, whatever its type
+                f"`state[{key!r}]` is {found!r}, which none has that was saved: it is damaged; {INSTEAD}"
+            )
 
 
 def without_job(saved: Checkpoint) -> list[StateDict]:

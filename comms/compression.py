@@ -12,7 +12,7 @@ from types import UnionType
 import torch
 from torch import Tensor
 
-from gradwire.comms.checkpoint import INSTEAD, PREFIX
+from gradwire.comms.checkpoint import INSTEAD, PREFIX, refuse_other_kinds
 from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.resume import COLUMNS, to_rows
 from gradwire.comms.run.launches import Bucket
@@ -24,8 +24,12 @@ from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule, rules_from
 
-KINDS: Mapping[str, type | UnionType] = {"dirty": int, "loss_scale": int | float, "transfers": Tensor}
-"""Entries that every state has, by their names behind `PREFIX`."""
+KINDS: Mapping[str, type | UnionType] = {
+    PREFIX + "dirty": int,
+    PREFIX + "loss_scale": int | float,
+    PREFIX + "transfers": Tensor,
+}
+"""Entries that every state has."""
 
 SHORT = 24
 """Characters of a value of a loaded state that are shown where ranks have loaded other ones."""
@@ -197,11 +201,7 @@ class Compression:
         Raises:
             ValueError: The state is of another model or compressor, or is damaged; nothing was changed.
         """
-        for key, kind in KINDS.items():
-            if not isinstance(found := state.get(PREFIX + key), kind):
-                raise ValueError(  # noqa: TRY004 - the content of a file is a value, whatever its type
-                    f"`state[{PREFIX + key!r}]` is {found!r}, which none has that was saved: it is damaged; {INSTEAD}"
-                )
+        refuse_other_kinds(state, KINDS)
         transfers = state[PREFIX + "transfers"]
         assert isinstance(transfers, Tensor)
         if transfers.dim() != 2 or transfers.shape[1] != COLUMNS or transfers.dtype != torch.int64:

@@ -299,8 +299,10 @@ class GradientSession(AveragingSession):
         Raises:
             ValueError: The state is of another model or compressor, or under other names; nothing was changed.
         """
-        from gradwire.comms.checkpoint import NAMED  # here: an exact hook has nothing to restore
+        from gradwire.comms.checkpoint import NAMED, refuse_other_kinds  # here: an exact hook has nothing to restore
 
+        if NAMED in own:
+            refuse_other_kinds(own, {NAMED: int})
         named = own.pop(NAMED, None)
         if named is not None and bool(named) != self._names.bound:
             has, other = ("its parameters' names", "numbers") if self._names.bound else ("numbers", "parameters' names")

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import UnionType
 from typing import cast
 
 import torch
@@ -26,7 +27,7 @@ from gradwire.comms.bootstrap.compat import (
     sharded_units,
 )
 from gradwire.comms.bootstrap.failure import FailureBoard
-from gradwire.comms.checkpoint import JOB, PREFIX, SHARDS, Checkpoint, unpack, without_job
+from gradwire.comms.checkpoint import JOB, PREFIX, SHARDS, Checkpoint, refuse_other_kinds, unpack, without_job
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import is_finite
 from gradwire.comms.config import COMPRESSION, PLANNING, WATCHING, Config
@@ -268,6 +269,7 @@ class FsdpState(Face[AveragingSession]):
         if own is None:
             return
         dirty = bool(dict(found[JOB])["dirty"])
+        refuse_other_kinds(own, {key: kind for key in own if (kind := _kind_of(key)) is not None})
         if own.pop(SHARDS, None) != self._shard_count:
             if dirty:
                 raise ValueError(
@@ -279,7 +281,7 @@ class FsdpState(Face[AveragingSession]):
             return
         calls, nodes = own.pop(ROUNDING, None), own.pop(NODES, self._shards.nodes)
         saved = {key: own.pop(key) for key in list(own) if key.startswith(CARRIED_ON)}
-        rows = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
+        rows = {key: cast(Tensor, value) for key, value in saved.items()}
         scales = {key: float(own.pop(key)) for key in list(own) if key.startswith(SCALE_OF)}
         if nodes != self._shards.nodes and dirty and any(key.startswith(CARRIED_ON + LEFT_OUT) for key in rows):
             raise ValueError(
@@ -471,6 +473,14 @@ class FsdpState(Face[AveragingSession]):
         for group in self._shard_groups:
             dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
         return [torch.where(verdict.bool(), 0.0, torch.inf)]
+
+
+def _kind_of(key: str) -> type | UnionType | None:
+    """What a rank's entry under this key is; None where it is not one of a sharded model alone."""
+    fixed: dict[str, type | UnionType] = {SHARDS: int, ROUNDING: int, NODES: str}
+    if key.startswith(CARRIED_ON):
+        return Tensor
+    return int | float if key.startswith(SCALE_OF) else fixed.get(key)
 
 
 def shard_groups(units: Sequence[ShardedUnit]) -> list[dist.ProcessGroup]:

@@ -190,6 +190,12 @@ def bind_late(_: int) -> list[str]:
     with pytest.raises(ValueError, match="bind") as caught:
         unbound.load_state_dict(named)
     errors.append(str(caught.value))
+    part = {key: value for key, value in named[rank_key(0)] if key != ENTRIES}
+    for odd in (torch.zeros(3), "1"):
+        bound = gradwire.HookState(model, compressor="int8")
+        saved = pack({**part, "gradwire/named": odd}, 0, 1, True)
+        with pytest.raises(ValueError, match=r"`state\['gradwire/named'\]` is .*which none has.*: it is damaged; load"):
+            bound.load_state_dict(saved)
     dist.destroy_process_group()
     return errors
 

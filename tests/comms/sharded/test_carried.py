@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire.fsdp
+from gradwire.comms.checkpoint import ENTRIES, PREFIX, pack, rank_key
 from gradwire.comms.run.ledger import PhaseTotals
 from gradwire.comms.sharded.carried import LeftOut, SentRows
 from gradwire.comms.sharded.collectives import CARRIED, codec_of
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
 from gradwire.comms.sharded.rows import add_payload, encode_row, payload_nbytes
+from gradwire.compressors.base import StateDict
 from gradwire.compressors.rules import DEFAULT_RULES
 from gradwire.fsdp import FsdpState
 from support.processes import Processes
@@ -148,6 +150,7 @@ def carried_cases(rank: int) -> None:
         of_other_nodes(mesh)
         of_other_options()
         of_another_moment(mesh)
+        damaged(mesh)
 
 
 def near_exact(mesh: DeviceMesh) -> None:
@@ -352,6 +355,21 @@ def of_another_moment(mesh: DeviceMesh) -> None:
     refused(lambda: both_ways(mesh), 2, range(4), "rank 2 and .* on rank 0")
     grid, host = mesh_of(), f"host{dist.get_rank()}"
     refused(lambda: applied(grid, hostname=host, weights=CARRIED), 3, (2, 3), "rank 3 and .* on rank 2")
+
+
+def damaged(mesh: DeviceMesh) -> None:
+    """Entries of a kind that nobody saves are refused by their names, and change nothing."""
+    model, state = both_ways(mesh)
+    train(model, 2)
+    saved = state.state_dict()
+    own = {key: value for key, value in saved[rank_key(dist.get_rank())] if key != ENTRIES}
+    two = torch.zeros(2)
+    odd: StateDict = {"shards": two, "nodes": 1, "rounding": two, "loss_scale/left_out/0": two, "carried/sent/0": "x"}
+    for name, value in odd.items():
+        assert PREFIX + name in own
+        with pytest.raises(ValueError, match=f"^`state.'{PREFIX}{name}'.` is .*which none has.*: it is damaged; load"):
+            state.load_state_dict(pack({**own, PREFIX + name: value}, dist.get_rank(), 4, True))
+        assert str(state.state_dict()) == str(saved)
 
 
 def of_vectors_alone(mesh: DeviceMesh) -> None:
