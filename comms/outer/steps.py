@@ -37,6 +37,10 @@ class OptimizerSteps:
             self._stepped.clear()
             self._ended()
 
+    def forget(self) -> None:
+        """Begins a step of training anew: what optimizers have done of one belongs to none any more."""
+        self._stepped.clear()
+
     def close(self) -> None:
         """Ends nothing any more."""
         for handle in self._handles:

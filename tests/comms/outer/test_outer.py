@@ -261,6 +261,7 @@ def muon(rank: int) -> None:
     outer.close()
     model, optimizers, outer = start()
     stateful: list[Any] = [outer, model, *optimizers]
+    optimizers[0].step()  # a GradScaler has skipped the other one when training falls back on what was saved
     for each, state in zip(stateful, saved, strict=True):
         each.load_state_dict(state)
     train_by(optimizers, outer.model, range(7, 15))
