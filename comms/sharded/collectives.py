@@ -209,7 +209,8 @@ class GradientReduceScatter(ReduceScatter):
         present = self._names.of(self._unit.present)
         flushing = False
         if self.left_out is not None:
-            flushing, self.left_out.flushing = self.left_out.flushing, False
+            flushing = self.left_out.flushing
+            self.left_out.flushing = flushing and self._unit.accumulates  # until the last micro-batch of the step
             self.left_out.holds = not flushing
             self.left_out.loss_scale.follow()
 

@@ -144,12 +144,12 @@ def carried_cases(rank: int) -> None:
         backward_is_free(mesh)
         resumes_bit_for_bit(mesh)
         flushed(mesh)
+        flushed_in_micro_batches(mesh)
         of_vectors_alone(mesh)
         skips(mesh)
         follows_the_loss_scale(mesh)
         of_other_nodes(mesh)
         of_other_options()
-        of_another_moment(mesh)
         damaged(mesh)
 
 
@@ -276,6 +276,26 @@ def flushed(mesh: DeviceMesh) -> None:
     assert torch.equal(model(x), native(x))
 
 
+def flushed_in_micro_batches(mesh: DeviceMesh) -> None:
+    """Nothing is held back after a step that was flushed, however many micro-batches have their own reduce-scatter."""
+    model, state = both_ways(mesh)
+    native = sharded(mesh)
+    sums = [{name: torch.zeros_like(one) for name, one in weights(model).items()} for _ in range(2)]
+    for step in range(2):
+        if step == 1:
+            state.flush()
+        for each, total in zip((model, native), sums, strict=True):
+            each.zero_grad()
+            for micro in range(3):
+                each.set_is_last_backward(micro == 2)  # type: ignore[operator]
+                each(batch(step, micro)).square().mean().backward()
+            for name, one in gradients(each).items():
+                total[name] += one
+        assert state.dirty == (step < 1)
+    shown = [name for name in sums[0] if "spare" not in name]
+    assert error_of(*({name: total[name] for name in shown} for total in sums)) < 1e-4
+
+
 def of_other_nodes(mesh: DeviceMesh) -> None:
     """What was left out for other owners is refused where nodes hold other ranks; flushed, it begins anew exactly."""
     model, state = both_ways(mesh)
@@ -327,34 +347,6 @@ def of_other_options() -> None:
     for _, other in made.values():
         other.load_state_dict(state.state_dict())
         assert not other.dirty
-
-
-def of_another_moment(mesh: DeviceMesh) -> None:
-    """A rank that loads an older state, or none, would get differences from weights that it does not have."""
-
-    def refused(make: Callable[[], tuple[Tiny, FsdpState]], odd: int, sharers: Sequence[int], named: str) -> None:
-        model, state = make()
-        saved = [None, state.state_dict()]
-        for step in range(2):
-            train(model, 1, first=step)
-            saved.append(state.state_dict())
-        for older, trained in ((0, 0), (1, 0), (2, 0), (2, 1)):
-            again, other = make()
-            train(again, trained)
-            own = saved[older if dist.get_rank() == odd else -1]
-            if own is not None:
-                other.load_state_dict(own)
-            if dist.get_rank() not in sharers:
-                again(batch(9))
-                continue
-            what = r"\['gradwire/carried/sent/0'\]" if older else ""
-            with pytest.raises(ValueError, match=f"^`state{what}` is .* on {named}; .* saved at one moment"):
-                again(batch(9))
-
-    refused(lambda: both_ways(mesh), 1, range(4), "rank 3 and .* on rank 1")
-    refused(lambda: both_ways(mesh), 2, range(4), "rank 2 and .* on rank 0")
-    grid, host = mesh_of(), f"host{dist.get_rank()}"
-    refused(lambda: applied(grid, hostname=host, weights=CARRIED), 3, (2, 3), "rank 3 and .* on rank 2")
 
 
 def damaged(mesh: DeviceMesh) -> None:
@@ -415,3 +407,44 @@ def crossed(rank: int) -> None:
 
 def test_counterparts_in_another_order_than_their_nodes(processes: Processes) -> None:
     processes(4, crossed, nodes="abba")
+
+
+def of_another_moment(rank: int) -> None:
+    def refused(
+        make: Callable[[], tuple[Tiny, FsdpState]],
+        sharers: Sequence[int],
+        odd: int,
+        like: int,
+        cases: Sequence[tuple[int, int]],
+    ) -> None:
+        """In each case `odd` alone loads an older state, or none, after so many steps; its counterpart is `like`."""
+        model, state = make()
+        saved = [None, state.state_dict()]
+        for step in range(2):
+            train(model, 1, first=step)
+            saved.append(state.state_dict())
+        for older, trained in cases:
+            again, other = make()
+            train(again, trained)
+            own = saved[older if rank == odd else -1]
+            if own is not None:
+                other.load_state_dict(own)
+            if rank not in sharers:  # its replica has loaded alike
+                again(batch(9))
+                continue
+            what = r"\['gradwire/carried/sent/0'\]" if older else ""
+            with pytest.raises(
+                ValueError, match=f"^`state{what}` is .* on rank {odd} and .* on rank {like}; .* moment"
+            ):
+                again(batch(9))
+
+    with job() as grid:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+        refused(lambda: both_ways(mesh), range(4), 3, 1, [(0, 0), (1, 0), (2, 1)])
+        host = f"host{rank}"
+        refused(lambda: applied(grid, hostname=host, weights=CARRIED), (2, 3), 3, 2, [(2, 0)])
+
+
+def test_a_rank_that_loads_another_state_is_named(processes: Processes) -> None:
+    """It would get differences from weights that it does not have, or send whole rows where others wait for them."""
+    processes(4, of_another_moment, nodes="aabb")
