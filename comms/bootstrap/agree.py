@@ -129,13 +129,13 @@ class Agreement:
         except ValueError as error:  # `list` takes anything: a rank has not come
             raise RuntimeError(f"{error}: all ranks must {self._must}") from None
 
-    def compare(self, facts: Mapping[str, str], remedy: str, models: Sequence[int] | None = None) -> None:
+    def compare(self, facts: Mapping[str, str], remedy: str, like: Sequence[int] | None = None) -> None:
         """Has all ranks find out whether they say the same; each sends its facts only where somebody's differ.
 
         Args:
             facts: Name -> value, in an order that is the same on all ranks if they agree.
             remedy: What to do where they do not.
-            models: For each rank the one that it must say the same as, alike on all ranks; None: rank 0 for all.
+            like: For each rank the one that it must say the same as, alike on all ranks; None: rank 0 for all.
 
         Raises:
             ValueError: On all ranks, with the same words: a fact differs.
@@ -143,11 +143,11 @@ class Agreement:
         """
         text = json.dumps(list(facts.items()))
         said = self.gather(hashlib.sha256(text.encode()).hexdigest())
-        models = models or [0] * self.size
-        other = next((rank for rank, each in enumerate(said) if each != said[models[rank]]), None)
+        like = like or [0] * self.size
+        other = next((rank for rank, each in enumerate(said) if each != said[like[rank]]), None)
         if other is None:
             return
-        pair = models[other], other
+        pair = like[other], other
         heard = self.gather(text if self.rank in pair else "")
         first, second = (dict(json.loads(heard[rank])) for rank in pair)
         one, another = (self._names[rank] for rank in pair)

@@ -236,7 +236,7 @@ class ShardLinks:
             None if communicator is None else communicator.ended,
             ranks,
         )
-        return LoadedAlike(communicator, rows, consensus, nodes.models)
+        return LoadedAlike(communicator, rows, consensus, nodes.counterparts)
 
     def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Communicator:
         return Communicator(

@@ -151,7 +151,7 @@ class ShardNodes:
     numbers: tuple[int, ...]
 
     @property
-    def models(self) -> list[int]:
+    def counterparts(self) -> list[int]:
         """Each rank's counterpart on the first node."""
         found = [0] * self.size
         for node in self.members:

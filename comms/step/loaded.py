@@ -36,7 +36,7 @@ class LoadedAlike(StepListener):
         communicator: Of the ranks; None where they have none, on CUDA.
         source: What is loaded into.
         consensus: All its ranks'.
-        models: For each rank the one that it must have loaded the same as; None: rank 0 for all.
+        like: For each rank the one that it must have loaded the same as; None: rank 0 for all.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class LoadedAlike(StepListener):
         communicator: Communicator | None,
         source: Loaded,
         consensus: Agreement,
-        models: Sequence[int] | None = None,
+        like: Sequence[int] | None = None,
     ) -> None:
         self._communicator = communicator
         self._source = source
         self._consensus = consensus
-        self._models = models or [0] * consensus.size
+        self._like = like or [0] * consensus.size
         self._compared: Mapping[str, str] | None = None
 
     def step_began(self, steps: int) -> None:
@@ -68,11 +68,11 @@ class LoadedAlike(StepListener):
             return
         ranks = self._communicator if self._compared is None else None
         if ranks is None or ranks.device.type == "cuda" or self._differs(ranks, loaded):
-            self._consensus.compare(loaded, REMEDY, self._models)
+            self._consensus.compare(loaded, REMEDY, self._like)
         self._compared = loaded
 
     def _differs(self, ranks: Communicator, loaded: Mapping[str, str]) -> bool:
         """Whether ranks have loaded unlike states; not where a rank was lost, which the first launch says."""
         digest = hashlib.sha256(json.dumps(list(loaded.items())).encode()).digest()
         rows = Shared(ranks, [float(int.from_bytes(digest[:6], "big"))]).read()
-        return rows is not None and any(row != rows[model] for row, model in zip(rows, self._models, strict=True))
+        return rows is not None and any(row != rows[other] for row, other in zip(rows, self._like, strict=True))

@@ -201,7 +201,7 @@ def trained(
             state = FsdpState(nn.Identity(), units, names, replicas, config, board)
             placed, rows_of = nodes_of(shard, row, nodes, make, rank), LoadedRows()
             consensus = Agreement(PrefixStore(str(row), boards), row.index(rank), len(row), "loaded", TIMEOUT)
-            alike = LoadedAlike(None, rows_of, consensus, placed.models)
+            alike = LoadedAlike(None, rows_of, consensus, placed.counterparts)
             link = ShardLink(placed, None, None, None, rows_of, alike)
             install(units, names, shards, weights, rules_from(()), Rounding(0, rank), lambda group: link)
             streams = {f"{name}_stream": side_stream() for name in ("reduce_scatter", "all_reduce")}
