@@ -1,8 +1,8 @@
 # make run    the main job: .venv, torch, gradwire with its compiled part, then plain DDP against gradwire
 #             DEVICE=cuda: on GPUs, with a torch that has CUDA (PYTHON=...)
 # make test   the same environment, then the test suite, all but test-long      ARGS="-k emulate" goes to pytest
-# make test-long   what takes long and seldom fails alone: the CUDA path and its kernels on the CPU, the jobs of studies and notebook
-# make test-fast   what needs no process, emulated cluster or compiler: the inner loop, 2 minutes on two idle cores
+# make test-long   the rest, as long again (tests/long.txt): the CUDA path on the CPU, recorded bits, more jobs of each kind
+# make test-fast   what needs no process, emulated cluster or compiler, or 0.3 s a test: the inner loop, 90 s on two idle cores
 # make hosts  the jobs of the suite once more, on emulated hosts without names and without a route   HOSTS=fd77::/64
 # make lint   ruff and mypy
 # make floors  no import upward, no circle, no folder that is too full

@@ -133,7 +133,7 @@ class HookState(Face[GradientSession]):
         self.names = ParameterNames()
         self._life = StepLife()
         self._used_map: UsedMap | None = None
-        """Keeps DDP's sum of its map of used parameters away, on CUDA, once the ranks have connected."""
+        """Where it takes one, once the ranks have connected: see there."""
         self._timed = True
         self._sparse: list[Bucket] = []
         self._buckets: list[Bucket] = []

@@ -5,11 +5,16 @@ A wheel for every machine has none, and a checkout may have one of other sources
 
 try:
     import gradwire._native as native
-except ModuleNotFoundError as error:  # one that is there and cannot be loaded says why, as without memory for it
+except ModuleNotFoundError as error:
     raise ImportError(
         "gradwire was installed without its compiled part, which training needs (the wheel py3-none-any is for "
         "`gradwire doctor`, `topo` and `gdr-check` alone): install the wheel of this machine, or, with a C++ compiler, "
         f"`pip install --no-binary gradwire --force-reinstall --no-deps gradwire` ({error})"
+    ) from error
+except ImportError as error:
+    raise ImportError(
+        f"gradwire's compiled part cannot be loaded: {error}. Where it was built for another machine, install the wheel "
+        "of this one, or `pip install --no-binary gradwire --force-reinstall --no-deps gradwire`"
     ) from error
 
 __all__ = ["native"]

@@ -45,6 +45,9 @@ FIRST_LOOK_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 15.0
 """Seconds for which a rank waits for others to come before it looks whether they have ended, and the longest pause
 between two looks: each is twice as long as the one before."""
 
+ALARM_SECONDS = 1.0
+"""Seconds between two looks of such a rank for an alarm: one server answers those of all ranks."""
+
 HERE, LEFT = b"+", b"-"
 ASK, TELL = b"?", b"!"
 """First byte behind the name of a rank: whether it is here, or what has happened, as 4 bytes of length and a `Loss`."""
@@ -302,7 +305,6 @@ class Awaited:
 
     Attributes:
         members: See above.
-        alarm: See above.
     """
 
     def __init__(
@@ -313,7 +315,8 @@ class Awaited:
         alarm: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.members = members
-        self.alarm = alarm
+        self._alarm = alarm
+        self._next_alarm = time.monotonic()
         self._others = [*members[index + 1 :], *members[:index]][:CALLS]
         self._ended = ended
         self._looks = Looks()
@@ -323,6 +326,14 @@ class Awaited:
         if self._ended is None or not self._looks.are_due():
             return []
         return sorted(self.members.index(rank) for rank in self._ended(self._others))
+
+    def alarm(self) -> str | None:
+        """Why another rank has given up; None where none has, and between two looks."""
+        now = time.monotonic()
+        if now < self._next_alarm:
+            return None
+        self._next_alarm = now + ALARM_SECONDS
+        return self._alarm()
 
     def words(self, ended: Sequence[int]) -> str:
         """What to say of those that have ended."""

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -258,12 +258,14 @@ class FailureBoard(Board):
         dead = {self._group[members[index]] for index in missing_of}
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         overdue = Loss.of(error).source == OVERDUE
-        told = (first := self.losses.first) is not None and first.said_by not in (None, self.rank)
+        first = self.losses.first
+        told = first is not None and first.said_by not in (None, self.rank) and first.reason in str(error)
         seen = "" if told else f"{phase} fail: {cause}"[:LONGEST_REASON]
+        own = type(error) is not RuntimeError and not isinstance(error, PeerError)  # gloo's are about others, too
         word = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
         try:
             self._store.give_up_if_silent(STORE_PATIENCE)  # the stall watch has asked it, or a look for alarms
-            verdict = self._listen({**word, "seen": seen}, cause)
+            verdict = self._listen({**word, "seen": seen, "own": own}, cause)
         except RuntimeError as store_error:
             return self._without_store(f"{phase} failed on rank {self.rank}", cause, store_error, members, dead)
         missing = tuple(sorted(verdict.missing - {self.rank}))
@@ -311,7 +313,7 @@ class FailureBoard(Board):
     def _who(self, missing: Sequence[int]) -> str:
         return f"rank {_list(missing)} of {self._size} is missing, and " if missing else ""
 
-    def _listen(self, word: dict[str, object], cause: str) -> "_Verdict":
+    def _listen(self, word: dict[str, object], cause: str) -> _Verdict:
         """Who is missing.
 
         The first rank to come collects all words and publishes the verdict, which the others wait for: if
@@ -333,7 +335,7 @@ class FailureBoard(Board):
         self._store.set("verdict", verdict.packed())
         return verdict
 
-    def _collect(self, own: dict[str, Any], deadline: float) -> "_Verdict":
+    def _collect(self, own: dict[str, Any], deadline: float) -> _Verdict:
         """Reads all words, a block of ranks in a question; who is silent is asked for alone, ever more rarely."""
         words, silent, dead = {self.rank: own}, set(self._everybody()) - {self.rank}, set(own["dead"])
         began = time.monotonic()
@@ -363,13 +365,22 @@ class FailureBoard(Board):
         for rank in dead & silent:  # who has spoken is not missing, though it has ended since
             words.update(self._read([rank]))
         missing = (dead | silent) - words.keys()
-        if not dead and not silent and any(each["overdue"] for each in words.values()):
+        if not missing and any(each["overdue"] for each in words.values()):
             most = max(each["launches"] for each in words.values())
             missing = {rank for rank, each in words.items() if each["launches"] < most and not each["waiting"]}
         if missing:
             return _Verdict(missing, {})
-        accuses_nobody_first = sorted((bool(each["dead"]), rank) for rank, each in words.items() if each["seen"])
-        return _Verdict(set(), {rank: words[rank]["seen"] for _, rank in accuses_nobody_first[:MOST_SEEN]})
+        return _Verdict(set(), {rank: words[rank]["seen"] for rank in self._telling(words)})
+
+    def _telling(self, words: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """Whose words are repeated: who fails by itself first, then who has raised the alarm, who accuses nobody."""
+        alarm = self._alarm.told()
+        teller = None if alarm is None else alarm.said_by
+
+        def order(rank: int) -> tuple[bool, bool, bool, int]:
+            return not words[rank]["own"], rank != teller, bool(words[rank]["dead"]), rank
+
+        return sorted((rank for rank in words if words[rank]["seen"]), key=order)[:MOST_SEEN]
 
     def _doors_of(self, silent: Collection[int], living: Collection[int]) -> Directory:
         """Where silent ranks can be called, and the living ones beside them, that may be of their hosts."""

@@ -596,7 +596,7 @@ class Outer(Face[AveragingSession]):
             if choice is not None:
                 choice.loaded(refused=refused)
             self.settings, self.steps = self.exchange.settings, self.exchange.steps
-        self._optimizer_steps.forget()  # a state is always of the end of a step
+        self._optimizer_steps.forget()  # what was saved is of the end of a step
 
     def close(self) -> None:
         """Ends the exchanges: the optimizer's steps drive nothing any more. `model` is for judging and saving then."""

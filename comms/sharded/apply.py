@@ -24,6 +24,7 @@ from gradwire.comms.bootstrap.compat import (
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import AUTO, ELASTIC, FUSION, MEASURING, SUMMING, Config
+from gradwire.comms.errors import PeerError
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
 from gradwire.comms.sharded.carried import LoadedRows
@@ -226,14 +227,21 @@ class ShardLinks:
     def _alike(
         self, ranks: Sequence[int], communicator: Communicator | None, nodes: ShardNodes, rows: LoadedRows
     ) -> LoadedAlike:
+        doors = None if communicator is None else communicator.ended
+
+        def ended(asked: Sequence[int]) -> list[int]:
+            if (reason := self._board.alarm()) is not None:
+                raise PeerError(reason)
+            return [] if doors is None else doors(asked)
+
         consensus = Agreement(
-            PrefixStore(f"loaded/{ranks[0]}", self._board.plain_store),
+            PrefixStore(f"loaded/{'-'.join(map(str, ranks))}", self._board.plain_store),
             ranks.index(dist.get_rank()),
             len(ranks),
             "load_state_dict()",
             self._config.timeout,
-            "load a state before the same step, or none",
-            None if communicator is None else communicator.ended,
+            "come to their first step, and load a state before the same one, or none",
+            ended,
             ranks,
         )
         return LoadedAlike(communicator, rows, consensus, nodes.counterparts)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.comms.checkpoint import PREFIX
+from gradwire.comms.checkpoint import INSTEAD, PREFIX
 from gradwire.comms.compression import refuse_not_finite
 from gradwire.comms.loss_scale import LossScale
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
@@ -67,6 +67,7 @@ class LeftOut:
                 f"`state` has rows of {tuple(rows.shape)} that were left out of a unit; wanted {wanted}: it is of "
                 "another model, or of other units or `rules`"
             )
+        _refuse_other_dtype(rows)
         refuse_not_finite({LEFT_OUT: rows} if rows is not None else {})
 
     def restore(self, rows: Tensor | None) -> None:
@@ -145,6 +146,7 @@ class SentRows:
                 f"`state` has rows of {tuple(rows.shape)} that were sent of a unit; wanted {wanted}: it is of another "
                 "model, or of other units"
             )
+        _refuse_other_dtype(rows)
 
     def restore(self, rows: Tensor | None) -> None:
         """Takes over what was saved, and has been checked; None has the next all-gather be exact."""
@@ -155,6 +157,11 @@ class SentRows:
         if self.rows is None:
             return "not there"
         return hashlib.sha256(self.rows.cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
+
+
+def _refuse_other_dtype(rows: Tensor | None) -> None:
+    if rows is not None and rows.dtype != torch.float32:
+        raise ValueError(f"`state` has rows of {rows.dtype}; wanted torch.float32, as they were saved: {INSTEAD}")
 
 
 class LoadedRows:

@@ -477,7 +477,7 @@ class ShardLink:
         planned: Exact collectives by plans, on a CPU; None where the group itself has such plans.
         torchs: On CUDA, where torch's collectives and gradwire's are in flight on one device: they may take turns.
         rows: What this rank has loaded of what weights are differences from.
-        alike: Has the ranks compare that; None where nothing is in fewer bits.
+        alike: Has the ranks compare that, for weights as differences; None where nothing is in fewer bits.
     """
 
     nodes: ShardNodes | None

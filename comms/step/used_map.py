@@ -30,7 +30,7 @@ class Issues(Protocol):
 
 
 class UsedMap:
-    """Keeps DDP's sum of the map away from gradwire's collectives.
+    """Keeps DDP's sum of the map away from gradwire's collectives, on CUDA; tells which averages DDP does not take.
 
     Args:
         model: Whose buckets come; only a DDP model tells what it sums.
@@ -52,14 +52,18 @@ class UsedMap:
             self._handed_over += [(parameter, memory, *_written(parameter)) for parameter in parameters]
 
     def left_alone(self) -> list[Tensor]:
-        """The parameters whose averages DDP has not taken, now that it has ended a backward pass; once a step."""
+        """The parameters whose averages DDP has not taken, now that it has ended a backward pass; once a step.
+
+        None where all would be: no DDP takes averages then, but somebody else, later.
+        """
         handed_over, self._handed_over = self._handed_over, []
-        return [
+        left = [
             parameter
             for parameter, memory, *before in handed_over
             if before == [*_written(parameter)]
             and (parameter.grad is None or parameter.grad.untyped_storage().data_ptr() != memory)
         ]
+        return left if len(left) < len(handed_over) else []
 
     @property
     def ends_backward(self) -> bool:

@@ -77,14 +77,14 @@ class _Rendezvous:
         """
         naps = Naps()
         while (said := self.find(word)) is None:
-            self.look_for_ended()
+            self.look_for_losses()
             if time.monotonic() > self.deadline:
                 raise self.absent([0])
             naps.sleep(self.deadline)
         return said
 
-    def look_for_ended(self) -> None:
-        """Raises a PeerError where a rank has ended, or one elsewhere has given up: those that come meet it, too."""
+    def look_for_losses(self) -> None:
+        """Raises a PeerError where a rank has ended, or one of another group has given up, for whom others may wait."""
         if self._awaited is None:
             return
         if ended := self._awaited.ended():
@@ -267,7 +267,7 @@ class _First:
                 look_seconds = min(2 * look_seconds, LONGEST_LOOK_SECONDS)
                 next_look = now + look_seconds
                 self._look_for_failures()
-                self._words.look_for_ended()
+                self._words.look_for_losses()
                 if not in_folder and (rank := self._words.find(ELSEWHERE)) is not None:
                     in_folder = True
                     self._listen_in_folder(rank)

@@ -492,17 +492,24 @@ def test_after_a_time_out_the_rank_that_did_not_come_is_named() -> None:
     assert [found[rank].missing for rank in range(3)] == [(1,), (), (1,)]
     found, _ = diagnose_all(3, {rank: PeerError("no memory left") for rank in range(3)}, late)
     assert [found[rank].missing for rank in range(3)] == [(), (), ()]
+    found, _ = diagnose_all(3, {**over, 0: PeerError("rank 2 has ended", (2,))}, late)  # it has spoken before it ended
+    assert [found[rank].missing for rank in range(3)] == [(1,), (), (1,)]
+
+
+def test_of_many_ranks_who_fails_by_itself_is_repeated_by_all() -> None:
+    errors: dict[int, BaseException] = {rank: RuntimeError("Connection closed by peer") for rank in range(12)}
+    found, _ = diagnose_all(12, {**errors, 9: MemoryError("no room")}, {})
+    assert all("MemoryError: no room" in str(error) for error in found.values())
 
 
 def test_a_rank_that_says_why_it_fails_is_repeated_and_not_missed() -> None:
     """Law: of who fails by itself and ends all hear the reason, whoever saw it end, and nobody else is blamed."""
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     boards = [FailureBoard(store, rank, 4) for rank in range(4)]
-    errors = [
+    errors: list[Exception] = [
         PeerError("rank 1 has ended", (1,)),
         MemoryError("no room"),
         RuntimeError("Connection closed by peer"),
-        PeerError("heard of it"),
     ]
     found: dict[int, CollectiveError] = {}
 
@@ -513,6 +520,7 @@ def test_a_rank_that_says_why_it_fails_is_repeated_and_not_missed() -> None:
     threads[1].start()
     until(lambda: store.check(["alarm"]))
     until(lambda: boards[3].alarm() is not None)
+    errors.append(PeerError(boards[3].alarm() or ""))
     for rank in (0, 2, 3):
         threads[rank].start()
     for thread in threads:
@@ -547,7 +555,7 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     monkeypatch.setattr(failure, "look_seconds", lambda size: 0.0)
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     call = Directory.call
-    word = {"dead": [], "phase": "", "launches": 0, "waiting": True, "overdue": False, "seen": ""}
+    word = {"dead": [], "phase": "", "launches": 0, "waiting": True, "overdue": False, "seen": "", "own": False}
 
     def call_and_say(self: Directory, ranks: Any) -> dict[int, str]:
         found = call(self, ranks)

@@ -362,6 +362,11 @@ def damaged(mesh: DeviceMesh) -> None:
         with pytest.raises(ValueError, match=f"^`state.'{PREFIX}{name}'.` is .*which none has.*: it is damaged; load"):
             state.load_state_dict(pack({**own, PREFIX + name: value}, dist.get_rank(), 4, True))
         assert str(state.state_dict()) == str(saved)
+    sent = own[PREFIX + "carried/sent/0"]
+    assert isinstance(sent, torch.Tensor)
+    with pytest.raises(ValueError, match=r"`state` has rows of torch\.bfloat16; wanted torch\.float32"):
+        state.load_state_dict(pack({**own, PREFIX + "carried/sent/0": sent.bfloat16()}, dist.get_rank(), 4, True))
+    assert str(state.state_dict()) == str(saved)
 
 
 def of_vectors_alone(mesh: DeviceMesh) -> None:
