@@ -13,8 +13,8 @@ except ModuleNotFoundError as error:
     ) from error
 except ImportError as error:
     raise ImportError(
-        f"gradwire's compiled part cannot be loaded: {error}. Where it was built for another machine, install the wheel "
-        "of this one, or `pip install --no-binary gradwire --force-reinstall --no-deps gradwire`"
+        f"gradwire's compiled part cannot be loaded: {error}. Where it was built for another machine, install the "
+        "wheel of this one, or `pip install --no-binary gradwire --force-reinstall --no-deps gradwire`"
     ) from error
 
 __all__ = ["native"]

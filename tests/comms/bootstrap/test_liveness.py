@@ -492,8 +492,12 @@ def test_after_a_time_out_the_rank_that_did_not_come_is_named() -> None:
     assert [found[rank].missing for rank in range(3)] == [(1,), (), (1,)]
     found, _ = diagnose_all(3, {rank: PeerError("no memory left") for rank in range(3)}, late)
     assert [found[rank].missing for rank in range(3)] == [(), (), ()]
-    found, _ = diagnose_all(3, {**over, 0: PeerError("rank 2 has ended", (2,))}, late)  # it has spoken before it ended
-    assert [found[rank].missing for rank in range(3)] == [(1,), (), (1,)]
+    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+    for rank in (1, 2):
+        word = {"dead": [], "phase": "", "overdue": True, "seen": "", "own": False, "waiting": True, **late[rank]}
+        store.set(f"word/{rank}", json.dumps(word))
+    ended = PeerError("rank 2 has ended", (2,))  # after it has spoken
+    assert FailureBoard(store, 0, 3).diagnose(ended, (0, 0), "an all-reduce", range(3), launches=7).missing == (1,)
 
 
 def test_of_many_ranks_who_fails_by_itself_is_repeated_by_all() -> None:
