@@ -31,7 +31,7 @@
 # WORKERS=0 runs the tests in one process: to debug one, or with --pdb.
 # REQUIRE=netns makes the tests of the emulated cluster fail where they would be skipped.
 
-# Many tests wait, on emulated links and for time-outs: on 2 cores `make test` takes 10 minutes with 4 workers.
+# Many tests wait, on emulated links and for time-outs: on 2 cores `make test` takes 6 to 7 minutes with 4 workers.
 WORKERS ?= 4
 
 SHELL := /bin/bash
