@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from gradwire.comms.elastic.transfer import Carried
     from gradwire.comms.resume import Resume
     from gradwire.comms.step.used_map import UsedMap
-    from gradwire.compressors.optim.first_step import Check, HasParameters
 
 log = logging.getLogger("gradwire")
 
@@ -140,7 +139,6 @@ class HookState(Face[GradientSession]):
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
         self._elastic: ElasticTraining | None = None
-        self._check: Check | None = None
         self._samples: int | None = None
         for name, given in (("on_change", on_change), ("carries", carries)):
             if given and not self.config.elastic:
@@ -189,7 +187,7 @@ class HookState(Face[GradientSession]):
         if self.config.compressor is not None:
             from gradwire.compressors.rules import warn_of_idle
 
-            self._check = self._checked_later(model)
+            self._check_optimizers(model)
             warn_of_idle(self.config.rules, self.names.numels(), "Patterns are shell-style, of the whole name.")
         self._life.announces_last = isinstance(model, DistributedDataParallel) and not model.static_graph
         self._group = getattr(model, "process_group", None) or self._group
@@ -214,10 +212,7 @@ class HookState(Face[GradientSession]):
 
     def unbind(self, model: nn.Module) -> None:
         """Ends the state because another hook has taken its place on `model`; its optimizer is not checked any more."""
-        if self._check is not None:
-            from gradwire.compressors.optim.first_step import withdraw
-
-            withdraw(model, self._check)
+        self._check_no_optimizers(model)
         self.close()
 
     @property
@@ -378,29 +373,10 @@ class HookState(Face[GradientSession]):
                 self._restore(self._pending)
         return self._connection
 
-    def _checked_later(self, model: "HasParameters") -> "Check":
-        from gradwire.compressors.optim.first_step import check_at_first_step  # here: exact gradients fit all of them
-
-        config = self.config
-        assert config.compressor_name is not None
-        options, rules = config.compressor_options, config.rules
-        this = weakref.ref(self)
-
-        def resumed() -> None:
-            if (state := this()) is not None:
-                _warn_of_resume(state)
-
-        def averaged() -> bool:
-            return (state := this()) is not None and state.steps > 0
-
-        return check_at_first_step(
-            model, config.compressor_name, options, rules, config.error_budget, resumed=resumed, averaged=averaged
-        )
-
     def _begin_step(self, connection: GradientSession) -> None:
         self._life.begin(autograd_calls=queue_end_of_backward(self._backward_ended))
         if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
-            self._check = self._checked_later(self.names)
+            self._check_optimizers(self.names)
         communicator = connection.communicator
         if self._used_map is not None:
             self._used_map.step_begins(communicator.device, self.steps)
@@ -610,20 +586,6 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     if isinstance(bucket, tuple):
         raise TypeError(PYTHON_REDUCER)
     return state.reduce(bucket)
-
-
-def _warn_of_resume(state: HookState) -> None:
-    """Called where the optimizer goes on from a checkpoint, before its first step here."""
-    compression = state._connection.compression if state._connection is not None else None
-    if state._loaded or compression is None or state.config.join is not None:
-        return
-    if any(isinstance(value, Tensor) for value in compression.compressor.state_dict().values()):
-        log.warning(
-            "the optimizer goes on from a checkpoint, and gradwire's state was not loaded: %s starts without what "
-            "it held back, so training goes on otherwise than it would have. Save state.state_dict() of each "
-            "rank, and load it",
-            state.config.compressor,
-        )
 
 
 def _end_compression(

@@ -5,6 +5,7 @@ A face has one from the moment at which its ranks have connected; in elastic tra
 what a user asks of any of them: advice, a timeline, metrics, a checkpoint. What one cannot do it names as `refused`.
 """
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import Store, store_of
 from gradwire.comms.bootstrap.failure import Board
@@ -50,12 +52,15 @@ HOMELESS = (
 """`found` is what has no place for them."""
 NO_COMPRESSOR = "`compressor` is not set"
 
+log = logging.getLogger("gradwire")
+
 if TYPE_CHECKING:
     from gradwire.comms.autotune.job_advice import JobAdvice
     from gradwire.comms.bootstrap.agree import Agreement
     from gradwire.comms.checkpoint import Checkpoint
     from gradwire.comms.compression import Compression
     from gradwire.comms.loss_scale import LossScale, LossScaler
+    from gradwire.compressors.optim.first_step import Check, HasParameters
 
 _numbers: "dict[tuple[str, str], count[int]]" = {}
 """(Kind, process group) -> numbers for what is made of that kind on it, in the same order on all ranks."""
@@ -405,6 +410,8 @@ class Face(Generic[S]):
         """A state that was loaded before the ranks had connected."""
         self._loaded = False
         """Whether a state was loaded."""
+        self._check: Check | None = None
+        """What looks at the model's optimizers, where gradients are compressed."""
 
     def advise(self, optimizer: str = "any", accumulate: int = 1) -> "JobAdvice":
         """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
@@ -625,6 +632,52 @@ class Face(Generic[S]):
         own = unpack(found, self._connection.communicator.rank, self._connection.communicator.size)
         if own is not None:
             self._connection.load_state_dict(own)
+
+    def _check_optimizers(self, model: "HasParameters") -> None:
+        """Has each optimizer checked before its first step on the model's parameters.
+
+        One that the compressor does not fit is refused there; where one goes on from a checkpoint and this state does
+        not, that is said.
+        """
+        from gradwire.compressors.optim.first_step import check_at_first_step  # here: exact gradients fit all of them
+
+        config, this = self.config, weakref.ref(self)
+
+        def resumed() -> None:
+            if (state := this()) is not None:
+                state._warn_of_resume()
+
+        def averaged() -> bool:
+            return (state := this()) is not None and (state.steps > 0 or bool(state._starts_anew()))
+
+        name = config.compressor_name or "none"
+        options, rules = config.compressor_options, config.rules
+        self._check = check_at_first_step(model, name, options, rules, config.error_budget, resumed, averaged)
+
+    def _check_no_optimizers(self, model: "HasParameters") -> None:
+        """Takes back what `_check_optimizers` has begun."""
+        if self._check is not None:
+            from gradwire.compressors.optim.first_step import withdraw
+
+            withdraw(model, self._check)
+
+    def _warn_of_resume(self) -> None:
+        """Called where an optimizer goes on from a checkpoint, before its first step here."""
+        if not self._loaded and self.config.join is None and (anew := self._starts_anew()):
+            log.warning(
+                "the optimizer goes on from a checkpoint, and gradwire's state was not loaded: %s starts without what "
+                "it held back, so training goes on otherwise than it would have. Save state.state_dict() of each "
+                "rank, and load it",
+                anew,
+            )
+
+    def _starts_anew(self) -> str:
+        """What has nothing held back as long as no state is loaded, and would have; empty where nothing has."""
+        compression = None if self._connection is None else self._connection.compression
+        if compression is None:
+            return ""
+        kept = any(isinstance(value, Tensor) for value in compression.compressor.state_dict().values())
+        return str(self.config.compressor) if kept else ""
 
     def _connected(self, call: str) -> S:
         if self._connection is None:

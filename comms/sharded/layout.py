@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, ShardedParameter, ShardedUnit
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.rules import Rule, first_match
@@ -49,6 +51,7 @@ class ShardNames:
 
     def __init__(self, names: Mapping[int, str], units: Sequence[ShardedUnit]) -> None:
         self.shards: dict[int, NamedShard] = {}
+        self._units = tuple(units)
         self._layouts: dict[tuple[int, ...], Layout] = {}
         for unit in units:
             for one in unit.parameters:
@@ -62,6 +65,10 @@ class ShardNames:
     def of(self, parameters: Sequence[ShardedParameter]) -> list[NamedShard]:
         """The shards of these parameters."""
         return [self.shards[id(one)] for one in parameters]
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """What an optimizer of this model steps on, as `nn.Module.named_parameters` gives it."""
+        return [(self.shards[id(one)].name, one.sharded) for unit in self._units for one in unit.parameters]
 
     def numels(self) -> dict[str, int]:
         """Elements of each shard on this rank, and of its padding."""

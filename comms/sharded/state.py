@@ -95,6 +95,11 @@ class ShardTraffic:
     carried: Mapping[str, LeftOut | SentRows] = field(default_factory=dict)
     rows: tuple[LoadedRows, ...] = ()
 
+    @property
+    def left_out(self) -> list[LeftOut]:
+        """What is held back of gradients, among what is carried on."""
+        return [each for each in self.carried.values() if isinstance(each, LeftOut)]
+
 
 class FsdpState(Face[AveragingSession]):
     """The gradients, and what is held back of them, of one sharded model; `gradwire.fsdp.apply` makes it.
@@ -170,6 +175,8 @@ class FsdpState(Face[AveragingSession]):
         self._shards = shards
         if shards.overlap is not None:
             at_end_of_sharded_backward(self._units, self._settle_shards)
+        if self._compresses_replicas or self._shards.left_out:
+            self._check_optimizers(self._names)
 
     def report(self) -> Report:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
@@ -191,6 +198,7 @@ class FsdpState(Face[AveragingSession]):
         Torch's own collectives are put back between the ranks that share parameters, so the model can still be
         evaluated; with `replicas` it can be trained no more.
         """
+        self._check_no_optimizers(self._names)
         for unit, (all_gather, reduce_scatter) in zip(self._units, self._torchs, strict=True):
             unit.set_all_gather(all_gather)
             unit.set_reduce_scatter(reduce_scatter)
@@ -215,14 +223,17 @@ class FsdpState(Face[AveragingSession]):
         return bool(self._shards.carried)
 
     def _loss_scales(self, call: str) -> list[LossScale]:
-        shards = [each.loss_scale for each in self._shards.carried.values() if isinstance(each, LeftOut)]
+        shards = [each.loss_scale for each in self._shards.left_out]
         return [*shards, *(super()._loss_scales(call) if self._compresses_replicas or not shards else [])]
 
     @property
     def dirty(self) -> bool:
         """Whether something is held back, so that the state fits these ranks alone; the same on all of them."""
-        held = (each for each in self._shards.carried.values() if isinstance(each, LeftOut))
-        return super().dirty or any(each.holds for each in held)
+        return super().dirty or any(each.holds for each in self._shards.left_out)
+
+    def _starts_anew(self) -> str:
+        shards = "`shards`" if any(each.rows is not None for each in self._shards.left_out) else ""
+        return " and ".join(filter(None, (super()._starts_anew(), shards)))
 
     @property
     def _compresses_replicas(self) -> bool:
@@ -403,7 +414,7 @@ class FsdpState(Face[AveragingSession]):
 
     def _begin_step(self, connection: AveragingSession) -> None:
         if self.steps == 0:
-            self._refuse_late_units()
+            _refuse_late_units(self._model(), self._units)
         self._in_step = True
         self._finite = True
         communicator, compression = connection.communicator, connection.compression
@@ -413,14 +424,6 @@ class FsdpState(Face[AveragingSession]):
             with communicator.alone():
                 compression.loss_scale.follow()
         connection.listeners.step_began(self.steps)
-
-    def _refuse_late_units(self) -> None:
-        model = self._model()
-        if model is not None and len(sharded_units(model)) != len(self._units):
-            raise RuntimeError(
-                f"`model` had {len(self._units)} sharded units when gradwire was applied and has "
-                f"{len(sharded_units(model))} now: call gradwire.fsdp.apply() after all fully_shard"
-            )
 
     def _end_backward(self) -> None:
         """Runs at the end of each backward pass, on all ranks at the same point."""
@@ -473,6 +476,14 @@ class FsdpState(Face[AveragingSession]):
         for group in self._shard_groups:
             dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
         return [torch.where(verdict.bool(), 0.0, torch.inf)]
+
+
+def _refuse_late_units(model: nn.Module | None, units: Sequence[ShardedUnit]) -> None:
+    if model is not None and len(sharded_units(model)) != len(units):
+        raise RuntimeError(
+            f"`model` had {len(units)} sharded units when gradwire was applied and has "
+            f"{len(sharded_units(model))} now: call gradwire.fsdp.apply() after all fully_shard"
+        )
 
 
 def _kind_of(key: str) -> type | UnionType | None:

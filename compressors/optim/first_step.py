@@ -79,7 +79,7 @@ def check_at_first_step(
     return check
 
 
-def withdraw(model: nn.Module, check: Check | None) -> None:
+def withdraw(model: HasParameters, check: Check | None) -> None:
     """Takes back what `check_at_first_step` returned for this model, unless a later check has replaced it."""
     if check is not None and _checks.get(model) is check:
         del _checks[model]
