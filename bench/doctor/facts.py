@@ -239,6 +239,10 @@ class ScriptRun:
     error: str | None = None
     status: int = 0
     """Exit status of a script that ended by itself, 128 + N for signal N; 0 where its steps or time were up."""
+    seconds: float = 0.0
+    """Seconds until it ended, or was ended."""
+    stands: str | None = None
+    """The line that its main thread was at shortly before its time was up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -25,9 +27,12 @@ WARM_UP_STEPS = 3
 LIMIT_SECONDS = 60.0
 """Seconds for the script to reach its last step, imports and data included; what it has by then counts."""
 
+STANDS_SECONDS = 45.0
+"""Seconds after which a script that has not ended says where it stands; the rest of the limit is for imports."""
+
 _RECORD = "%d %s\n"
-SPLIT = ".split"
-"""Ends the name of the file beside the record, in which it says where a step's time goes."""
+SPLIT, STANDS = ".split", ".stands"
+"""End the names of the files beside the record, in which it says where a step's time goes, and where it stands."""
 
 
 def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> ScriptRun:
@@ -44,7 +49,7 @@ def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> Scr
             child = subprocess.Popen(
                 command, env=child_environment(variables or {}), stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
-            late = False
+            late, began = False, time.monotonic()
             try:
                 child.wait(LIMIT_SECONDS)
             except subprocess.TimeoutExpired:
@@ -53,7 +58,7 @@ def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> Scr
                 child.wait()
             output.seek(0)
             said = output.read()[-2000:].decode("utf-8", "replace").strip().splitlines()
-        return judge(record, child.returncode, late, said)
+        return replace(judge(record, child.returncode, late, said), seconds=time.monotonic() - began)
 
 
 def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
@@ -71,15 +76,16 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
     moments = [float(row[1]) for row in rows][WARM_UP_STEPS if warm else 0 :]
     steps = [after - before for before, after in itertools.pairwise(moments)]
     error = None
-    last = said[-1] if said else "it printed nothing"
+    last = f"it said last: {said[-1]}" if said else "it printed nothing"
     if not steps:
         error = (
-            f"the script made fewer than two optimizer steps within {LIMIT_SECONDS:g} s; it said last: {last}"
+            f"the script made fewer than two optimizer steps within {LIMIT_SECONDS:g} s; {last}"
             if late
-            else f"the script ended with status {status} after {len(rows)} optimizer steps; it said last: {last}"
+            else f"the script ended with status {status} after {len(rows)} optimizer steps; {last}"
         )
     elif status and not late:
-        error = f"the script failed with status {status} after {len(rows)} optimizer steps; it said last: {last}"
+        error = f"the script failed with status {status} after {len(rows)} optimizer steps; {last}"
+    stands = Path(f"{record}{STANDS}")
     beside = Path(f"{record}{SPLIT}")
     split = json.loads(beside.read_text()) if warm and beside.exists() else {}  # of the same steps
     return ScriptRun(
@@ -90,6 +96,7 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
         step_seconds=median(steps) if steps else None,
         error=error,
         status=0 if late else status if status >= 0 else 128 - status,
+        stands=stands.read_text() if late and stands.exists() else None,
     )
 
 
@@ -101,7 +108,9 @@ def main(argv: list[str]) -> None:
     """
     from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-    from gradwire.bench.doctor.split import StepSplit  # here: the doctor reads this module without torch, too
+    # Here: the doctor reads this module without torch, too.
+    from gradwire.bench.doctor.split import StepSplit
+    from gradwire.comms.observe.stack import line_of_thread
 
     record, script, *_ = argv
     first: list[Optimizer] = []
@@ -128,6 +137,13 @@ def main(argv: list[str]) -> None:
             sys.stderr.flush()
             os._exit(0)  # the script's own end may be hours away, and its exit handlers may wait for other ranks
 
+    def say_where() -> None:
+        Path(f"{record}{STANDS}").write_text(line_of_thread(main_thread) or "")
+
+    main_thread = threading.get_ident()
+    timer = threading.Timer(STANDS_SECONDS, say_where)
+    timer.daemon = True
+    timer.start()
     split = StepSplit(Path(f"{record}{SPLIT}"))
     hook = register_optimizer_step_post_hook(after_step)
     sys.argv = argv[1:]

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from gradwire.bench.doctor.checks.words import listed
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, JobFacts, ScriptRun
 
 left_behind: list[threading.Thread] = []
@@ -34,8 +35,8 @@ def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> J
     """
     nbytes = max((run.gradient_nbytes for run in runs), default=0)
     steps = [run.step_seconds for run in runs if run.step_seconds is not None]
-    failed = [run for run in runs if run.status]
-    errors = tuple(f"`--script`: {run.error}" for run in failed[:1] or runs[:1] if run.error)
+    failed = sorted((run for run in runs if run.status), key=lambda run: run.seconds)  # the first takes others along
+    errors = tuple(_in_words(run, runs) for run in failed[:1] or runs[:1] if run.error)
     return replace(
         facts,
         gradient_nbytes=wanted.gradient_nbytes or nbytes or DEFAULT_GRADIENT_NBYTES,
@@ -45,3 +46,16 @@ def with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> J
         notes=(*facts.notes, *errors),
         script_status=failed[0].status if failed else 0,
     )
+
+
+def _in_words(run: ScriptRun, runs: Sequence[ScriptRun]) -> str:
+    """What is wrong with a script's run, on which rank, and where the ranks stood if it did not end."""
+    whose = f" on rank {runs.index(run)}" if run.status and len(runs) > 1 else ""
+    places: dict[str, list[int]] = {}
+    for rank, each in enumerate(runs):
+        if each.stands:
+            places.setdefault(each.stands, []).append(rank)
+    found = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} stood at {place}" for place, ranks in places.items()
+    )
+    return f"`--script`{whose}: {run.error}" + (f"; {found}" if found else "")

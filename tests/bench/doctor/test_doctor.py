@@ -27,6 +27,7 @@ from gradwire.bench.doctor.facts import (
     to_record,
 )
 from gradwire.bench.doctor.picture import svg
+from gradwire.bench.doctor.wanted import Wanted, with_script
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 from gradwire.bench.studies.doctor import other_mtu, shrink_shared_memory
@@ -332,6 +333,40 @@ def test_a_script_is_measured_by_its_optimizer_steps_and_ended(tmp_path: Path, m
     run = script.judge(record, 0, False, [])
     assert len(record.read_text().splitlines()) == script.STEPS
     assert run.gradient_nbytes == 4 * (100 * 10 + 10) and run.step_seconds is not None and run.error is None
+
+
+def test_a_script_that_makes_no_steps_says_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, record = tmp_path / "hangs.py", tmp_path / "steps"
+    hangs.write_text(
+        "import pathlib, time\nuntil = time.monotonic() + 60\n"
+        f"while not pathlib.Path({str(record) + script.STANDS!r}).exists() and time.monotonic() < until:\n"
+        "    time.sleep(0.01)\n"
+    )
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(script, "STANDS_SECONDS", 0.05)
+    script.main([str(record), str(hangs)])
+    runs = [script.judge(record, -9, True, []), ScriptRun(error="late", stands="hangs.py:9 in load"), ScriptRun()]
+    assert runs[0].stands in ("hangs.py:3 in <module>", "hangs.py:4 in <module>")
+    (note,) = with_script(healthy(1), Wanted(), [*runs, runs[1]]).notes
+    assert note.endswith(
+        "fewer than two optimizer steps within 60 s; it printed nothing; "
+        f"rank 0 stood at {runs[0].stands}; ranks 1 and 3 stood at hangs.py:9 in load"
+    )
+    assert script.judge(record, 1, False, []).stands is None
+
+
+def test_the_rank_whose_script_failed_first_is_quoted() -> None:
+    """The others fail because it is gone, and say no more than that."""
+    gone, lost = "Connection closed by peer", "KeyError: 'lost'"
+    runs = [
+        ScriptRun(error=gone, status=1, seconds=9.5),
+        ScriptRun(error=lost, status=7, seconds=9.0),
+        ScriptRun(seconds=1.0),
+    ]
+    found = with_script(healthy(1), Wanted(), runs)
+    assert found.notes == (f"`--script` on rank 1: {lost}",) and found.script_status == 7
+    assert with_script(healthy(1), Wanted(), runs[1:2]).notes == (f"`--script`: {lost}",)
 
 
 @pytest.mark.slow
