@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,6 +80,7 @@ def same(one: object, other: object) -> bool:
 def check_resume(rank: int, folder: str) -> dict[str, list[bool]]:
     """For each compressor: what was resumed in each of the ways ends where the uninterrupted run does."""
     dist.init_process_group("gloo")
+    savers = dist.new_group(backend="gloo")
     found = {}
     for name in OPTIONS:
         model, state = start(name)
@@ -87,13 +88,15 @@ def check_resume(rank: int, folder: str) -> dict[str, list[bool]]:
         train(model, 0, STEPS // 2)
         saved = state.state_dict()
         keys = [fresh.keys() == saved.keys(), list(saved) == ["gradwire/job", f"gradwire/rank{rank}"]]
-        save({"model": model.module.state_dict(), "hook": state}, checkpoint_id=f"{folder}/{name}")
+        parts = {"model": model.module.state_dict(), "hook": state}
+        written = async_save(parts, checkpoint_id=f"{folder}/{name}", process_group=savers)  # while training goes on
         gathered = state.gathered_state_dict()
         if rank == 0:
             torch.save({"model": model.module.state_dict(), "hook": gathered}, f"{folder}/{name}.pt")
         keys.append(len(gathered) == (1 + len(NODES) if rank == 0 else 2))
         keys.append(len(state.gathered_state_dict(on_all_ranks=True)) == 1 + len(NODES))
         through = train(model, STEPS // 2, STEPS)
+        written.result()
         dist.barrier()
         found[name] = [*keys, *resume(name, folder, saved, through)]
     dist.destroy_process_group()
