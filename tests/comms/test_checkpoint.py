@@ -3,6 +3,7 @@
 import os
 import runpy
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def check_resume(rank: int, folder: str) -> dict[str, list[bool]]:
         keys.append(len(gathered) == (1 + len(NODES) if rank == 0 else 2))
         keys.append(len(state.gathered_state_dict(on_all_ranks=True)) == 1 + len(NODES))
         through = train(model, STEPS // 2, STEPS)
+        assert isinstance(written, Future)
         written.result()
         dist.barrier()
         found[name] = [*keys, *resume(name, folder, saved, through)]
