@@ -1,11 +1,11 @@
 """What the facts of a job say is wrong: pure functions, one file for each kind of cause."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gradwire.bench.doctor.checks import cards, machine, network, placement, settings, software, steps, transfers
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 
-CHECKS: tuple[Callable[[JobFacts], list[Diagnosis]], ...] = (
+CHECKS: tuple[Callable[[JobFacts], Iterable[Diagnosis]], ...] = (
     *steps.CHECKS,
     *transfers.CHECKS,
     *network.CHECKS,

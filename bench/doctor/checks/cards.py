@@ -1,5 +1,7 @@
 """A second network card that carries nothing, and what NCCL is told about several."""
 
+from collections.abc import Iterator
+
 from gradwire.bench.doctor.checks.words import listed, rate
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts, RankFacts
 from gradwire.bench.doctor.local import matches
@@ -13,7 +15,7 @@ ANOTHER = 1.4
 HOOK = "GRADWIRE_HOOK"
 
 
-def idle_card(facts: JobFacts) -> list[Diagnosis]:
+def idle_card(facts: JobFacts) -> Iterator[Diagnosis]:
     """A card that leads to the other nodes, beside the one in use: what both together would give."""
     names = facts.names
     used = {node: min(facts.reached(node) or (0.0, 0.0)) for node in range(len(names))}
@@ -25,28 +27,26 @@ def idle_card(facts: JobFacts) -> list[Diagnosis]:
         if now and WORTH * now <= each.bytes_per_second <= ANOTHER * now and not takes_it:
             idle.append((each, now))
     if not idle:
-        return []
+        return
     best, now = max(idle, key=lambda found: found[0].bytes_per_second)
     first = facts.nodes[best.a][0]
     card = first.gloo_interface or "eth0"
     together = now + best.bytes_per_second
-    return [
-        Diagnosis(
-            key="idle_card",
-            title=f"{best.interface} stands idle: with it the nodes would have {together / now:.1f} times the rate",
-            sure=0.8,
-            cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(together),
-            evidence=(
-                (
-                    f"{names[best.a]} to {names[best.b]}: {rate(now)} over {card}, {rate(best.bytes_per_second)} over "
-                    f"{best.interface}"
-                ),
-                _why(first, facts.has_gpus),
+    yield Diagnosis(
+        key="idle_card",
+        title=f"{best.interface} stands idle: with it the nodes would have {together / now:.1f} times the rate",
+        sure=0.8,
+        cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(together),
+        evidence=(
+            (
+                f"{names[best.a]} to {names[best.b]}: {rate(now)} over {card}, {rate(best.bytes_per_second)} over "
+                f"{best.interface}"
             ),
-            remedy=_remedy(first, card, best.interface, facts.has_gpus),
-            nodes=tuple(names),
-        )
-    ]
+            _why(first, facts.has_gpus),
+        ),
+        remedy=_remedy(first, card, best.interface, facts.has_gpus),
+        nodes=tuple(names),
+    )
 
 
 def _gloo_takes(first: RankFacts, interface: str) -> bool:
@@ -84,28 +84,26 @@ def _remedy(first: RankFacts, card: str, other: str, on_gpus: bool) -> tuple[str
     )
 
 
-def cross_nic(facts: JobFacts) -> list[Diagnosis]:
+def cross_nic(facts: JobFacts) -> Iterator[Diagnosis]:
     """NCCL is told to let rings change cards between nodes, where a card may reach its like alone."""
     if not facts.has_gpus or len(facts.nodes) < 2:
-        return []
+        return
     told = [ranks[0] for ranks in facts.nodes if ranks[0].variables.get("NCCL_CROSS_NIC", "").strip() == "1"]
     apart = [each for each in told if len(_networks(each)) > 1]
     if not apart:
-        return []
+        return
     names = [each.hostname for each in apart]
-    return [
-        Diagnosis(
-            key="variable",
-            title="NCCL_CROSS_NIC=1 joins cards of different networks, which may not reach each other",
-            sure=0.5,
-            evidence=(
-                f"{names[0]} has cards in {listed(_networks(apart[0]))}",
-                "NCCL user guide, NCCL_CROSS_NIC: 0 where each card has a network of its own, 1 where all share one",
-            ),
-            remedy=("unset NCCL_CROSS_NIC   # NCCL's own 2 keeps to like cards where that is possible",),
-            nodes=tuple(names),
-        )
-    ]
+    yield Diagnosis(
+        key="variable",
+        title="NCCL_CROSS_NIC=1 joins cards of different networks, which may not reach each other",
+        sure=0.5,
+        evidence=(
+            f"{names[0]} has cards in {listed(_networks(apart[0]))}",
+            "NCCL user guide, NCCL_CROSS_NIC: 0 where each card has a network of its own, 1 where all share one",
+        ),
+        remedy=("unset NCCL_CROSS_NIC   # NCCL's own 2 keeps to like cards where that is possible",),
+        nodes=tuple(names),
+    )
 
 
 def _networks(first: RankFacts) -> list[str]:

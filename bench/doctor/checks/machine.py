@@ -1,7 +1,7 @@
 """The machines themselves: shared memory, cores, quotas and threads, slow nodes and GPUs, GPUDirect RDMA, clocks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -39,9 +39,8 @@ def _limit(ranks: Sequence[RankFacts]) -> float:
     return min((each.cpu_limit for each in ranks if each.cpu_limit is not None), default=math.inf)
 
 
-def shared_memory(facts: JobFacts) -> list[Diagnosis]:
+def shared_memory(facts: JobFacts) -> Iterator[Diagnosis]:
     """/dev/shm is small, as containers have it, or full."""
-    found = []
     failed = [each for each in facts.backends if each.error and "shared memory" in each.error]
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         size, free = ranks[0].shm_nbytes, ranks[0].shm_free_nbytes
@@ -52,25 +51,22 @@ def shared_memory(facts: JobFacts) -> list[Diagnosis]:
             f"/dev/shm of {name} has {nbytes(size)}, of which {nbytes(free)} are free; Docker's default is 64 MB"
         ]
         evidence += [f"{each.backend} failed for it: {each.error}" for each in failed[:1]]
-        found.append(
-            Diagnosis(
-                key="shared_memory",
-                title=f"The shared memory of {name} is {'too small' if small else 'full'}",
-                sure=0.98 if failed else 0.8,
-                cost_seconds=0.0,
-                evidence=tuple(evidence),
-                remedy=(
-                    "Docker: docker run --shm-size=8g ...   or --ipc=host",
-                    "Kubernetes: an emptyDir with `medium: Memory`, mounted at /dev/shm",
-                    "as root: mount -o remount,size=8g /dev/shm",
-                )
-                if small
-                else (f"on {name}: ls -lt /dev/shm   # remove what jobs that have ended left there",),
-                nodes=(name,),
-                stops=bool(failed),
+        yield Diagnosis(
+            key="shared_memory",
+            title=f"The shared memory of {name} is {'too small' if small else 'full'}",
+            sure=0.98 if failed else 0.8,
+            cost_seconds=0.0,
+            evidence=tuple(evidence),
+            remedy=(
+                "Docker: docker run --shm-size=8g ...   or --ipc=host",
+                "Kubernetes: an emptyDir with `medium: Memory`, mounted at /dev/shm",
+                "as root: mount -o remount,size=8g /dev/shm",
             )
+            if small
+            else (f"on {name}: ls -lt /dev/shm   # remove what jobs that have ended left there",),
+            nodes=(name,),
+            stops=bool(failed),
         )
-    return found
 
 
 def crowded_cores(facts: JobFacts) -> list[Diagnosis]:
@@ -158,38 +154,34 @@ def _merged(found: list[Diagnosis]) -> list[Diagnosis]:
     return merged
 
 
-def slow_node(facts: JobFacts) -> list[Diagnosis]:
+def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
     """A node whose cores do far less than another's, again and again."""
     names = facts.names
-    found = []
     for name, ranks in zip(names, facts.nodes, strict=True):
         share = _share(facts.work, ranks)
         if share is None or _limit(ranks) < len(ranks):  # a quota is named by its own check
             continue
         governor = ranks[0].governor
         hint = f"; its clock governor is {governor}" if governor in ("powersave", "conservative") else ""
-        found.append(
-            Diagnosis(
-                key="slow_node",
-                title=f"{name} computes {1 / max(share, 0.01):.1f} times slower than the others",
-                sure=0.9,
-                cost_seconds=facts.compute_seconds * (1 / max(share, 0.01) - 1),
-                evidence=(
-                    (
-                        f"a core of {name} usually did {share:.0%} of a good node's work, in several tries beside "
-                        f"nobody else{hint}; in every step all ranks wait for it"
-                    ),
+        yield Diagnosis(
+            key="slow_node",
+            title=f"{name} computes {1 / max(share, 0.01):.1f} times slower than the others",
+            sure=0.9,
+            cost_seconds=facts.compute_seconds * (1 / max(share, 0.01) - 1),
+            evidence=(
+                (
+                    f"a core of {name} usually did {share:.0%} of a good node's work, in several tries beside "
+                    f"nobody else{hint}; in every step all ranks wait for it"
                 ),
-                remedy=(
-                    f"on {name}: top   # does something else run there?",
-                    f"on {name}: dmesg | grep -iE 'thrott|temperature'; sensors   # heat, a fan, a power limit",
-                    f"on {name}: cpupower frequency-set -g performance",
-                    "a virtual machine: the column `st` of top is what its host takes away; take another node",
-                ),
-                nodes=(name,),
-            )
+            ),
+            remedy=(
+                f"on {name}: top   # does something else run there?",
+                f"on {name}: dmesg | grep -iE 'thrott|temperature'; sensors   # heat, a fan, a power limit",
+                f"on {name}: cpupower frequency-set -g performance",
+                "a virtual machine: the column `st` of top is what its host takes away; take another node",
+            ),
+            nodes=(name,),
         )
-    return found
 
 
 def _share(work: Sequence[CoreWork], ranks: Sequence[RankFacts]) -> float | None:
@@ -199,26 +191,22 @@ def _share(work: Sequence[CoreWork], ranks: Sequence[RankFacts]) -> float | None
     return median(tries) if tries and median(tries) < SLOW_NODE and max(tries) < NEVER_ABOVE else None
 
 
-def slow_gpus(facts: JobFacts) -> list[Diagnosis]:
+def slow_gpus(facts: JobFacts) -> Iterator[Diagnosis]:
     """GPUs whose driver holds the clock down for heat or power."""
-    found = []
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         bad = [gpu for gpu in ranks[0].gpus if gpu.slowed_by]
         if bad:
             gpu = bad[0]
             times = gpu.max_sm_mhz / gpu.sm_mhz if gpu.sm_mhz and gpu.max_sm_mhz else 1.0
-            found.append(
-                Diagnosis(
-                    key="slow_gpu",
-                    title=f"GPU {listed([each.index for each in bad])} of {name} is held down: {listed(gpu.slowed_by)}",
-                    sure=0.85,
-                    cost_seconds=facts.compute_seconds * (times - 1),
-                    evidence=(f"clock {gpu.sm_mhz} MHz of {gpu.max_sm_mhz} MHz",),
-                    remedy=(f"on {name}: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}",),
-                    nodes=(name,),
-                )
+            yield Diagnosis(
+                key="slow_gpu",
+                title=f"GPU {listed([each.index for each in bad])} of {name} is held down: {listed(gpu.slowed_by)}",
+                sure=0.85,
+                cost_seconds=facts.compute_seconds * (times - 1),
+                evidence=(f"clock {gpu.sm_mhz} MHz of {gpu.max_sm_mhz} MHz",),
+                remedy=(f"on {name}: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}",),
+                nodes=(name,),
             )
-    return found
 
 
 P2P_WORDS = {
@@ -243,9 +231,8 @@ HOST_BYTES_PER_SECOND = 12e9
 src/graph/topo.h, PCI_BW."""
 
 
-def no_peer_to_peer(facts: JobFacts) -> list[Diagnosis]:
+def no_peer_to_peer(facts: JobFacts) -> Iterator[Diagnosis]:
     """GPUs of one node that cannot reach each other: what they exchange goes through the host's memory."""
-    found = []
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         gpus = ranks[0].gpus
         states = {
@@ -260,65 +247,56 @@ def no_peer_to_peer(facts: JobFacts) -> list[Diagnosis]:
         status = max(set(states.values()), key=list(states.values()).count)
         share = 2 * (len(gpus) - 1) / len(gpus)
         who = "The GPUs" if len(states) == pairs else f"{len(states)} of {pairs} pairs of GPUs"
-        found.append(
-            Diagnosis(
-                key="no_peer_to_peer",
-                title=f"{who} of {name} cannot reach each other directly",
-                sure=0.7,
-                cost_seconds=share * facts.gradient_nbytes / HOST_BYTES_PER_SECOND,
-                evidence=(
-                    f"the driver says: {P2P_WORDS.get(status, f'status {status}')} (nvidia-smi topo -p2p r shows it)",
-                    "NCCL then goes through the host's memory (its transport SHM); the cost is an estimate, at 12 GB/s",
-                ),
-                remedy=(P2P_REMEDY.get(status, "nvidia-smi topo -p2p r   # and the driver's log"),),
-                nodes=(name,),
-            )
+        yield Diagnosis(
+            key="no_peer_to_peer",
+            title=f"{who} of {name} cannot reach each other directly",
+            sure=0.7,
+            cost_seconds=share * facts.gradient_nbytes / HOST_BYTES_PER_SECOND,
+            evidence=(
+                f"the driver says: {P2P_WORDS.get(status, f'status {status}')} (nvidia-smi topo -p2p r shows it)",
+                "NCCL then goes through the host's memory (its transport SHM); the cost is an estimate, at 12 GB/s",
+            ),
+            remedy=(P2P_REMEDY.get(status, "nvidia-smi topo -p2p r   # and the driver's log"),),
+            nodes=(name,),
         )
-    return found
 
 
-def gpudirect(facts: JobFacts) -> list[Diagnosis]:
+def gpudirect(facts: JobFacts) -> Iterator[Diagnosis]:
     """What `gradwire gdr-check` finds: GPU memory that takes a detour through the host's."""
-    found = []
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         failed = [each for rank in ranks for each in rank.gdr if each[0] == "fail"]
         if failed:
-            found.append(
-                Diagnosis(
-                    key="gpudirect",
-                    title=f"GPUs and network cards of {name} do not talk to each other directly (GPUDirect RDMA)",
-                    sure=0.8,
-                    # Through the host each byte crosses its memory and PCIe twice more; half the rate is usual.
-                    cost_seconds=facts.exchange_seconds(facts.good_rate()) if len(facts.nodes) > 1 else 0.0,
-                    evidence=tuple(each[1] for each in failed[:3]),
-                    remedy=(
-                        *(each[2] for each in failed[:3] if each[2]),
-                        f"on {name}: gradwire gdr-check   # all of it",
-                    ),
-                    nodes=(name,),
-                )
+            yield Diagnosis(
+                key="gpudirect",
+                title=f"GPUs and network cards of {name} do not talk to each other directly (GPUDirect RDMA)",
+                sure=0.8,
+                # Through the host each byte crosses its memory and PCIe twice more; half the rate is usual.
+                cost_seconds=facts.exchange_seconds(facts.good_rate()) if len(facts.nodes) > 1 else 0.0,
+                evidence=tuple(each[1] for each in failed[:3]),
+                remedy=(
+                    *(each[2] for each in failed[:3] if each[2]),
+                    f"on {name}: gradwire gdr-check   # all of it",
+                ),
+                nodes=(name,),
             )
-    return found
 
 
-def clocks(facts: JobFacts) -> list[Diagnosis]:
+def clocks(facts: JobFacts) -> Iterator[Diagnosis]:
     """Clocks that are seconds apart."""
     bad = [pair for pair in facts.pairs if abs(pair.clock_seconds) > CLOCK_SECONDS]
     if not bad:
-        return []
+        return
     worst = max(bad, key=lambda pair: abs(pair.clock_seconds))
     a, b = facts.names[worst.a], facts.names[worst.b]
     ahead = b if worst.clock_seconds > 0 else a
-    return [
-        Diagnosis(
-            key="clocks",
-            title=f"The clocks of {a} and {b} are {seconds(abs(worst.clock_seconds))} apart",
-            sure=0.95,
-            evidence=(f"{ahead} is ahead; it slows nothing down, but logs cannot be compared and certificates fail",),
-            remedy=("timedatectl set-ntp true   # or chronyc tracking, to see why it does not follow",),
-            nodes=(a, b),
-        )
-    ]
+    yield Diagnosis(
+        key="clocks",
+        title=f"The clocks of {a} and {b} are {seconds(abs(worst.clock_seconds))} apart",
+        sure=0.95,
+        evidence=(f"{ahead} is ahead; it slows nothing down, but logs cannot be compared and certificates fail",),
+        remedy=("timedatectl set-ntp true   # or chronyc tracking, to see why it does not follow",),
+        nodes=(a, b),
+    )
 
 
 CHECKS = (shared_memory, crowded_cores, slow_node, slow_gpus, no_peer_to_peer, gpudirect, clocks)

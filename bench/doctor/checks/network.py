@@ -1,5 +1,6 @@
 """Links that are slow, half duplex, far, limited to a connection or to small packets; and the wrong network."""
 
+from collections.abc import Iterator
 from statistics import median
 
 from gradwire.bench.doctor.checks.words import listed, rate, seconds, verb
@@ -99,7 +100,7 @@ def sureness(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -
     return 0.95 if min(own) >= HEADROOM * bytes_per_second else 0.5 if min(own) >= bytes_per_second else 0.2
 
 
-def slow_links(facts: JobFacts) -> list[Diagnosis]:
+def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
     """Nodes whose best link is far below their card's rate, or below the other nodes'."""
     names = facts.names
     nodes = [node for node in range(len(names)) if facts.reached(node) is not None]
@@ -114,7 +115,8 @@ def slow_links(facts: JobFacts) -> list[Diagnosis]:
         if wanted and best[node] < SLOW * wanted:
             slow[node] = (wanted, why)
     if not slow:
-        return _slow_paths(facts, best)
+        yield from _slow_paths(facts, best)
+        return
     wanted, why = max(slow.values())
     worst = min(slow, key=best.__getitem__)
     reached = facts.reached(worst) or (0.0, 0.0)
@@ -127,22 +129,20 @@ def slow_links(facts: JobFacts) -> list[Diagnosis]:
     ]
     if on_card is not None and facts.link_bytes_per_second is None:
         evidence.append(f"the card says that its link runs at {rate(on_card / TCP_SHARE)}")
-    return [
-        Diagnosis(
-            key="slow_link",
-            title=f"{who} {wanted / max(best[worst], 1.0):.1f} times slower than it should be",
-            sure=max(sureness(facts, (node,), wanted) for node in slow) if _times(facts, worst) > 1 else 0.5,
-            cost_seconds=facts.exchange_seconds(best[worst]) - facts.exchange_seconds(wanted),
-            evidence=tuple(evidence),
-            remedy=(
-                f"on {names[worst]}: ethtool {card} | grep -E 'Speed|Duplex'   # is it the card's full rate?",
-                f"on {names[worst]}: ethtool -S {card} | grep -iE 'err|drop|crc'   # a bad cable, a full switch",
-                f"on {names[worst]}: tc qdisc show dev {card}   # a limit that someone left there",
-                "in a cloud: the instance type's network rate; another job or a backup on the same link",
-            ),
-            nodes=tuple(names[node] for node in slow),
-        )
-    ]
+    yield Diagnosis(
+        key="slow_link",
+        title=f"{who} {wanted / max(best[worst], 1.0):.1f} times slower than it should be",
+        sure=max(sureness(facts, (node,), wanted) for node in slow) if _times(facts, worst) > 1 else 0.5,
+        cost_seconds=facts.exchange_seconds(best[worst]) - facts.exchange_seconds(wanted),
+        evidence=tuple(evidence),
+        remedy=(
+            f"on {names[worst]}: ethtool {card} | grep -E 'Speed|Duplex'   # is it the card's full rate?",
+            f"on {names[worst]}: ethtool -S {card} | grep -iE 'err|drop|crc'   # a bad cable, a full switch",
+            f"on {names[worst]}: tc qdisc show dev {card}   # a limit that someone left there",
+            "in a cloud: the instance type's network rate; another job or a backup on the same link",
+        ),
+        nodes=tuple(names[node] for node in slow),
+    )
 
 
 def _times(facts: JobFacts, node: int) -> int:
@@ -158,52 +158,50 @@ def _confirmed(facts: JobFacts) -> list[PairRates]:
     return [pair for pair in facts.pairs if pair.times >= CONFIRMED and pair.packets_pass is not False]
 
 
-def _slow_paths(facts: JobFacts, best: dict[int, float]) -> list[Diagnosis]:
+def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
     """Pairs that are slow although both nodes are fast with others."""
     found = [pair for pair in _confirmed(facts) if min(pair.many) < SLOW * min(best[pair.a], best[pair.b])]
     if not found:
-        return []
+        return
     names = facts.names
     worst = min(found, key=lambda pair: min(pair.many))
     wanted = min(best[worst.a], best[worst.b])
     shared = set.intersection(*({pair.a, pair.b} for pair in found)) if len(found) > 1 else set()
     common = names[min(shared)] if len(shared) == 1 else None
     partners = [names[pair.b if names[pair.a] == common else pair.a] for pair in found]
-    return [
-        Diagnosis(
-            key="slow_path",
-            title=f"The way between {names[worst.a]} and {names[worst.b]} is slow, though both are fast with others"
-            if common is None
-            else f"{common} is slow with {listed(partners)}, though it is fast with others",
-            sure=sureness(facts, (worst.a, worst.b), wanted),
-            cost_seconds=facts.exchange_seconds(min(worst.many)) - facts.exchange_seconds(wanted),
-            evidence=(
-                (
-                    f"{rate(min(worst.many))} between {names[worst.a]} and {names[worst.b]}, {rate(wanted)} with "
-                    f"others; {len(found)} of {len(facts.pairs)} pairs are so"
-                    + (f", and {common} is in all of them" if common is not None and len(found) > 1 else "")
-                ),
+    yield Diagnosis(
+        key="slow_path",
+        title=f"The way between {names[worst.a]} and {names[worst.b]} is slow, though both are fast with others"
+        if common is None
+        else f"{common} is slow with {listed(partners)}, though it is fast with others",
+        sure=sureness(facts, (worst.a, worst.b), wanted),
+        cost_seconds=facts.exchange_seconds(min(worst.many)) - facts.exchange_seconds(wanted),
+        evidence=(
+            (
+                f"{rate(min(worst.many))} between {names[worst.a]} and {names[worst.b]}, {rate(wanted)} with "
+                f"others; {len(found)} of {len(facts.pairs)} pairs are so"
+                + (f", and {common} is in all of them" if common is not None and len(found) > 1 else "")
             ),
-            remedy=(
-                "put neighbours in the order of ranks behind one switch: a ring passes each slow way once",
-                f"traceroute from {names[worst.a]} to {names[worst.b]}   # where the way differs from a fast pair's",
-            ),
-            nodes=(names[worst.a], names[worst.b]) if common is None else (common,),
-        )
-    ]
+        ),
+        remedy=(
+            "put neighbours in the order of ranks behind one switch: a ring passes each slow way once",
+            f"traceroute from {names[worst.a]} to {names[worst.b]}   # where the way differs from a fast pair's",
+        ),
+        nodes=(names[worst.a], names[worst.b]) if common is None else (common,),
+    )
 
 
-def narrow_slot(facts: JobFacts) -> list[Diagnosis]:
+def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
     """The PCIe link of the card in use carries less than its port."""
     if len(facts.nodes) < 2:
-        return []
+        return
     slow = []
     for node, ranks in enumerate(facts.nodes):
         card = _used(ranks[0])
         if card is not None and (card.pcie_bits_per_second or float("inf")) < (card.bits_per_second or 0.0):
             slow.append((node, card))
     if not slow:
-        return []
+        return
     node, card = min(slow, key=lambda each: (each[1].pcie_bits_per_second or 0.0, each[0]))
     port, lanes = (card.bits_per_second or 1.0) / 8, (card.pcie_bits_per_second or 1.0) / 8
     names = tuple(facts.names[each] for each, _ in slow)
@@ -225,50 +223,46 @@ def narrow_slot(facts: JobFacts) -> list[Diagnosis]:
     if card.other_half is not None:
         where = f"{card.name} of {facts.names[node]}"
         title = f"{where} is half of its port: {rate(lanes)} of {rate(port)}, the other half is {card.other_half}"
-    return [
-        Diagnosis(
-            key="narrow_slot",
-            title=title,
-            sure=0.9,
-            cost_seconds=facts.exchange_seconds(lanes * TCP_SHARE) - facts.exchange_seconds(port * TCP_SHARE),
-            evidence=(
-                (
-                    f"/sys/class/net/{card.name}/device/current_link_speed and current_link_width, against the rate "
-                    "that the port states"
-                ),
+    yield Diagnosis(
+        key="narrow_slot",
+        title=title,
+        sure=0.9,
+        cost_seconds=facts.exchange_seconds(lanes * TCP_SHARE) - facts.exchange_seconds(port * TCP_SHARE),
+        evidence=(
+            (
+                f"/sys/class/net/{card.name}/device/current_link_speed and current_link_width, against the rate "
+                "that the port states"
             ),
-            remedy=remedy,
-            nodes=names,
-        )
-    ]
+        ),
+        remedy=remedy,
+        nodes=names,
+    )
 
 
-def single_connection(facts: JobFacts) -> list[Diagnosis]:
+def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
     """One connection reaches far less than several: clouds limit a flow, and a core's TCP stack does."""
     confirmed = _confirmed(facts)
     limited = [pair for pair in confirmed if min(pair.one) < ONE_OF_MANY * min(pair.many)]
     if not limited or 2 * len(limited) < len(confirmed):
-        return []
+        return
     one, many = (median(min(getattr(pair, name)) for pair in limited) for name in ("one", "many"))
-    return [
-        Diagnosis(
-            key="single_connection",
-            title=f"One connection reaches {rate(one)}, several together {rate(many)}",
-            sure=sureness(facts, (limited[0].a, limited[0].b), many),
-            cost_seconds=facts.exchange_seconds(one) - facts.exchange_seconds(many),
-            evidence=(
-                (
-                    f"{len(limited)} of {len(facts.pairs)} pairs of nodes, each tried {limited[0].times} times; gloo "
-                    "and a flat ring put all gradients on one connection"
-                ),
+    yield Diagnosis(
+        key="single_connection",
+        title=f"One connection reaches {rate(one)}, several together {rate(many)}",
+        sure=sureness(facts, (limited[0].a, limited[0].b), many),
+        cost_seconds=facts.exchange_seconds(one) - facts.exchange_seconds(many),
+        evidence=(
+            (
+                f"{len(limited)} of {len(facts.pairs)} pairs of nodes, each tried {limited[0].times} times; gloo "
+                "and a flat ring put all gradients on one connection"
             ),
-            remedy=(
-                "NCCL over sockets: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4",
-                'gloo: use init_process_group("gradwire"), which opens a connection for each local rank',
-                "in a cloud: a placement group or compact placement raises the limit of one flow",
-            ),
-        )
-    ]
+        ),
+        remedy=(
+            "NCCL over sockets: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4",
+            'gloo: use init_process_group("gradwire"), which opens a connection for each local rank',
+            "in a cloud: a placement group or compact placement raises the limit of one flow",
+        ),
+    )
 
 
 def flapping(facts: JobFacts) -> list[Diagnosis]:
@@ -295,7 +289,7 @@ def flapping(facts: JobFacts) -> list[Diagnosis]:
     ]
 
 
-def lost_duplex(facts: JobFacts) -> list[Diagnosis]:
+def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
     """Sending and receiving at once halves the rate; or the card itself says half duplex."""
     names = facts.names
     found = [
@@ -317,30 +311,29 @@ def lost_duplex(facts: JobFacts) -> list[Diagnosis]:
         if (card := ranks[0].interface(ranks[0].gloo_interface)) is not None and card.duplex == "half"
     ]
     halved = [pair for pair in _confirmed(facts) if _halved(facts, pair)]
+    yield from found
     if found or not halved:
-        return found
+        return
     blamed = in_all(halved, facts.pairs) or {node for pair in halved for node in (pair.a, pair.b)}
     worst = min(halved, key=_both_share)
     who = listed([names[node] for node in sorted(blamed)])
-    return [
-        Diagnosis(
-            key="half_duplex",
-            title=f"The link of {who} is slow when it sends and receives at once",
-            sure=0.9,
-            cost_seconds=facts.exchange_seconds(sum(worst.both) / 2) - facts.exchange_seconds(sum(worst.many) / 2),
-            evidence=(
-                (
-                    f"{names[worst.a]} and {names[worst.b]}: {rate(min(worst.many))} one way, "
-                    f"{rate(sum(worst.both) / 2)} each way when both are used (tried {worst.times} times)"
-                ),
+    yield Diagnosis(
+        key="half_duplex",
+        title=f"The link of {who} is slow when it sends and receives at once",
+        sure=0.9,
+        cost_seconds=facts.exchange_seconds(sum(worst.both) / 2) - facts.exchange_seconds(sum(worst.many) / 2),
+        evidence=(
+            (
+                f"{names[worst.a]} and {names[worst.b]}: {rate(min(worst.many))} one way, "
+                f"{rate(sum(worst.both) / 2)} each way when both are used (tried {worst.times} times)"
             ),
-            remedy=(
-                f"on {who}: ethtool {_card(facts.nodes[worst.a][0])} | grep Duplex   # wanted: Full, on the switch too",
-                "a virtual machine: a limit on sent plus received bytes of its network card looks the same",
-            ),
-            nodes=tuple(names[node] for node in sorted(blamed)),
-        )
-    ]
+        ),
+        remedy=(
+            f"on {who}: ethtool {_card(facts.nodes[worst.a][0])} | grep Duplex   # wanted: Full, on the switch too",
+            "a virtual machine: a limit on sent plus received bytes of its network card looks the same",
+        ),
+        nodes=tuple(names[node] for node in sorted(blamed)),
+    )
 
 
 def _halved(facts: JobFacts, pair: PairRates) -> bool:
@@ -369,7 +362,7 @@ def in_all(bad: list[PairRates], pairs: tuple[PairRates, ...]) -> set[int]:
     }
 
 
-def far_apart(facts: JobFacts) -> list[Diagnosis]:
+def far_apart(facts: JobFacts) -> Iterator[Diagnosis]:
     """Pairs with a latency that no data centre has, or far above that of the others."""
     names = facts.names
     usual = median([pair.latency_seconds for pair in facts.pairs] or [0.0])
@@ -384,7 +377,7 @@ def far_apart(facts: JobFacts) -> list[Diagnosis]:
         )
     ]
     if not bad:
-        return []
+        return
     worst = max(bad, key=lambda pair: pair.latency_seconds)
     near = [pair.latency_seconds for pair in facts.pairs if pair not in bad]
     shared = set.intersection(*({pair.a, pair.b} for pair in bad)) if len(bad) > 1 else set()
@@ -393,94 +386,82 @@ def far_apart(facts: JobFacts) -> list[Diagnosis]:
         compared = "two machines of one data centre have less than 1 ms"
     # Each bucket passes every link of a ring twice, one message after the other.
     messages = 2 * (len(names) - 1) * max(1, -(-facts.gradient_nbytes // BUCKET_NBYTES))
-    return [
-        Diagnosis(
-            key="far_apart",
-            title=f"{names[min(shared)]} is far from the other nodes: {seconds(worst.latency_seconds)} one way"
-            if len(shared) == 1 and near
-            else f"{names[worst.a]} and {names[worst.b]} are far apart: {seconds(worst.latency_seconds)} one way",
-            sure=0.9,
-            cost_seconds=messages * max(worst.latency_seconds - min(others, 1e-4), 0.0),
-            evidence=(f"the shortest of many round trips, tried {worst.times} times; {compared}",),
-            remedy=(
-                "in a cloud: put all nodes into one zone and one placement group",
-                "on your own network: a firewall, VPN or overlay between them (traceroute shows it)",
-                "larger buckets wait less often: DistributedDataParallel(..., bucket_cap_mb=100)",
-            ),
-            nodes=(names[min(shared)],) if len(shared) == 1 and near else (names[worst.a], names[worst.b]),
-        )
-    ]
+    yield Diagnosis(
+        key="far_apart",
+        title=f"{names[min(shared)]} is far from the other nodes: {seconds(worst.latency_seconds)} one way"
+        if len(shared) == 1 and near
+        else f"{names[worst.a]} and {names[worst.b]} are far apart: {seconds(worst.latency_seconds)} one way",
+        sure=0.9,
+        cost_seconds=messages * max(worst.latency_seconds - min(others, 1e-4), 0.0),
+        evidence=(f"the shortest of many round trips, tried {worst.times} times; {compared}",),
+        remedy=(
+            "in a cloud: put all nodes into one zone and one placement group",
+            "on your own network: a firewall, VPN or overlay between them (traceroute shows it)",
+            "larger buckets wait less often: DistributedDataParallel(..., bucket_cap_mb=100)",
+        ),
+        nodes=(names[min(shared)],) if len(shared) == 1 and near else (names[worst.a], names[worst.b]),
+    )
 
 
-def packet_sizes(facts: JobFacts) -> list[Diagnosis]:
+def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
     """MTUs that differ between nodes, packets that are lost because of it, or packets smaller than Ethernet's."""
     names = facts.names
     lost = [pair for pair in facts.pairs if pair.packets_pass is False and pair.times >= CONFIRMED]
     mtus = {node: card.mtu for node, ranks in enumerate(facts.nodes) if (card := _used(ranks[0])) is not None}
+    least = min(mtus, key=mtus.__getitem__, default=0)
     if lost:
         worst = lost[0]
         mtu = worst.packet_nbytes or USUAL_MTU
         name = _card(facts.nodes[worst.a][0])
-        return [
-            Diagnosis(
-                key="mtu",
-                title=f"Packets of {mtu} bytes, as the cards are set to send them, do not arrive",
-                sure=0.9,
-                evidence=(
-                    (
-                        f"{names[worst.a]} to {names[worst.b]}: small packets come back, whole ones of {mtu} bytes do "
-                        f"not ({len(lost)} of {len(facts.pairs)} pairs)"
-                    ),
+        yield Diagnosis(
+            key="mtu",
+            title=f"Packets of {mtu} bytes, as the cards are set to send them, do not arrive",
+            sure=0.9,
+            evidence=(
+                (
+                    f"{names[worst.a]} to {names[worst.b]}: small packets come back, whole ones of {mtu} bytes do "
+                    f"not ({len(lost)} of {len(facts.pairs)} pairs)"
                 ),
-                remedy=(
-                    f"on every node: ip link set {name} mtu {_below(mtu)}   # or raise the switches' MTU to {mtu}",
-                    f"ping -M do -s {mtu - 28} ADDRESS   # comes back once it is right",
-                ),
-                nodes=(names[worst.a], names[worst.b]),
-                stops=True,
-            )
-        ]
-    if len(set(mtus.values())) > 1:
+            ),
+            remedy=(
+                f"on every node: ip link set {name} mtu {_below(mtu)}   # or raise the switches' MTU to {mtu}",
+                f"ping -M do -s {mtu - 28} ADDRESS   # comes back once it is right",
+            ),
+            nodes=(names[worst.a], names[worst.b]),
+            stops=True,
+        )
+    elif len(set(mtus.values())) > 1:
         usual = max(set(mtus.values()), key=lambda mtu: (list(mtus.values()).count(mtu), mtu))
         odd = [node for node, mtu in mtus.items() if mtu != usual]
         good = facts.good_rate()
-        return [
-            Diagnosis(
-                key="mtu",
-                title=f"{listed([names[node] for node in odd])} {verb(odd, 'send')} packets of another size",
-                sure=0.9,
-                cost_seconds=facts.exchange_seconds(good)
-                * (_share(max(mtus.values())) / _share(min(mtus.values())) - 1),
-                evidence=tuple(
-                    f"{names[node]}: MTU {mtu} on {_card(facts.nodes[node][0])}" for node, mtu in mtus.items()
-                )[:6],
-                remedy=(
-                    f"on {names[odd[0]]}: ip link set {_card(facts.nodes[odd[0]][0])} mtu {usual}   # as the others",
-                    "all switches on the way must carry the largest MTU, or large packets are lost without a word",
-                ),
-                nodes=tuple(names[node] for node in odd),
-            )
-        ]
-    small = {node: mtu for node, mtu in mtus.items() if mtu < 1400}
-    if small and len(names) > 1:
-        node, mtu = min(small.items(), key=lambda item: item[1])
-        return [
-            Diagnosis(
-                key="mtu",
-                title=f"The network's packets are small: {mtu} bytes",
-                sure=0.8,
-                cost_seconds=facts.exchange_seconds(facts.good_rate()) * (_share(USUAL_MTU) / _share(mtu) - 1),
-                evidence=(
-                    f"MTU {mtu} on {_card(facts.nodes[node][0])} of {names[node]}; Ethernet has 1500, often 9000",
-                ),
-                remedy=(
-                    f"ip link set {_card(facts.nodes[node][0])} mtu 1500   # where all switches on the way carry it",
-                    "in Kubernetes: the MTU of the CNI plug-in (calico: veth_mtu, cilium: --mtu)",
-                ),
-                nodes=(names[node],),
-            )
-        ]
-    return []
+        yield Diagnosis(
+            key="mtu",
+            title=f"{listed([names[node] for node in odd])} {verb(odd, 'send')} packets of another size",
+            sure=0.9,
+            cost_seconds=facts.exchange_seconds(good) * (_share(max(mtus.values())) / _share(min(mtus.values())) - 1),
+            evidence=tuple(
+                f"{names[node]}: MTU {mtu} on {_card(facts.nodes[node][0])}" for node, mtu in list(mtus.items())[:6]
+            ),
+            remedy=(
+                f"on {names[odd[0]]}: ip link set {_card(facts.nodes[odd[0]][0])} mtu {usual}   # as the others",
+                "all switches on the way must carry the largest MTU, or large packets are lost without a word",
+            ),
+            nodes=tuple(names[node] for node in odd),
+        )
+    elif mtus and mtus[least] < 1400 and len(names) > 1:
+        node, mtu = least, mtus[least]
+        yield Diagnosis(
+            key="mtu",
+            title=f"The network's packets are small: {mtu} bytes",
+            sure=0.8,
+            cost_seconds=facts.exchange_seconds(facts.good_rate()) * (_share(USUAL_MTU) / _share(mtu) - 1),
+            evidence=(f"MTU {mtu} on {_card(facts.nodes[node][0])} of {names[node]}; Ethernet has 1500, often 9000",),
+            remedy=(
+                f"ip link set {_card(facts.nodes[node][0])} mtu 1500   # where all switches on the way carry it",
+                "in Kubernetes: the MTU of the CNI plug-in (calico: veth_mtu, cilium: --mtu)",
+            ),
+            nodes=(names[node],),
+        )
 
 
 def _used(first: RankFacts) -> NetworkInterface | None:
@@ -497,39 +478,39 @@ def _below(mtu: int) -> int:
     return USUAL_MTU if mtu > USUAL_MTU else 1280
 
 
-def wrong_interface(facts: JobFacts) -> list[Diagnosis]:
+def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
     """Gloo or NCCL uses a slower network than the nodes have, or one that leads nowhere."""
     names = facts.names
     found = [*_unknown_interface(facts), *_nowhere(facts)]
     if found:
-        return found
+        yield from found
+        return
     reached = {node: min(facts.reached(node) or (0.0, 0.0)) for node in range(len(names))}
     better = [each for each in facts.others if each.bytes_per_second > 1.4 * min(reached[each.a], reached[each.b]) > 0]
     if better:
         best = max(better, key=lambda each: each.bytes_per_second)
         used = _card(facts.nodes[best.a][0])
         now = min(reached[best.a], reached[best.b])
-        return [
-            Diagnosis(
-                key="wrong_interface",
-                title=f"The job uses {used}, and {best.interface} is {best.bytes_per_second / now:.1f} times faster",
-                sure=0.95,
-                cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(best.bytes_per_second),
-                evidence=(
-                    (
-                        f"{names[best.a]} to {names[best.b]}: {rate(now)} over {used}, {rate(best.bytes_per_second)} "
-                        f"over {best.interface}"
-                    ),
-                    _why(facts.nodes[best.a][0]),
+        yield Diagnosis(
+            key="wrong_interface",
+            title=f"The job uses {used}, and {best.interface} is {best.bytes_per_second / now:.1f} times faster",
+            sure=0.95,
+            cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(best.bytes_per_second),
+            evidence=(
+                (
+                    f"{names[best.a]} to {names[best.b]}: {rate(now)} over {used}, {rate(best.bytes_per_second)} "
+                    f"over {best.interface}"
                 ),
-                remedy=(
-                    f"on every node: export GLOO_SOCKET_IFNAME={best.interface} NCCL_SOCKET_IFNAME={best.interface}",
-                    "mpirun: -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME; Slurm: sbatch --export=ALL",
-                ),
-                nodes=tuple(names),
-            )
-        ]
-    return _slower_card(facts)
+                _why(facts.nodes[best.a][0]),
+            ),
+            remedy=(
+                f"on every node: export GLOO_SOCKET_IFNAME={best.interface} NCCL_SOCKET_IFNAME={best.interface}",
+                "mpirun: -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME; Slurm: sbatch --export=ALL",
+            ),
+            nodes=tuple(names),
+        )
+    else:
+        yield from _slower_card(facts)
 
 
 def _why(first: RankFacts) -> str:
@@ -538,9 +519,8 @@ def _why(first: RankFacts) -> str:
     return f"GLOO_SOCKET_IFNAME is not set, so gloo takes the one that the name {first.hostname} leads to"
 
 
-def _unknown_interface(facts: JobFacts) -> list[Diagnosis]:
+def _unknown_interface(facts: JobFacts) -> Iterator[Diagnosis]:
     """A variable names an interface that is not there."""
-    found = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         bad = []
         for node, ranks in enumerate(facts.nodes):
@@ -556,21 +536,18 @@ def _unknown_interface(facts: JobFacts) -> list[Diagnosis]:
         if bad:
             node, value = bad[0]
             there = [each.name for each in facts.nodes[node][0].interfaces if each.kind != "loopback"]
-            found.append(
-                Diagnosis(
-                    key="wrong_interface",
-                    title=f"{variable}={value} names no network interface of {facts.names[node]}",
-                    sure=0.98,
-                    evidence=(f"{facts.names[node]} has {listed(there) or 'no interface'}",),
-                    remedy=(f"export {variable}={there[0] if there else 'eth0'}   # or unset it",),
-                    nodes=tuple(facts.names[each] for each, _ in bad),
-                    stops=True,
-                )
+            yield Diagnosis(
+                key="wrong_interface",
+                title=f"{variable}={value} names no network interface of {facts.names[node]}",
+                sure=0.98,
+                evidence=(f"{facts.names[node]} has {listed(there) or 'no interface'}",),
+                remedy=(f"export {variable}={there[0] if there else 'eth0'}   # or unset it",),
+                nodes=tuple(facts.names[each] for each, _ in bad),
+                stops=True,
             )
-    return found
 
 
-def _nowhere(facts: JobFacts) -> list[Diagnosis]:
+def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
     """Gloo did not connect, or sits on the loopback or a container's bridge while there are several nodes."""
     names = facts.names
     many = len(names) > 1
@@ -587,38 +564,34 @@ def _nowhere(facts: JobFacts) -> list[Diagnosis]:
         card = _leading_out(first)[0]
         error = next((each.gloo_error for each in facts.ranks if each.gloo_error), None)
         where = listed([names[node] for node in inside])
-        return [
-            Diagnosis(
-                key="wrong_interface",
-                title=f"gloo would use {first.gloo_interface} on {where}, which no other machine can reach",
-                sure=0.9 if error else 0.6,
-                evidence=tuple(text for text in (_why(first), error) if text),
-                remedy=(
-                    f"export GLOO_SOCKET_IFNAME={card} NCCL_SOCKET_IFNAME={card}",
-                    f"or in /etc/hosts: the address of {card} beside {first.hostname}, in place of 127.0.1.1",
-                ),
-                nodes=tuple(names[node] for node in inside),
-                stops=bool(error),
-            )
-        ]
+        yield Diagnosis(
+            key="wrong_interface",
+            title=f"gloo would use {first.gloo_interface} on {where}, which no other machine can reach",
+            sure=0.9 if error else 0.6,
+            evidence=tuple(text for text in (_why(first), error) if text),
+            remedy=(
+                f"export GLOO_SOCKET_IFNAME={card} NCCL_SOCKET_IFNAME={card}",
+                f"or in /etc/hosts: the address of {card} beside {first.hostname}, in place of 127.0.1.1",
+            ),
+            nodes=tuple(names[node] for node in inside),
+            stops=bool(error),
+        )
+        return
     errors = [(place, each) for place, ranks in enumerate(facts.nodes) for each in ranks if each.gloo_error]
     if errors:
         node, failed = errors[0]
-        return [
-            Diagnosis(
-                key="no_connection",
-                title="gloo cannot connect the ranks, although the launcher's store can",
-                sure=0.9,
-                evidence=(f"rank {failed.rank} on {names[node]}: {failed.gloo_error}",),
-                remedy=(
-                    "a firewall between the nodes: gloo and NCCL listen on any port; open them all between the nodes",
-                    "interfaces that do not reach each other: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME alike",
-                ),
-                nodes=(names[node],),
-                stops=True,
-            )
-        ]
-    return []
+        yield Diagnosis(
+            key="no_connection",
+            title="gloo cannot connect the ranks, although the launcher's store can",
+            sure=0.9,
+            evidence=(f"rank {failed.rank} on {names[node]}: {failed.gloo_error}",),
+            remedy=(
+                "a firewall between the nodes: gloo and NCCL listen on any port; open them all between the nodes",
+                "interfaces that do not reach each other: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME alike",
+            ),
+            nodes=(names[node],),
+            stops=True,
+        )
 
 
 def _chosen(first: RankFacts) -> bool:
@@ -631,7 +604,7 @@ def _leading_out(first: RankFacts) -> list[str]:
     return [each.name for each in first.interfaces if each.kind in ("card", "virtual") and each.up and each.addresses]
 
 
-def _slower_card(facts: JobFacts) -> list[Diagnosis]:
+def _slower_card(facts: JobFacts) -> Iterator[Diagnosis]:
     """A card with a higher rate stands beside the one in use, by what the drivers say alone."""
     for node, ranks in enumerate(facts.nodes):
         first = ranks[0]
@@ -649,24 +622,22 @@ def _slower_card(facts: JobFacts) -> list[Diagnosis]:
         ]
         if faster:
             best = max(faster, key=lambda each: each.bits_per_second or 0)
-            return [
-                Diagnosis(
-                    key="wrong_interface",
-                    title=f"{facts.names[node]} has a faster card than the one in use",
-                    sure=0.6,
-                    cost_seconds=facts.exchange_seconds(used.bits_per_second / 8)
-                    - facts.exchange_seconds((best.bits_per_second or 1) / 8),
-                    evidence=(
-                        (
-                            f"{used.name} is used at {rate(used.bits_per_second / 8)}, {best.name} has "
-                            f"{rate((best.bits_per_second or 0) / 8)}; whether it leads to the others was not measured"
-                        ),
+            yield Diagnosis(
+                key="wrong_interface",
+                title=f"{facts.names[node]} has a faster card than the one in use",
+                sure=0.6,
+                cost_seconds=facts.exchange_seconds(used.bits_per_second / 8)
+                - facts.exchange_seconds((best.bits_per_second or 1) / 8),
+                evidence=(
+                    (
+                        f"{used.name} is used at {rate(used.bits_per_second / 8)}, {best.name} has "
+                        f"{rate((best.bits_per_second or 0) / 8)}; whether it leads to the others was not measured"
                     ),
-                    remedy=(f"export GLOO_SOCKET_IFNAME={best.name} NCCL_SOCKET_IFNAME={best.name}",),
-                    nodes=(facts.names[node],),
-                )
-            ]
-    return []
+                ),
+                remedy=(f"export GLOO_SOCKET_IFNAME={best.name} NCCL_SOCKET_IFNAME={best.name}",),
+                nodes=(facts.names[node],),
+            )
+            return
 
 
 CHECKS = (wrong_interface, slow_links, narrow_slot, single_connection, flapping, lost_duplex, far_apart, packet_sizes)

@@ -1,82 +1,73 @@
 """Where the ranks are: in which order on which nodes, and whether each has a GPU of its own."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 from gradwire.bench.doctor.checks.words import listed, rate
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 from gradwire.topology.compare import ring_cost
 
 
-def rank_order(facts: JobFacts) -> list[Diagnosis]:
+def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:
     """Ranks dealt over the nodes like cards: every neighbour in rank order is on another machine."""
     node_of = {each.rank: place for place, ranks in enumerate(facts.nodes) for each in ranks}
     cost = ring_cost(node_of)
     if cost <= 1:
-        return []
+        return
     names, count, good = facts.names, len(node_of), facts.good_rate()
     shown = ", ".join(f"rank {rank} on {names[node_of[rank]]}" for rank in sorted(node_of)[:4])
     ring = 2 * (count - 1) / count * facts.gradient_nbytes / good
-    return [
-        Diagnosis(
-            key="rank_order",
-            title="The ranks are dealt round the nodes instead of node by node",
-            sure=0.9,
-            cost_seconds=(cost - 1) * ring,
-            evidence=(
-                f"{shown}, ...",
-                (
-                    f"a ring in the order of ranks crosses the busiest network card {cost} times at once, each at "
-                    f"a part of its {rate(good)}; gloo and MPI go in that order, NCCL orders its rings itself, but "
-                    "groups of neighbouring ranks (tensor parallelism, FSDP's shards) then span nodes with it too"
-                ),
+    yield Diagnosis(
+        key="rank_order",
+        title="The ranks are dealt round the nodes instead of node by node",
+        sure=0.9,
+        cost_seconds=(cost - 1) * ring,
+        evidence=(
+            f"{shown}, ...",
+            (
+                f"a ring in the order of ranks crosses the busiest network card {cost} times at once, each at "
+                f"a part of its {rate(good)}; gloo and MPI go in that order, NCCL orders its rings itself, but "
+                "groups of neighbouring ranks (tensor parallelism, FSDP's shards) then span nodes with it too"
             ),
-            remedy=(
-                "Open MPI: mpirun --map-by slot   MPICH, Intel MPI: mpirun -ppn RANKS_OF_A_NODE",
-                "Slurm: srun --distribution=block   or #SBATCH --distribution=block",
-                "your own launcher: RANK = NODE_RANK * RANKS_OF_A_NODE + LOCAL_RANK, as torchrun numbers them",
-                'or use init_process_group("gradwire"): its plans go by who shares a node',
-            ),
-            nodes=tuple(names),
-        )
-    ]
+        ),
+        remedy=(
+            "Open MPI: mpirun --map-by slot   MPICH, Intel MPI: mpirun -ppn RANKS_OF_A_NODE",
+            "Slurm: srun --distribution=block   or #SBATCH --distribution=block",
+            "your own launcher: RANK = NODE_RANK * RANKS_OF_A_NODE + LOCAL_RANK, as torchrun numbers them",
+            'or use init_process_group("gradwire"): its plans go by who shares a node',
+        ),
+        nodes=tuple(names),
+    )
 
 
-def shared_gpus(facts: JobFacts) -> list[Diagnosis]:
+def shared_gpus(facts: JobFacts) -> Iterator[Diagnosis]:
     """Two ranks of a node with one LOCAL_RANK, or more ranks than GPUs."""
-    found = []
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         numbers = Counter(each.local_rank for each in ranks if each.local_rank is not None)
         twice = [number for number, count in numbers.items() if count > 1]
         if twice:
             which = [each.rank for each in ranks if each.local_rank == twice[0]]
-            found.append(
-                Diagnosis(
-                    key="shared_gpu",
-                    title=f"Several ranks of {name} have the same LOCAL_RANK, so they use one GPU or card together",
-                    sure=0.95,
-                    cost_seconds=facts.compute_seconds * (numbers[twice[0]] - 1) if facts.has_gpus else 0.0,
-                    evidence=(f"ranks {listed(which)} all say LOCAL_RANK={twice[0]}",),
-                    remedy=(
-                        "Slurm: export LOCAL_RANK=$SLURM_LOCALID inside srun's command   (torchrun sets it itself)",
-                    ),
-                    nodes=(name,),
-                )
+            yield Diagnosis(
+                key="shared_gpu",
+                title=f"Several ranks of {name} have the same LOCAL_RANK, so they use one GPU or card together",
+                sure=0.95,
+                cost_seconds=facts.compute_seconds * (numbers[twice[0]] - 1) if facts.has_gpus else 0.0,
+                evidence=(f"ranks {listed(which)} all say LOCAL_RANK={twice[0]}",),
+                remedy=("Slurm: export LOCAL_RANK=$SLURM_LOCALID inside srun's command   (torchrun sets it itself)",),
+                nodes=(name,),
             )
         gpus = len(ranks[0].gpus)
         if gpus and ranks[0].device == "cuda" and len(ranks) > gpus:
-            found.append(
-                Diagnosis(
-                    key="shared_gpu",
-                    title=f"{name} has {len(ranks)} ranks and {gpus} GPU{'s' if gpus > 1 else ''}",
-                    sure=0.95,
-                    cost_seconds=facts.compute_seconds * (len(ranks) / gpus - 1),
-                    evidence=("ranks that share a GPU take turns on it; NCCL refuses two ranks on one GPU",),
-                    remedy=(f"torchrun --nproc-per-node {gpus}",),
-                    nodes=(name,),
-                    stops=True,
-                )
+            yield Diagnosis(
+                key="shared_gpu",
+                title=f"{name} has {len(ranks)} ranks and {gpus} GPU{'s' if gpus > 1 else ''}",
+                sure=0.95,
+                cost_seconds=facts.compute_seconds * (len(ranks) / gpus - 1),
+                evidence=("ranks that share a GPU take turns on it; NCCL refuses two ranks on one GPU",),
+                remedy=(f"torchrun --nproc-per-node {gpus}",),
+                nodes=(name,),
+                stops=True,
             )
-    return found
 
 
 CHECKS = (rank_order, shared_gpus)

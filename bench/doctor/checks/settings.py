@@ -4,7 +4,7 @@ The costs are estimates, because what would be without the variable is not measu
 the gradients, or of the step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gradwire.bench.doctor.checks.words import listed
@@ -349,9 +349,8 @@ MAY_DIFFER = ("_SOCKET_IFNAME", "_IB_HCA", "_TOPO_FILE", "_DEBUG", "_HOSTID", "V
 NO_GPUS = "no rank has a GPU here: it costs nothing until one has"
 
 
-def harmful_variables(facts: JobFacts) -> list[Diagnosis]:
+def harmful_variables(facts: JobFacts) -> Iterator[Diagnosis]:
     """Variables of the table that are set to what hurts."""
-    found = []
     for rule in HARMFUL:
         ranks = [each for each in facts.ranks if rule.name in each.variables and rule.hurts(each.variables[rule.name])]
         if not ranks:
@@ -365,50 +364,41 @@ def harmful_variables(facts: JobFacts) -> list[Diagnosis]:
         exchange = facts.exchange_seconds(facts.good_rate()) if len(facts.nodes) > 1 else 0.0
         nodes = tuple(dict.fromkeys(each.hostname for each in ranks))
         who = "all ranks" if len(ranks) == len(facts.ranks) else f"{len(ranks)} of {len(facts.ranks)} ranks"
-        found.append(
-            Diagnosis(
-                key="variable",
-                title=f"{rule.name}={ranks[0].variables[rule.name]}: {rule.why}",
-                sure=rule.sure,
-                cost_seconds=0.0
-                if nothing
-                else rule.exchange_share * exchange + rule.step_share * facts.compute_seconds,
-                evidence=(
-                    f"set for {who} on {listed(nodes)} (what it does: {rule.source})",
-                    *rule.caution,
-                    nothing or "the cost is an estimate: a run without it would tell",
-                ),
-                remedy=rule.advice,
-                nodes=nodes,
-            )
+        yield Diagnosis(
+            key="variable",
+            title=f"{rule.name}={ranks[0].variables[rule.name]}: {rule.why}",
+            sure=rule.sure,
+            cost_seconds=0.0 if nothing else rule.exchange_share * exchange + rule.step_share * facts.compute_seconds,
+            evidence=(
+                f"set for {who} on {listed(nodes)} (what it does: {rule.source})",
+                *rule.caution,
+                nothing or "the cost is an estimate: a run without it would tell",
+            ),
+            remedy=rule.advice,
+            nodes=nodes,
         )
-    return found
 
 
-def differing_variables(facts: JobFacts) -> list[Diagnosis]:
+def differing_variables(facts: JobFacts) -> Iterator[Diagnosis]:
     """Variables of NCCL that differ between ranks: its ranks must choose alike."""
     names = {name for each in facts.ranks for name in each.variables if name.startswith("NCCL_")}
-    found = []
     for name in sorted(names):
         if name.endswith(MAY_DIFFER) or "_DEBUG" in name:
             continue
         values = {each.variables.get(name, "not set") for each in facts.ranks}
         if len(values) < 2:
             continue
-        found.append(
-            Diagnosis(
-                key="variables_differ",
-                title=f"{name} is not the same on all ranks: {listed(sorted(values))}",
-                sure=0.7,
-                evidence=("NCCL's ranks choose algorithms each for itself: other settings mean a hang or an error",),
-                remedy=(
-                    "mpirun: -x NAME   Slurm: --export=ALL   ssh: set it in the job's script, not in a shell's profile",
-                ),
-                nodes=tuple(dict.fromkeys(e.hostname for e in facts.ranks if name in e.variables)),
-                stops=facts.has_gpus,
-            )
+        yield Diagnosis(
+            key="variables_differ",
+            title=f"{name} is not the same on all ranks: {listed(sorted(values))}",
+            sure=0.7,
+            evidence=("NCCL's ranks choose algorithms each for itself: other settings mean a hang or an error",),
+            remedy=(
+                "mpirun: -x NAME   Slurm: --export=ALL   ssh: set it in the job's script, not in a shell's profile",
+            ),
+            nodes=tuple(dict.fromkeys(e.hostname for e in facts.ranks if name in e.variables)),
+            stops=facts.has_gpus,
         )
-    return found
 
 
 CHECKS = (harmful_variables, differing_variables)

@@ -1,7 +1,7 @@
 """Versions that differ between the ranks, ranks that are not there, backends that fail."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gradwire.bench.doctor.checks.words import listed, verb
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
@@ -10,9 +10,8 @@ GRAVE = ("torch", "nccl", "gradwire")
 """Both ends of a connection must speak alike: other versions may hang or refuse."""
 
 
-def versions(facts: JobFacts) -> list[Diagnosis]:
+def versions(facts: JobFacts) -> Iterator[Diagnosis]:
     """One node runs other software than the others."""
-    found = []
     for library in ("torch", "nccl", "gradwire", "cuda", "driver", "python"):
         by_node = {
             name: ranks[0].versions[library]
@@ -25,45 +24,37 @@ def versions(facts: JobFacts) -> list[Diagnosis]:
         usual = votes.most_common(1)[0][0]
         odd = [name for name, version in by_node.items() if version != usual]
         grave = library in GRAVE
-        found.append(
-            Diagnosis(
-                key="versions",
-                title=f"{listed(odd)} {verb(odd, 'run')} {library} {by_node[odd[0]]}, the others {usual}",
-                sure=0.95 if grave else 0.6,
-                evidence=tuple(
-                    f"{version}: {count} of {len(by_node)} nodes" for version, count in votes.most_common(4)
-                ),
-                remedy=(
-                    f"on {listed(odd)}: install {library} {usual}, or start all nodes from one image or environment",
-                    *(("a job of mixed versions may hang, refuse to connect, or compute other bits",) if grave else ()),
-                ),
-                nodes=tuple(odd),
-            )
+        yield Diagnosis(
+            key="versions",
+            title=f"{listed(odd)} {verb(odd, 'run')} {library} {by_node[odd[0]]}, the others {usual}",
+            sure=0.95 if grave else 0.6,
+            evidence=tuple(f"{version}: {count} of {len(by_node)} nodes" for version, count in votes.most_common(4)),
+            remedy=(
+                f"on {listed(odd)}: install {library} {usual}, or start all nodes from one image or environment",
+                *(("a job of mixed versions may hang, refuse to connect, or compute other bits",) if grave else ()),
+            ),
+            nodes=tuple(odd),
         )
-    return found
 
 
-def missing(facts: JobFacts) -> list[Diagnosis]:
+def missing(facts: JobFacts) -> Iterator[Diagnosis]:
     """Ranks that never came: those that have started, and those of which nothing was heard."""
     slow = [rank for rank in facts.missing_ranks if rank in facts.started_ranks]
     absent = [rank for rank in facts.missing_ranks if rank not in facts.started_ranks]
     waited = f"all other ranks reached the launcher's store and waited {facts.waited_seconds:.0f} s"
-    found = []
     if slow:
         hosts = tuple(dict.fromkeys(facts.started_ranks[rank] for rank in slow))
-        found.append(
-            Diagnosis(
-                key="missing_ranks",
-                title=f"{_ranks(slow)} started on {listed(hosts)}, and did not finish importing torch",
-                sure=0.95,
-                evidence=(f"it said so before it began to import torch; {waited}",),
-                remedy=(
-                    f"on {hosts[0]}: time python -c 'import torch'   # twice: a cold network file system is slow once",
-                    "copy the Python environment to a local disk, or start from a container image",
-                ),
-                nodes=hosts,
-                stops=True,
-            )
+        yield Diagnosis(
+            key="missing_ranks",
+            title=f"{_ranks(slow)} started on {listed(hosts)}, and did not finish importing torch",
+            sure=0.95,
+            evidence=(f"it said so before it began to import torch; {waited}",),
+            remedy=(
+                f"on {hosts[0]}: time python -c 'import torch'   # twice: a cold network file system is slow once",
+                "copy the Python environment to a local disk, or start from a container image",
+            ),
+            nodes=hosts,
+            stops=True,
         )
     if absent:
         agents = (
@@ -75,21 +66,18 @@ def missing(facts: JobFacts) -> list[Diagnosis]:
             "with the same MASTER_ADDR and MASTER_PORT? and not behind a firewall: "
             "nc -zv $MASTER_ADDR $MASTER_PORT   # from the node that is missing"
         )
-        found.append(
-            Diagnosis(
-                key="missing_ranks",
-                title=f"{_ranks(absent)} did not come",
-                sure=0.99,
-                evidence=(f"{waited}; nothing was heard of it", *agents),
-                remedy=(
-                    "what does the launcher's output on that node say? was the command started there?",
-                    "does its process run: ps aux | grep 'gradwire doctor'; where does it stand: py-spy dump --pid PID",
-                    *(() if agents else (firewall,)),
-                ),
-                stops=True,
-            )
+        yield Diagnosis(
+            key="missing_ranks",
+            title=f"{_ranks(absent)} did not come",
+            sure=0.99,
+            evidence=(f"{waited}; nothing was heard of it", *agents),
+            remedy=(
+                "what does the launcher's output on that node say? was the command started there?",
+                "does its process run: ps aux | grep 'gradwire doctor'; where does it stand: py-spy dump --pid PID",
+                *(() if agents else (firewall,)),
+            ),
+            stops=True,
         )
-    return found
 
 
 def _ranks(ranks: Sequence[int]) -> str:

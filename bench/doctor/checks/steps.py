@@ -1,5 +1,6 @@
 """Where a step of the user's own script goes: to a rank that comes late, a data loader, checkpoints."""
 
+from collections.abc import Iterator
 from statistics import median, median_low
 
 from gradwire.bench.doctor.checks.words import seconds
@@ -50,20 +51,20 @@ def _kinds(runs: list[ScriptRun]) -> list[str]:
     return sorted({kind for run in runs for kind in run.activity})
 
 
-def late_rank(facts: JobFacts) -> list[Diagnosis]:
+def late_rank(facts: JobFacts) -> Iterator[Diagnosis]:
     """A rank that has less under way than the others: they have come, and wait for it."""
     runs = _split_runs(facts)
     under = [run.under_way_seconds for run in runs]
     if len(runs) < 2 or facts.step_seconds is None or any(each is None for each in under):
-        return []
+        return
     if facts.has_gpus and facts.step_seconds < GPU_STEP_SECONDS:
-        return []
+        return
     times = [each or 0.0 for each in under]
     late = min(range(len(times)), key=times.__getitem__)
     # Of two ranks the one waits for the other; of more the usual one waits for the last.
     waits = sorted(times)[len(times) // 2] - times[late]
     if waits < LATE_SHARE * facts.step_seconds or waits < LEAST_SECONDS:
-        return []
+        return
     others = [run for rank, run in enumerate(runs) if rank != late]
     excess = {
         kind: runs[late].activity.get(kind, 0.0) - median(run.activity.get(kind, 0.0) for run in others)
@@ -73,30 +74,28 @@ def late_rank(facts: JobFacts) -> list[Diagnosis]:
     busy = excess[kind] > 0.3 * waits
     line = runs[late].lines.get(kind)
     name = next((n for n, ranks in zip(facts.names, facts.nodes, strict=True) if late in {e.rank for e in ranks}), "?")
-    return [
-        Diagnosis(
-            key="late_rank",
-            title=f"The others wait for rank {late} on {name}, {seconds(waits)} of every step of your script",
-            sure=0.9,
-            cost_seconds=waits,
-            evidence=(
-                (
-                    f"rank {late} has an exchange under way for {seconds(times[late])} of a step, the usual rank for "
-                    f"{seconds(sorted(times)[len(times) // 2])}"
-                ),
-                *(
-                    (
-                        f"in that time it is {seconds(excess[kind])} longer than the others in {kind}"
-                        + (f", most often at {line}" if line else ""),
-                    )
-                    if busy
-                    else ()
-                ),
+    yield Diagnosis(
+        key="late_rank",
+        title=f"The others wait for rank {late} on {name}, {seconds(waits)} of every step of your script",
+        sure=0.9,
+        cost_seconds=waits,
+        evidence=(
+            (
+                f"rank {late} has an exchange under way for {seconds(times[late])} of a step, the usual rank for "
+                f"{seconds(sorted(times)[len(times) // 2])}"
             ),
-            remedy=_late_remedy(kind if busy else "", name),
-            nodes=(name,),
-        )
-    ]
+            *(
+                (
+                    f"in that time it is {seconds(excess[kind])} longer than the others in {kind}"
+                    + (f", most often at {line}" if line else ""),
+                )
+                if busy
+                else ()
+            ),
+        ),
+        remedy=_late_remedy(kind if busy else "", name),
+        nodes=(name,),
+    )
 
 
 def _late_remedy(kind: str, name: str) -> tuple[str, ...]:
@@ -112,7 +111,7 @@ def _late_remedy(kind: str, name: str) -> tuple[str, ...]:
     )
 
 
-def slow_loader(facts: JobFacts) -> list[Diagnosis]:
+def slow_loader(facts: JobFacts) -> Iterator[Diagnosis]:
     """The usual rank's main thread waits for its data."""
     return _share_of_step(
         facts,
@@ -130,7 +129,7 @@ def slow_loader(facts: JobFacts) -> list[Diagnosis]:
     )
 
 
-def checkpoints(facts: JobFacts) -> list[Diagnosis]:
+def checkpoints(facts: JobFacts) -> Iterator[Diagnosis]:
     """Checkpoints are saved in the steps themselves, again and again."""
     return _share_of_step(
         facts,
@@ -147,28 +146,26 @@ def checkpoints(facts: JobFacts) -> list[Diagnosis]:
 
 def _share_of_step(
     facts: JobFacts, kind: str, share: float, key: str, title: str, remedy: tuple[str, ...]
-) -> list[Diagnosis]:
+) -> Iterator[Diagnosis]:
     runs = _split_runs(facts)
     if not runs or facts.step_seconds is None:
-        return []
+        return
     usual = median_low(run.activity.get(kind, 0.0) for run in runs)
     if usual < share * facts.step_seconds or usual < LEAST_SECONDS:
-        return []
+        return
     line = next((run.lines[kind] for run in runs if kind in run.lines), None)
-    return [
-        Diagnosis(
-            key=key,
-            title=f"{title}: {seconds(usual)} of {seconds(facts.step_seconds)}",
-            sure=0.9,
-            cost_seconds=usual,
-            evidence=(
-                f"the usual rank's main thread is in {kind} for so long"
-                + (f", most often at {line}" if line is not None else ""),
-            ),
-            remedy=remedy,
-            nodes=(),
-        )
-    ]
+    yield Diagnosis(
+        key=key,
+        title=f"{title}: {seconds(usual)} of {seconds(facts.step_seconds)}",
+        sure=0.9,
+        cost_seconds=usual,
+        evidence=(
+            f"the usual rank's main thread is in {kind} for so long"
+            + (f", most often at {line}" if line is not None else ""),
+        ),
+        remedy=remedy,
+        nodes=(),
+    )
 
 
 CHECKS = (late_rank, slow_loader, checkpoints)

@@ -4,7 +4,7 @@ And the last question of all: whether an all-reduce takes as long as the links t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gradwire.bench.doctor.checks.network import CONFIRMED, FAR_SECONDS, SLOW, in_all
 from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
@@ -36,12 +36,12 @@ DEFAULT_TCP_NBYTES = 128 << 10
 """Bytes of buffer with which Linux begins; a maximum below it is somebody's setting. Source: tcp(7), tcp_rmem."""
 
 
-def packet_loss(facts: JobFacts) -> list[Diagnosis]:
+def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
     """Packets are lost on the way although it is not full."""
     confirmed = (pair for pair in facts.pairs if pair.times >= CONFIRMED)
     lossy = [pair for pair in confirmed if max(_lost_shares(pair, facts.good_rate())) > 0]
     if not lossy:
-        return []
+        return
     good = facts.good_rate()
     names = facts.names
     blamed = in_all(lossy, facts.pairs) or {node for pair in lossy for node in (pair.a, pair.b)}
@@ -52,38 +52,36 @@ def packet_loss(facts: JobFacts) -> list[Diagnosis]:
     who = listed([names[node] for node in sorted(blamed)])
     common = len(lossy) > 1 and len(blamed) == 1
     slow = min(min(pair.one) for pair in lossy)
-    return [
-        Diagnosis(
-            key="packet_loss",
-            title=f"{100 * max(shares):.2g} % of the packets from {names[a]} to {names[b]} are lost",
-            sure=0.9,
-            cost_seconds=max(0.0, facts.exchange_seconds(slow) - facts.exchange_seconds(good)),
-            evidence=(
-                (
-                    f"{worst.lost[way]} of {worst.sent[way]} segments had to be sent again, in flows that left the "
-                    f"link more than half empty (TCP_INFO, tried {worst.times} times); one connection reached "
-                    f"{rate(slow)}"
-                ),
-                *(
-                    (f"{who} is in all {len(lossy)} pairs that lose packets{_on_the_way(lossy, min(blamed), good)}",)
-                    if common
-                    else ()
-                ),
+    yield Diagnosis(
+        key="packet_loss",
+        title=f"{100 * max(shares):.2g} % of the packets from {names[a]} to {names[b]} are lost",
+        sure=0.9,
+        cost_seconds=max(0.0, facts.exchange_seconds(slow) - facts.exchange_seconds(good)),
+        evidence=(
+            (
+                f"{worst.lost[way]} of {worst.sent[way]} segments had to be sent again, in flows that left the "
+                f"link more than half empty (TCP_INFO, tried {worst.times} times); one connection reached "
+                f"{rate(slow)}"
             ),
-            remedy=(
-                (
-                    f"on {who}: ethtool -S CARD | grep -iE 'err|drop|crc|discard'   # what counts up: cable, "
-                    "transceiver, or a full ring (then ethtool -G CARD rx 4096)"
-                ),
-                "the switch's counters of that port; a cable or transceiver that is changed tells it from the card",
-                (
-                    "until then: sysctl -w net.ipv4.tcp_congestion_control=bbr, where the kernel has it, loses less "
-                    "speed to loss that is no congestion (Cardwell et al., BBR, ACM Queue 2016)"
-                ),
+            *(
+                (f"{who} is in all {len(lossy)} pairs that lose packets{_on_the_way(lossy, min(blamed), good)}",)
+                if common
+                else ()
             ),
-            nodes=tuple(names[node] for node in sorted(blamed)),
-        )
-    ]
+        ),
+        remedy=(
+            (
+                f"on {who}: ethtool -S CARD | grep -iE 'err|drop|crc|discard'   # what counts up: cable, "
+                "transceiver, or a full ring (then ethtool -G CARD rx 4096)"
+            ),
+            "the switch's counters of that port; a cable or transceiver that is changed tells it from the card",
+            (
+                "until then: sysctl -w net.ipv4.tcp_congestion_control=bbr, where the kernel has it, loses less "
+                "speed to loss that is no congestion (Cardwell et al., BBR, ACM Queue 2016)"
+            ),
+        ),
+        nodes=tuple(names[node] for node in sorted(blamed)),
+    )
 
 
 def _on_the_way(lossy: Sequence[PairRates], node: int, good: float) -> str:
@@ -120,12 +118,12 @@ def _has_overrun(pair: PairRates, share: float, one: float, good: float) -> bool
     return pair.latency_seconds > FAR_SECONDS and one >= UNHURT * good and one > most
 
 
-def tcp_buffers(facts: JobFacts) -> list[Diagnosis]:
+def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
     """One connection fills its window, or its sender's buffer, and waits: they are too small for so long a way."""
     good = facts.good_rate()
     held = [pair for pair in facts.pairs if pair.times >= CONFIRMED and _held(facts, pair, good)]
     if not held:
-        return []
+        return
     names = facts.names
     worst = min(held, key=lambda pair: min(pair.one))
     receives = (worst.window_share or 0.0) >= (worst.buffer_share or 0.0)
@@ -135,43 +133,41 @@ def tcp_buffers(facts: JobFacts) -> list[Diagnosis]:
     wanted = min(MOST_TCP_NBYTES, max(USUAL_TCP_NBYTES, 1 << int(4 * good * trip).bit_length()))
     share = max(worst.window_share or 0.0, worst.buffer_share or 0.0)
     what = "receive window" if receives else "send buffer"
-    return [
-        Diagnosis(
-            key="tcp_buffers",
-            title=f"TCP's {what} is too small for the way between {names[worst.a]} and {names[worst.b]}",
-            sure=0.9,
-            cost_seconds=facts.exchange_seconds(min(worst.one)) - facts.exchange_seconds(good),
-            evidence=(
-                (
-                    f"{rate(good)} over a round trip of {seconds(trip)} is {nbytes(good * trip)} under way; one "
-                    f"connection has {nbytes(min(worst.one) * trip)} and reaches {rate(min(worst.one))}, and its "
-                    f"{what} held it back for {share:.0%} of its time (TCP_INFO)"
-                ),
-                *(
-                    f"{names[node]}: net.ipv4.tcp_rmem allows {nbytes(read)}, tcp_wmem {nbytes(write)}"
-                    for node, (read, write) in zip((worst.a, worst.b), limits, strict=True)
-                    if read and write
-                ),
-                *(
-                    (f"{listed([names[node] for node in blamed])} is in all {len(held)} pairs that are held back",)
-                    if len(blamed) == 1 and len(held) > 1
-                    else ()
-                ),
+    yield Diagnosis(
+        key="tcp_buffers",
+        title=f"TCP's {what} is too small for the way between {names[worst.a]} and {names[worst.b]}",
+        sure=0.9,
+        cost_seconds=facts.exchange_seconds(min(worst.one)) - facts.exchange_seconds(good),
+        evidence=(
+            (
+                f"{rate(good)} over a round trip of {seconds(trip)} is {nbytes(good * trip)} under way; one "
+                f"connection has {nbytes(min(worst.one) * trip)} and reaches {rate(min(worst.one))}, and its "
+                f"{what} held it back for {share:.0%} of its time (TCP_INFO)"
             ),
-            remedy=(
-                (
-                    f'as root, on both: sysctl -w net.ipv4.tcp_rmem="4096 131072 {wanted}" '
-                    f'net.ipv4.tcp_wmem="4096 65536 {wanted}"   # four times what is under way; tcp(7)'
-                ),
-                (
-                    "a program that sets SO_RCVBUF or SO_SNDBUF itself is held by net.core.rmem_max and wmem_max "
-                    "instead: NCCL does so where NCCL_SOCKET_RCVBUF is set"
-                ),
-                "or several connections: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4",
+            *(
+                f"{names[node]}: net.ipv4.tcp_rmem allows {nbytes(read)}, tcp_wmem {nbytes(write)}"
+                for node, (read, write) in zip((worst.a, worst.b), limits, strict=True)
+                if read and write
             ),
-            nodes=tuple(names[node] for node in (sorted(blamed) or (worst.a, worst.b))),
-        )
-    ]
+            *(
+                (f"{listed([names[node] for node in blamed])} is in all {len(held)} pairs that are held back",)
+                if len(blamed) == 1 and len(held) > 1
+                else ()
+            ),
+        ),
+        remedy=(
+            (
+                f'as root, on both: sysctl -w net.ipv4.tcp_rmem="4096 131072 {wanted}" '
+                f'net.ipv4.tcp_wmem="4096 65536 {wanted}"   # four times what is under way; tcp(7)'
+            ),
+            (
+                "a program that sets SO_RCVBUF or SO_SNDBUF itself is held by net.core.rmem_max and wmem_max "
+                "instead: NCCL does so where NCCL_SOCKET_RCVBUF is set"
+            ),
+            "or several connections: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4",
+        ),
+        nodes=tuple(names[node] for node in (sorted(blamed) or (worst.a, worst.b))),
+    )
 
 
 def _held(facts: JobFacts, pair: PairRates, good: float) -> bool:
@@ -189,10 +185,10 @@ def _limits(facts: JobFacts, node: int) -> tuple[int | None, int | None]:
     return first.tcp_window_nbytes, first.tcp_send_nbytes
 
 
-def unreachable(facts: JobFacts) -> list[Diagnosis]:
+def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
     """Pairs of nodes of which one cannot reach the other."""
     if not facts.unreached:
-        return []
+        return
     names = facts.names
     failed = facts.unreached
     shared = set.intersection(*({each.a, each.b} for each in failed)) if len(failed) > 1 else set()
@@ -203,61 +199,57 @@ def unreachable(facts: JobFacts) -> list[Diagnosis]:
         if len(shared) == 1
         else f"{names[first.a]} cannot reach {names[first.b]}"
     )
-    return [
-        Diagnosis(
-            key="unreachable",
-            title=title,
-            sure=0.9,
-            evidence=tuple(f"{names[each.a]} to {names[each.b]}: {each.error}" for each in failed[:3]),
-            remedy=(
-                f"on {names[first.a]}: ip route get ADDRESS_OF_{names[first.b]}   # does it leave by the right card?",
-                (
-                    "a firewall: gloo and NCCL listen on any port; open them all between the nodes (iptables -L -n, "
-                    "nft list ruleset, a cloud's security group)"
-                ),
+    yield Diagnosis(
+        key="unreachable",
+        title=title,
+        sure=0.9,
+        evidence=tuple(f"{names[each.a]} to {names[each.b]}: {each.error}" for each in failed[:3]),
+        remedy=(
+            f"on {names[first.a]}: ip route get ADDRESS_OF_{names[first.b]}   # does it leave by the right card?",
+            (
+                "a firewall: gloo and NCCL listen on any port; open them all between the nodes (iptables -L -n, "
+                "nft list ruleset, a cloud's security group)"
             ),
-            nodes=tuple(names[node] for node in sorted(shared)) or (names[first.a], names[first.b]),
-            stops=True,
-        )
-    ]
+        ),
+        nodes=tuple(names[node] for node in sorted(shared)) or (names[first.a], names[first.b]),
+        stops=True,
+    )
 
 
-def slow_exchange(facts: JobFacts) -> list[Diagnosis]:
+def slow_exchange(facts: JobFacts) -> Iterator[Diagnosis]:
     """The fastest all-reduce takes far longer than the links that were measured need for it."""
     timed = [each for each in facts.backends if _best(each) is not None]
     if not timed or len(facts.nodes) < 2 or not facts.pairs:
-        return []
+        return
     fastest = min(timed, key=lambda each: (_best(each) or 0.0) / each.nbytes)
     bound = exchange_bound(facts, fastest.nbytes)
     took = _best(fastest)
     if bound is None or took is None or took < SLOW_EXCHANGE * bound or took - bound < LEAST_EXTRA_SECONDS:
-        return []
+        return
     size = facts.gradient_nbytes / fastest.nbytes
-    return [
-        Diagnosis(
-            key="slow_exchange",
-            title=f"An all-reduce takes {took / bound:.1f} times as long as the links need for it",
-            sure=0.7,
-            cost_seconds=(took - bound) * size,
-            evidence=(
-                (
-                    f"{fastest.backend}, the fastest: {seconds(took)} for {nbytes(fastest.nbytes)}, in the best of its "
-                    f"rounds; the links as measured, both directions at once, need {seconds(bound)}"
-                ),
-                *(
-                    f"{each.backend}: {seconds(_best(each) or 0.0)} for {nbytes(each.nbytes)}"
-                    for each in timed
-                    if each is not fastest
-                ),
+    yield Diagnosis(
+        key="slow_exchange",
+        title=f"An all-reduce takes {took / bound:.1f} times as long as the links need for it",
+        sure=0.7,
+        cost_seconds=(took - bound) * size,
+        evidence=(
+            (
+                f"{fastest.backend}, the fastest: {seconds(took)} for {nbytes(fastest.nbytes)}, in the best of its "
+                f"rounds; the links as measured, both directions at once, need {seconds(bound)}"
             ),
-            remedy=(
-                "during a step: top -H   # cores at 100 %: the processors are the limit, so fewer ranks or more cores",
-                "mpstat -P ALL 1   # one core full of %soft: the card's interrupts; spread them (irqbalance)",
-                "another job on the same links: run the doctor again when it has ended",
-                f"gradwire bench all_reduce -b 64K -e 64M --backend {fastest.backend}   # from which size on?",
+            *(
+                f"{each.backend}: {seconds(_best(each) or 0.0)} for {nbytes(each.nbytes)}"
+                for each in timed
+                if each is not fastest
             ),
-        )
-    ]
+        ),
+        remedy=(
+            "during a step: top -H   # cores at 100 %: the processors are the limit, so fewer ranks or more cores",
+            "mpstat -P ALL 1   # one core full of %soft: the card's interrupts; spread them (irqbalance)",
+            "another job on the same links: run the doctor again when it has ended",
+            f"gradwire bench all_reduce -b 64K -e 64M --backend {fastest.backend}   # from which size on?",
+        ),
+    )
 
 
 def _best(backend: BackendTime) -> float | None:
