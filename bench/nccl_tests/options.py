@@ -10,18 +10,9 @@ from typing import NoReturn
 
 from gradwire.bench.arguments import MOST_SECONDS, add_import_option, import_modules
 from gradwire.bench.emulation.cluster import MOST_RANKS
+from gradwire.bench.nccl_tests.collectives import COLLECTIVES
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, OPERATIONS
 
-COLLECTIVE_NAMES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "reduce",
-    "alltoall",
-    "sendrecv",
-    "barrier",
-)
 BACKENDS = ("gradwire", "gloo", "nccl", "mpi", "shm", "nccl-raw")
 ALGORITHMS = ("auto", "flat", "hierarchical", "leader")
 
@@ -118,7 +109,7 @@ def build_parser() -> Parser:
         epilog="`gradwire bench kernels` times the compressors' kernels instead.\n"
         "Example: gradwire bench all_reduce -b 8 -e 64M -f 2 -g 4",
     )
-    parser.add_argument("collective", choices=COLLECTIVE_NAMES, metavar="COLLECTIVE", help=", ".join(COLLECTIVE_NAMES))
+    parser.add_argument("collective", choices=COLLECTIVES, metavar="COLLECTIVE", help=", ".join(COLLECTIVES))
     _add_sizes(parser)
     _add_timing(parser)
     _add_operation(parser)
@@ -176,70 +167,44 @@ def _add_sizes(parser: Parser) -> None:
     )
 
 
+def _add_number(
+    group: argparse._ArgumentGroup,
+    flags: tuple[str, str],
+    text: str,
+    default: int,
+    bounds: tuple[int, int] = (0, _MOST_TIMES),
+    *,
+    meaning: str = "",
+    metavar: str | None = None,
+) -> None:
+    """Adds a flag with a whole number; its help ends with the default, and with what that means."""
+    words = f"{text} (default {default}{meaning})"
+    group.add_argument(*flags, type=_at_least(*bounds), default=default, metavar=metavar, help=words)
+
+
+_ONCE_AT_LEAST = (1, _MOST_TIMES)
+_OFF_OR_ON = (0, 1)
+
+
 def _add_timing(parser: Parser) -> None:
     timing = parser.add_argument_group("timing")
-    timing.add_argument("-n", "--iters", type=_at_least(1), default=20, help="timed iterations (default 20)")
-    timing.add_argument(
-        "-w",
-        "--warmup_iters",
-        type=_at_least(0),
-        default=1,
-        help="untimed iterations of every size, before the table (default 1)",
-    )
-    timing.add_argument(
-        "-m",
-        "--agg_iters",
-        type=_at_least(1),
-        default=1,
-        help="operations issued together in each iteration (default 1)",
-    )
-    timing.add_argument("-N", "--run_cycles", type=_at_least(0), default=1, help="tables; 0 for ever (default 1)")
-    timing.add_argument(
-        "-z",
-        "--blocking",
-        type=_at_least(0, 3),
-        default=0,
-        help="1: wait and barrier after each operation; 2: wait; 3: barrier outside the time (default 0)",
-    )
-    timing.add_argument(
-        "-a",
-        "--average",
-        type=_at_least(0, 3),
-        default=1,
-        help="time of rank 0 (0), mean (1), min (2) or max (3) over the ranks (default 1)",
-    )
-    timing.add_argument(
-        "-C",
-        "--report_cputime",
-        type=_at_least(0, 1),
-        default=0,
-        help="report processor time (CPU tensors) or time to issue (CUDA) instead (default 0)",
-    )
-    timing.add_argument(
-        "-G",
-        "--cudagraph",
-        type=_at_least(0),
-        default=0,
-        help="capture the iterations in a CUDA graph and launch it so often (default 0: off)",
-    )
-    timing.add_argument(
-        "-T",
-        "--timeout",
-        type=_at_least(0, MOST_SECONDS),
-        default=0,
-        metavar="SECONDS",
-        help="longest wait for a peer (default 0: 300 s)",
-    )
-    timing.add_argument(
-        "-I",
-        "--per_iter_timing",
-        type=_at_least(0, 1),
-        default=0,
-        help="also show each iteration's minimum, maximum, p99 and spread (default 0)",
-    )
-    timing.add_argument(
-        "-K", "--per_iter_skip", type=_at_least(0), default=0, help="iterations left out of that (default 0)"
-    )
+    _add_number(timing, ("-n", "--iters"), "timed iterations", 20, _ONCE_AT_LEAST)
+    _add_number(timing, ("-w", "--warmup_iters"), "untimed iterations of every size, before the table", 1)
+    _add_number(timing, ("-m", "--agg_iters"), "operations issued together in each iteration", 1, _ONCE_AT_LEAST)
+    _add_number(timing, ("-N", "--run_cycles"), "tables; 0 for ever", 1)
+    blocking = "1: wait and barrier after each operation; 2: wait; 3: barrier outside the time"
+    _add_number(timing, ("-z", "--blocking"), blocking, 0, (0, 3))
+    average = "time of rank 0 (0), mean (1), min (2) or max (3) over the ranks"
+    _add_number(timing, ("-a", "--average"), average, 1, (0, 3))
+    processor = "report processor time (CPU tensors) or time to issue (CUDA) instead"
+    _add_number(timing, ("-C", "--report_cputime"), processor, 0, _OFF_OR_ON)
+    graph = "capture the iterations in a CUDA graph and launch it so often"
+    _add_number(timing, ("-G", "--cudagraph"), graph, 0, meaning=": off")
+    longest = "longest wait for a peer"
+    _add_number(timing, ("-T", "--timeout"), longest, 0, (0, MOST_SECONDS), meaning=": 300 s", metavar="SECONDS")
+    each = "also show each iteration's minimum, maximum, p99 and spread"
+    _add_number(timing, ("-I", "--per_iter_timing"), each, 0, _OFF_OR_ON)
+    _add_number(timing, ("-K", "--per_iter_skip"), "iterations left out of that", 0)
 
 
 def _add_operation(parser: Parser) -> None:
@@ -254,18 +219,13 @@ def _add_operation(parser: Parser) -> None:
         help=f"{', '.join(ELEMENT_TYPES)} or all (default float)",
     )
     operation.add_argument("-r", "--root", type=_root, default=0, help="a rank, or all (default 0)")
-    operation.add_argument(
-        "-c",
-        "--check",
-        type=_at_least(0),
-        default=1,
-        help="times to check the result, bit by bit (default 1; 0: #wrong shows N/A)",
-    )
+    times = "times to check the result, bit by bit"
+    _add_number(operation, ("-c", "--check"), times, 1, meaning="; 0: #wrong shows N/A")
 
 
 def _add_output(parser: Parser) -> None:
     output = parser.add_argument_group("output")
-    output.add_argument("-S", "--report_timestamps", type=_at_least(0, 1), default=0, help="adds a column (default 0)")
+    _add_number(output, ("-S", "--report_timestamps"), "adds a column", 0, _OFF_OR_ON)
     output.add_argument(
         "-J",
         "--output_file",
@@ -275,7 +235,7 @@ def _add_output(parser: Parser) -> None:
     )
     output.add_argument("--json", action="store_true", help="print that JSON in place of the table")
     output.add_argument("--csv", type=_output(".csv"), metavar="FILE.csv", help="one line a row; never overwrites")
-    output.add_argument("-M", "--memory", type=_at_least(0, 1), default=0, help="shows the memory used (default 0)")
+    _add_number(output, ("-M", "--memory"), "shows the memory used", 0, _OFF_OR_ON)
 
 
 def _add_backends(parser: Parser) -> None:
