@@ -309,7 +309,24 @@ def _pure(destination: str, of: Callable[[Warp], Words]) -> Step:
 
 # Instructions, by their first word.
 
+Maker = Callable[[list[str], list[str]], Step]
+"""(the words of an opcode, operands) -> what the instruction does."""
 
+_STEPS: dict[str, Maker] = {}
+"""First word of an opcode -> what makes its steps."""
+
+
+def _of(*names: str) -> Callable[[Maker], Maker]:
+    """Makes the function below it that of these instructions."""
+
+    def known(make: Maker) -> Maker:
+        _STEPS.update(dict.fromkeys(names, make))
+        return make
+
+    return known
+
+
+@_of("IADD3", "VIADD", "UIADD3")
 def _add(kind: list[str], ops: list[str]) -> Step:
     """IADD3, VIADD, UIADD3: sums with carries; a negated register counts as its complement and one."""
     outs = [ops[0]]
@@ -336,6 +353,7 @@ def _add(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("IMAD", "UIMAD")
 def _multiply_add(kind: list[str], ops: list[str]) -> Step:
     """IMAD in all its forms; WIDE and HI add a pair of registers to the 64 bits of the product."""
     outs, rest = [ops[0]], ops[1:]
@@ -372,6 +390,7 @@ def _multiply_add(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("LEA", "ULEA")
 def _lea(kind: list[str], ops: list[str]) -> Step:
     """LEA: a shifted and added; HI the upper half of the pair (c, a), X with a carry.
 
@@ -409,6 +428,7 @@ def _lea(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("SHF", "USHF")
 def _shift(kind: list[str], ops: list[str]) -> Step:
     """SHF: a pair of words shifted; shifts of the width and more give zero unless W wraps them."""
     low, by, upper = _word(ops[1]), _word(ops[2]), _word(ops[3])
@@ -437,6 +457,7 @@ def _shift(kind: list[str], ops: list[str]) -> Step:
     return _pure(ops[0], of)
 
 
+@_of("LOP3", "ULOP3")
 def _logic(kind: list[str], ops: list[str]) -> Step:
     """LOP3: any function of three bits; a predicate says whether anything is left."""
     outs, rest = [ops[0]], ops[1:]
@@ -464,6 +485,7 @@ def _logic(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("PLOP3", "UPLOP3")
 def _flag_logic(kind: list[str], ops: list[str]) -> Step:
     """PLOP3: any function of three predicates, and a second one of them."""
     a, b, c = map(_flag, ops[2:5])
@@ -492,6 +514,7 @@ _COMBINE: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
 }
 
 
+@_of("ISETP", "UISETP")
 def _compare(kind: list[str], ops: list[str]) -> Step:
     """ISETP; EX is the upper half of 64 bits, whose last predicate is what the lower half found."""
     compare = _COMPARE[kind[1]]
@@ -513,6 +536,7 @@ def _compare(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("FSETP")
 def _compare_floats(kind: list[str], ops: list[str]) -> Step:
     name = kind[1]
     compare, unordered = _COMPARE[name[:2]], len(name) == 3
@@ -546,10 +570,12 @@ def _rounded(exact: NDArray[np.float64], kind: list[str]) -> Floats:
     return rounded
 
 
+@_of("FADD")
 def _sum(kind: list[str], ops: list[str]) -> Step:
     return _float_step(lambda x, y: _rounded(x.astype(np.float64) + y.astype(np.float64), kind), ops)
 
 
+@_of("FFMA")
 def _fused(kind: list[str], ops: list[str]) -> Step:
     """FFMA: in float64 the product is exact and the sum nearly; the kernels have it in divisions alone."""
 
@@ -559,6 +585,7 @@ def _fused(kind: list[str], ops: list[str]) -> Step:
     return _float_step(of, ops)
 
 
+@_of("FMNMX", "VIMNMX", "VIMNMX3", "VIADDMNMX", "IMNMX")
 def _extreme(kind: list[str], ops: list[str]) -> Step:
     """VIMNMX, VIMNMX3, FMNMX: the smaller where the predicate holds, else the larger."""
     least = _flag(ops[-1])
@@ -583,6 +610,7 @@ def _extreme(kind: list[str], ops: list[str]) -> Step:
     return _pure(ops[0], of)
 
 
+@_of("SEL", "USEL", "FSEL")
 def _select(kind: list[str], ops: list[str]) -> Step:
     flag = _flag(ops[3])
     if kind[0] == "FSEL":
@@ -592,6 +620,7 @@ def _select(kind: list[str], ops: list[str]) -> Step:
     return _pure(ops[0], lambda warp: np.where(flag(warp), a(warp), b(warp)))
 
 
+@_of("PRMT", "UPRMT")
 def _permute(kind: list[str], ops: list[str]) -> Step:
     """PRMT: four of the eight bytes of two words; the fourth bit of a choice spreads the sign."""
     a, choice, b = map(_word, ops[1:4])
@@ -618,6 +647,7 @@ def _rounded_pair(whole: NDArray[np.uint64], kind: list[str]) -> Floats:
     return np.where(low, np.nextafter(rounded, np.float32(np.inf)), rounded)
 
 
+@_of("I2F", "I2FP")
 def _to_float(kind: list[str], ops: list[str]) -> Step:
     if "U64" in kind:
         pair = _wide(ops[1])
@@ -636,6 +666,7 @@ def _to_float(kind: list[str], ops: list[str]) -> Step:
     return _pure(ops[0], of)
 
 
+@_of("F2I")
 def _to_integer(kind: list[str], ops: list[str]) -> Step:
     read = _float(ops[1])
     if "U64" in kind:
@@ -656,6 +687,7 @@ def _to_integer(kind: list[str], ops: list[str]) -> Step:
     return _pure(ops[0], of)
 
 
+@_of("FCHK")
 def _check_division(kind: list[str], ops: list[str]) -> Step:
     """FCHK: whether a quotient is out of reach of the quick sequence; ours leaves a margin."""
     a, b = _float(ops[1]), _float(ops[2])
@@ -669,6 +701,7 @@ def _check_division(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("SHFL")
 def _shuffle(kind: list[str], ops: list[str]) -> Step:
     value, by = _word(ops[2]), _word(ops[3])
 
@@ -684,6 +717,7 @@ def _shuffle(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("VOTE", "VOTEU")
 def _vote(kind: list[str], ops: list[str]) -> Step:
     flag = _flag(ops[-1])
 
@@ -701,6 +735,7 @@ def _vote(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("S2R", "S2UR", "CS2R")
 def _special(kind: list[str], ops: list[str]) -> Step:
     def of(warp: Warp) -> Words:
         found = {
@@ -758,6 +793,7 @@ def _nbytes_of(kind: list[str]) -> int:
     return 4
 
 
+@_of("LDG", "STG", "LD", "ST", "LDS", "STS")
 def _load_store(kind: list[str], ops: list[str]) -> Step:
     """LDG, LD, LDS and their stores."""
     store, shared, nbytes = kind[0].startswith("ST"), kind[0].endswith("S"), _nbytes_of(kind)
@@ -798,6 +834,7 @@ def _load_store(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("LDGSTS")
 def _copy(kind: list[str], ops: list[str]) -> Step:
     """LDGSTS: from global to shared memory; here it has arrived at once."""
     to, at, nbytes = _address(ops[0]), _address(ops[1]), _nbytes_of(kind)
@@ -814,6 +851,7 @@ def _copy(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("ATOMS", "ATOMG", "RED")
 def _atomic(kind: list[str], ops: list[str]) -> Step:
     """ATOMS, ATOMG, RED: one lane after the other."""
     shared = kind[0] == "ATOMS"
@@ -843,6 +881,7 @@ def _atomic(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("MOV", "UMOV", "LDC", "ULDC", "R2UR")
 def _move(kind: list[str], ops: list[str]) -> Step:
     read = _word(ops[1])
     high = _word(ops[1], 1) if "64" in kind and not ops[1].startswith("c[") else None
@@ -861,6 +900,7 @@ def _move(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+@_of("P2R")
 def _flags_to_register(kind: list[str], ops: list[str]) -> Step:
     mask = int(ops[3], 16)
 
@@ -873,6 +913,7 @@ def _flags_to_register(kind: list[str], ops: list[str]) -> Step:
     return _pure(ops[0], of)
 
 
+@_of("R2P")
 def _register_to_flags(kind: list[str], ops: list[str]) -> Step:
     """R2P: seven bits of a word, or of the byte of it that is named, become predicates."""
     name, _, byte = ops[1].partition(".B")
@@ -908,6 +949,18 @@ def _unary(of: Callable[[Words], Words], ops: list[str]) -> Step:
 def _reversed(words: Words) -> Words:
     bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
     return np.packbits(np.ascontiguousarray(bits[:, ::-1]), axis=1, bitorder="little").view(np.uint32).reshape(-1)
+
+
+_STEPS |= {
+    "FMUL": lambda kind, ops: _float_step(np.multiply, ops),
+    "POPC": lambda kind, ops: _unary(_count_bits, ops),
+    "UPOPC": lambda kind, ops: _unary(_count_bits, ops),
+    "FLO": lambda kind, ops: _unary(
+        (lambda words: np.uint32(31) - _highest_bit(words)) if "SH" in kind else _highest_bit, ops
+    ),
+    "BREV": lambda kind, ops: _unary(_reversed, ops),
+    "IABS": lambda kind, ops: _unary(lambda words: np.abs(words.view(np.int32)).view(np.uint32), ops),
+}
 
 
 def _nothing(warp: Warp, lanes: Lanes) -> None:
@@ -982,75 +1035,10 @@ def _control(instruction: Instruction) -> Step | None:
 
 
 _NOTHING = ("NOP", "MEMBAR", "ERRBAR", "CCTL", "CGAERRBAR", "YIELD", "DEPBAR", "LDGDEPBAR", "ENDCOLLECTIVE")
-_STEPS: dict[str, Callable[[list[str], list[str]], Step]] = {
-    "IADD3": _add,
-    "VIADD": _add,
-    "UIADD3": _add,
-    "IMAD": _multiply_add,
-    "UIMAD": _multiply_add,
-    "LEA": _lea,
-    "ULEA": _lea,
-    "SHF": _shift,
-    "USHF": _shift,
-    "LOP3": _logic,
-    "ULOP3": _logic,
-    "PLOP3": _flag_logic,
-    "UPLOP3": _flag_logic,
-    "ISETP": _compare,
-    "UISETP": _compare,
-    "FSETP": _compare_floats,
-    "FADD": _sum,
-    "FMUL": lambda kind, ops: _float_step(np.multiply, ops),
-    "FFMA": _fused,
-    "FMNMX": _extreme,
-    "VIMNMX": _extreme,
-    "VIMNMX3": _extreme,
-    "VIADDMNMX": _extreme,
-    "IMNMX": _extreme,
-    "SEL": _select,
-    "USEL": _select,
-    "FSEL": _select,
-    "PRMT": _permute,
-    "UPRMT": _permute,
-    "I2F": _to_float,
-    "I2FP": _to_float,
-    "F2I": _to_integer,
-    "FCHK": _check_division,
-    "SHFL": _shuffle,
-    "VOTE": _vote,
-    "VOTEU": _vote,
-    "S2R": _special,
-    "S2UR": _special,
-    "CS2R": _special,
-    "LDG": _load_store,
-    "STG": _load_store,
-    "LD": _load_store,
-    "ST": _load_store,
-    "LDS": _load_store,
-    "STS": _load_store,
-    "LDGSTS": _copy,
-    "ATOMS": _atomic,
-    "ATOMG": _atomic,
-    "RED": _atomic,
-    "MOV": _move,
-    "UMOV": _move,
-    "LDC": _move,
-    "ULDC": _move,
-    "R2UR": _move,
-    "P2R": _flags_to_register,
-    "R2P": _register_to_flags,
-    "POPC": lambda kind, ops: _unary(_count_bits, ops),
-    "UPOPC": lambda kind, ops: _unary(_count_bits, ops),
-    "FLO": lambda kind, ops: _unary(
-        (lambda words: np.uint32(31) - _highest_bit(words)) if "SH" in kind else _highest_bit, ops
-    ),
-    "BREV": lambda kind, ops: _unary(_reversed, ops),
-    "IABS": lambda kind, ops: _unary(lambda words: np.abs(words.view(np.int32)).view(np.uint32), ops),
-    "HFMA2": lambda kind, ops: _unary_half(ops),
-}
 
 
-def _unary_half(ops: list[str]) -> Step:
+@_of("HFMA2")
+def _unary_half(kind: list[str], ops: list[str]) -> Step:
     """HFMA2.MMA R, -RZ, RZ, a, b: how the compiler writes two halves as a constant."""
     if ops[1].strip("-") != "RZ" or ops[2] != "RZ":
         raise NotImplementedError("HFMA2 with registers")
@@ -1058,6 +1046,7 @@ def _unary_half(ops: list[str]) -> Step:
     return _pure(ops[0], lambda warp: np.full(LANES, halves[0], np.uint32))
 
 
+@_of("MUFU")
 def _mufu(kind: list[str], ops: list[str]) -> Step:
     """MUFU.RCP and RSQ, which the hardware gives within one unit in the last place: here rounded."""
     read, root = _float(ops[1]), kind[1] == "RSQ"
@@ -1070,9 +1059,6 @@ def _mufu(kind: list[str], ops: list[str]) -> Step:
         return bits
 
     return _pure(ops[0], of)
-
-
-_STEPS["MUFU"] = _mufu
 
 
 def _compiled(instruction: Instruction) -> tuple[Step, Callable[[Warp], Lanes] | None, bool]:
