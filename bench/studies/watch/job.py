@@ -1,10 +1,5 @@
-"""One rank of a small training in which one rank is late, or disagrees: the job of `planted`.
+"""One rank of a small training in which one rank is late, or disagrees: the job of `planted`."""
 
-torchrun --nproc-per-node 4 -m gradwire.bench.studies.watch.job --kind ddp --fault late --rank 2
-"""
-
-import argparse
-import json
 import logging
 import os
 import signal
@@ -12,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -22,11 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
 import gradwire
-from gradwire.comms.bootstrap.compat import Store, store_of
-from gradwire.comms.config import watch_options
+from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.watch.board import WatchBoard
 
 WIDTH, LAYERS, BATCH = 32, 4, 8
@@ -42,11 +34,9 @@ TIMEOUT = timedelta(seconds=30)
 """After which ranks that disagree give up; a watch has spoken long before."""
 
 KINDS = ("ddp", "fsdp", "hsdp", "tensor_parallel", "zero1", "own", "pipeline")
-FAULTS = ("none", "late", "loader", "skip", "order", "shape", "dtype", "hang")
-HANG_SECONDS = 100.0
-"""How long a rank stands still at most, a few steps before the end: until the watch has said so, and drawn it."""
-SAID = "planted/said"
-"""Key of the default store: the watch has said where a rank stands still."""
+FAULTS = ("none", "skip", "order", "shape", "dtype")
+WATCHED_SECONDS = 100.0
+"""For the watches of all ranks to look, on a busy machine."""
 
 STEPS_TO_NAME = 20
 STEPS_BETWEEN = 40
@@ -132,10 +122,10 @@ def wait_until_watched() -> None:
     group = dist.group.WORLD
     assert group is not None
     board = WatchBoard(store_of(group), dist.get_rank(), dist.get_world_size())
-    until = time.monotonic() + HANG_SECONDS
+    until = time.monotonic() + WATCHED_SECONDS
     while len(board.words()) < dist.get_world_size():
         if time.monotonic() > until:
-            raise RuntimeError(f"only the ranks {sorted(board.words())} are watched after {HANG_SECONDS:.0f} s")
+            raise RuntimeError(f"only the ranks {sorted(board.words())} are watched after {WATCHED_SECONDS:.0f} s")
         time.sleep(STEP_SECONDS)
 
 
@@ -151,44 +141,6 @@ def disagree(fault: str, faulty: bool) -> None:
         dist.broadcast(torch.ones(3), 0)
 
 
-class SlowSamples(Dataset[torch.Tensor]):
-    """Samples that take a while to come, as from a network file system.
-
-    Args:
-        seconds: Each.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __len__(self) -> int:
-        """As many as nobody asks for."""
-        return 1 << 30
-
-    def __getitem__(self, place: int) -> torch.Tensor:
-        """One sample."""
-        time.sleep(self._seconds)
-        return torch.ones(WIDTH)
-
-
-class TellsStall(logging.StreamHandler[TextIO]):
-    """Prints what the watch logs, and tells the rank that stands still that the watch has named the line where it does.
-
-    Args:
-        store: Of the default group.
-    """
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Takes in what the watch logs."""
-        super().emit(record)
-        if f" in {stand_still.__name__}" in record.getMessage():
-            self._store.set(SAID, "1")
-
-
 class EndsWhereSaid(logging.StreamHandler[TextIO]):
     """Prints what the watch logs, and ends this rank once it has said who disagrees, in place of the time-out."""
 
@@ -199,53 +151,27 @@ class EndsWhereSaid(logging.StreamHandler[TextIO]):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stand_still() -> None:
-    """Waits until the watch has said that this rank is here, and its timeline, where it draws one, shows all ranks."""
-    store, trace, size = dist.distributed_c10d._get_default_store(), watch_options().trace, dist.get_world_size()
-    until = time.monotonic() + HANG_SECONDS
-    while time.monotonic() < until:
-        time.sleep(STEP_SECONDS)
-        if store.check([SAID]) and (trace is None or len(ranks_drawn(Path(trace))) == size):
-            return
-
-
-def ranks_drawn(trace: Path) -> set[int]:
-    """The ranks with a collective in a timeline; none where there is no file yet."""
-    events = json.loads(trace.read_text())["traceEvents"] if trace.exists() else []
-    return {each["pid"] for each in events if each["ph"] == "X"}
-
-
-def train(kind: str, fault: str, rank: int, steps: int, step_seconds: float = STEP_SECONDS) -> None:
-    """Trains for some steps.
+def train(fault: str, rank: int, steps: int, step_seconds: float = STEP_SECONDS) -> None:
+    """Trains with DDP for some steps.
 
     Args:
-        kind: One of `KINDS`.
         fault: One of `FAULTS`.
         rank: Which rank has it.
         steps: How many.
         step_seconds: What each rank computes in a step, besides the model.
     """
-    train_step = training(kind)
-    faulty = dist.get_rank() == rank
-    slow = iter(DataLoader(SlowSamples(DELAY_SECONDS), batch_size=1))
+    train_step = training("ddp")
     for step in range(steps):
-        if fault == "loader" and faulty and step >= FAULT_STEP:
-            next(slow)
-        time.sleep(step_seconds + (DELAY_SECONDS if fault == "late" and faulty and step >= FAULT_STEP else 0.0))
-        if fault == "hang" and step == steps - FAULT_STEP:
-            if faulty:
-                stand_still()
-            elif dist.get_rank() == 0:
-                logging.getLogger("gradwire").addHandler(TellsStall(dist.distributed_c10d._get_default_store()))
-                os.kill(os.getpid(), signal.SIGUSR2)  # as somebody would who wonders
+        time.sleep(step_seconds)
         train_step()
-        if fault in ("skip", "order", "shape", "dtype") and step >= FAULT_STEP:
+        if fault != "none" and step >= FAULT_STEP:
+            faulty = dist.get_rank() == rank and step == FAULT_STEP
             if step == FAULT_STEP:
                 wait_until_watched()
                 logging.getLogger("gradwire").addHandler(EndsWhereSaid())
-            if faulty and step == FAULT_STEP:
+            if faulty:
                 print(f"{FAULT_AT} {time.time()}", flush=True)
-            disagree(fault, faulty and step == FAULT_STEP)
+            disagree(fault, faulty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,20 +230,3 @@ def delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
     go(STEPS_BETWEEN, None)
     found = [PlantedDelay(rank, go(STEPS_TO_NAME, rank), go(STEPS_BETWEEN, None)) for rank in ranks]
     return found if here == 0 else []
-
-
-def main() -> None:
-    """Runs this rank."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.watch.job", description=__doc__)
-    parser.add_argument("--kind", choices=KINDS, default="ddp")
-    parser.add_argument("--fault", choices=FAULTS, default="none")
-    parser.add_argument("--rank", type=int, default=1, help="the rank that has the fault (default: 1)")
-    parser.add_argument("--steps", type=int, default=FAULT_STEP + STEPS_TO_NAME)
-    arguments = parser.parse_args()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    train(arguments.kind, arguments.fault, arguments.rank, arguments.steps)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -21,9 +21,7 @@ import logging
 import os
 import random
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -76,44 +74,6 @@ PARTS = ("late", "disagree", "healthy")
 COMMAND = "python -m gradwire.bench.studies.watch.planted --data docs/results/data/watch.jsonl"
 """Makes the data file of the page."""
 BEGIN, END = "<!-- planted: begin -->", "<!-- planted: end -->"
-
-
-def run(
-    kind: str, fault: str, rank: int, steps: int, ranks: int = RANKS, **variables: str
-) -> tuple[dict[str, Any] | None, str]:
-    """Runs the job under torchrun with GRADWIRE_WATCH=1, as a user does.
-
-    Args:
-        kind: Of the job.
-        fault: That is planted.
-        rank: Which rank has it.
-        steps: Of the job.
-        ranks: Of the job.
-        variables: More of the watch's: `TRACE="t.json"` is GRADWIRE_WATCH_TRACE.
-
-    Returns:
-        The watch's report, None where the job died before it could be written; and what the job printed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "watch.json"
-        given = {"JSON": str(report), "STALL_SECONDS": str(STALL_SECONDS)} | variables
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-        words = ("-m", job.__name__, "--kind", kind, "--fault", fault, "--rank", str(rank), "--steps", str(steps))
-        ended = subprocess.run(
-            [
-                "env",
-                "GRADWIRE_WATCH=1",
-                *(f"GRADWIRE_WATCH_{key}={value}" for key, value in given.items()),
-                *torchrun,
-                *words,
-            ],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-            check=False,
-        )
-        found = json.loads(report.read_text()) if report.exists() else None
-        return found, ended.stdout + ended.stderr
 
 
 def watched(work: Callable[[], object], rank: int, port: int) -> None:
@@ -177,7 +137,7 @@ def planted_disagreement(fault: str, rank: int) -> float | None:
         fault: One of `DISAGREEMENTS`.
         rank: Who disagrees.
     """
-    work = partial(job.train, "ddp", fault, rank, FAULT_STEP + STEPS_TO_NAME)
+    work = partial(job.train, fault, rank, FAULT_STEP + STEPS_TO_NAME)
     _, text = run_ranks(RANKS, partial(watched, work), LIMIT_SECONDS)
     began = re.search(rf"{FAULT_AT} ([\d.]+)", text)
     said = re.search(
@@ -203,7 +163,7 @@ def healthy(steps: int) -> tuple[list[NamedRank], float]:
     """
 
     def work() -> tuple[list[dict[str, Any]], float]:
-        job.train("ddp", "none", 0, steps, SMALL_STEP_SECONDS)
+        job.train("none", 0, steps, SMALL_STEP_SECONDS)
         report = gradwire.watch().report
         return [asdict(each) for each in named_since(0)], report.seconds / steps if report else 0.0
 

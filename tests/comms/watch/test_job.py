@@ -7,6 +7,7 @@ what DDP imports with it take half a minute of processor time.
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from functools import partial
@@ -17,15 +18,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gradwire.bench.studies.watch import job
 from gradwire.bench.studies.watch.forked import run_ranks
 from gradwire.bench.studies.watch.job import FAULT_STEP
-from gradwire.bench.studies.watch.planted import LIMIT_SECONDS, RANKS, STALL_SECONDS, run
+from gradwire.bench.studies.watch.planted import LIMIT_SECONDS, RANKS, STALL_SECONDS
 from gradwire.comms.backend.register import register
 from gradwire.comms.watch.activity import LOADER, QUEUE
 from support.processes import Processes
 
 pytestmark = pytest.mark.slow
+
+JOB = Path(__file__).with_name("stalling_job.py")
 
 
 def be_rank(arguments: list[str], variables: dict[str, str], rank: int, port: int) -> None:
@@ -40,8 +42,8 @@ def be_rank(arguments: list[str], variables: dict[str, str], rank: int, port: in
         "GRADWIRE_WATCH": "1",
     }
     register()  # as `import torch` does it at its end
-    with patch.object(sys, "argv", ["job", *arguments]):
-        job.main()
+    with patch.object(sys, "argv", [JOB.name, *arguments]):
+        runpy.run_path(str(JOB), run_name="__main__")
 
 
 def launch(_: int, arguments: list[str], variables: dict[str, str]) -> tuple[list[int], str]:
@@ -52,13 +54,35 @@ def launch(_: int, arguments: list[str], variables: dict[str, str]) -> tuple[lis
 def run_forked(
     processes: Processes, folder: Path, kind: str, fault: str, rank: int, steps: int, **variables: str
 ) -> tuple[dict[str, Any] | None, str]:
-    """As `planted.run`."""
+    """Runs the job with GRADWIRE_WATCH=1; the watch's report, None where it was not written, and what was printed.
+
+    Args:
+        processes: Starts them.
+        folder: For the report.
+        kind: Of the job.
+        fault: That is planted.
+        rank: Which rank has it.
+        steps: Of the job.
+        variables: More of the watch's: `TRACE="t.json"` is GRADWIRE_WATCH_TRACE.
+    """
+    words = words_of(kind, fault, rank, steps)
+    ((statuses, text),) = processes(1, launch, words, watched(folder, variables), seconds=LIMIT_SECONDS + 60)
+    return report_in(folder), f"ended with {statuses}\n{text}"
+
+
+def words_of(kind: str, fault: str, rank: int, steps: int) -> list[str]:
+    return ["--kind", kind, "--fault", fault, "--rank", str(rank), "--steps", str(steps)]
+
+
+def watched(folder: Path, variables: dict[str, str]) -> dict[str, str]:
+    """The variables of a watch that reports into a folder."""
+    given = {"JSON": str(folder / "watch.json"), "STALL_SECONDS": str(STALL_SECONDS)} | variables
+    return {f"GRADWIRE_WATCH_{key}": value for key, value in given.items()}
+
+
+def report_in(folder: Path) -> dict[str, Any] | None:
     report = folder / "watch.json"
-    given = {"JSON": str(report), "STALL_SECONDS": str(STALL_SECONDS)} | variables
-    words = ["--kind", kind, "--fault", fault, "--rank", str(rank), "--steps", str(steps)]
-    named = {f"GRADWIRE_WATCH_{key}": value for key, value in given.items()}
-    ((statuses, text),) = processes(1, launch, words, named, seconds=LIMIT_SECONDS + 60)
-    return json.loads(report.read_text()) if report.exists() else None, f"ended with {statuses}\n{text}"
+    return json.loads(report.read_text()) if report.exists() else None
 
 
 def test_in_tensor_and_data_parallel_training_the_late_rank_alone_is_named(
@@ -68,7 +92,7 @@ def test_in_tensor_and_data_parallel_training_the_late_rank_alone_is_named(
     assert report is not None, text
     late = [each["late"] for each in report["late"] if each["late"]["busy_with"] != QUEUE]
     assert {each["rank"] for each in late} == {2}, text
-    assert late[0]["line"].startswith("job.py:"), text
+    assert late[0]["line"].startswith("stalling_job.py:"), text
     assert not report["stalls"] and not report["disagreements"], text
 
 
@@ -79,7 +103,7 @@ def test_a_rank_that_is_late_in_its_data_loader_is_said_to_be_so_with_the_line(
     assert report is not None, text
     late = [each["late"] for each in report["late"] if each["late"]["busy_with"] != QUEUE]
     assert [(each["rank"], each["busy_with"]) for each in late[:1]] == [(1, LOADER)], text
-    assert late[0]["line"].startswith("job.py:") and late[0]["line"].endswith(" in __getitem__"), text
+    assert late[0]["line"].startswith("stalling_job.py:") and late[0]["line"].endswith(" in __getitem__"), text
     waited_in = next(each["waited_in"] for each in report["late"] if each["late"]["rank"] == 1)
     assert re.fullmatch(r"gradients of \d\.(bias|weight) to \d\.(bias|weight)", waited_in["holds"]), text
     assert "watch: rank 1 is waited for, longest in all_reduce of [" in text and not report["disagreements"], text
@@ -103,7 +127,7 @@ def test_a_stage_of_a_pipeline_that_sends_nothing_is_named_with_who_waits_for_it
     said = " ".join(report["stalls"])
     message = r"(?:sent message \d+ from 1 to [02]|asked for message \d+ from [02] to 1) of group default"
     assert re.search(rf"rank 1 on \S+ has not {message}", said), text
-    assert re.search(r"rank [02] waits for it; rank 1 is at job.py:\d+ in stand_still", said), text
+    assert re.search(r"rank [02] waits for it; rank 1 is at stalling_job.py:\d+ in stand_still", said), text
     assert not report["disagreements"], text
 
 
@@ -113,7 +137,7 @@ def check_a_stall_in_all_that_is_written(report: dict[str, Any] | None, text: st
     late = ranks // 2
     stall = next(each for each in report["stalls"] if "in stand_still" in each)
     assert re.search(rf"rank {late} on \S+ has not come to collective \d+ of group default", stall), text
-    assert f"rank {late} is at job.py:" in stall, text
+    assert f"rank {late} is at stalling_job.py:" in stall, text
     assert re.search(r"gradients of \d\.(bias|weight) to \d\.(bias|weight), issued at job.py", stall), text
     assert text.count("watched for") == 2, text  # once for the signal that rank 0 sends itself, once at the end
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
@@ -135,8 +159,16 @@ def test_report_timeline_and_metrics_of_one_job_and_whose_gradients_were_waited_
 
 def test_under_torchrun_itself_the_variables_alone_have_a_job_watched(tmp_path: Path) -> None:
     files = {"TRACE": str(tmp_path / "timeline.json"), "METRICS": str(tmp_path / "watch.prom")}
-    report, text = run("ddp", "hang", 1, 150, ranks=2, **files)
-    check_a_stall_in_all_that_is_written(report, text, tmp_path, 2)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(JOB))
+    named = (f"{name}={value}" for name, value in watched(tmp_path, files).items())
+    ended = subprocess.run(
+        ["env", "GRADWIRE_WATCH=1", *named, *torchrun, *words_of("ddp", "hang", 1, 150)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    check_a_stall_in_all_that_is_written(report_in(tmp_path), ended.stdout + ended.stderr, tmp_path, 2)
 
 
 EXCHANGE = """
