@@ -24,9 +24,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.doctor import command as doctor
 from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster
-from gradwire.bench.emulation.fork import ForkedRank
+from gradwire.bench.emulation.namespaces import run_shell
+from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
@@ -37,7 +37,8 @@ NIC = "200mbit"
 SLOW_BITS_PER_SECOND = 50_000_000
 PATIENCE_SECONDS = 240.0
 
-Plant = Callable[[EmulatedCluster], AbstractContextManager[object]]
+Plant = Callable[[EmulatedCluster], object]
+"""Makes something of a cluster wrong; it ends with the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,52 +50,71 @@ class PlantedFault:
     """Of the finding that should come first."""
     node: str | None = None
     """Where it sits, if on one node alone."""
-    plant: Plant = nullcontext
+    plant: Plant = lambda _: None
+    meanwhile: Callable[[EmulatedCluster], AbstractContextManager[object]] = nullcontext
+    """What goes wrong for as long as the doctor runs."""
     order: Order = "contiguous"
     environment: Mapping[str, str] = field(default_factory=dict)
     before: str = ""
     """Shell words that every rank runs before the doctor; GROUP_RANK is its node."""
+    extra: bool = False
+    """Beside the ten."""
 
 
-def inside(cluster: EmulatedCluster, node: int, *words: str) -> None:
-    """Runs a command on a node.
+def inside(cluster: EmulatedCluster, node: int, script: str) -> None:
+    """Runs lines of a shell on a node.
 
     Raises:
-        RuntimeError: It failed, with what it said.
+        RuntimeError: One failed, with what it said.
     """
-    done = subprocess.run([*cluster.enter(node), *words], capture_output=True, text=True, check=False)
+    done = run_shell("set -e\n" + script, prefix=cluster.enter(node))
     if done.returncode != 0:
-        raise RuntimeError(f"the fault cannot be planted: {' '.join(words)}: {done.stderr.strip()}")
+        raise RuntimeError(f"the fault cannot be planted: {script.strip()}: {done.stderr.strip()}")
 
 
-def shrink_shared_memory(cluster: EmulatedCluster, node: int) -> None:
-    """Leaves a node 1 MB of /dev/shm."""
-    # Told the device, too, mount repeats none of the options that are shown for the folder: in a user namespace the
-    # user's number is among them, which has no meaning there.
-    inside(cluster, node, "mount", "-o", "remount,size=1m", "tmpfs", "/dev/shm")
+def on_node(node: int, script: str) -> Plant:
+    """Lines of a shell that break a node."""
+    return lambda cluster: inside(cluster, node, script)
 
 
-@contextmanager
-def slow_link(cluster: EmulatedCluster) -> Iterator[None]:
-    """One node's link has a quarter of the others' rate."""
-    cluster.limit(2, INTERFACE, 0, SLOW_BITS_PER_SECOND)
-    yield
+TINY_SHARED_MEMORY = "mount -o remount,size=1m tmpfs /dev/shm"
+# Told the device, too, mount repeats none of the options that are shown for the folder: in a user namespace the user's
+# number is among them, which has no meaning there.
+
+OTHER_MTU = f"ip link set {INTERFACE} mtu 900"
+
+SMALL_WINDOWS = "echo '4096 4096 4096' > /proc/sys/net/ipv4/tcp_rmem"
+"""The kernel buffers one page for each connection."""
+
+HALF_DUPLEX = f"""
+ip link add wire0 type ifb
+ip link set wire0 up
+tc qdisc add dev wire0 root tbf rate {NIC} burst 65536 limit {parse_rate(NIC, "nic") // 8 // 5}
+tc qdisc del dev {INTERFACE} root
+tc qdisc add dev {INTERFACE} clsact
+tc filter add dev {INTERFACE} ingress protocol all u32 match u32 0 0 action mirred egress redirect dev wire0
+tc filter add dev {INTERFACE} egress protocol all u32 match u32 0 0 action mirred egress redirect dev wire0
+"""
+"""What a node sends and what it receives pass one queue of the link's rate."""
 
 
-@contextmanager
-def second_network(cluster: EmulatedCluster) -> Iterator[None]:
+def second_network(cluster: EmulatedCluster) -> None:
     """A second network with a quarter of the rate, which a variable names."""
     cluster.add_network("eth1")
     for node in range(len(cluster.nodes)):
         cluster.limit(node, "eth1", 1, SLOW_BITS_PER_SECOND)
-    yield
 
 
-@contextmanager
-def tiny_shared_memory(cluster: EmulatedCluster) -> Iterator[None]:
-    """A /dev/shm of 1 MB."""
-    shrink_shared_memory(cluster, 1)
-    yield
+def lossy_link(cluster: EmulatedCluster) -> None:
+    """A node loses one in fifty of the packets that come, and TCP is reno, which takes it for congestion."""
+    for node in range(len(cluster.nodes)):
+        inside(cluster, node, "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
+    inside(cluster, 1, f"iptables -A INPUT -i {INTERFACE} -m statistic --mode random --probability 0.02 -j DROP")
+
+
+def blocked_pair(cluster: EmulatedCluster) -> None:
+    """A firewall between two nodes drops what one sends to the other."""
+    inside(cluster, 1, f"iptables -A INPUT -s {cluster.address(2)} -p tcp -j DROP")
 
 
 THROTTLE = """
@@ -147,75 +167,14 @@ def throttled(cluster: EmulatedCluster) -> Iterator[None]:
             throttle.kill()
 
 
-@contextmanager
-def half_duplex(cluster: EmulatedCluster) -> Iterator[None]:
-    """What a node sends and what it receives pass one queue of the link's rate."""
-    rate = cluster.nic_bits_per_second
-    assert rate is not None
-    burst = 65536
-    script = f"""
-    set -e
-    ip link add wire0 type ifb
-    ip link set wire0 up
-    tc qdisc add dev wire0 root tbf rate {rate}bit burst {burst} limit {rate // 8 // 5}
-    tc qdisc del dev {INTERFACE} root
-    tc qdisc add dev {INTERFACE} clsact
-    tc filter add dev {INTERFACE} ingress protocol all u32 match u32 0 0 action mirred egress redirect dev wire0
-    tc filter add dev {INTERFACE} egress protocol all u32 match u32 0 0 action mirred egress redirect dev wire0
-    """
-    inside(cluster, 1, "sh", "-c", 'PATH="$PATH:/usr/sbin:/sbin"\n' + script)
-    yield
-
-
-@contextmanager
-def other_mtu(cluster: EmulatedCluster) -> Iterator[None]:
-    """One node's card sends smaller packets than the others'."""
-    inside(cluster, 1, "sh", "-c", f'PATH="$PATH:/usr/sbin:/sbin"; ip link set {INTERFACE} mtu 900')
-    yield
-
-
-@contextmanager
-def narrow_way(cluster: EmulatedCluster) -> Iterator[None]:
-    """The switch carries smaller packets than the cards send, and says nothing."""
-    cluster.shrink_switch(1300)
-    yield
-
-
-@contextmanager
-def lossy_link(cluster: EmulatedCluster) -> Iterator[None]:
-    """A node loses one in fifty of the packets that come, and TCP is reno, which takes it for congestion."""
-    for node in range(len(cluster.nodes)):
-        inside(cluster, node, "sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
-    drop = f"iptables -A INPUT -i {INTERFACE} -m statistic --mode random --probability 0.02 -j DROP"
-    inside(cluster, 1, "sh", "-c", 'PATH="$PATH:/usr/sbin:/sbin"; ' + drop)
-    yield
-
-
-@contextmanager
-def small_windows(cluster: EmulatedCluster) -> Iterator[None]:
-    """A node's kernel buffers one page for each connection."""
-    inside(cluster, 1, "sh", "-c", "echo '4096 4096 4096' > /proc/sys/net/ipv4/tcp_rmem")
-    yield
-
-
-@contextmanager
-def blocked_pair(cluster: EmulatedCluster) -> Iterator[None]:
-    """A firewall between two nodes drops what one sends to the other."""
-    drop = f"iptables -A INPUT -s {cluster.address(2)} -p tcp -j DROP"
-    inside(cluster, 1, "sh", "-c", 'PATH="$PATH:/usr/sbin:/sbin"; ' + drop)
-    yield
-
-
 OLD_VERSION = "0.0.9"
 
 
-@contextmanager
-def other_version(folder: Path) -> Iterator[None]:
-    """A folder in which another gradwire says that it is installed."""
+def install_other_version(folder: Path) -> None:
+    """Makes a folder in which another gradwire says that it is installed."""
     own = folder / f"gradwire-{OLD_VERSION}.dist-info"
-    own.mkdir(exist_ok=True)
+    own.mkdir()
     (own / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gradwire\nVersion: {OLD_VERSION}\n")
-    yield
 
 
 def faults(folder: Path) -> tuple[PlantedFault, ...]:
@@ -224,8 +183,14 @@ def faults(folder: Path) -> tuple[PlantedFault, ...]:
     Args:
         folder: For files that a fault needs, while it is there.
     """
+    install_other_version(folder)
     return (
-        PlantedFault(name="slow link", key="slow_link", node="node2", plant=slow_link),
+        PlantedFault(
+            name="slow link",
+            key="slow_link",
+            node="node2",
+            plant=lambda cluster: cluster.limit(2, INTERFACE, 0, SLOW_BITS_PER_SECOND),
+        ),
         PlantedFault(
             name="wrong interface",
             key="wrong_interface",
@@ -233,37 +198,33 @@ def faults(folder: Path) -> tuple[PlantedFault, ...]:
             environment={"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"},
         ),
         PlantedFault(name="round-robin ranks", key="rank_order", order="round-robin"),
-        PlantedFault(name="tiny /dev/shm", key="shared_memory", node="node1", plant=tiny_shared_memory),
-        PlantedFault(name="throttled node", key="slow_node", node="node2", plant=throttled),
-        PlantedFault(name="lost duplex", key="half_duplex", node="node1", plant=half_duplex),
-        PlantedFault(name="MTU of one node", key="mtu", node="node1", plant=other_mtu),
+        PlantedFault(name="tiny /dev/shm", key="shared_memory", node="node1", plant=on_node(1, TINY_SHARED_MEMORY)),
+        PlantedFault(name="throttled node", key="slow_node", node="node2", meanwhile=throttled),
+        PlantedFault(name="lost duplex", key="half_duplex", node="node1", plant=on_node(1, HALF_DUPLEX)),
+        PlantedFault(name="MTU of one node", key="mtu", node="node1", plant=on_node(1, OTHER_MTU)),
         PlantedFault(name="too many threads", key="crowded_cores", environment={"OMP_NUM_THREADS": "16"}),
         PlantedFault(
             name="mixed versions",
             key="versions",
             node="node1",
-            plant=lambda _: other_version(folder),
             before=f"[ $GROUP_RANK != 1 ] || export PYTHONPATH={folder};",
         ),
         PlantedFault(name="bad variable", key="variable", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
-        PlantedFault(name="ranks on one core", key="crowded_cores", before="taskset -pc 0 $$ > /dev/null;"),
-        PlantedFault(name="small packets on the way", key="mtu", plant=narrow_way),
-        PlantedFault(name="lossy link", key="packet_loss", node="node1", plant=lossy_link),
-        PlantedFault(name="small windows", key="tcp_buffers", node="node1", plant=small_windows),
-        PlantedFault(name="blocked pair", key="unreachable", plant=blocked_pair),
-        PlantedFault(name="late rank", key="", before="[ $RANK != 3 ] || sleep 35;"),
+        PlantedFault(name="ranks on one core", key="crowded_cores", before="taskset -pc 0 $$ > /dev/null;", extra=True),
+        PlantedFault(
+            name="small packets on the way",  # the switch carries smaller ones than the cards send, and says nothing
+            key="mtu",
+            plant=lambda cluster: cluster.shrink_switch(1300),
+            extra=True,
+        ),
+        PlantedFault(name="lossy link", key="packet_loss", node="node1", plant=lossy_link, extra=True),
+        PlantedFault(
+            name="small windows", key="tcp_buffers", node="node1", plant=on_node(1, SMALL_WINDOWS), extra=True
+        ),
+        PlantedFault(name="blocked pair", key="unreachable", plant=blocked_pair, extra=True),
+        # Nothing is wrong with a rank that comes half a minute late.
+        PlantedFault(name="late rank", key="", before="[ $RANK != 3 ] || sleep 35;", extra=True),
     )
-
-
-EXTRA = (
-    "ranks on one core",
-    "small packets on the way",
-    "lossy link",
-    "small windows",
-    "blocked pair",
-    "late rank",
-)
-"""Beside the ten; nothing is wrong with a rank that comes half a minute late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +262,8 @@ def examine(fault: PlantedFault | None) -> DoctorRun:
     with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder, EmulatedCluster(NODES, NIC) as cluster:
         result = Path(folder, "doctor.json")
         command = [sys.executable, "-P", "-m", "gradwire", "doctor", "--json", str(result)]
-        with wrong.plant(cluster):
+        wrong.plant(cluster)
+        with wrong.meanwhile(cluster):
             began = time.monotonic()
             ran = cluster.run(
                 ["sh", "-c", wrong.before + ' "$@"', "sh", *command],
@@ -321,18 +283,6 @@ def examine(fault: PlantedFault | None) -> DoctorRun:
         load=os.getloadavg()[0],
         facts=said["facts"],
     )
-
-
-def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One forked rank of the doctor; what it found is in its file, and no failure.
-
-    Args:
-        place: Of the rank; the doctor finds the same in the environment, where every node has one rank.
-        arguments: Of `gradwire doctor`.
-    """
-    assert place.nodes == (1,) * len(place.nodes)
-    doctor.main(arguments)
-    return 0
 
 
 def table(runs: Sequence[DoctorRun]) -> Table:
@@ -373,7 +323,7 @@ def main(argv: list[str]) -> int:
                 f"{last.name}: {[each['key'] for each in last.findings]} {last.right} {last.seconds:.0f} s", flush=True
             )
     console.print(table(runs))
-    ten = [run for run in runs if run.expected is not None and run.name not in EXTRA]
+    ten = [run for run in runs if run.expected is not None and not run.expected.extra]
     blamed = sum(not run.right for run in runs if run.expected is None)
     missed = sum(not run.right for run in ten)
     console.print(

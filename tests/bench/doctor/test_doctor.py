@@ -30,7 +30,7 @@ from gradwire.bench.doctor.picture import svg
 from gradwire.bench.doctor.wanted import Wanted, with_script
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
-from gradwire.bench.studies.doctor import other_mtu, shrink_shared_memory
+from gradwire.bench.studies.doctor import OTHER_MTU, TINY_SHARED_MEMORY, inside
 from gradwire.cli import predict
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
 from gradwire.comms.config import local_rank
@@ -475,7 +475,7 @@ def examine(cluster: EmulatedCluster, folder: Path) -> dict[str, object]:
     result = folder / "doctor.json"
     ran = run_forked(
         cluster,
-        "gradwire.bench.studies.doctor",
+        str(Path(__file__).with_name("doctor_rank.py")),
         ["--json", str(result), "--seconds", "6"],
         nodes=[1] * len(cluster.nodes),
         timeout_seconds=120,
@@ -492,9 +492,9 @@ def test_a_healthy_cluster_has_nothing_and_a_broken_one_what_was_broken(tmp_path
     with EmulatedCluster([1, 1], "200mbit") as cluster:
         good = examine(cluster, tmp_path)
         assert good["findings"] == [] and good["exit_status"] == 0, good
-        shrink_shared_memory(cluster, 0)
-        with other_mtu(cluster):
-            bad = examine(cluster, tmp_path)
+        inside(cluster, 0, TINY_SHARED_MEMORY)
+        inside(cluster, 1, OTHER_MTU)
+        bad = examine(cluster, tmp_path)
     assert bad["exit_status"] == 1 and isinstance(bad["findings"], list)
     named = {each["key"]: each["nodes"] for each in bad["findings"]}
     assert named == {"mtu": ["node1"], "shared_memory": ["node0"]}, bad
