@@ -8,7 +8,6 @@ Feeds docs/results/diagnosis.md.
 A fault counts as named when the first finding has its key and, where it sits on one node, names that node alone.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -30,6 +29,7 @@ from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.terminal import right_columns
 
 NODES = (2, 2, 2)
@@ -303,7 +303,7 @@ def main(argv: list[str]) -> int:
     Args:
         argv: See the module's docstring.
     """
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.doctor")
+    parser = StudyParser("doctor", __doc__)
     parser.add_argument("--healthy", type=int, default=20, metavar="N", help="runs on a healthy cluster (default 20)")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="faults by their names' beginnings")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -20,7 +20,6 @@ so no exchange over it reaches more than 0.956 of the limit. The share of the li
 seconds of a step that averages nothing.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -36,13 +35,15 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.fork import ForkedRank, hear_forked
+from gradwire.bench.contender import Contender
+from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_rate, parse_rate, parse_rates
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
 from gradwire.bench.nccl_tests.backends.select import check_compressor
+from gradwire.bench.studies.shared.parser import StudyParser, path_of, path_words
+from gradwire.bench.studies.shared.turns import hear_turns, tell_turns
 from gradwire.bench.terminal import right_columns, write_json
 from gradwire.comms.bootstrap.compat import GradBucket
 from gradwire.comms.plan.codec_price import short_start
@@ -222,20 +223,8 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
         place: Where this rank is.
         arguments: Elements in the bucket, rounds, bytes per second of each node's link, compressors.
     """
-    torch.set_num_threads(1)
     numel, rounds, node_rates = int(arguments[0]), int(arguments[1]), [float(each) for each in arguments[2].split(",")]
-    place.connect()
-    place.tell(_measured(place, numel, rounds, node_rates, arguments[3:]))
-    return 0
-
-
-def _measured(
-    place: ForkedRank, numel: int, rounds: int, node_rates: Sequence[float], names: Sequence[str]
-) -> list[dict[str, object]]:
-    """Every round of all contenders; their models are gone when it returns."""
-    finished = contenders(place, numel, node_rates, names)
-    take_turns(finished, rounds=rounds, warmup=2, interface=place.interface)
-    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in finished]
+    return tell_turns(place, lambda _: contenders(place, numel, node_rates, arguments[3:]), rounds=rounds, warmup=2)
 
 
 def measure(
@@ -256,8 +245,8 @@ def measure(
     """
     nodes, order = CASES[case]
     node_rates = [bits / 8 for bits in parse_rates(nic, len(nodes), "--nic")]
-    found = hear_forked(
-        "gradwire.bench.studies.hook_speed",
+    found = hear_turns(
+        "hook_speed",
         [str(numel), str(rounds), ",".join(map(str, node_rates)), *compressors],
         nodes=nodes,
         nic=nic,
@@ -270,8 +259,7 @@ def measure(
     limit_seconds = max(
         numel * 4 * (1 + (len(nodes) - 2) * share) / rate for share, rate in zip(owned, node_rates, strict=True)
     )
-    finished = [Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in found]
-    plain, nothing = (next(one for one in finished if one.name == name).median_seconds for name in (PLAIN, NOTHING))
+    plain, nothing = found[PLAIN].median_seconds, found[NOTHING].median_seconds
     return [
         HookSpeedResult(
             case,
@@ -283,7 +271,7 @@ def measure(
             limit_seconds / DATA_SHARE / (one.median_seconds - nothing),
             plain / one.median_seconds,
         )
-        for one in finished
+        for one in found.values()
         if one.name != NOTHING
     ]
 
@@ -296,18 +284,14 @@ def table(results: list[HookSpeedResult], title: str) -> Table:
     return rows
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> StudyParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.hook_speed",
-        description="One bucket through the DDP hook, on emulated clusters.",
-    )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser = StudyParser("hook_speed", __doc__)
+    parser.add_names("case", CASES)
     parser.add_argument(
         "--nic", default="200mbit", help="rate of the links: one, or one for each node (default 200mbit)"
     )
-    parser.add_argument("--delay", help="one way, between the nodes: 40ms")
-    parser.add_argument("--loss", help="of the packets that a node sends: 0.1%%")
+    parser.add_path()
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of the bucket in 10^6 bytes (default 16)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument(
@@ -320,10 +304,6 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Measures and prints the table; returns the exit status."""
     options = build_parser().parse_args(argv)
-    unknown = [case for case in options.cases if case not in CASES]
-    if unknown:
-        print(f"hook_speed: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
-        return 2
     compressors = options.compressor.split(",") if options.compressor else []
     try:
         for name in compressors:
@@ -332,13 +312,11 @@ def main(argv: list[str]) -> int:
         print(f"hook_speed: {error}", file=sys.stderr)
         return 2
     results, numel = [], round(options.megabytes * 1e6 / 4)
-    path = PathOptions(delay=options.delay, loss=options.loss)
     with clean_end():
         for case in options.cases or CASES:
-            results += measure(case, options.nic, numel, options.rounds, compressors, path)
+            results += measure(case, options.nic, numel, options.rounds, compressors, path_of(options))
     rate = ", ".join(dict.fromkeys(format_rate(parse_rate(each, "--nic")) for each in options.nic.split(",")))
-    if options.delay or options.loss:
-        rate += f", {options.delay or 'no delay'} one way, {options.loss or 'no'} loss"
+    rate += path_words(options)
     title = f"{options.megabytes:g} MB, links of {rate}, median of {options.rounds} rounds; {machine_line()}"
     Console(width=120).print(table(results, title))
     record = {

@@ -8,7 +8,6 @@ A section is a command that writes JSON. What it found becomes CSV files in docs
 `runs.csv` there. A section whose command fails keeps its files, and the failure is printed.
 """
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies import hook_speed, shm_peers
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.tables.page import read, write
 
 DATA = Path("docs/results/data/performance")
@@ -202,13 +202,10 @@ def keep(section: Section, record: Record, extra: list[str], folder: Path) -> No
     write(runs, [RUNS_HEAD, *sorted(rows, key=lambda each: order.index(each[0]) if each[0] in order else len(order))])
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> StudyParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.performance",
-        description="Measures the figures of docs/results/performance.md again.",
-    )
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(one.name for one in SECTIONS))
+    parser = StudyParser("performance", __doc__)
+    parser.add_names("section", [one.name for one in SECTIONS])
     parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help=f"for the files (default {DATA})")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one section (default 1200)")
     parser.add_argument("--mpi-venv", action="append", default=[], metavar="NAME=DIR", help="for the section `peers`")
@@ -222,13 +219,6 @@ def main(argv: list[str]) -> int:
         argv: Sections and options.
     """
     options = build_parser().parse_args(argv)
-    unknown = set(options.sections) - {one.name for one in SECTIONS}
-    if unknown:
-        print(
-            f"performance: `SECTION` is {min(unknown)!r}; wanted {', '.join(one.name for one in SECTIONS)}",
-            file=sys.stderr,
-        )
-        return 2
     failed = False
     for section in SECTIONS:
         if options.sections and section.name not in options.sections:

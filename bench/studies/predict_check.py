@@ -31,6 +31,7 @@ from gradwire.bench.emulation.fork import ForkedRank, run_forked
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.bootstrap.store import PollingStore
@@ -341,10 +342,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.predict_check", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("clusters", nargs="*", metavar="CLUSTER", help=f"of {', '.join(CLUSTERS)} (default: all)")
+    parser = StudyParser("predict_check", __doc__)
+    parser.add_names("cluster", CLUSTERS)
     parser.add_argument(
         "--gradient-mb", type=float, default=LARGE_MB, help=f"default {LARGE_MB}: DDP's bucket of 25 MiB"
     )
@@ -377,10 +376,6 @@ def main(argv: list[str]) -> int:
         argv: Words after the module's name.
     """
     options = _options(argv)
-    unknown = [name for name in options.clusters if name not in CLUSTERS]
-    if unknown:
-        print(f"predict_check: `CLUSTER` is {unknown[0]!r}; wanted one of {', '.join(CLUSTERS)}", file=sys.stderr)
-        return 2
     if "RANK" not in launcher_variables():
         options.cases = options.cases or ",".join(f"{name}@{SMALL_MB.get(name, options.gradient_mb)}" for name in CASES)
         with clean_end():

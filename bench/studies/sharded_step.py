@@ -10,7 +10,6 @@ shards over all ranks, and HSDP inside the nodes. In each round every way of com
 backward, AdamW) in its turn, so that whatever else the machine does slows all alike.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,14 +26,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 import gradwire.fsdp
-from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.fork import ForkedRank, hear_forked
+from gradwire.bench.contender import Contender
+from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.shared.parser import StudyParser, path_of, path_words
+from gradwire.bench.studies.shared.turns import hear_turns, tell_turns
 from gradwire.bench.terminal import right_columns, write_json
 from gradwire.bench.train.model import VOCABULARY, ByteTransformer, loss_in_nats
+from gradwire.comms.bootstrap.compat import Store
 
 CASES = {"2x2": (2, 2), "4x2": (2, 2, 2, 2)}
 """Name -> ranks of each node."""
@@ -147,18 +149,12 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
         place: Where this rank is.
         arguments: Rounds, sequences, bytes in each, bytes per second of the links (0: no limit), names of settings.
     """
-    torch.set_num_threads(1)
-    place.connect()
-    place.tell(_measured(place, arguments))
-    return 0
-
-
-def _measured(place: ForkedRank, arguments: list[str]) -> list[dict[str, object]]:
-    """Every round of all settings; their models are gone when it returns."""
     batch, rate, names = (int(arguments[1]), int(arguments[2])), float(arguments[3]) or None, arguments[4:]
-    contenders = [make_contender(one, place, batch, rate) for one in SETTINGS if one.name in names]
-    take_turns(contenders, rounds=int(arguments[0]), warmup=2, interface=place.interface)
-    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in contenders]
+
+    def make(_: Store) -> list[Contender]:
+        return [make_contender(one, place, batch, rate) for one in SETTINGS if one.name in names]
+
+    return tell_turns(place, make, rounds=int(arguments[0]), warmup=2)
 
 
 def measure(
@@ -184,15 +180,14 @@ def measure(
     """
     nodes = CASES[case]
     rate = 0.0 if nic is None else parse_rate(nic, "--nic") / 8
-    told = hear_forked(
-        "gradwire.bench.studies.sharded_step",
+    found = hear_turns(
+        "sharded_step",
         [str(rounds), *map(str, batch), str(rate), *names],
         nodes=nodes,
         nic=nic,
         timeout_seconds=1200,
         path=path,
     )
-    found = {each["name"]: Contender(**{**each, "step": print}) for each in told}
     return [_result(case, one, found[NATIVE if "HSDP" in name else PLAIN]) for name, one in found.items()]
 
 
@@ -218,16 +213,12 @@ def table(results: Sequence[ShardedStepResult], title: str) -> Table:
     return rows
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> StudyParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.sharded_step",
-        description="Training steps of sharded models, on emulated clusters.",
-    )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser = StudyParser("sharded_step", __doc__)
+    parser.add_names("case", CASES)
     parser.add_argument("--nic", default="200mbit", help="rate of each node's link, or `none` (default 200mbit)")
-    parser.add_argument("--delay", help="one way, between the nodes: 40ms")
-    parser.add_argument("--loss", help="of the packets that a node sends: 0.1%%")
+    parser.add_path()
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument("--setting", action="append", metavar="WORDS", help="those whose name has WORDS; repeatable")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
@@ -237,23 +228,16 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Measures and prints the table; returns the exit status."""
     options = build_parser().parse_args(argv)
-    unknown = [case for case in options.cases if case not in CASES]
-    if unknown:
-        print(f"sharded_step: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
-        return 2
     wanted = options.setting or [""]
     names = [one.name for one in SETTINGS if one.name in (PLAIN, NATIVE) or any(words in one.name for words in wanted)]
     nic = None if options.nic == "none" else options.nic
-    path = PathOptions(delay=options.delay, loss=options.loss)
     results = []
     with clean_end():
         for case in options.cases or CASES:
-            results += measure(case, nic, options.rounds, BATCH, names, path)
+            results += measure(case, nic, options.rounds, BATCH, names, path_of(options))
     rate = "without a limit" if nic is None else f"of {format_rate(parse_rate(nic, '--nic'))}"
-    if options.delay or options.loss:
-        rate += f", {options.delay or 'no delay'} one way, {options.loss or 'no'} loss"
     title = (
-        f"{BATCH[0]} x {BATCH[1]} bytes of text a rank, links {rate}, "
+        f"{BATCH[0]} x {BATCH[1]} bytes of text a rank, links {rate}{path_words(options)}, "
         f"median of {options.rounds} rounds; {machine_line()}"
     )
     Console(width=120).print(table(results, title))

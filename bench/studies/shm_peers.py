@@ -20,6 +20,7 @@ from pathlib import Path
 
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies import shm_peers_ranks
+from gradwire.bench.studies.shared.parser import StudyParser
 
 SIZES_NBYTES = tuple(4096 * 4**step for step in range(8))
 """4 KB to 64 MB, each four times the one before."""
@@ -99,11 +100,7 @@ def table(ranks: int, rounds: dict[str, list[PeerSeconds]]) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.shm_peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = StudyParser("shm_peers", __doc__)
     parser.add_argument(
         "--mpi-venv",
         action="append",

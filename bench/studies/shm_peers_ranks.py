@@ -84,7 +84,7 @@ def run_torch(peer: str, rank: int, ranks: int, port: int, output: Path, sizes: 
 
 def launch_torch(peer: str, ranks: int, output: Path, sizes: list[int]) -> int:
     """Starts the ranks as plain processes around a store; returns 0 if all of them end well."""
-    from gradwire.bench.studies.store import serve_store
+    from gradwire.bench.studies.shared.store import serve_store
 
     with serve_store() as (port, _):
         pids = []

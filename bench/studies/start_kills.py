@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from gradwire.bench.machine import machine_line
-from gradwire.bench.studies.store import serve_store
+from gradwire.bench.studies.shared.store import serve_store
 from gradwire.comms.bootstrap.compat import TCPStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config

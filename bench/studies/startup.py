@@ -35,7 +35,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.studies.store import serve_store
+from gradwire.bench.studies.shared.store import serve_store
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, TCPStore, make_gloo
 from gradwire.comms.bootstrap.door import Place

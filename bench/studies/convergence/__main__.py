@@ -19,6 +19,7 @@ from gradwire.bench.studies.convergence.show import draw, sharded_tables, tables
 from gradwire.bench.studies.convergence.speed import LINKS, measure
 from gradwire.bench.studies.convergence.tasks import TASKS
 from gradwire.bench.studies.convergence.training import METHODS, method_of, train
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.tables.page import markdown, write
 
 SEEDS = (0, 1, 2)
@@ -69,11 +70,9 @@ def measure_speed(record: Record, options: argparse.Namespace) -> None:
                 )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> StudyParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.convergence", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = StudyParser("convergence", __doc__)
     parser.add_argument("what", choices=("quality", "speed", "show"))
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="holds all results; added to")
     parser.add_argument("--task", action="append", choices=TASKS, help="repeatable (default: all)")

@@ -8,7 +8,6 @@ Muon does. Both momenta, of the exact sums and of the others, are made orthogona
 them says how much of a step is noise.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.alone import NODES, reduce_together
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, is_muons, optimizers_of
 from gradwire.bench.studies.convergence.tasks import RANKS, TextTask
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.terminal import complain
 from gradwire.comms.plan.codec_price import layout_of
 from gradwire.compressors.base import Layout
@@ -124,9 +124,7 @@ def table(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 def main(argv: list[str]) -> int:
     """Measures, and prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.convergence.angles", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = StudyParser("convergence.angles", __doc__)
     parser.add_argument("compressor", nargs="+")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="of the names of matrices (default: all)")

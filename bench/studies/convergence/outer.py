@@ -17,7 +17,6 @@ Cost is the processor time of all threads of a rank for one step of exchanges, b
 the machine change it less than seconds.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -46,6 +45,7 @@ from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.optimizers import MUON, optimizers_of
 from gradwire.bench.studies.convergence.tasks import TASKS, BatchedTask, FashionTask, Task, TaskFacts, share_of_peak
 from gradwire.bench.studies.convergence.training import on_forked_ranks
+from gradwire.bench.studies.shared.parser import StudyParser
 
 PLAIN, ALONE, INT4, POWERSGD, POST_LOCAL = (
     "plain DDP",
@@ -460,7 +460,7 @@ def show(file: Path) -> str:
 
 def main(argv: list[str]) -> int:
     """Measures or shows; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.convergence.outer", description=__doc__)
+    parser = StudyParser("convergence.outer", __doc__)
     parser.add_argument("what", choices=("quality", "speed", "cost", "show"))
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="a line for each result; added to")
     parser.add_argument("--task", choices=TASKS, default="text")

@@ -66,6 +66,7 @@ from gradwire.bench.studies.convergence.tasks import (
     TextTask,
 )
 from gradwire.bench.studies.convergence.words import WORDS_SIZE, WordsTask
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.tables.page import put_between
 from gradwire.compressors.registry import Option, options_of
 
@@ -253,11 +254,9 @@ def _time_of_day(word: str) -> datetime.datetime:
     return datetime.datetime.combine(datetime.datetime.now(tz=datetime.UTC).date(), wanted, datetime.UTC)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> StudyParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.convergence.queue", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = StudyParser("convergence.queue", __doc__)
     parser.add_argument("what", choices=("run", "show"))
     parser.add_argument("--data", type=Path, required=True, metavar="FILE.jsonl", help="a line for each result")
     parser.add_argument("--entries", type=Path, metavar="FILE", help="with run: the list of trainings")

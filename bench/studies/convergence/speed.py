@@ -3,14 +3,16 @@
 import torch
 from torch import nn
 
-from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.fork import ForkedRank, hear_forked
+from gradwire.bench.contender import Contender
+from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.record import HALF, Speed, Timed
 from gradwire.bench.studies.convergence.tasks import TASKS, Task
 from gradwire.bench.studies.convergence.training import METHODS, PLAIN, MethodTraining, make_training
+from gradwire.bench.studies.shared.turns import hear_turns, tell_turns
 from gradwire.bench.train.main_job import readable_rate
+from gradwire.comms.bootstrap.compat import Store
 
 NODES = (2, 2)
 LINKS = (HALF, HALF / 4)
@@ -46,41 +48,33 @@ def _rate_of_half(task: Task) -> tuple[str, float]:
 
 def _run(task: Task, nic: str | None, methods: list[str]) -> list[Timed]:
     bytes_per_second = 0.0 if nic is None else parse_rate(nic, "--nic") / 8
-    found = hear_forked(
-        "gradwire.bench.studies.convergence.speed",
+    found = hear_turns(
+        "convergence.speed",
         [task.facts.name, str(bytes_per_second), *methods],
         nodes=NODES,
         nic=nic,
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return [Timed(**each) for each in found]
+    return [Timed(name, one.median_seconds, one.median_nic_nbytes) for name, one in found.items()]
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 tells the figures.
+    """One rank's part.
 
     Args:
         place: Where this rank is.
         arguments: Task, bytes per second of the links (0: no limit), methods.
     """
-    torch.set_num_threads(1)
-    place.connect()
-    place.tell(_measured(place, *arguments))
-    return 0
+    task, rate = TASKS[arguments[0]](), float(arguments[1]) or None
 
+    def make(_: Store) -> list[Contender]:
+        return [
+            _contender(task, method.name, make_training(task, method, warm=True, nic_bytes_per_second=rate), place.rank)
+            for method in METHODS[task.facts.optimizer]
+            if method.name in arguments[2:]
+        ]
 
-def _measured(place: ForkedRank, name: str, bytes_per_second: str, *words: str) -> list[dict[str, object]]:
-    """The medians of all methods; their models are gone when it returns."""
-    task = TASKS[name]()
-    contenders = []
-    for method in METHODS[task.facts.optimizer]:
-        if method.name in words:
-            training = make_training(task, method, warm=True, nic_bytes_per_second=float(bytes_per_second) or None)
-            contenders.append(_contender(task, method.name, training, place.rank))
-    take_turns(contenders, rounds=ROUNDS, warmup=WARMUP_ROUNDS, interface=place.interface)
-    return [
-        {"method": one.name, "seconds": one.median_seconds, "nic_nbytes": one.median_nic_nbytes} for one in contenders
-    ]
+    return tell_turns(place, make, rounds=ROUNDS, warmup=WARMUP_ROUNDS)
 
 
 def _contender(task: Task, name: str, training: MethodTraining, rank: int) -> Contender:

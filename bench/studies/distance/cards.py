@@ -7,7 +7,6 @@ of medians of one run: how many times as fast as over gloo's card the hook is ov
 rates would give.
 """
 
-import argparse
 import os
 import sys
 
@@ -22,6 +21,7 @@ from gradwire.bench.emulation.rate import parse_cards
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.distance.streams import GLOO, TIMEOUT, gloo
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.terminal import right_columns
 from gradwire.comms.autotune.card_trial import try_cards
 from gradwire.comms.bootstrap.compat import Store, store_of
@@ -74,9 +74,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     """Measures and prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.distance.cards", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = StudyParser("distance.cards", __doc__)
     parser.add_argument("--nics", default="100mbit+100mbit,75mbit+25mbit", help="clusters to try, with commas")
     parser.add_argument("--megabytes", type=float, default=16.0)
     parser.add_argument("--nodes", type=int, default=2)

@@ -5,7 +5,6 @@
 Nobody is at fault there, so nobody should be. The exit status is 1 where somebody was, or gradwire warned of anything.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from gradwire.bench.emulation.fork import ForkedRank, run_forked
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.shared.parser import StudyParser
 
 MODULE = "gradwire.bench.studies.distance.endurance"
 TIMEOUT = timedelta(seconds=300)
@@ -96,7 +96,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     """Trains and prints; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=(__doc__ or "").split("\n")[0])
+    parser = StudyParser("distance.endurance", __doc__)
     parser.add_argument("--nic", default="100mbit")
     parser.add_argument("--delay", default="75ms", help="one way")
     parser.add_argument("--loss", default="1%")

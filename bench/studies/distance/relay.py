@@ -9,7 +9,6 @@ Source: Mathis, Semke, Mahdavi, Ott: The macroscopic behavior of the TCP congest
 equation 3 and table 1.
 """
 
-import argparse
 import json
 import socket
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.paths import PathOptions
+from gradwire.bench.studies.shared.parser import StudyParser
 
 PORT = 5000
 SEGMENT_NBYTES = 1448
@@ -106,7 +106,7 @@ def measure(
 
 def main(argv: Sequence[str]) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.distance.relay", description=__doc__)
+    parser = StudyParser("distance.relay", __doc__)
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args(argv)
     rates, share = measure("200mbit", PathOptions(delay="1ms"), seconds=options.seconds, streams=1, both=True)

@@ -6,7 +6,6 @@ Every pair of delay and loss is one emulated cluster, on which all contenders ta
 `gradwire predict --rtt --loss` says of such a link.
 """
 
-import argparse
 import os
 import sys
 from datetime import timedelta
@@ -17,14 +16,16 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.fork import ForkedRank, hear_forked
+from gradwire.bench.contender import Contender
+from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.paths import MOST_DELAY_SECONDS, PathOptions, parse_loss, parse_seconds
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.hook_speed import DATA_SHARE
-from gradwire.comms.bootstrap.compat import PrefixStore, Store, make_gloo, store_of
+from gradwire.bench.studies.shared.parser import StudyParser
+from gradwire.bench.studies.shared.turns import hear_turns, tell_turns
+from gradwire.comms.bootstrap.compat import PrefixStore, Store, make_gloo
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.links.distance import over_distance
@@ -62,23 +63,18 @@ def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> C
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 tells the medians in seconds, by name.
+    """One rank's part.
 
     Args:
         place: Where this rank is.
         arguments: Elements, rounds, connections to try with commas.
     """
-    numel, rounds = int(arguments[0]), int(arguments[1])
-    torch.set_num_threads(1)
-    place.connect(TIMEOUT)
-    group = dist.group.WORLD
-    assert group is not None
-    store = store_of(group)
-    contenders = [gloo(place, store, numel)]
-    contenders += [gradwire(place, store, numel, int(count)) for count in arguments[2].split(",")]
-    take_turns(contenders, rounds=rounds, warmup=1, interface=None)
-    place.tell({one.name: one.median_seconds for one in contenders})
-    return 0
+    numel, rounds, counts = int(arguments[0]), int(arguments[1]), [int(count) for count in arguments[2].split(",")]
+
+    def make(store: Store) -> list[Contender]:
+        return [gloo(place, store, numel), *(gradwire(place, store, numel, count) for count in counts)]
+
+    return tell_turns(place, make, rounds=rounds, timeout=TIMEOUT)
 
 
 def measure(
@@ -98,8 +94,8 @@ def measure(
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
-    found: dict[str, float] = hear_forked(
-        "gradwire.bench.studies.distance.streams",
+    found = hear_turns(
+        "distance.streams",
         [str(numel), str(rounds), connections],
         nodes=[1] * nodes,
         nic=nic,
@@ -107,7 +103,7 @@ def measure(
         path=path,
         congestion=congestion,
     )
-    return found
+    return {name: one.median_seconds for name, one in found.items()}
 
 
 def predicted(nic: str, round_trip_seconds: float, loss: float, numel: int, nodes: int) -> float:
@@ -120,9 +116,7 @@ def predicted(nic: str, round_trip_seconds: float, loss: float, numel: int, node
 
 def main(argv: list[str]) -> int:
     """Measures and prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.distance.streams", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = StudyParser("distance.streams", __doc__)
     parser.add_argument("--nic", default="100mbit")
     parser.add_argument("--delays", default="0.5ms,10ms,40ms,75ms", help="one way")
     parser.add_argument("--losses", default="0%,0.01%,0.1%,1%")

@@ -8,21 +8,21 @@ Feeds docs/results/exchanges.md.
 All contenders take turns in one job on an emulated cluster, so that a slow moment of the machine is everybody's.
 """
 
-import argparse
 import sys
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.contender import Contender, take_turns
-from gradwire.bench.emulation.fork import ForkedRank, hear_forked
+from gradwire.bench.contender import Contender
+from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
-from gradwire.comms.bootstrap.compat import PrefixStore, Store, store_of
+from gradwire.bench.studies.shared.parser import StudyParser
+from gradwire.bench.studies.shared.turns import hear_turns, tell_turns
+from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.transport import torch_group
@@ -77,29 +77,25 @@ def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, 
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
-    """One rank's part; rank 0 tells the medians in seconds, by name.
+    """One rank's part.
 
     Args:
         place: Where this rank is.
         arguments: `exchange` or `sums`.
     """
-    torch.set_num_threads(1)
-    place.connect(TIMEOUT)
-    group = dist.group.WORLD
-    assert group is not None
-    store, usual = store_of(group), torch_group.LARGE_NBYTES
-    if arguments == ["exchange"]:
-        contenders = [exchange(place, store, "one group", NEVER), exchange(place, store, "two groups", 0)]
-    else:
-        contenders = [
+    usual = torch_group.LARGE_NBYTES
+
+    def make(store: Store) -> list[Contender]:
+        if arguments == ["exchange"]:
+            return [exchange(place, store, "one group", NEVER), exchange(place, store, "two groups", 0)]
+        return [
             summed(place, store, plan, chunks, order, large)
             for plan in ("hierarchical", "flat")
             for chunks in CHUNKS
             for order, large in (("ring", usual), ("one group", NEVER), ("two groups", usual))
         ]
-    take_turns(contenders, rounds=ROUNDS, warmup=1, interface=None)
-    place.tell({one.name: one.median_seconds for one in contenders})
-    return 0
+
+    return tell_turns(place, make, rounds=ROUNDS, timeout=TIMEOUT)
 
 
 def measure(case: str, nic: str, what: str) -> dict[str, float]:
@@ -113,10 +109,8 @@ def measure(case: str, nic: str, what: str) -> dict[str, float]:
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
-    found: dict[str, float] = hear_forked(
-        "gradwire.bench.studies.exchanges.full_duplex", [what], nodes=CASES[case], nic=nic, timeout_seconds=300
-    )
-    return found
+    found = hear_turns("exchanges.full_duplex", [what], nodes=CASES[case], nic=nic, timeout_seconds=300)
+    return {name: one.median_seconds for name, one in found.items()}
 
 
 def exchanges(cases: list[str], nic: str) -> Table:
@@ -141,17 +135,11 @@ def sums(case: str, nic: str) -> Table:
 
 def main(argv: list[str]) -> int:
     """Measures and prints the tables; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.exchanges.full_duplex", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser = StudyParser("exchanges.full_duplex", __doc__)
+    parser.add_names("case", CASES)
     parser.add_argument("--sums", action="store_true", help="all-reduces in rank order, in place of exchanges")
     parser.add_argument("--nic", default="200mbit", help="rate of each node's link (default 200mbit)")
     options = parser.parse_args(argv)
-    unknown = [case for case in options.cases if case not in CASES]
-    if unknown:
-        print(f"full_duplex: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
-        return 2
     cases = options.cases or list(CASES)
     with clean_end():
         for found in [sums(case, options.nic) for case in cases] if options.sums else [exchanges(cases, options.nic)]:

@@ -25,7 +25,6 @@ others have changed meanwhile is its staleness (`asynchronous_run`).
 Source: Zinkevich, Langford and Smola, Slow learners are fast, NeurIPS 2009, algorithm 1.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -44,6 +43,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.tasks import TextTask, share_of_peak
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.comms.plan.owners import exact_shares
 
 PIECES = 16
@@ -391,12 +391,9 @@ def _spread(bits: Sequence[float]) -> str:
     return f"{statistics.mean(bits):.3f} ({min(bits):.3f} to {max(bits):.3f})"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> StudyParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.exchanges.parameter_server",
-        description="Parameter servers and asynchronous updates: links, and what staleness costs.",
-    )
+    parser = StudyParser("exchanges.parameter_server", __doc__)
     parser.add_argument("what", choices=("price", "staleness", "show"))
     parser.add_argument("--json", type=Path, default=Path("staleness.json"), help="where trainings are kept")
     parser.add_argument("--steps", type=int, default=400, help="updates of a training (default 400)")

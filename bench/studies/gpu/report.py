@@ -6,7 +6,6 @@
 The tests marked `gpu` run too. A figure belongs to the machine, the versions, the date and the command above it.
 """
 
-import argparse
 import importlib
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from gradwire.bench.kernels.command import KernelResult, measure
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.gpu import step as gpu_step
 from gradwire.bench.studies.gpu.cases import gpu_cases
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_cupy
 
 MEBIBYTES = (25, 256)
@@ -120,7 +120,7 @@ def report(device: torch.device) -> Iterator[str]:
 
 def main(argv: list[str]) -> int:
     """Prints the report; returns the exit status: 2 where this machine cannot make one."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.gpu.report", description="A GPU's figures.")
+    parser = StudyParser("gpu.report", __doc__)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there too")
     options = parser.parse_args(argv)
     try:

@@ -7,10 +7,10 @@ The data are CSV files in docs/results/data/PAGE/, the results of trainings in o
 watch.jsonl, and what `gradwire predict` says now of the plans on GPUs and of public models.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.tables.made import MADE
 from gradwire.bench.studies.tables.page import files_of, with_tables
 
@@ -43,9 +43,7 @@ def pages(folder: Path) -> dict[Path, str]:
 
 def main(argv: list[str]) -> int:
     """Writes or checks; returns 1 where a page differs and is only checked, 2 where something cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.tables", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = StudyParser("tables", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where a page differs from its data")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help=f"default: {RESULTS}")
     options = parser.parse_args(argv)

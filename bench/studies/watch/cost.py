@@ -11,7 +11,6 @@ trains, because on a shared machine the clock on the wall says nothing, and of b
 push out of the caches is no cost of the watch. And the time of the watch's own thread, as a share of a second.
 """
 
-import argparse
 import importlib
 import json
 import os
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.watch.forked import join, run_ranks
 from gradwire.bench.studies.watch.job import TIMEOUT
 from gradwire.bench.studies.watch.planted import LIMIT_SECONDS, RESULT, WARMED
@@ -138,11 +138,7 @@ def result_of(size: int, main: Callable[[int, int], None]) -> Any:
 
 def main() -> None:
     """Runs ranks in turn, and prints a table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.watch.cost",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = StudyParser("watch.cost", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="ranks without and with (default: 5)")
     options = parser.parse_args()
     for module in WARMED[:1]:

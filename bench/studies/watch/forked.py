@@ -19,7 +19,7 @@ from typing import IO, NoReturn
 import torch.distributed as dist
 
 from gradwire.bench.emulation.signals import die_with_parent
-from gradwire.bench.studies.store import serve_store
+from gradwire.bench.studies.shared.store import serve_store
 from gradwire.comms.bootstrap.compat import TCPStore
 
 GRACE_SECONDS = 30.0

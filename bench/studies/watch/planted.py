@@ -14,7 +14,6 @@ another shape or dtype. It counts as explained if the watch says what that rank 
 gloo's time-out. Ranks are forked from this process (`forked`), and sleep where they would compute.
 """
 
-import argparse
 import importlib
 import json
 import logging
@@ -34,6 +33,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.tables.page import put_between
 from gradwire.bench.studies.watch import job
 from gradwire.bench.studies.watch.forked import join, run_ranks
@@ -281,11 +281,7 @@ def with_table(page: str, outcomes: Sequence[Outcome]) -> str:
 
 def main() -> None:
     """Runs all of it, or the parts that are asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.watch.planted",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = StudyParser("watch.planted", __doc__)
     parser.add_argument("--only", choices=PARTS, help="this part alone (default: all)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="jobs with delays (default: all)")
     parser.add_argument(

@@ -62,5 +62,6 @@ def test_the_tables_hold_every_figure(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_an_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert full_duplex.main(["7x7"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        full_duplex.main(["7x7"])
     assert "`CASE` is '7x7'" in capsys.readouterr().err

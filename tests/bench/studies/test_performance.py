@@ -26,7 +26,8 @@ def test_only_what_ran_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read(tmp_path / "hook.csv") == [["a"], ["1"]] and (tmp_path / "bad.csv").read_text() == old
     runs = read(tmp_path / "runs.csv")
     assert [row[:3] for row in runs[1:]] == [["hook", "`python -m this`", "it ran"], ["bad", "`python -m that`", ""]]
-    assert performance.main(["ugly", "--data", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        performance.main(["ugly", "--data", str(tmp_path)])
 
 
 def test_a_command_that_fails_leaves_nothing_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,5 +16,6 @@ def test_bytes_follow_the_settings() -> None:
 
 
 def test_an_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["5x5"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["5x5"])
     assert "wanted one of 2x2, 4x2" in capsys.readouterr().err
