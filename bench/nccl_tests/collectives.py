@@ -36,7 +36,10 @@ class Counts:
 
 
 Prepare = Callable[[Backend, Tensor, Tensor, str, int], Issue]
-"""(backend, output, source, operation, root); in place, output and source share memory."""
+"""(backend, output, source, operation, root); in place, output and source share memory.
+
+Torch and gradwire reduce and broadcast in place; out of place means a copy first, which is part of the time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,38 +101,13 @@ def _shares_memory(output: Tensor, source: Tensor) -> bool:
     return output.numel() > 0 and output.data_ptr() == source.data_ptr()
 
 
-def _all_reduce(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    """Torch and gradwire reduce in place; out of place means a copy first, which is part of the time."""
-    return _in_output(output, source, backend.all_reduce(output, operation))
-
-
 def _broadcast(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
     issue = backend.broadcast(output, root)
     return _in_output(output, source, issue) if backend.rank == root else issue
 
 
-def _reduce(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return _in_output(output, source, backend.reduce(output, root, operation))
-
-
 def _in_output(output: Tensor, source: Tensor, issue: Issue) -> Issue:
     return issue if _shares_memory(output, source) else copy_first(output, source, issue)
-
-
-def _all_gather(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return backend.all_gather(output, source)
-
-
-def _reduce_scatter(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return backend.reduce_scatter(output, source, operation)
-
-
-def _alltoall(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return _from_aside(output, source, backend.all_to_all)
-
-
-def _sendrecv(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return _from_aside(output, source, backend.send_receive)
 
 
 def _from_aside(output: Tensor, source: Tensor, prepare: Callable[[Tensor, Tensor], Issue]) -> Issue:
@@ -140,10 +118,6 @@ def _from_aside(output: Tensor, source: Tensor, prepare: Callable[[Tensor, Tenso
     return copy_first(aside, source, prepare(output, aside))
 
 
-def _barrier(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return backend.barrier()
-
-
 COLLECTIVES = {
     each.name: each
     for each in (
@@ -151,7 +125,7 @@ COLLECTIVES = {
             "all_reduce",
             _whole,
             lambda ranks: 2 * _share(ranks),
-            _all_reduce,
+            lambda backend, output, source, op, root: _in_output(output, source, backend.all_reduce(output, op)),
             lambda inputs, counts, rank, root: inputs.reduced(0, counts.output),
             reduces=True,
         ),
@@ -159,7 +133,7 @@ COLLECTIVES = {
             "all_gather",
             _gathered,
             _share,
-            _all_gather,
+            lambda backend, output, source, op, root: backend.all_gather(output, source),
             lambda inputs, counts, rank, root: inputs.joined(
                 [(each, 0) for each in range(inputs.ranks)], counts.source
             ),
@@ -168,7 +142,7 @@ COLLECTIVES = {
             "reduce_scatter",
             _scattered,
             _share,
-            _reduce_scatter,
+            lambda backend, output, source, op, root: backend.reduce_scatter(output, source, op),
             lambda inputs, counts, rank, root: inputs.reduced(rank * counts.output, counts.output),
             reduces=True,
         ),
@@ -184,7 +158,7 @@ COLLECTIVES = {
             "reduce",
             _whole,
             _one,
-            _reduce,
+            lambda backend, output, source, op, root: _in_output(output, source, backend.reduce(output, root, op)),
             lambda inputs, counts, rank, root: inputs.reduced(0, counts.output) if rank == root else None,
             reduces=True,
             rooted=True,
@@ -193,7 +167,7 @@ COLLECTIVES = {
             "alltoall",
             _exchanged,
             _share,
-            _alltoall,
+            lambda backend, output, source, op, root: _from_aside(output, source, backend.all_to_all),
             lambda inputs, counts, rank, root: inputs.joined(
                 [(each, rank * counts.shown) for each in range(inputs.ranks)], counts.shown
             ),
@@ -202,14 +176,14 @@ COLLECTIVES = {
             "sendrecv",
             _whole,
             _one,
-            _sendrecv,
+            lambda backend, output, source, op, root: _from_aside(output, source, backend.send_receive),
             lambda inputs, counts, rank, root: inputs.of((rank - 1) % inputs.ranks, 0, counts.output),
         ),
         CollectiveSpec(
             "barrier",
             lambda count, ranks, nbytes: Counts(0, 0, 0),
             _one,
-            _barrier,
+            lambda backend, output, source, op, root: backend.barrier(),
             lambda inputs, counts, rank, root: None,
         ),
     )

@@ -243,46 +243,30 @@ def to_json(
 
 
 def write_csv(path: Path, blocks: list[BenchBlock], collective: str) -> None:
-    """One line for each row and half."""
-    columns = [
-        "collective",
-        "backend",
-        "algorithm",
-        "compressor",
-        "size_bytes",
-        "count",
-        "type",
-        "redop",
-        "root",
-        "in_place",
-        "time_us",
-        "algbw_GBps",
-        "busbw_GBps",
-        "wrong",
+    """One line for each row and half; of both there is one at least."""
+    lines: list[Json] = [
+        {
+            "collective": collective,
+            **{key: block.facts.get(key, "") for key in ("backend", "algorithm", "compressor")},
+            "size_bytes": row.nbytes,
+            "count": row.count,
+            "type": row.element,
+            "redop": row.operation,
+            "root": row.root,
+            "in_place": place,
+            "time_us": half.timing.seconds * 1e6,
+            "algbw_GBps": half.algbw,
+            "busbw_GBps": half.busbw,
+            "wrong": half.wrong,
+        }
+        for block in blocks
+        for row in block.rows
+        for place, half in enumerate((row.out_of_place, row.in_place))
     ]
     with path.open("x", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        for block in blocks:
-            labels = [block.facts.get(key, "") for key in ("backend", "algorithm", "compressor")]
-            for row in block.rows:
-                for place, half in enumerate((row.out_of_place, row.in_place)):
-                    writer.writerow(
-                        [
-                            collective,
-                            *labels,
-                            row.nbytes,
-                            row.count,
-                            row.element,
-                            row.operation,
-                            row.root,
-                            place,
-                            half.timing.seconds * 1e6,
-                            half.algbw,
-                            half.busbw,
-                            "" if half.wrong is None else half.wrong,
-                        ]
-                    )
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
 
 
 def _config(options: argparse.Namespace, world: World, device: str) -> Json:
