@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
+from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, schedules_of
 
 STEPS = (20, 200, 600)
 """Soon after the start, where the loss falls fast, and late."""
@@ -41,7 +41,7 @@ def gradients(task: Task, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     task.load()
     model = task.model(0)
     optimizer = task.optimizer(model.parameters())
-    peaks = [group["lr"] for group in optimizer.param_groups]
+    (schedule,) = schedules_of([optimizer], task.facts.steps)
     for step in range(steps[-1] + 1):
         each = [_gradient(task, model, step, rank) for rank in range(RANKS)]
         if step in steps:
@@ -51,9 +51,8 @@ def gradients(task: Task, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         for parameter in model.parameters():
             parameter.grad = mean[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * share_of_peak(step, task.facts.steps)
         optimizer.step()
+        schedule.step()
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch.optim import Muon, Optimizer
 
 from gradwire.bench.arguments import add_import_option, check_number, import_modules
 from gradwire.bench.studies.convergence.optimizers import INSIDE, MUON, MUON_MOMENTUM, optimizers_of
-from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
+from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, marks_of, schedules_of
 from gradwire.bench.terminal import complain
 from gradwire.comms.plan.codec_price import layout_of
 from gradwire.compressors.base import (
@@ -212,10 +212,7 @@ def train_alone(
         [] if compressor is None else compressors_of(compressor, options, optimizers, nodes=nodes, exact=exact)
     )
     ranks = nodes * RANKS // NODES
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(each, lambda update: share_of_peak(update, updates)) for each in optimizers
-    ]
-    marks = looks(updates)
+    schedules, marks = schedules_of(optimizers, updates), marks_of(updates, EVALUATED)
     sent, curve = 0, []
     for update in range(updates):
         flats = []
@@ -263,15 +260,6 @@ def sent_nbytes(compressor: Compressor, layout: Layout, nodes: int, update: int)
     return found
 
 
-def looks(updates: int) -> list[int]:
-    """Returns after which updates the quality is measured, ascending.
-
-    Args:
-        updates: Of the whole run.
-    """
-    return sorted({max(1, round(updates * share)) for share in EVALUATED})
-
-
 class Teller:
     """Says on stderr where a run is: each figure as it comes, and before the first one how long it will take.
 
@@ -290,7 +278,7 @@ class Teller:
         Args:
             updates: Of the whole run.
         """
-        marks = ", ".join(map(str, looks(updates)))
+        marks = ", ".join(map(str, marks_of(updates, EVALUATED)))
         self._say(f"{updates} steps; figures after {marks}. How long that takes is said after {TIMED_UPDATES}.")
 
     def __call__(self, done: int, updates: int, quality: float | None) -> None:
@@ -299,7 +287,7 @@ class Teller:
         if quality is not None:
             self._say(f"step {done} of {updates}: {self._unit} {quality:.4f}, after {seconds:.0f} s")
         elif done == TIMED_UPDATES:
-            first = next(mark for mark in looks(updates) if mark > done)
+            first = next(mark for mark in marks_of(updates, EVALUATED) if mark > done)
             said = [f"{seconds * mark / done / 60:.1f} minutes" for mark in (first, updates)]
             self._say(f"{done} steps took {seconds:.1f} s: about {said[0]} to the next figure, {said[1]} in all")
 

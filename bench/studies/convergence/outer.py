@@ -43,7 +43,16 @@ from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.seats import seat_ranks
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.optimizers import MUON, optimizers_of
-from gradwire.bench.studies.convergence.tasks import TASKS, BatchedTask, FashionTask, Task, TaskFacts, share_of_peak
+from gradwire.bench.studies.convergence.tasks import (
+    TASKS,
+    BatchedTask,
+    FashionTask,
+    Task,
+    TaskFacts,
+    marks_of,
+    quality_of_ranks,
+    schedules_of,
+)
 from gradwire.bench.studies.convergence.training import on_forked_ranks
 from gradwire.bench.studies.shared.parser import StudyParser
 
@@ -217,13 +226,6 @@ class Training:
         for stepper in self.optimizers:
             stepper.step()
 
-    @torch.no_grad()
-    def quality(self) -> float:
-        """Of the units' own models, each on its ranks' share of the held-out data."""
-        total = self._task.score(getattr(self.model, "module", self.model), self._place.rank)
-        dist.all_reduce(total)
-        return float(total[0] / total[1])
-
     def close(self) -> None:
         """Ends the exchanges."""
         if self.outer is not None:
@@ -261,10 +263,7 @@ def _curve(
     task: Task, method: SlowLinkMethod, seed: int, place: ForkedRank, steps: int, optimizer: str | None
 ) -> dict[str, object]:
     training = Training(task, method, place, seed, optimizer)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(each, lambda step: share_of_peak(step, steps)) for each in training.inner
-    ]
-    marks = {max(1, round(steps * share)) for share in EVALUATED}
+    schedules, marks = schedules_of(training.inner, steps), marks_of(steps, EVALUATED)
     curve, bits = [], None
     for step in range(steps):
         training.step(step)
@@ -276,7 +275,7 @@ def _curve(
             if method.name != ALONE:
                 training.outer.synchronize()
         if step + 1 in marks:
-            curve.append((step + 1, training.quality()))
+            curve.append((step + 1, quality_of_ranks(task, training.model, place.rank)))
     training.close()
     return {
         "what": "quality",

@@ -15,9 +15,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from gradwire.bench.train.model import ByteTransformer, loss_in_nats
 from gradwire.bench.train.text import batch_at, library_text, split_text
@@ -157,6 +159,30 @@ def share_of_peak(step: int, steps: int) -> float:
     """The learning rate's share of its peak: a linear rise over a twentieth of the steps, then half a cosine."""
     rise = max(1, steps // 20)
     return min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+def schedules_of(optimizers: Iterable[Optimizer], steps: int) -> list[LambdaLR]:
+    """A schedule of `share_of_peak` for each optimizer; they step once after each update."""
+    return [LambdaLR(each, lambda step: share_of_peak(step, steps)) for each in optimizers]
+
+
+def marks_of(steps: int, shares: Iterable[float]) -> list[int]:
+    """After which steps the quality is measured, ascending: after these shares of a run."""
+    return sorted({max(1, round(steps * share)) for share in shares})
+
+
+@torch.no_grad()
+def quality_of_ranks(task: Task, model: nn.Module, rank: int) -> float:
+    """What the ranks' models come to, each on its share of the held-out data; all ranks together.
+
+    Args:
+        task: Loaded.
+        model: This rank's, with DDP around it or without.
+        rank: This one.
+    """
+    total = task.score(getattr(model, "module", model), rank)
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +23,7 @@ import gradwire.fsdp
 from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks
 from gradwire.bench.emulation.launch import held_port
 from gradwire.bench.emulation.seats import seat_ranks
-from gradwire.bench.studies.convergence.tasks import RANKS, Task, share_of_peak
+from gradwire.bench.studies.convergence.tasks import RANKS, Task, marks_of, quality_of_ranks, schedules_of
 from gradwire.compressors.registry import Option, options_of
 from gradwire.compressors.registry import names as compressor_names
 
@@ -146,14 +145,13 @@ def make_training(
     elif warm and "warmup_steps" in options:
         options["warmup_steps"] = 1
     gradwire.check_optimizer(method.compressor, optimizer, options)
-    state = gradwire.HookState(
+    gradwire.attach(
         wrapped,
         compressor=method.compressor,
         compressor_options=options,
         hostname=node,
         nic_bytes_per_second=nic_bytes_per_second,
     )
-    wrapped.register_comm_hook(state, gradwire.comm_hook)
     return MethodTraining(wrapped, optimizer, int(options.get("warmup_steps") or 0))  # type: ignore[arg-type]
 
 
@@ -296,20 +294,11 @@ def train_as_rank(task: Task, method: Method, seed: int, place: ForkedRank) -> T
     """
     steps = task.facts.steps
     training = make_training(task, method, seed=seed, node=f"node{place.node}")
-    schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: share_of_peak(step, steps))
-    marks = {max(1, round(steps * share)) for share in EVALUATED}
+    (schedule,), marks = schedules_of([training.optimizer], steps), marks_of(steps, EVALUATED)
     curve = []
     for step in range(steps):
         training.take_step(lambda model, step=step: task.loss(model, step, place.rank, seed))  # type: ignore[misc]
         schedule.step()
         if step + 1 in marks:
-            curve.append((step + 1, _quality(task, training, place.rank)))
+            curve.append((step + 1, quality_of_ranks(task, training.model, place.rank)))
     return TrainingRun(task.facts.name, method.name, seed, training.dense_steps, tuple(curve))
-
-
-@torch.no_grad()
-def _quality(task: Task, training: MethodTraining, rank: int) -> float:
-    model = getattr(training.model, "module", training.model)
-    total = task.score(model, rank)
-    dist.all_reduce(total)
-    return float(total[0] / total[1])
