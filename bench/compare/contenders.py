@@ -105,7 +105,7 @@ def select(found: list[ContenderSpec], wanted: str | None) -> list[ContenderSpec
 
 def _gradwire(plan: str, compressor: str | None, transport: str = "auto") -> Attach:
     def attach(model: DistributedDataParallel, rate: float | None) -> None:
-        state = gradwire.HookState(
+        gradwire.attach(
             model,
             plan=plan,
             compressor=compressor,
@@ -113,7 +113,6 @@ def _gradwire(plan: str, compressor: str | None, transport: str = "auto") -> Att
             compressor_options=short_start(compressor) if compressor else {},
             nic_bytes_per_second=rate,
         )
-        model.register_comm_hook(state, gradwire.comm_hook)
 
     return attach
 

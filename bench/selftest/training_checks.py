@@ -100,8 +100,7 @@ class TrainingChecks:
         generator = torch.Generator().manual_seed(2 + dist.get_rank())
         state = None
         if options is not None:
-            state = gradwire.HookState(model, plan="hierarchical", **options)  # type: ignore[arg-type]
-            model.register_comm_hook(state, gradwire.comm_hook)
+            state = gradwire.attach(model, plan="hierarchical", **options)  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         losses = torch.zeros(STEPS, device=self._device)
         for step in range(STEPS):

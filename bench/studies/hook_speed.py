@@ -195,13 +195,12 @@ def contenders(
 
 
 def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | None = None) -> None:
-    state = gradwire.HookState(
+    gradwire.attach(
         model,
         nic_bytes_per_second=rate,
         compressor=compressor,
         compressor_options=short_start(compressor) if compressor else {},
     )
-    model.register_comm_hook(state, gradwire.comm_hook)
 
 
 def _compressed(name: str, shape: tuple[int, int], rank: int, rate: float | None) -> Contender:

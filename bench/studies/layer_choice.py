@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -197,9 +197,7 @@ def wrapped(model: nn.Module, setting: Setting, rate: float | None = None) -> tu
     """The model with the hook; buckets as small beside the model as DDP's are beside 872 MB."""
     nbytes = sum(4 * parameter.numel() for parameter in model.parameters())
     ddp = DistributedDataParallel(model, bucket_cap_mb=25 / 872 * nbytes / 1e6)
-    state = gradwire.HookState(ddp, config=gradwire.Config.from_env(nic_bytes_per_second=rate, **setting))
-    ddp.register_comm_hook(state, gradwire.comm_hook)
-    return ddp, state
+    return ddp, gradwire.attach(ddp, config=gradwire.Config.from_env(nic_bytes_per_second=rate, **setting))
 
 
 def adaptive_of(state: gradwire.HookState) -> Adaptive | None:
@@ -545,6 +543,14 @@ def rows_of(file: str | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(file).read_text().splitlines() if line.startswith("{")]
 
 
+def print_lines(rows: Iterable[dict[str, object]], shown: bool = True) -> int:
+    """Prints each as JSON as soon as it is there, unless another rank does; returns the exit status, 0."""
+    for row in rows:
+        if shown:
+            print(json.dumps(row), flush=True)
+    return 0
+
+
 def main(argv: list[str]) -> int:
     """Runs one rank; returns 0.
 
@@ -563,29 +569,21 @@ def main(argv: list[str]) -> int:
     if options.part == "time":
         timed = {row["name"]: row["step_seconds"] for row in rows_of(options.speed) if "name" in row}
         curves = {row["name"]: row["curve"] for file in options.quality for row in rows_of(file)}
-        for row in time_to_quality(timed, curves):
-            print(json.dumps(row))
-        return 0
+        return print_lines(time_to_quality(timed, curves))
     settings = dict(UNIFORM)
     words = options.budgets.split(",") if options.budgets else []
     budgets = [float(word) if word[0].isdigit() else word for word in words]
     settings |= {f"auto {budget}": auto(budget) for budget in budgets}
     settings |= {f"auto {budget} sparse": auto(budget, sparse=True) for budget in budgets}
     if options.part == "model":
-        for row in model(budgets):
-            print(json.dumps(row), flush=True)
-        return 0
+        return print_lines(model(budgets))
     if options.only:
         settings = {name: settings[name] for name in options.only.split(",")}
     if options.part == "quality":
         notes = {row["name"]: notes_of(row["notes"]) for row in rows_of(options.speed) if row.get("notes")}
-        for row in quality(settings, options.steps, notes):
-            print(json.dumps(row), flush=True)
-        return 0
+        return print_lines(quality(settings, options.steps, notes))
     dist.init_process_group("gloo")
-    for row in speed(settings, options.turns, options.steps):
-        if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
+    print_lines(speed(settings, options.turns, options.steps), shown=dist.get_rank() == 0)
     dist.destroy_process_group()
     return 0
 

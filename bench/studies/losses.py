@@ -95,7 +95,7 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     compressor = options["compressor"]
     settings = {"warmup_steps": 3} if compressor in ("powersgd", "onebit", "dgc") else {}
-    state = gradwire.HookState(
+    state = gradwire.attach(
         model,
         elastic=True,
         carries=[optimizer],
@@ -103,7 +103,6 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
         compressor_options=settings,
         timeout=timedelta(seconds=60),
     )
-    model.register_comm_hook(state, gradwire.comm_hook)
     generator = torch.Generator().manual_seed(os.getpid())
     stop = Path(log).parent / "stop"
     with Path(log).open("w", buffering=1) as file:

@@ -128,9 +128,7 @@ class CaseRunner:
             name: A plan, or `plan+compressor`.
             nbytes: Of the gradient.
         """
-        plan, _, compressor = name.partition("+")
-        layout, compressor = square_layout(nbytes, side=SIDE), compressor or "none"
-        communicator = self.communicator(f"{name} {nbytes}", Config.from_env(plan=plan, timeout=TIMEOUT), compressor)
+        plan, compressor, layout, communicator = self._case(name, nbytes)
         communicator.routes.measured(self.levels)
         price = self.price(compressor, layout, communicator.cluster.nodes)
         predicted = plan_all_reduce(communicator.cluster, 4 * layout.numel, name=plan, price=price)
@@ -161,16 +159,21 @@ class CaseRunner:
             name: A plan, or `plan+compressor`.
             nbytes: Of the gradient.
         """
-        plan, _, compressor = name.partition("+")
-        layout, compressor = square_layout(nbytes, side=SIDE), compressor or "none"
-        config = Config.from_env(plan=plan, timeout=TIMEOUT, nic_bytes_per_second=parse_rate(NIC, "nic") / 8)
-        communicator = self.communicator(f"{name} {nbytes}", config, compressor)
+        rate = parse_rate(NIC, "nic") / 8
+        plan, compressor, layout, communicator = self._case(name, nbytes, nic_bytes_per_second=rate)
         price = codec_price(compressor, layout, len(communicator.cluster.nodes), CPU_BYTES_PER_SECOND)
         predicted = plan_all_reduce(communicator.cluster, 4 * layout.numel, name=plan, price=price)
         communicator.routes.choose(plan, predicted.chunks, "Under test.")
         _, sent = self._time(communicator, layout, self.rounds)
         communicator.close()
         return {"name": name, "predicted_nic_nbytes": predicted.bytes_by_level["inter_node"], "nic_nbytes": sent}
+
+    def _case(self, name: str, nbytes: int, **options: float) -> tuple[str, str, Layout, Communicator]:
+        """Plan, compressor, gradient and communicator of a case."""
+        plan, _, word = name.partition("+")
+        compressor, config = word or "none", Config.from_env(plan=plan, timeout=TIMEOUT, **options)
+        communicator = self.communicator(f"{name} {nbytes}", config, compressor)
+        return plan, compressor, square_layout(nbytes, side=SIDE), communicator
 
     def price(self, compressor: str, layout: Layout, nodes: Sequence[Sequence[int]]) -> CodecPrice:
         """What a compressor costs with all ranks encoding at once, one price and hence one plan on all of them.

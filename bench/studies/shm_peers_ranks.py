@@ -6,7 +6,6 @@ Usage: shm_peers_ranks.py PEER RANKS OUTPUT NBYTES...
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -48,8 +47,8 @@ def run_mpi(output: Path, sizes: list[int]) -> None:
         output.write_text(json.dumps(slowest))
 
 
-def run_torch(peer: str, rank: int, ranks: int, port: int, output: Path, sizes: list[int]) -> None:
-    """One rank of gloo or of ours."""
+def run_torch(peer: str, rank: int, ranks: int, port: int, output: Path, sizes: list[int]) -> int:
+    """One rank of gloo or of ours; returns its exit status, 0."""
     from datetime import timedelta
 
     import torch
@@ -80,25 +79,18 @@ def run_torch(peer: str, rank: int, ranks: int, port: int, output: Path, sizes: 
     if rank == 0:
         output.write_text(json.dumps(dict(zip(sizes, slowest.tolist(), strict=True))))
     barrier()
+    return 0
 
 
 def launch_torch(peer: str, ranks: int, output: Path, sizes: list[int]) -> int:
     """Starts the ranks as plain processes around a store; returns 0 if all of them end well."""
+    from gradwire.bench.emulation.fork import fork_ranks
+    from gradwire.bench.nccl_tests.start import Start
     from gradwire.bench.studies.shared.store import serve_store
 
     with serve_store() as (port, _):
-        pids = []
-        for rank in range(ranks):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    run_torch(peer, rank, ranks, port, output, sizes)
-                    code = 0
-                finally:
-                    os._exit(code)
-            pids.append(pid)
-        return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids)
+        starts = [Start("fork", rank, ranks, "127.0.0.1", port) for rank in range(ranks)]
+        return fork_ranks(starts, lambda start, _: run_torch(peer, start.rank, ranks, port, output, sizes), [])
 
 
 def main() -> int:

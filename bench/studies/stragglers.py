@@ -22,6 +22,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -81,24 +82,20 @@ class WatchedRank:
 
 def on_threads(nodes: str, body: Callable[[WatchedRank], Result]) -> list[Result]:
     """Runs `body` on each rank; its node is its letter in `nodes`."""
-    store, results = HashStore(), dict[int, Result]()
+    store = HashStore()
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Result:
         config = Config(hostname=f"node-{nodes[rank]}", timeout=timedelta(seconds=60), straggler_every=50)
         communicator = Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="study")
         watched = WatchedRank(communicator, config)
         try:
-            results[rank] = body(watched)
+            return body(watched)
         finally:
             watched.observer.close()
             communicator.close()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(nodes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[rank] for rank in range(len(nodes))]
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return list(pool.map(run, range(len(nodes))))
 
 
 def alarms(nodes: str, steps: int, seconds: float) -> str:
@@ -164,9 +161,7 @@ class SleepingLayers(nn.Module):
 
 def _hooked(module: SleepingLayers, width: int, every: int) -> tuple[DistributedDataParallel, gradwire.HookState]:
     model = DistributedDataParallel(module, bucket_cap_mb=width * width * 4 / 2**20 * 0.9)
-    state = gradwire.HookState(model, straggler_every=every, stall_seconds=10.0 if every else 0.0)
-    model.register_comm_hook(state, gradwire.comm_hook)
-    return model, state
+    return model, gradwire.attach(model, straggler_every=every, stall_seconds=10.0 if every else 0.0)
 
 
 WITH, WITHOUT, CONTROL, OFTEN = "with", "without", "without again", "often"

@@ -109,8 +109,7 @@ class DealtTraining:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
         self.model = DistributedDataParallel(model)
-        self.state = gradwire.HookState(self.model, reduction="samples", hostname=f"node{dist.get_rank() // 2}")
-        self.model.register_comm_hook(self.state, gradwire.comm_hook)
+        self.state = gradwire.attach(self.model, reduction="samples", hostname=f"node{dist.get_rank() // 2}")
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.sampler = gradwire.data.SpeedBatchSampler(dataset, BATCH_SIZE, self.state, adapt=way == SPEED)
         if way == BEST:

@@ -63,9 +63,7 @@ def attach_hook(
     check_hook(hook)
     name, _, compressor = hook.partition(":")
     if name == "gradwire":
-        state = gradwire.HookState(model, compressor=compressor or None, nic_bytes_per_second=nic_bytes_per_second)
-        model.register_comm_hook(state, gradwire.comm_hook)
-        return state
+        return gradwire.attach(model, compressor=compressor or None, nic_bytes_per_second=nic_bytes_per_second)
     if hook == "torch-fp16":
         model.register_comm_hook(None, fp16_compress_hook)
     return None

@@ -251,11 +251,9 @@ def asynchronous_run(
 
 def price_tables() -> list[Table]:
     """Synchronous exchanges on even and uneven links, and asynchronous updates against them."""
-    even = Table(
-        title="seconds for each byte of gradient, times the workers' rate; flows simulated (limit of the formula)"
-    )
-    for heading in ("workers", "links", "ring", "owners = servers on the nodes", "k own servers", "", "both"):
-        even.add_column(heading)
+    headings = "workers", "links", "ring", "owners = servers on the nodes", "k own servers", "", "both"
+    title = "seconds for each byte of gradient, times the workers' rate; flows simulated (limit of the formula)"
+    even = Table(*headings, title=title)
     for workers, servers, slow in ((4, 1, 1.0), (4, 4, 1.0), (8, 2, 1.0), (8, 8, 1.0), (4, 4, 0.25), (8, 2, 0.25)):
         rates = [1.0] * (workers - 1) + [slow]
         cells = []
@@ -268,10 +266,11 @@ def price_tables() -> list[Table]:
         links = "equal" if slow == 1 else f"one at {slow:g}"
         ring = f"{2 * (workers - 1) / workers / slow:.2f}"
         even.add_row(str(workers), links, ring, cells[0], f"k = {servers}", cells[1], cells[2])
-    loose = Table(title="gradients per second: all together, and one by one; a gradient takes 1 s to compute")
-    for heading in ("workers", "slowest computes", "slowest link", "S/B", "together: N gradients in", "per second",
-                    "one by one, per second", "staleness", "at most"):  # fmt: skip
-        loose.add_column(heading)
+    loose = Table(
+        "workers", "slowest computes", "slowest link", "S/B", "together: N gradients in", "per second",
+        "one by one, per second", "staleness", "at most",
+        title="gradients per second: all together, and one by one; a gradient takes 1 s to compute",
+    )  # fmt: skip
     for workers, slow_compute, slow_link, transfer in (
         (4, 1.0, 1.0, 0.1), (4, 1.0, 1.0, 1.0), (4, 4.0, 1.0, 0.1), (4, 1.0, 0.25, 1.0),
         (16, 1.0, 1.0, 0.1), (16, 1.0, 1.0, 1.0), (16, 4.0, 1.0, 0.1), (16, 1.0, 0.25, 1.0),
@@ -370,9 +369,9 @@ def train_stale(task: TextTask, optimizer: str, staleness: int, factor: float, s
 def staleness_table(runs: Sequence[StaleRun]) -> Table:
     """Bits per byte for each optimizer and staleness, at the better learning rate: mean, least and most over seeds."""
     steps = sorted({run.steps for run in runs})
-    table = Table(title=f"text task, {'/'.join(map(str, steps))} updates: bits per byte on held-out text, mean (range)")
-    for heading in ("optimizer", "staleness", "seeds", "learning rate", "bits per byte", "at the full rate"):
-        table.add_column(heading)
+    headings = "optimizer", "staleness", "seeds", "learning rate", "bits per byte", "at the full rate"
+    title = f"text task, {'/'.join(map(str, steps))} updates: bits per byte on held-out text, mean (range)"
+    table = Table(*headings, title=title)
     for optimizer in sorted({run.optimizer for run in runs}):
         for staleness in sorted({run.staleness for run in runs if run.optimizer == optimizer}):
             by_factor: dict[float, list[float]] = {}

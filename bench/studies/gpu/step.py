@@ -147,8 +147,7 @@ def measure(
     try:
         bare, hooked = (_TimedModel(make(), device, image, batch) for _ in range(2))
         bare.model.register_comm_hook(None, nothing)
-        state = gradwire.HookState(hooked.model)
-        hooked.model.register_comm_hook(state, gradwire.comm_hook)
+        state = gradwire.attach(hooked.model)
         timed = [(bare.seconds(), hooked.seconds()) for _ in range(rounds + 3)][3:]  # the first ones build buckets
         blocking = _blocking(hooked)
         state.close()
