@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from statistics import median
 
 from gradwire.bench.doctor.checks.words import listed, nbytes, seconds
@@ -69,24 +68,41 @@ def shared_memory(facts: JobFacts) -> Iterator[Diagnosis]:
         )
 
 
-def crowded_cores(facts: JobFacts) -> list[Diagnosis]:
-    """Ranks bound to the same core, a container's quota, or more threads than cores."""
-    found = []
+def crowded_cores(facts: JobFacts) -> Iterator[Diagnosis]:
+    """Ranks bound to the same core, a container's quota, or more threads than cores; one for all nodes alike."""
+    crowds: dict[str, list[tuple[str, float, str, tuple[str, ...]]]] = {}
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         cores, count = available_cores(ranks), len(ranks)
         bound, limit = len(_cores(ranks)), _limit(ranks)
         if limit < count and limit < bound:
-            found.append(_crowd(facts, name, count / limit, f"{limit:g} CPUs for {count} ranks", _QUOTA, "quota"))
+            title, crowd = _QUOTA_TITLE, (name, count / limit, f"{limit:g} CPUs for {count} ranks", _QUOTA)
         elif bound < count and bound < ranks[0].cores:
             text = f"its {count} ranks are all bound to core{'s' if bound > 1 else ''} {listed(_cores(ranks))}"
-            found.append(_crowd(facts, name, count / bound, text, _BINDING, "binding"))
+            title, crowd = _BINDING_TITLE, (name, count / bound, text, _BINDING)
         elif (effect := _effect(facts, ranks)) > CROWD_EFFECT:
             threads = sum(each.threads for each in ranks)
             each_has = sorted({each.threads for each in ranks})
             number = f"{each_has[0]}" if len(each_has) == 1 else f"{each_has[0]} to {each_has[-1]}"
-            text = f"{count} ranks with {number} threads each are {threads} threads on {cores:g} cores"
-            found.append(_crowd(facts, name, effect, text, _threads_remedy(cores, count), "threads"))
-    return _merged(found)
+            text = (
+                f"{count} ranks with {number} threads each are {threads} threads on {cores:g} cores; the same work "
+                f"takes {effect:.1f} times as long as with one thread for each core"
+            )
+            title, crowd = _THREADS_TITLE, (name, effect, text, _threads_remedy(cores, count))
+        else:
+            continue
+        crowds.setdefault(title, []).append(crowd)
+    for title, nodes in crowds.items():
+        names = tuple(name for name, *_ in nodes)
+        worst, times, text, remedy = max(nodes, key=lambda each: each[1])
+        yield Diagnosis(
+            key="crowded_cores",
+            title=title.format(who=listed(names)),
+            sure=0.9,
+            cost_seconds=facts.compute_seconds * (times - 1),
+            evidence=(f"{worst}: {text}",),
+            remedy=remedy,
+            nodes=names,
+        )
 
 
 def _cores(ranks: Sequence[RankFacts]) -> list[int]:
@@ -104,11 +120,14 @@ def _effect(facts: JobFacts, ranks: Sequence[RankFacts]) -> float:
     return median(ratios) if ratios else 1.0
 
 
-_QUOTA = (
+_QUOTA_TITLE = "{who} may use too few CPUs"
+_BINDING_TITLE = "The ranks of {who} share a core while others idle"
+_THREADS_TITLE = "More threads than cores on {who}"
+_QUOTA: tuple[str, ...] = (
     "Docker: docker run --cpus=N   Kubernetes: resources.limits.cpu, at least one CPU for each rank",
     "systemd: systemctl show -p CPUQuotaPerSecUSec UNIT",
 )
-_BINDING = (
+_BINDING: tuple[str, ...] = (
     "Open MPI: mpirun --bind-to none   or --map-by slot:PE=CORES_OF_A_RANK",
     "Slurm: srun --cpu-bind=none   or --cpus-per-task=CORES_OF_A_RANK",
     "taskset -pc PID   # shows to which cores a process is bound",
@@ -117,41 +136,6 @@ _BINDING = (
 
 def _threads_remedy(cores: float, count: int) -> tuple[str, ...]:
     return (f"export OMP_NUM_THREADS={max(1, int(cores / count))}   # the node's cores divided by its ranks",)
-
-
-_TITLES = {
-    "quota": "{who} may use too few CPUs",
-    "binding": "The ranks of {who} share a core while others idle",
-    "threads": "More threads than cores on {who}",
-}
-
-
-def _crowd(facts: JobFacts, name: str, times: float, text: str, remedy: tuple[str, ...], kind: str) -> Diagnosis:
-    seen = (
-        f"; the same work takes {times:.1f} times as long as with one thread for each core" if kind == "threads" else ""
-    )
-    return Diagnosis(
-        key="crowded_cores",
-        title=_TITLES[kind].format(who=name),
-        sure=0.9,
-        cost_seconds=facts.compute_seconds * (times - 1),
-        evidence=(f"{name}: {text}{seen}",),
-        remedy=remedy,
-        nodes=(name,),
-    )
-
-
-def _merged(found: list[Diagnosis]) -> list[Diagnosis]:
-    """One for all nodes that have the same trouble."""
-    groups: dict[str, list[Diagnosis]] = {}
-    for each in found:
-        groups.setdefault(each.title.replace(each.nodes[0], "{who}"), []).append(each)
-    merged = []
-    for title, group in groups.items():
-        worst = max(group, key=lambda each: each.cost_seconds)
-        names = tuple(name for each in group for name in each.nodes)
-        merged.append(replace(worst, title=title.format(who=listed(names)), nodes=names))
-    return merged
 
 
 def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:

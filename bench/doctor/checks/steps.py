@@ -1,6 +1,7 @@
 """Where a step of the user's own script goes: to a rank that comes late, a data loader, checkpoints."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import median, median_low
 
 from gradwire.bench.doctor.checks.words import seconds
@@ -111,10 +112,27 @@ def _late_remedy(kind: str, name: str) -> tuple[str, ...]:
     )
 
 
-def slow_loader(facts: JobFacts) -> Iterator[Diagnosis]:
-    """The usual rank's main thread waits for its data."""
-    return _share_of_step(
-        facts,
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """What the usual rank's main thread should do little of.
+
+    Attributes:
+        kind: Of activity.
+        share: Of a step, from which on it is named.
+        key: Of the finding.
+        title: Of the finding.
+        remedy: Of the finding.
+    """
+
+    kind: str
+    share: float
+    key: str
+    title: str
+    remedy: tuple[str, ...]
+
+
+WASTES = (
+    Waste(
         LOADER,
         LOADER_SHARE,
         "slow_loader",
@@ -126,13 +144,8 @@ def slow_loader(facts: JobFacts) -> Iterator[Diagnosis]:
             ),
             "decoded or tokenized data on a local disk instead of a network file system",
         ),
-    )
-
-
-def checkpoints(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Checkpoints are saved in the steps themselves, again and again."""
-    return _share_of_step(
-        facts,
+    ),
+    Waste(
         SAVING,
         SAVING_SHARE,
         "checkpoints",
@@ -141,31 +154,31 @@ def checkpoints(facts: JobFacts) -> Iterator[Diagnosis]:
             "save less often, or beside training: torch.distributed.checkpoint.async_save(state, checkpoint_id=...)",
             "onto a local disk first",
         ),
-    )
+    ),
+)
 
 
-def _share_of_step(
-    facts: JobFacts, kind: str, share: float, key: str, title: str, remedy: tuple[str, ...]
-) -> Iterator[Diagnosis]:
+def wasted_steps(facts: JobFacts) -> Iterator[Diagnosis]:
+    """The usual rank's main thread waits for its data, or saves checkpoints in the steps themselves again and again."""
     runs = _split_runs(facts)
     if not runs or facts.step_seconds is None:
         return
-    usual = median_low(run.activity.get(kind, 0.0) for run in runs)
-    if usual < share * facts.step_seconds or usual < LEAST_SECONDS:
-        return
-    line = next((run.lines[kind] for run in runs if kind in run.lines), None)
-    yield Diagnosis(
-        key=key,
-        title=f"{title}: {seconds(usual)} of {seconds(facts.step_seconds)}",
-        sure=0.9,
-        cost_seconds=usual,
-        evidence=(
-            f"the usual rank's main thread is in {kind} for so long"
-            + (f", most often at {line}" if line is not None else ""),
-        ),
-        remedy=remedy,
-        nodes=(),
-    )
+    for each in WASTES:
+        usual = median_low(run.activity.get(each.kind, 0.0) for run in runs)
+        if usual < each.share * facts.step_seconds or usual < LEAST_SECONDS:
+            continue
+        line = next((run.lines[each.kind] for run in runs if each.kind in run.lines), None)
+        yield Diagnosis(
+            key=each.key,
+            title=f"{each.title}: {seconds(usual)} of {seconds(facts.step_seconds)}",
+            sure=0.9,
+            cost_seconds=usual,
+            evidence=(
+                f"the usual rank's main thread is in {each.kind} for so long"
+                + (f", most often at {line}" if line is not None else ""),
+            ),
+            remedy=each.remedy,
+        )
 
 
-CHECKS = (late_rank, slow_loader, checkpoints)
+CHECKS = (late_rank, wasted_steps)

@@ -16,6 +16,7 @@ from gradwire.bench.doctor.checks import diagnose
 from gradwire.bench.doctor.checks.basis import BASES
 from gradwire.bench.doctor.checks.network import doubtful_pairs
 from gradwire.bench.doctor.checks.settings import HARMFUL
+from gradwire.bench.doctor.checks.steps import WASTES
 from gradwire.bench.doctor.facts import (
     BackendTime,
     GpuState,
@@ -264,8 +265,8 @@ def test_each_finding_says_when_its_remedy_holds_and_who_says_so() -> None:
     keys = [next(each.value for each in call.keywords if each.arg == "key") for call in calls]
     written = {key.value for key in keys if isinstance(key, ast.Constant)}
     handed_on = {ast.unparse(key) for key in keys if not isinstance(key, ast.Constant)}
-    assert handed_on == {"key"}, "of `_share_of_step`, whose keys are these"
-    assert written | {"slow_loader", "checkpoints"} == set(BASES)
+    assert handed_on == {"each.key"}, "of `WASTES`"
+    assert written | {each.key for each in WASTES} == set(BASES)
     for basis in BASES.values():
         assert len(basis.holds.split()) > 4, basis
         assert PUBLIC.search(basis.source) or basis is BASES["variable"], basis
