@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -116,29 +117,16 @@ def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
     )
 
 
-def settings_of(
-    options: argparse.Namespace,
-    scale: Scale,
-    *,
-    bytes_per_second: float | None = None,
-    stream_bytes_per_second: float | None = None,
-    with_mpi: bool = False,
-) -> CompareSettings:
-    """What all ranks are given."""
-    return CompareSettings(
-        options.model,
-        options.megabytes * 1e6,
-        options.replay,
-        scale.factor,
-        scale.slow_motion,
-        options.batch,
-        options.rounds,
-        bytes_per_second,
-        stream_bytes_per_second,
-        options.only,
-        with_mpi,
-        options.imports,
-    )
+def settings_of(options: argparse.Namespace, scale: Scale, **network: Any) -> CompareSettings:
+    """What all ranks are given.
+
+    Args:
+        options: Of the command line.
+        scale: Of a replay.
+        network: What else `CompareSettings` says of the network.
+    """
+    same = {name: getattr(options, name) for name in ("model", "replay", "batch", "rounds", "only", "imports")}
+    return CompareSettings(nbytes=options.megabytes * 1e6, **same, **asdict(scale), **network)
 
 
 def main(argv: list[str]) -> int:

@@ -54,16 +54,8 @@ def contender_specs(with_mpi: bool) -> list[ContenderSpec]:
         ),
         ContenderSpec("torch PowerSGD rank 1", lambda model, rate: _power_sgd(model, 1), one_bucket=True),
         ContenderSpec("torch PowerSGD rank 4", lambda model, rate: _power_sgd(model, 4), one_bucket=True),
-        ContenderSpec(
-            "torch quantization per tensor",
-            lambda model, rate: _quantization(model, per_channel=False),
-            one_bucket=True,
-        ),
-        ContenderSpec(
-            "torch quantization per channel",
-            lambda model, rate: _quantization(model, per_channel=True),
-            one_bucket=True,
-        ),
+        ContenderSpec("torch quantization per tensor", _quantization("pertensor"), one_bucket=True),
+        ContenderSpec("torch quantization per channel", _quantization("perchannel"), one_bucket=True),
     ]
     if with_mpi:
         found.append(
@@ -122,14 +114,13 @@ def _power_sgd(model: DistributedDataParallel, rank: int) -> None:
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def _quantization(model: DistributedDataParallel, per_channel: bool) -> None:
-    group = dist.new_group(backend="gloo", timeout=PROBE_TIMEOUT)
-    hook = (
-        quantization_hooks.quantization_perchannel_hook
-        if per_channel
-        else (quantization_hooks.quantization_pertensor_hook)
-    )
-    model.register_comm_hook(group, hook)
+def _quantization(kind: str) -> Attach:
+    hook = getattr(quantization_hooks, f"quantization_{kind}_hook")
+
+    def attach(model: DistributedDataParallel, rate: float | None) -> None:
+        model.register_comm_hook(dist.new_group(backend="gloo", timeout=PROBE_TIMEOUT), hook)
+
+    return attach
 
 
 def _mpi_all_reduce(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -39,9 +39,9 @@ class CompareSettings:
         slow_motion: Of the replay: waits last so many times as long.
         batch: Samples per GPU and step of a built-in replay; None for its default.
         rounds: Timed rounds.
+        only: Words to select the contenders; None for all.
         bytes_per_second: Of the links; None where they have no limit.
         stream_bytes_per_second: Of one connection between nodes; None where it has no limit of its own.
-        only: Words to select the contenders; None for all.
         with_mpi: The ranks come from mpirun.
         imports: Modules that register codecs of the user's own.
     """
@@ -53,9 +53,9 @@ class CompareSettings:
     slow_motion: int
     batch: int | None
     rounds: int
-    bytes_per_second: float | None
-    stream_bytes_per_second: float | None
     only: str | None
+    bytes_per_second: float | None = None
+    stream_bytes_per_second: float | None = None
     with_mpi: bool = False
     imports: Sequence[str] = ()
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
 from typing import Literal, Self, cast, get_args
@@ -480,11 +480,7 @@ class EmulatedCluster:
         self._check_relays("; the job was ended")
         after = self._carried()
         return RunResult(
-            returncodes=outcome.returncodes,
-            output=outcome.output,
-            seconds=outcome.seconds,
-            first_failure=outcome.first_failure,
-            timed_out=outcome.timed_out,
+            **asdict(outcome),
             nic_bytes=tuple(
                 self._nic_bytes(node, then, now) for node, (then, now) in enumerate(zip(before, after, strict=True))
             ),

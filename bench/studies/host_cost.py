@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from gradwire.bench.studies.tables.page import markdown
 from gradwire.comms import communicator as communicator_module
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.placement import Presence
@@ -251,11 +252,10 @@ def _layout(number: int) -> Layout:
 
 def table(costs: Sequence[HostCost]) -> str:
     """A table in Markdown."""
-    lines = ["| plan | compressor | us a bucket | calls of CUDA and NCCL |", "|---|---|---|---|"]
+    rows = [["plan", "compressor", "us a bucket", "calls of CUDA and NCCL"]]
     for cost in costs:
-        calls = sum(cost.calls.values())
-        lines.append(f"| {cost.plan} | {cost.compressor} | {cost.microseconds:.0f} | {calls:g} |")
-    return "\n".join(lines)
+        rows.append([cost.plan, cost.compressor, f"{cost.microseconds:.0f}", f"{sum(cost.calls.values()):g}"])
+    return markdown(rows)
 
 
 def main() -> None:

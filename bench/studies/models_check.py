@@ -21,6 +21,7 @@ from pathlib import Path
 
 from gradwire.bench.compare.public_models import PUBLIC_MODELS, PublicModel
 from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.tables.page import markdown
 from gradwire.bench.terminal import add_json_option, complain, write_json
 
 NODES, RANKS_PER_NODE = 2, 4
@@ -124,16 +125,12 @@ def as_markdown(rows: list[CheckedRow]) -> str:
     Args:
         rows: What was measured.
     """
-    lines = [
-        "| model | link | F, T | column | predicted ms | emulated ms | ratio |",
-        "|---|---|---|---|---:|---:|---:|",
-    ]
+    cells = [["model", "link", "F, T", "column", "predicted ms", "emulated ms", "ratio"]]
     for row in rows:
-        scale = f"{row.factor}, {row.slow_motion}"
-        ratio = row.measured_seconds / row.predicted_seconds
-        seconds = f"{1e3 * row.predicted_seconds:.0f} | {1e3 * row.measured_seconds:.0f} | {ratio:.2f}"
-        lines.append(f"| {row.model} | {row.link} | {scale} | {row.column} | {seconds} |")
-    return "\n".join(lines)
+        ratio = f"{row.measured_seconds / row.predicted_seconds:.2f}"
+        seconds = f"{1e3 * row.predicted_seconds:.0f}", f"{1e3 * row.measured_seconds:.0f}"
+        cells.append([row.model, row.link, f"{row.factor}, {row.slow_motion}", row.column, *seconds, ratio])
+    return markdown(cells)
 
 
 def main(argv: list[str]) -> int:

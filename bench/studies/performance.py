@@ -93,20 +93,9 @@ def kernels(record: Record) -> Found:
     """Of `gradwire bench kernels`."""
     rows = [["kernel", "bytes", "ms", "GB/s", "of a copy", "torch ms", "vs torch"]]
     for one in record["results"]:
-        seconds, composed = one["seconds"], one["composed_seconds"]
-        rate, share = f"{one['bytes_per_second'] / 1e9:.1f}", f"{one['of_floor']:.2f}"
-        nbytes = f"{one['nbytes']:,}"
-        rows.append(
-            [
-                one["kernel"],
-                nbytes,
-                f"{seconds * 1e3:.2f}",
-                rate,
-                share,
-                f"{composed * 1e3:.2f}",
-                f"{one['speedup']:.1f}x",
-            ]
-        )
+        took = f"{one['seconds'] * 1e3:.2f}", f"{one['bytes_per_second'] / 1e9:.1f}", f"{one['of_floor']:.2f}"
+        beside = f"{one['composed_seconds'] * 1e3:.2f}", f"{one['speedup']:.1f}x"
+        rows.append([one["kernel"], f"{one['nbytes']:,}", *took, *beside])
     return {"kernels": rows}, "25 MiB of float32, one thread"
 
 

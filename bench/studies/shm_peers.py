@@ -21,6 +21,7 @@ from pathlib import Path
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies import shm_peers_ranks
 from gradwire.bench.studies.shared.parser import StudyParser
+from gradwire.bench.studies.tables.page import markdown
 
 SIZES_NBYTES = tuple(4096 * 4**step for step in range(8))
 """4 KB to 64 MB, each four times the one before."""
@@ -88,14 +89,10 @@ def cell(seconds: list[float]) -> str:
 
 def table(ranks: int, rounds: dict[str, list[PeerSeconds]]) -> str:
     """A Markdown table of microseconds: median of the rounds (best round)."""
-    lines = [
-        f"| {ranks} ranks, us | " + " | ".join(map(size_name, SIZES_NBYTES)) + " |",
-        "|---" * (len(SIZES_NBYTES) + 1) + "|",
-    ]
+    rows = [[f"{ranks} ranks, us", *map(size_name, SIZES_NBYTES)]]
     for name, results in rounds.items():
-        cells = [cell([result[nbytes] for result in results]) for nbytes in SIZES_NBYTES]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([name, *(cell([result[nbytes] for result in results]) for nbytes in SIZES_NBYTES)])
+    return markdown(rows)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import count as count_up
-from typing import Protocol
 from unittest.mock import patch
 
 import torch
@@ -60,35 +59,22 @@ ANSWERS_PER_SECOND = 20_000
 """Of one TCPStore, on one thread; 20,000 to 50,000 were measured."""
 
 
-class TimeSource(Protocol):
-    """Where ranks sleep, and wait for the store's turn."""
+class WallClock:
+    """Where ranks sleep, and wait for the store's turn: this machine's clock, and a store that answers at once."""
 
     def sleep(self, seconds: float) -> None:
         """As `time.sleep`."""
+        time.sleep(seconds)
 
     def monotonic(self) -> float:
         """As `time.monotonic`."""
+        return time.monotonic()
 
     def ask(self) -> None:
         """Returns when the store has answered one question more."""
 
 
-class WallClock:
-    """That of this machine, and a store that answers at once."""
-
-    def sleep(self, seconds: float) -> None:
-        """Sleeps."""
-        time.sleep(seconds)
-
-    def monotonic(self) -> float:
-        """Seconds."""
-        return time.monotonic()
-
-    def ask(self) -> None:
-        """Returns."""
-
-
-class SimulatedClock:
+class SimulatedClock(WallClock):
     """Runs threads one at a time, in the order of their times, which pass only while all of them sleep."""
 
     def __init__(self) -> None:
@@ -152,7 +138,7 @@ class Memory:
         clock: Of the ranks.
     """
 
-    def __init__(self, clock: TimeSource) -> None:
+    def __init__(self, clock: WallClock) -> None:
         self.clock = clock
         self.values: dict[str, bytes] = {}
         self.lock = threading.Lock()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
-from gradwire.bench.plot.style import BASELINE, load_pyplot
+from gradwire.bench.plot.style import BASELINE, load_pyplot, strip
 from gradwire.bench.studies.convergence.tasks import TASKS
 from gradwire.compressors.registry import Option
 
@@ -265,7 +265,6 @@ def draw(results: Sequence[Result], file: Path) -> None:
     task, size, steps, nodes = statistics.mode(kinds)
     axes.set_title(f"{task}, {size[:-1]} M parameters, {steps} steps, {nodes} nodes x 2 ranks", fontsize=10, loc="left")
     axes.legend(frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    strip(axes)
     figure.savefig(file, dpi=90)
     pyplot.close(figure)

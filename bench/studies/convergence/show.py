@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwire.bench.plot.style import BASELINE, PEERS, load_pyplot
+from gradwire.bench.plot.style import BASELINE, PEERS, load_pyplot, strip
 from gradwire.bench.studies.convergence.record import (
     Record,
     Speed,
@@ -221,5 +221,4 @@ def _label_time(axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("training time, seconds (logarithmic)")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    strip(axes)
