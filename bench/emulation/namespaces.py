@@ -11,12 +11,14 @@ others join it, because a cable has its ends in two network namespaces, and belo
 Source: pid_namespaces(7), network_namespaces(7), user_namespaces(7), PR_SET_PDEATHSIG(2const), unshare(1), setpriv(1).
 """
 
+import contextlib
 import functools
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -93,6 +95,40 @@ def run_shell(script: str, prefix: list[str]) -> subprocess.CompletedProcess[str
     return subprocess.run([*prefix, "sh", "-c", sbin + script], text=True, capture_output=True, check=False)
 
 
+def start_piped(words: Sequence[str]) -> "subprocess.Popen[str]":
+    """Starts a process with pipes to its stdin, stdout and stderr; a terminal's Ctrl-C does not reach it.
+
+    Args:
+        words: Its command line.
+    """
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end_piped(process: "subprocess.Popen[str]") -> None:
+    """Ends what leaves at the end of its stdin, in any case; harmless when done twice, and when it has ended by itself.
+
+    Args:
+        process: Of `start_piped`.
+    """
+    assert process.stdin and process.stdout and process.stderr
+    with contextlib.suppress(BrokenPipeError):  # a line that it never read: it is dead already
+        process.stdin.close()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+    process.stderr.close()
+
+
 class Holder:
     """New namespaces for network, hostname, mounts and processes, open until `close`."""
 
@@ -131,15 +167,7 @@ class Holder:
         words = [] if beside is None else [*beside.enter_user()]
         # After the user namespace: the kernel forgets the signal where a process gains rights.
         words += ["setpriv", "--pdeathsig", "KILL", "unshare", *first, *_NEW, "--kill-child=KILL", "sh", "-c", script]
-        # A session of its own keeps the terminal's Ctrl-C away: the holder ends when this process says so.
-        self._process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self._process = start_piped(words)
         assert self._process.stdout is not None and self._process.stderr is not None
         pid = self._process.stdout.readline().strip()
         if not pid:
@@ -208,13 +236,5 @@ class Holder:
 
     def close(self) -> None:
         """Kills everything inside and waits until it is dead; the namespaces go with it."""
-        assert self._process.stdin and self._process.stdout and self._process.stderr
         # At the end of file process 1 leaves, and its parent returns only when the kernel has emptied the namespace.
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._process.stderr.close()
+        end_piped(self._process)

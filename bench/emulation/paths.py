@@ -1,8 +1,8 @@
 """What the network between emulated nodes is like: delay, jitter, loss, queues, by node and by pair of regions."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 """Source: tc(8), section PARAMETERS, TIMES."""
@@ -98,6 +98,18 @@ def parse_loss(text: str, parameter: str) -> float:
             f"`{parameter}`: found {text[:40]!r}, wanted at most {MOST_LOSS:.0%}: TCP does not get through"
         )
     return loss
+
+
+def _parse_delay(text: str, parameter: str) -> float:
+    return parse_seconds(text, parameter, MOST_DELAY_SECONDS)
+
+
+_BETWEEN: dict[str, tuple[str, Callable[[str, str], float]]] = {
+    "delay": ("delay_seconds", _parse_delay),
+    "jitter": ("jitter_seconds", _parse_delay),
+    "loss": ("loss", parse_loss),
+}
+"""Word of `between` -> the field of `NetworkPath`, and what reads it."""
 
 
 def _one_each(text: str, count: int, parameter: str) -> list[str]:
@@ -204,8 +216,8 @@ class PathOptions:
         return [
             _check_jitter(
                 NetworkPath(
-                    delay_seconds=parse_seconds(delay, f"{prefix}delay", MOST_DELAY_SECONDS),
-                    jitter_seconds=parse_seconds(jitter, f"{prefix}jitter", MOST_DELAY_SECONDS),
+                    delay_seconds=_parse_delay(delay, f"{prefix}delay"),
+                    jitter_seconds=_parse_delay(jitter, f"{prefix}jitter"),
                     loss=parse_loss(loss, f"{prefix}loss"),
                 ),
                 f"{prefix}jitter",
@@ -233,7 +245,7 @@ class PathOptions:
         names = [name.strip() for name in pair.split("/")]
         found = dict(word.strip().split("=", 1) for word in words.split(",") if "=" in word)
         sensible = len(names) == 2 and colon and found and len(found) == len(words.split(","))
-        if not sensible or not found.keys() <= {"delay", "loss", "jitter"}:
+        if not sensible or not found.keys() <= _BETWEEN.keys():
             raise ValueError(
                 f"`{parameter}`: found {text[:80]!r}, wanted two regions and what lies between, {_EXAMPLE}"
             )
@@ -243,20 +255,11 @@ class PathOptions:
                     f"`{parameter}`: found {name[:40]!r} in {text[:80]!r}, wanted a region that some node is in: "
                     f"{', '.join(dict.fromkeys(regions))}"
                 )
+        given = {
+            name: read(found[word], f"{parameter}: {word}") for word, (name, read) in _BETWEEN.items() if word in found
+        }
         for source, source_region in enumerate(regions):
             for target, target_region in enumerate(regions):
                 if source == target or (source_region, target_region) not in (tuple(names), tuple(reversed(names))):
                     continue
-                base = own[source]
-                paths[source][target] = _check_jitter(
-                    NetworkPath(
-                        delay_seconds=parse_seconds(found["delay"], f"{parameter}: delay", MOST_DELAY_SECONDS)
-                        if "delay" in found
-                        else base.delay_seconds,
-                        jitter_seconds=parse_seconds(found["jitter"], f"{parameter}: jitter", MOST_DELAY_SECONDS)
-                        if "jitter" in found
-                        else base.jitter_seconds,
-                        loss=parse_loss(found["loss"], f"{parameter}: loss") if "loss" in found else base.loss,
-                    ),
-                    f"{parameter}: jitter",
-                )
+                paths[source][target] = _check_jitter(replace(own[source], **given), f"{parameter}: jitter")

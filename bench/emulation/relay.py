@@ -10,7 +10,6 @@ Source: packet(7); ethtool ioctls: Linux include/uapi/linux/ethtool.h.
 
 import json
 import select
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, cast
 
-from gradwire.bench.emulation.namespaces import Holder
+from gradwire.bench.emulation.namespaces import Holder, end_piped, start_piped
 from gradwire.bench.emulation.paths import Paths
 
 _START_SECONDS = 60.0
@@ -103,14 +102,7 @@ class Relay:
         script = Path(__file__).with_name("relay_process.py")
         # setpriv last: the kernel forgets the signal where a process gains rights.
         words = [*switch.enter_network(), "setpriv", "--pdeathsig", "KILL"]
-        self._process = subprocess.Popen(
-            [*words, sys.executable, "-I", "-S", str(script), compiled.origin],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self._process = start_piped([*words, sys.executable, "-I", "-S", str(script), compiled.origin])
         flat = [path for row in paths.paths for path in row]
         asked = {
             "interfaces": list(interfaces),
@@ -200,16 +192,4 @@ class Relay:
 
     def close(self) -> None:
         """Ends it; harmless when done twice, and when it has ended by itself."""
-        asking, answering, said = self._process.stdin, self._process.stdout, self._process.stderr
-        assert asking is not None and answering is not None and said is not None
-        try:
-            asking.close()
-        except BrokenPipeError:  # a line that it never read: it is dead already
-            self._process.wait()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        answering.close()
-        said.close()
+        end_piped(self._process)

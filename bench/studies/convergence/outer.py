@@ -54,7 +54,7 @@ from gradwire.bench.studies.convergence.tasks import (
     schedules_of,
 )
 from gradwire.bench.studies.convergence.training import on_forked_ranks
-from gradwire.bench.studies.shared.parser import StudyParser
+from gradwire.bench.studies.shared.parser import StudyParser, path_of
 
 PLAIN, ALONE, INT4, POWERSGD, POST_LOCAL = (
     "plain DDP",
@@ -472,8 +472,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--nic", help="of the emulated links (default: no limit)")
-    parser.add_argument("--delay", help="of speed: one way, between the nodes: 40ms")
-    parser.add_argument("--loss", help="of speed: of the packets that a node sends: 0.1%%")
+    parser.add_path()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=1, help="of speed: of how many ranks one takes those")
     parser.add_argument("--steps", type=int, help="default: those of the task")
@@ -489,7 +488,7 @@ def main(argv: list[str]) -> int:
         print(show(options.json))
         return 0
     if options.what == "speed":
-        path = PathOptions(delay=options.delay, loss=options.loss)
+        path = path_of(options)
         found = measure_speed(options.task, nodes, options.nic, methods, options.rounds, options.batches, path)
         _add(options.json, found)
         return 0

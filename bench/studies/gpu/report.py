@@ -6,7 +6,6 @@
 The tests marked `gpu` run too. A figure belongs to the machine, the versions, the date and the command above it.
 """
 
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gradwire.bench.doctor.local import versions
 from gradwire.bench.kernels.cases import SETS, KernelCase
 from gradwire.bench.kernels.command import KernelResult, measure
 from gradwire.bench.machine import machine_line
+from gradwire.bench.selftest.facts import cuda_versions
 from gradwire.bench.studies.gpu import step as gpu_step
 from gradwire.bench.studies.gpu.cases import gpu_cases
 from gradwire.bench.studies.shared.parser import StudyParser
@@ -27,18 +28,6 @@ MEBIBYTES = (25, 256)
 TESTS = ("tests/csrc", "tests/comms/transport/test_nccl.py")
 TEST_SECONDS = 240
 CHECKOUT = Path(__file__).resolve().parents[3]
-
-
-def versions() -> str:
-    """What the figures were measured with."""
-    cuda = importlib.import_module("cupy.cuda")
-    driver, nvrtc = cuda.runtime.driverGetVersion(), cuda.nvrtc.getVersion()
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return (
-        f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}, torch {torch.__version__} for CUDA "
-        f"{torch.version.cuda}, CuPy {importlib.import_module('cupy').__version__}, NVRTC {nvrtc[0]}.{nvrtc[1]}, "
-        f"NCCL {nccl}"
-    )
 
 
 def launches(case: KernelCase) -> int:
@@ -109,7 +98,8 @@ def tested_lines() -> Iterator[str]:
 
 def report(device: torch.device) -> Iterator[str]:
     """Every line, as soon as it is known."""
-    yield f"# A GPU's figures\n\n{machine_line()}; {versions()}\n\n    python -m gradwire.bench.studies.gpu.report\n"
+    measured_with = ", ".join(f"{name} {version}" for name, version in (versions() | cuda_versions()).items())
+    yield f"# A GPU's figures\n\n{machine_line()}; {measured_with}\n\n    python -m gradwire.bench.studies.gpu.report\n"
     for mebibytes in MEBIBYTES:
         yield from kernel_table(mebibytes, device)
         yield ""

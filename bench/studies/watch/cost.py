@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,9 @@ import torch.distributed as dist
 import gradwire
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.shared.parser import StudyParser
-from gradwire.bench.studies.watch.forked import join, run_ranks
+from gradwire.bench.studies.watch.forked import RESULT, join, result_of
 from gradwire.bench.studies.watch.job import TIMEOUT
-from gradwire.bench.studies.watch.planted import LIMIT_SECONDS, RESULT, WARMED
+from gradwire.bench.studies.watch.planted import LIMIT_SECONDS, WARMED
 from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.watch.messages import MessageNotes
 
@@ -120,38 +120,23 @@ def own_seconds() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def result_of(size: int, main: Callable[[int, int], None]) -> Any:
-    """What rank 0 of so many prints.
-
-    Args:
-        size: Number of ranks.
-        main: What a rank does.
-
-    Raises:
-        RuntimeError: A rank failed.
-    """
-    statuses, text = run_ranks(size, main, LIMIT_SECONDS)
-    if any(statuses):
-        raise RuntimeError(f"the ranks ended with {statuses}: {text[-4000:]}")
-    return json.loads(text.partition(RESULT)[2].partition("\n")[0])
-
-
 def main() -> None:
     """Runs ranks in turn, and prints a table."""
     parser = StudyParser("watch.cost", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="ranks without and with (default: 5)")
     options = parser.parse_args()
+    told = partial(result_of, seconds=LIMIT_SECONDS)
     for module in WARMED[:1]:
         importlib.import_module(module)
     rounds: list[tuple[Costs, Costs]] = [
-        (result_of(1, partial(measured, False)), result_of(1, partial(measured, True))) for _ in range(options.rounds)
+        (told(1, partial(measured, False)), told(1, partial(measured, True))) for _ in range(options.rounds)
     ]
     print("| call | us without, least | us with, least | more, of each round |\n|---|---|---|---|")
     for name in rounds[0][1]:
         off, on = ([each[way].get(name, 0.0) for each in rounds] for way in (0, 1))
         more = ", ".join(f"{b - a:.1f}" for a, b in zip(off, on, strict=True))
         print(f"| {name} | {min(off):.1f} | {min(on):.1f} | {more} |")
-    own = [100 * result_of(2, looked) for _ in range(2)]
+    own = [100 * told(2, looked) for _ in range(2)]
     print(f"\nthe watch's thread: {min(own):.2f} to {max(own):.2f} % of a core")
     print(f"{machine_line()}, at a load of {os.getloadavg()[0]:.0f}")
 

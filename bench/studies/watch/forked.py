@@ -5,6 +5,7 @@ They end as under torchrun: when one has failed the others get SIGTERM. Each wat
 
 import atexit
 import gc
+import json
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch.distributed as dist
 
@@ -26,6 +27,8 @@ GRACE_SECONDS = 30.0
 """Between SIGTERM and SIGKILL. Source: torchrun's default."""
 
 LOOK_SECONDS = 0.05
+RESULT = "result:"
+"""What rank 0 prints before what a study wants of it."""
 
 _one_forks = threading.Lock()
 """Several jobs may run at a time, each from a thread."""
@@ -81,6 +84,23 @@ def run_ranks(size: int, main: Callable[[int, int], None], seconds: float) -> tu
                 os.kill(process, signal.SIGKILL)
                 statuses[rank] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         return statuses, "".join(_read(file) for file in files)
+
+
+def result_of(size: int, main: Callable[[int, int], None], seconds: float) -> Any:
+    """What rank 0 of a job prints behind `RESULT`, as JSON.
+
+    Args:
+        size: Number of ranks.
+        main: As for `run_ranks`.
+        seconds: After which all are killed.
+
+    Raises:
+        RuntimeError: A rank failed.
+    """
+    statuses, text = run_ranks(size, main, seconds)
+    if any(statuses):
+        raise RuntimeError(f"the ranks ended with {statuses}: {text[-4000:]}")
+    return json.loads(text.partition(RESULT)[2].partition("\n")[0])
 
 
 def _read(file: IO[bytes]) -> str:

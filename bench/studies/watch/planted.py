@@ -36,7 +36,7 @@ from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.tables.page import put_between
 from gradwire.bench.studies.watch import job
-from gradwire.bench.studies.watch.forked import join, run_ranks
+from gradwire.bench.studies.watch.forked import RESULT, join, result_of, run_ranks
 from gradwire.bench.studies.watch.job import (
     FAULT_AT,
     FAULT_STEP,
@@ -66,9 +66,6 @@ DISAGREEMENTS = {
 AT_A_TIME = 3
 """Jobs; they sleep most of the time. What must name nobody runs alone."""
 
-RESULT = "result:"
-"""What rank 0 prints before it."""
-
 PARTS = ("late", "disagree", "healthy")
 
 COMMAND = "python -m gradwire.bench.studies.watch.planted --data docs/results/data/watch.jsonl"
@@ -94,7 +91,7 @@ def watched(work: Callable[[], object], rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def result_of(work: Callable[[], object]) -> Any:
+def outcome_of(work: Callable[[], object]) -> Any:
     """What a job's rank 0 returns.
 
     Args:
@@ -103,10 +100,7 @@ def result_of(work: Callable[[], object]) -> Any:
     Raises:
         RuntimeError: The job failed.
     """
-    statuses, text = run_ranks(RANKS, partial(watched, work), LIMIT_SECONDS)
-    if any(statuses):
-        raise RuntimeError(f"the job ended with {statuses}: {text[-4000:]}")
-    return json.loads(text.partition(RESULT)[2].partition("\n")[0])
+    return result_of(RANKS, partial(watched, work), LIMIT_SECONDS)
 
 
 def planted_delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
@@ -119,7 +113,7 @@ def planted_delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
     Raises:
         RuntimeError: The job failed.
     """
-    return delays_of(result_of(lambda: [asdict(each) for each in job.delays(kind, ranks)]))
+    return delays_of(outcome_of(lambda: [asdict(each) for each in job.delays(kind, ranks)]))
 
 
 def delays_of(found: Sequence[dict[str, Any]]) -> list[PlantedDelay]:
@@ -167,7 +161,7 @@ def healthy(steps: int) -> tuple[list[NamedRank], float]:
         report = gradwire.watch().report
         return [asdict(each) for each in named_since(0)], report.seconds / steps if report else 0.0
 
-    named, seconds = result_of(work)
+    named, seconds = outcome_of(work)
     return [NamedRank(**each) for each in named], seconds
 
 
