@@ -5,7 +5,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -69,8 +69,7 @@ class Collector:
         self._task: TaskID = progress.add_task("starting", total=None)
         self._done = "nothing was measured yet"
         self._so_far: dict[str, list[float]] = {}
-        self._ran: list[ContenderResult] = []
-        self._seconds: dict[str, list[float]] = {}
+        self._ran: dict[str, dict[str, Any]] = {}
         self._refused: list[ContenderResult] = []
         self.gradient_nbytes = 0
         self.other: list[str] = []
@@ -94,15 +93,7 @@ class Collector:
         elif "reason" in record:
             self._refused.append(ContenderResult(record["name"], reason=record["reason"]))
         else:
-            self._seconds[record["name"]] = record["seconds"]
-            self._ran.append(
-                ContenderResult(
-                    record["name"],
-                    statistics.median(record["seconds"]),
-                    statistics.median(record["nic_nbytes"]),
-                    record["error"],
-                )
-            )
+            self._ran[record["name"]] = record
 
     def _turn(self, record: dict[str, Any]) -> None:
         """Says what goes on, and keeps what a stop would lose."""
@@ -137,16 +128,22 @@ class Collector:
         Args:
             counted: Whether the network card's bytes mean something.
         """
-        seconds = {one.name: one.seconds for one in self._ran if one.seconds}
-        found = [
-            replace(one, nic_nbytes=one.nic_nbytes if counted else None, speed_up=seconds[PLAIN] / seconds[one.name])
-            for one in self._ran
-        ]
-        plain = self._seconds.get(PLAIN, [])
-        ratios = {name: [p / own for p, own in zip(plain, each, strict=True)] for name, each in self._seconds.items()}
-        return [
-            one if one.name == PLAIN else replace(one, speed_up_range=_middle(ratios[one.name])) for one in found
-        ] + self._refused
+        found = []
+        for name, record in self._ran.items():
+            plain, own = self._ran[PLAIN]["seconds"], record["seconds"]
+            seconds = statistics.median(own)
+            each = [p / one for p, one in zip(plain, own, strict=True)]
+            found.append(
+                ContenderResult(
+                    name,
+                    seconds,
+                    statistics.median(record["nic_nbytes"]) if counted else None,
+                    record["error"],
+                    speed_up=statistics.median(plain) / seconds,
+                    speed_up_range=None if name == PLAIN else _middle(each),
+                )
+            )
+        return found + self._refused
 
 
 @dataclass(frozen=True, slots=True)

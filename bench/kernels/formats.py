@@ -288,9 +288,14 @@ PIECE = 16_384
 """Values of a piece for `ExponentPacking.worst`: those of a small owner's part."""
 
 
+def exponents_of(x: Tensor) -> Tensor:
+    """Returns the exponents of x as bfloat16: int32, of its shape."""
+    return x.to(torch.bfloat16).view(torch.int16).int() >> 7 & 0xFF
+
+
 def packing(x: Tensor, block: int, code_bits: int, zero_code: bool) -> ExponentPacking:
     """Returns what packing a gradient would take, as bfloat16."""
-    exponents = _blocks(x, PIECE).to(torch.bfloat16).view(torch.int16).int() >> 7 & 0xFF
+    exponents = exponents_of(_blocks(x, PIECE))
     blocks = exponents.view(len(exponents), -1, block)
     far = blocks.amax(2, keepdim=True) - blocks >= 2**code_bits - (2 if zero_code else 1)
     escaped = (far & (blocks > 0) if zero_code else far).view(len(exponents), -1)
@@ -315,7 +320,7 @@ def packed_bits(x: Tensor) -> float:
 
 def exponent_entropy(x: Tensor) -> float:
     """Returns the bits of an exponent of x as bfloat16, by how often each occurs: no code of one value is shorter."""
-    exponents = x.to(torch.bfloat16).view(torch.int16).int() >> 7 & 0xFF
+    exponents = exponents_of(x)
     shares = torch.bincount(exponents, minlength=256).double() / x.numel()
     shares = shares[shares > 0]
     return float(-(shares * shares.log2()).sum())

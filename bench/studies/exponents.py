@@ -20,16 +20,11 @@ from rich.table import Table
 from torch import Tensor
 
 from gradwire.bench.kernels.codecs import read_gradients
-from gradwire.bench.kernels.formats import exponent_entropy, packed_bits
+from gradwire.bench.kernels.formats import exponent_entropy, exponents_of, packed_bits
 from gradwire.bench.terminal import CleanConsole, right_columns
 from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK
 
 OWNERS = (2, 4, 16)
-
-
-def exponents_of(x: Tensor) -> Tensor:
-    """The exponents of x (n) as bfloat16: (n) int64."""
-    return (x.to(torch.bfloat16).view(torch.int16).int() >> 7 & 0xFF).long()
 
 
 def conditional_entropy(exponents: Tensor, known: Tensor) -> float:
@@ -72,10 +67,10 @@ def main() -> None:
     sizes = [f"{kind}, {owners}" for owners in OWNERS for kind in ("fixed", "dealt")]
     table = Table("gradient", *right_columns("alone", "given block", "given last step", "sent", *sizes))
     for name, x in gradients.items():
-        exponents, (task, step) = exponents_of(x), name.rsplit("/", 1)
+        exponents, (task, step) = exponents_of(x).long(), name.rsplit("/", 1)
         before = gradients.get(f"{task}/{int(step) - 1}")
         given_block = conditional_entropy(exponents, largest_of_blocks(exponents)) + 8 / EXPONENTS_BLOCK
-        given_last = None if before is None else conditional_entropy(exponents, exponents_of(before))
+        given_last = None if before is None else conditional_entropy(exponents, exponents_of(before).long())
         table.add_row(
             name,
             f"{exponent_entropy(x):.2f}",
