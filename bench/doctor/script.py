@@ -151,6 +151,7 @@ def main(argv: list[str]) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
+        timer.cancel()
         hook.remove()
 
 
