@@ -436,7 +436,8 @@ class DifferenceAllGather(EncodedAllGather):
             self._alike.compare()
             between, rows = self._between(input_tensor), self.sent.rows
             if rows is None or not again:
-                rows = self._renewed(between, input_tensor)
+                with torch.inference_mode(False), torch.no_grad():  # they are kept, and change in steps that train
+                    rows = self._renewed(between, input_tensor)
             found = output_tensor.view(self._nodes.size, -1)
             for index, row in self._of_all_ranks(rows.to(input_tensor.dtype)):
                 found[index].copy_(row)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -140,6 +141,7 @@ def row_named(state: FsdpState, op: str) -> PhaseTotals:
 def carried_cases(rank: int) -> None:
     with job():
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+        evaluated_in_inference_mode(mesh)
         near_exact(mesh)
         backward_is_free(mesh)
         resumes_bit_for_bit(mesh)
@@ -151,6 +153,21 @@ def carried_cases(rank: int) -> None:
         of_other_nodes(mesh)
         of_other_options()
         damaged(mesh)
+
+
+def evaluated_in_inference_mode(mesh: DeviceMesh) -> None:
+    """Rows that an evaluation has begun anew change in the next step, as where it went without gradients alone."""
+
+    def run(without: Callable[[], AbstractContextManager[object]]) -> dict[str, torch.Tensor]:
+        model, state = both_ways(mesh)
+        train(model, 1)  # torch's own memory for weights must not be made in inference mode
+        state.flush()
+        with without():
+            model(batch(7))
+        train(model, 2, first=1)
+        return weights(model)
+
+    assert not differs(run(torch.inference_mode), run(torch.no_grad))
 
 
 def near_exact(mesh: DeviceMesh) -> None:
