@@ -255,11 +255,18 @@ class FsdpState(Face[AveragingSession]):
                 own[CARRIED_ON + key] = each.rows.clone()  # they change in place
             if isinstance(each, LeftOut):
                 own[SCALE_OF + key] = float(each.loss_scale.value)
-        return own | {SHARDS: self._shard_count, NODES: self._shards.nodes}
+        return own | {SHARDS: _size_of_first(self._shard_groups), NODES: self._shards.nodes}
 
-    @property
-    def _shard_count(self) -> int:
-        return self._shard_groups[0].size() if self._shard_groups else 1
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """See `Face.load_state_dict`. A state is of the end of a step: half of one that is under way is dropped."""
+        super().load_state_dict(state)
+        if self._partial:
+            log.warning(
+                "a state was loaded within a step: dropped the sums of earlier micro-batches of %d units that had not "
+                "been averaged over the replicas",
+                len(self._partial),
+            )
+            self._partial.clear()
 
     def _refuse_homeless(self, found: Checkpoint) -> None:
         saved = {key for part in without_job(found) for key in part}
@@ -281,10 +288,11 @@ class FsdpState(Face[AveragingSession]):
             return
         dirty = bool(dict(found[JOB])["dirty"])
         refuse_other_kinds(own, {key: kind for key in own if (kind := _kind_of(key)) is not None})
-        if own.pop(SHARDS, None) != self._shard_count:
+        count = _size_of_first(self._shard_groups)
+        if own.pop(SHARDS, None) != count:
             if dirty:
                 raise ValueError(
-                    f"`state` is of another mesh than {self._shard_count} shards, and it still holds residuals that "
+                    f"`state` is of another mesh than {count} shards, and it still holds residuals that "
                     "belong to its shards: call state.flush() and train one more step before saving, or load it on the "
                     "mesh that saved it"
                 )
@@ -492,6 +500,10 @@ def _kind_of(key: str) -> type | UnionType | None:
     if key.startswith(CARRIED_ON):
         return Tensor
     return int | float if key.startswith(SCALE_OF) else fixed.get(key)
+
+
+def _size_of_first(groups: Sequence[dist.ProcessGroup]) -> int:
+    return groups[0].size() if groups else 1
 
 
 def shard_groups(units: Sequence[ShardedUnit]) -> list[dist.ProcessGroup]:

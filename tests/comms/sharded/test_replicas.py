@@ -1,7 +1,9 @@
 """Laws of sharded training between replicas: exact is native HSDP's bits, compressed is near, state resumes."""
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -182,6 +184,7 @@ def compressed_cases(rank: int) -> None:
         resumes(mesh)
         not_finite(mesh)
         accumulates(mesh)
+        drops_half_a_step(mesh)
 
 
 def replicas_agree(mesh: DeviceMesh, tensors: dict[str, Any]) -> None:
@@ -275,6 +278,27 @@ def accumulates(mesh: DeviceMesh) -> None:
     train(once, 2)
     assert calls == {row.calls for row in other.report().rows}
     assert state.steps == 2
+
+
+def drops_half_a_step(mesh: DeviceMesh) -> None:
+    """What was summed of a step's micro-batches is not added to the first step behind a state that is loaded."""
+
+    def run(interrupted: bool) -> dict[str, torch.Tensor]:
+        model, state = applied(mesh, compressor="int8")
+        train(model, 1)
+        saved = state.state_dict()
+        if interrupted:
+            model.set_requires_all_reduce(False)  # type: ignore[operator]
+            plain_step(model, 7)
+            model.set_requires_all_reduce(True)  # type: ignore[operator]
+        with patch.object(logging.getLogger("gradwire"), "warning") as warning:
+            state.load_state_dict(saved)
+        said = [str(call.args[0] % call.args[1:]) for call in warning.call_args_list]
+        assert len(said) == interrupted and all("had not been averaged" in each for each in said), said
+        train(model, 1, first=1)
+        return weights(model)
+
+    assert not differs(run(interrupted=True), run(interrupted=False))
 
 
 def test_compressed_is_near_and_its_state_is_whole(processes: Processes) -> None:
