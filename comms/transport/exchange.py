@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.comms.plan.plan import REDUCE_SCATTER, Exchange, Message
 from gradwire.comms.transport.groups import Transport
-from gradwire.comms.transport.torch_group import SlicesToSum, TorchTransport
+from gradwire.comms.transport.torch_group import SlicesToSum, Then, TorchTransport
 from gradwire.compressors.base import Work
 
 if TYPE_CHECKING:
@@ -49,10 +49,16 @@ def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> W
     if adds and incoming:
         place = sum(each.source < rank for each in incoming)
         own = flat[incoming[0].start : incoming[0].stop]
-        return _Adding(issued, received.view(len(incoming), own.numel()), own, place, source)
-    if len(incoming) > 1:
-        return _Placing(issued, received, [flat[each.start : each.stop] for each in incoming], source)
-    return _Placing(issued, received, [], source)
+        others = received.view(len(incoming), own.numel())
+        rows = SlicesToSum([*others[:place], own, *others[place:]])  # in rank order
+        return Then(issued, lambda: rows.sum(own), source)
+
+    def put_in_place() -> None:
+        parts = received.split_with_sizes([each.stop - each.start for each in incoming])
+        for each, arrived in zip(incoming, parts, strict=True):
+            flat[each.start : each.stop] = arrived
+
+    return Then(issued, put_in_place if len(incoming) > 1 else None, source)
 
 
 def all_to_all_of(group: Transport, output: Tensor, source: Tensor, splits: Sequence[int]) -> Work:
@@ -90,44 +96,3 @@ def _collected(runs: list[Tensor], like: Tensor) -> Tensor:
 def _splits(members: Sequence[int], messages: dict[int, Message], width: int) -> list[int]:
     """Bytes to or from each member."""
     return [(messages[member].stop - messages[member].start) * width if member in messages else 0 for member in members]
-
-
-class _Placing:
-    """Waits for messages and copies each to its place; holds what is sent until then."""
-
-    def __init__(self, work: Work, received: Tensor, targets: list[Tensor], source: Tensor) -> None:
-        self._work = work
-        self._received = received
-        self._targets = targets
-        self._source = source
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        self._work.wait()
-        offset = 0
-        for target in self._targets:
-            target.copy_(self._received[offset : offset + target.numel()])
-            offset += target.numel()
-
-
-class _Adding:
-    """Waits for what others have of one run, and adds it up with what is there, in rank order.
-
-    Args:
-        work: Is done when all has arrived.
-        received: (others, elements), in rank order.
-        own: 1-D, elements: this rank's summand; takes the sum.
-        place: How many of the others come before this rank.
-        source: What is sent: held until then.
-    """
-
-    def __init__(self, work: Work, received: Tensor, own: Tensor, place: int, source: Tensor) -> None:
-        self._work = work
-        self._rows = SlicesToSum([*received[:place], own, *received[place:]])
-        self._own = own
-        self._source = source
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        self._work.wait()
-        self._rows.sum(self._own)

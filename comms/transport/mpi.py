@@ -9,7 +9,7 @@ Both are used in the same order on all ranks, though by different threads, so MP
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate, count, pairwise
 from types import ModuleType
@@ -21,7 +21,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.mpi_launch import load_mpi
 from gradwire.comms.errors import PeerError
-from gradwire.comms.transport.torch_group import Done, SlicesToSum, scale_in_place
+from gradwire.comms.transport.torch_group import SlicesToSum, Then, scale_in_place
 from gradwire.compressors.base import Work, even_bounds
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class MpiGroup:
         """See `Transport.all_reduce`: an exchange of slices, then a sum and an all-gather in `wait`."""
         flat = tensor.view(-1)
         bounds = even_bounds(flat.numel(), self.size)
-        return _Then(self._scatter(flat, bounds, scale), lambda: self._gather(self._second, flat, bounds))
+        return Then(self._scatter(flat, bounds, scale), lambda: self._gather(self._second, flat, bounds).wait())
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
         """See `Transport.reduce_scatter`."""
@@ -173,12 +173,7 @@ class MpiGroup:
         )
         arrived = _Request(request, (sent, buffer), "reduce_scatter", self._seconds)
         target = flat[bounds[self.rank] : bounds[self.rank + 1]]
-
-        def add() -> Work:
-            rows.sum(target)
-            return Done()
-
-        return _Then(arrived, add)
+        return Then(arrived, lambda: rows.sum(target))
 
     def _gather(self, communicator: "MPI.Comm", flat: Tensor, bounds: Sequence[int]) -> "_Request":
         data = _bytes(flat)
@@ -209,19 +204,6 @@ class _Request:
             if looks % 64 == 0 and time.monotonic() > deadline:
                 raise PeerError(f"MPI {self._name} took longer than {self._seconds:g} s: a rank is gone or hangs", ())
         self._buffers = ()
-
-
-class _Then:
-    """A work, and what follows it inside `wait`."""
-
-    def __init__(self, work: Work, then: Callable[[], Work]) -> None:
-        self._work = work
-        self._then = then
-
-    def wait(self) -> None:
-        """Waits for both."""
-        self._work.wait()
-        self._then().wait()
 
 
 def _counted(splits: Sequence[int], width: int) -> tuple[list[int], list[int]]:

@@ -187,8 +187,10 @@ class TorchTransport:
         )  # not before all memory is taken: where there is none, the gradient stays as it is
         work = self.exchange(received, tensor, [own] * self.size, sizes, max(sizes) * tensor.element_size())
         start, stop = bounds[self.rank], bounds[self.rank + 1]
-        runs = ring_runs(rings, start, stop, self.size, tensor.element_size()) if rings else ()
-        return _Summing(work, rows, tensor[start:stop], runs)
+        if not rings:
+            return Then(work, lambda: rows.sum(tensor[start:stop]))
+        runs = ring_runs(rings, start, stop, self.size, tensor.element_size())
+        return Then(work, lambda: rows.sum_as_rings(tensor[start:stop], runs))
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Transport.all_gather_slices`: one all_gather of equal slices, a broadcast where one rank has all.
@@ -209,7 +211,7 @@ class TorchTransport:
         own = tensor[bounds[self.rank] : bounds[self.rank + 1]]
         source = own.repeat(self.size)
         splits, largest = [own.numel()] * self.size, max(sizes) * tensor.element_size()
-        return _Holding(self.exchange(tensor[: bounds[-1]], source, sizes, splits, largest), source)
+        return Then(self.exchange(tensor[: bounds[-1]], source, sizes, splits, largest), held=source)
 
     def _gather_equal(self, tensor: Tensor, numel: int, stop: int) -> Work:
         """One all_gather for slices of `numel` elements, and a broadcast for what the last one has beyond that."""
@@ -326,7 +328,7 @@ class GlooTransport(TorchTransport):
         received = torch.empty(tensor.nbytes, dtype=torch.uint8)
         scale_in_place(tensor, scale)
         work = found.exchange([(1 - self.rank, tensor, received)])
-        return _Together(work, tensor, received, [Collective(ALL_REDUCE, (tensor,))], self.rank)
+        return Then(work, lambda: _hand_out(received, [Collective(ALL_REDUCE, (tensor,))], self.rank))
 
     def _sum_by_owners(self, found: "Streams", tensor: Tensor, scale: float) -> Work:
         flat, own = tensor.view(-1), self.rank
@@ -343,7 +345,7 @@ class GlooTransport(TorchTransport):
             lambda: to_sum.sum_as_rings(slices[own], [(slices[own].numel(), own)]),
             [(rank, slices[own], slices[rank]) for rank in others],
         )
-        return _Holding(work, tensor)
+        return Then(work, held=tensor)
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
         """Issues small collectives of two ranks as one: each sends the other what is for it, in one message.
@@ -369,7 +371,7 @@ class GlooTransport(TorchTransport):
         received = torch.empty_like(sent)
         splits = [sent.numel() * (rank != self.rank) for rank in range(2)]
         work = self.exchange(received, sent, splits, splits, sent.nbytes)
-        return _Together(work, sent, received, widest_first, self.rank)
+        return Then(work, lambda: _hand_out(received, widest_first, self.rank), sent)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`. Of gloo's ring through two ranks both directions are one connection, too."""
@@ -380,10 +382,10 @@ class GlooTransport(TorchTransport):
         places[self.rank].copy_(own)
         if found is not None:
             others = [rank for rank in range(self.size) if rank != self.rank]
-            return _Holding(found.exchange([(rank, own, places[rank]) for rank in others]), source)
+            return Then(found.exchange([(rank, own, places[rank]) for rank in others]), held=source)
         # In place of gloo's ring, which would send two messages.
         splits = [own.numel() * (rank != self.rank) for rank in range(2)]
-        return _Holding(self.exchange(places[1 - self.rank], own, splits, splits, own.nbytes), source)
+        return Then(self.exchange(places[1 - self.rank], own, splits, splits, own.nbytes), held=source)
 
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
@@ -458,7 +460,7 @@ class GlooTransport(TorchTransport):
         lower_in, own_in, higher_in = self._sections(source, source_splits)
         own_out.copy_(own_in)
         if found is not None:
-            return _Holding(found.exchange(self._pieces(output, source, output_splits, source_splits)), source)
+            return Then(found.exchange(self._pieces(output, source, output_splits, source_splits)), held=source)
         downwards = self.connect_both_ways()
         up = getattr(self._group, ALL_TO_ALL_SINGLE)(
             lower_out, higher_in, self._lower(output_splits), self._higher(source_splits), dist.AllToAllOptions()
@@ -756,16 +758,26 @@ class Waiting:
                 return
 
 
-class _Holding:
-    """A work, and what it reads: alive until it is done."""
+class Then:
+    """A work, and what follows it inside of the first `wait`; a sum in place must not be made again.
 
-    def __init__(self, work: Work, source: Tensor) -> None:
+    Args:
+        work: Comes first.
+        follow: What is done once with what has arrived; None: nothing.
+        held: What the work reads: alive as long as this is.
+    """
+
+    def __init__(self, work: Work, follow: Callable[[], None] | None = None, held: Tensor | None = None) -> None:
         self._work = work
-        self._source = source
+        self._follow = follow
+        self._held = held
 
     def wait(self) -> None:
         """See `Work.wait`."""
         self._work.wait()
+        follow, self._follow = self._follow, None
+        if follow is not None:
+            follow()
 
 
 _FOR_PEER: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -776,46 +788,27 @@ _FOR_PEER: dict[str, Callable[[Tensor, int], Tensor]] = {
 """What one of two ranks sends the other of its last tensor."""
 
 
-class _Together:
-    """Waits for the message that has the peer's part of several collectives, and puts it where each wants it.
+def _hand_out(received: Tensor, collectives: Sequence[Collective], rank: int) -> None:
+    """Puts the peer's part of each of several collectives, which came in one message, where that one wants it.
 
     Args:
-        work: Is done when it has arrived.
-        sent: Held until then.
         received: 1-D uint8: the parts, end to end.
         collectives: Whose parts they are, in this order.
         rank: This one of two.
     """
-
-    def __init__(
-        self, work: Work, sent: Tensor, received: Tensor, collectives: Sequence[Collective], rank: int
-    ) -> None:
-        self._work = work
-        self._sent = sent
-        self._received = received
-        self._collectives = collectives
-        self._rank = rank
-        self._done = False
-
-    def wait(self) -> None:
-        """See `Work.wait`. Again, it does nothing: a sum in place would take the peer's part once more."""
-        if self._done:
-            return
-        self._work.wait()
-        self._done = True
-        rank, start = self._rank, 0
-        for each in self._collectives:
-            output, source = each.tensors[0].view(-1), each.tensors[-1].view(-1)
-            own = _FOR_PEER[each.op](source, rank)  # what this rank would send itself
-            stop = start + own.nbytes
-            arrived = self._received[start:stop].view(source.dtype)
-            start = stop
-            if each.op == ALL_REDUCE:
-                torch.add(*((arrived, own) if rank else (own, arrived)), out=output)
-            else:
-                first, second = output.chunk(2) if output.numel() else (output, output)
-                (second if rank else first).copy_(own)  # which may lie there already
-                (first if rank else second).copy_(arrived)
+    start = 0
+    for each in collectives:
+        output, source = each.tensors[0].view(-1), each.tensors[-1].view(-1)
+        own = _FOR_PEER[each.op](source, rank)  # what this rank would send itself
+        stop = start + own.nbytes
+        arrived = received[start:stop].view(source.dtype)
+        start = stop
+        if each.op == ALL_REDUCE:
+            torch.add(*((arrived, own) if rank else (own, arrived)), out=output)
+        else:
+            first, second = output.chunk(2) if output.numel() else (output, output)
+            (second if rank else first).copy_(own)  # which may lie there already
+            (first if rank else second).copy_(arrived)
 
 
 class SlicesToSum:
@@ -892,25 +885,3 @@ def sums_as_rings(rail: TorchTransport) -> bool:
     """Whether the sums of all trials do, as this rank sees them; every rank makes all of them, whatever it sees."""
     seen = [adds_as_ring(rail, *each) for each in RING_TRIALS]
     return all(seen)
-
-
-class _Summing:
-    """Waits for the slices of all ranks and sums them."""
-
-    def __init__(self, work: Work, rows: SlicesToSum, target: Tensor, runs: Sequence[tuple[int, int]] = ()) -> None:
-        self._work = work
-        self._rows = rows
-        self._target = target
-        self._runs = runs
-        self._done = False
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        self._work.wait()
-        if self._done:
-            return
-        self._done = True
-        if self._runs:
-            self._rows.sum_as_rings(self._target, self._runs)
-        else:
-            self._rows.sum(self._target)
