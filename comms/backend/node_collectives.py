@@ -7,7 +7,7 @@ collectives go to gloo or NCCL as they are.
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -49,6 +49,7 @@ class NodeCollectives:
 
     def broadcast(self, tensor: Tensor, root: int) -> FutureTensors:
         """Copies `tensor` of rank `root` to all ranks, in place."""
+        tensor = tensor.detach()
 
         def run(group: ShmGroup) -> None:
             flat = tensor.contiguous()
@@ -60,6 +61,7 @@ class NodeCollectives:
 
     def all_gather(self, output: Tensor, source: Tensor) -> FutureTensors:
         """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
+        output, source = output.detach(), source.detach()
 
         def run(group: ShmGroup) -> None:
             gathered = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
@@ -71,6 +73,7 @@ class NodeCollectives:
 
     def all_gather_list(self, outputs: list[Tensor], source: Tensor) -> FutureTensors:
         """Fills `outputs[r]` with rank r's `source`, all of one shape."""
+        outputs, source = [output.detach() for output in outputs], source.detach()
 
         def run(group: ShmGroup) -> None:
             gathered = source.new_empty((self._size, *source.shape))
@@ -88,7 +91,7 @@ class NodeCollectives:
             source: numel = size * output.numel(); unchanged afterwards (but where `output` is a part of it).
             scale: Factor on every rank's contribution; 1 for integers.
         """
-        numel = output.numel()
+        output, source, numel = output.detach(), source.detach(), output.numel()
         bounds = [numel * rank for rank in range(self._size + 1)]
 
         def run(group: ShmGroup) -> None:
@@ -103,6 +106,10 @@ class NodeCollectives:
             own.copy_(kept)
 
         return self._submit(run, [output])
+
+    def reduce_scatter_list(self, output: Tensor, sources: Sequence[Tensor], scale: float) -> FutureTensors:
+        """As `reduce_scatter`, with one tensor for each rank; `sources` are copied."""
+        return self.reduce_scatter(output, torch.cat([source.detach().reshape(-1) for source in sources]), scale)
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks that wait for this one and gives them the reason. Any thread."""

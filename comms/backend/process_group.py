@@ -10,7 +10,7 @@ goes to the inner group, which knows them all, as does every collective that is 
 
 import atexit
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
 
 import torch
@@ -47,23 +47,11 @@ its last work: a deadlock, seen on torch 2.13 with plain gloo. Torch releases th
 atexit.register(_retired.clear)
 
 
-@dataclass(frozen=True, slots=True)
-class OwnOptions:
-    """What torch passes to the creator of a group, for a store of our own or a split; see `GroupOptions`."""
-
-    store: Store
-    group_rank: int
-    group_size: int
-    timeout: timedelta
-    group_id: str
-    global_ranks_in_group: list[int]
-
-
-def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
+def create(options: object, config: object = None) -> "GradwireGroup":
     """The creator that is registered with torch: called by every rank of the new group, in the same order.
 
     Args:
-        options: Store, rank, size, time-out and name of the group.
+        options: Torch's: store, rank, size, time-out and name of the group.
         config: `pg_options=` of init_process_group and new_group: a `Config`, by default what the environment gives.
 
     Raises:
@@ -87,7 +75,7 @@ def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
                 f"`pg_options` has `{entry.name}` {getattr(config, entry.name)!r}, and the backend knows of no steps "
                 f"and no gradients; wanted {', '.join(PLANNING)} alone: give the rest to gradwire.HookState"
             )
-    return GradwireGroup(options, config)
+    return GradwireGroup(GroupOptions.of(options), config)
 
 
 def _library_lacks(op: object, tensor: Tensor) -> bool:
@@ -117,14 +105,7 @@ class GradwireGroup(DelegatingGroup):
     def __init__(self, options: GroupOptions, config: Config) -> None:
         super().__init__(dist.ProcessGroup(options.store, options.group_rank, options.group_size))
         self._store = options.store
-        options = OwnOptions(
-            clone_of(options.store),
-            options.group_rank,
-            options.group_size,
-            options.timeout,
-            options.group_id,
-            options.global_ranks_in_group,
-        )
+        options = replace(options, store=clone_of(options.store))
         self.config = replace(config, timeout=options.timeout)
         _retired.clear()
         self._planned: PlannedAllReduce | None = None
@@ -184,10 +165,8 @@ class GradwireGroup(DelegatingGroup):
         """Sends through shared memory on a single node, by a plan on several. In place."""
         match arguments:
             case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named and _is_local(tensor):
-                if self._node:
-                    return self.issued(FutureWork(self._node.broadcast(tensor.detach(), options.rootRank)))
-                if (planned := self._planning(BROADCAST, tensor.nbytes, options.rootRank)) is not None:
-                    return self.issued(FutureWork(planned.broadcast(tensor, options.rootRank)))
+                if (exact := self._exact(BROADCAST, tensor.nbytes, options.rootRank)) is not None:
+                    return self.issued(FutureWork(exact.broadcast(tensor, options.rootRank)))
         return super().broadcast(*arguments, **named)
 
     @outside_graphs
@@ -195,12 +174,9 @@ class GradwireGroup(DelegatingGroup):
         """As `broadcast`; `arguments` are ([outputs of all ranks], [source], options)."""
         match arguments:
             case [[list() as outputs], [Tensor() as source], AllgatherOptions()] if not named:
-                if _is_local(source, *outputs) and self._is_alike(source, outputs):
-                    if self._node:
-                        targets = [each.detach() for each in outputs]
-                        return self.issued(FutureWork(self._node.all_gather_list(targets, source.detach())))
-                    if (planned := self._planning(ALL_GATHER, source.nbytes * self.size())) is not None:
-                        return self.issued(FutureWork(planned.all_gather_list(outputs, source)))
+                fits = _is_local(source, *outputs) and self._is_alike(source, outputs)
+                if fits and (exact := self._exact(ALL_GATHER, source.nbytes * self.size())) is not None:
+                    return self.issued(FutureWork(exact.all_gather_list(outputs, source)))
         return super().allgather(*arguments, **named)
 
     @outside_graphs
@@ -208,11 +184,9 @@ class GradwireGroup(DelegatingGroup):
         """As `broadcast`; `arguments` are (output, source, options)."""
         match arguments:
             case [Tensor() as output, Tensor() as source, AllgatherOptions()] if not named:
-                if _is_local(source, output) and self._fits(output, source):
-                    if self._node:
-                        return self.issued(FutureWork(self._node.all_gather(output.detach(), source.detach())))
-                    if (planned := self._planning(ALL_GATHER, output.nbytes)) is not None:
-                        return self.issued(FutureWork(planned.all_gather(output, source)))
+                fits = _is_local(source, output) and self._fits(output, source)
+                if fits and (exact := self._exact(ALL_GATHER, output.nbytes)) is not None:
+                    return self.issued(FutureWork(exact.all_gather(output, source)))
         return super().all_gather_single(*arguments, **named)
 
     @outside_graphs
@@ -222,12 +196,9 @@ class GradwireGroup(DelegatingGroup):
             case [list() as outputs, list() as sources, *_] if not named and len(outputs) == len(sources) > 0:
                 pairs = list(zip(outputs, sources, strict=True))
                 if _is_local(*outputs, *sources) and all(self._fits(*pair) for pair in pairs):
-                    if self._node:
-                        gathers = [self._node.all_gather(output.detach(), part.detach()) for output, part in pairs]
-                        return self.issued(FutureWork(together(gathers)))
                     total = sum(output.nbytes for output in outputs)
-                    if (planned := self._planning(ALL_GATHER, total)) is not None:
-                        return self.issued(FutureWork(together([planned.all_gather(*pair) for pair in pairs])))
+                    if (exact := self._exact(ALL_GATHER, total)) is not None:
+                        return self.issued(FutureWork(together([exact.all_gather(*pair) for pair in pairs])))
         return super().all_gather_single_coalesced(*arguments, **named)
 
     @outside_graphs
@@ -236,14 +207,9 @@ class GradwireGroup(DelegatingGroup):
         match arguments:
             case [[Tensor() as output], [list() as sources], ReduceScatterOptions() as options] if not named:
                 if _is_dense(output, *sources) and self._is_alike(output, sources):
-                    if self._node and self._planned and _is_local(output):
-                        scale = self._planned.scale(options.reduceOp, [output])
-                        if scale is not None:
-                            whole = torch.cat([source.detach().reshape(-1) for source in sources])
-                            return self.issued(FutureWork(self._node.reduce_scatter(output.detach(), whole, scale)))
-                    scale = self._scale_between(options.reduceOp, [output], output.nbytes * self.size())
-                    if scale is not None and self._collectives:
-                        return self.issued(FutureWork(self._collectives.reduce_scatter_list(output, sources, scale)))
+                    exact, scale = self._summing(options.reduceOp, [output], output.nbytes * self.size())
+                    if exact is not None:
+                        return self.issued(FutureWork(exact.reduce_scatter_list(output, sources, scale)))
         return super().reduce_scatter(*arguments, **named)
 
     @outside_graphs
@@ -252,14 +218,9 @@ class GradwireGroup(DelegatingGroup):
         match arguments:
             case [Tensor() as output, Tensor() as source, ReduceScatterOptions() as options] if not named:
                 if _is_dense(source, output) and self._fits(source, output):
-                    if self._node and self._planned and _is_local(source, output):
-                        scale = self._planned.scale(options.reduceOp, [source])
-                        if scale is not None:
-                            future = self._node.reduce_scatter(output.detach(), source.detach(), scale)
-                            return self.issued(FutureWork(future))
-                    scale = self._scale_between(options.reduceOp, [source], source.nbytes)
-                    if scale is not None and self._collectives:
-                        return self.issued(FutureWork(self._collectives.reduce_scatter(output, source, scale)))
+                    exact, scale = self._summing(options.reduceOp, [source], source.nbytes)
+                    if exact is not None:
+                        return self.issued(FutureWork(exact.reduce_scatter(output, source, scale)))
         return super().reduce_scatter_single(*arguments, **named)
 
     @outside_graphs
@@ -270,16 +231,11 @@ class GradwireGroup(DelegatingGroup):
                 pairs = list(zip(sources, outputs, strict=False))
                 alike = len(outputs) == len(sources) > 0 and _is_dense(*sources, *outputs)
                 if alike and all(self._fits(*pair) for pair in pairs):
-                    if self._node and self._planned and _is_local(*sources, *outputs):
-                        node, scale = self._node, self._planned.scale(options.reduceOp, sources)
-                        if scale is not None:
-                            sums = [node.reduce_scatter(part.detach(), whole.detach(), scale) for whole, part in pairs]
-                            return self.issued(FutureWork(together(sums)))
                     total = sum(source.nbytes for source in sources)
-                    scale = self._scale_between(options.reduceOp, sources, total)
-                    if scale is not None and self._collectives:
-                        futures = [self._collectives.reduce_scatter(part, whole, scale) for whole, part in pairs]
-                        return self.issued(FutureWork(together(futures)))
+                    exact, scale = self._summing(options.reduceOp, sources, total)
+                    if exact is not None:
+                        sums = [exact.reduce_scatter(part, whole, scale) for whole, part in pairs]
+                        return self.issued(FutureWork(together(sums)))
         return super().reduce_scatter_single_coalesced(*arguments, **named)
 
     _allgather_base = all_gather_single
@@ -322,7 +278,7 @@ class GradwireGroup(DelegatingGroup):
             return None
         name = group_name or f"{self.group_name}:split:{'-'.join(map(str, ranks))}"
         store = PrefixStore(f"{name}/", self.get_group_store())
-        options = OwnOptions(store, ranks.index(self.rank()), len(ranks), timeout or self.config.timeout, name, ranks)
+        options = GroupOptions(store, ranks.index(self.rank()), len(ranks), timeout or self.config.timeout, name, ranks)
         child = GradwireGroup(options, opts if isinstance(opts, Config) else self.config)
         child._set_group_name(GroupName(name))
         child._set_group_desc(group_desc or f"{self.group_desc}:split")
@@ -359,20 +315,26 @@ class GradwireGroup(DelegatingGroup):
             return None
         return self.issued(self._planned.all_reduce(tensors, scale))
 
-    def _planning(self, op: str, nbytes: int, root: int = 0) -> PlannedCollectives | None:
-        """What runs a collective on CPU tensors of several nodes; None where it is the inner group's."""
+    def _exact(self, op: str, nbytes: int, root: int = 0) -> NodeCollectives | PlannedCollectives | None:
+        """What runs a collective on CPU tensors, on one node or between several; None where it is the inner group's."""
+        if self._node is not None:
+            return self._node
         if self._collectives is None or self.turns.coalescing or not self._collectives.beats_library(op, nbytes, root):
             return None
         return self._collectives
 
-    def _scale_between(self, op: object, tensors: list[Tensor], nbytes: int) -> float | None:
-        """The factor of a reduce_scatter between nodes that is planned; None where it is the inner group's."""
-        if self._planned is None or self._collectives is None or self.turns.coalescing:
-            return None
-        scale = self._planned.scale(op, tensors)
-        if scale is None or _library_lacks(op, tensors[0]):
-            return scale
-        return scale if self._collectives.beats_library(REDUCE_SCATTER, nbytes) else None
+    def _summing(
+        self, op: object, tensors: list[Tensor], nbytes: int
+    ) -> tuple[NodeCollectives | PlannedCollectives | None, float]:
+        """What runs a reduce_scatter, and the factor that makes a plain sum of `op`; None as for `_exact`."""
+        scale = None if self._planned is None else self._planned.scale(op, tensors)
+        if scale is None:
+            return None, 1.0
+        if self._node is not None:
+            return (self._node if _is_local(*tensors) else None), scale
+        if _library_lacks(op, tensors[0]):
+            return (None if self.turns.coalescing else self._collectives), scale
+        return self._exact(REDUCE_SCATTER, nbytes), scale
 
     def _is_alike(self, source: Tensor, outputs: list[Tensor]) -> bool:
         return len(outputs) == self.size() and all(

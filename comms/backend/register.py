@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from gradwire.comms.backend.process_group import GradwireGroup
-    from gradwire.comms.bootstrap.compat import GroupOptions
 
 NAME = "gradwire"
 SCHEME = "mpi"
@@ -57,7 +56,7 @@ def _meet_by_mpi(url: str, **options: Any) -> "Iterator[tuple[TCPStore, int, int
     return rendezvous(url, **options)
 
 
-def _create(options: "GroupOptions", backend_options: object = None) -> "GradwireGroup":
+def _create(options: object, backend_options: object = None) -> "GradwireGroup":
     # Not in register(), which an older torch calls as well, for programs that never ask for this backend.
     from gradwire.comms.bootstrap.requirement import require_torch
 

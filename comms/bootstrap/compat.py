@@ -15,6 +15,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import lru_cache, wraps
 from typing import Any, Protocol, TypeVar, cast
@@ -688,32 +689,30 @@ def at_end_of_sharded_backward(units: Sequence[ShardedUnit], callback: Callable[
         state._root_post_backward_final_callback = end
 
 
-class GroupOptions(Protocol):
-    """What torch passes to the creator of a backend; ranks are those of the new group, not of the world."""
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """What a process group is made with; ranks are those of the new group, not of the world.
 
-    @property
-    def store(self) -> Store:
-        """The store, with a prefix of its own for this group and device."""
+    Attributes:
+        store: The store, with a prefix of its own for this group and device.
+        group_rank: This rank in the group.
+        group_size: Ranks of the group.
+        timeout: The time-out of every collective.
+        group_id: The group's name, unique in this process.
+        global_ranks_in_group: Empty for the default group.
+    """
 
-    @property
-    def group_rank(self) -> int:
-        """This rank in the group."""
+    store: Store
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    group_id: str
+    global_ranks_in_group: list[int]
 
-    @property
-    def group_size(self) -> int:
-        """Ranks of the group."""
-
-    @property
-    def timeout(self) -> timedelta:
-        """The time-out of every collective."""
-
-    @property
-    def group_id(self) -> str:
-        """The group's name, unique in this process."""
-
-    @property
-    def global_ranks_in_group(self) -> list[int]:
-        """Empty for the default group."""
+    @classmethod
+    def of(cls, given: object) -> "GroupOptions":
+        """What torch passes to the creator of a backend, under the same names."""
+        return cls(*(getattr(given, entry.name) for entry in fields(cls)))
 
 
 def clone_of(store: Store) -> Store:

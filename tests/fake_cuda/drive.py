@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +26,7 @@ from fake_cuda.patch import fake_cuda
 from fake_cuda.ranks import FakeProcessGroup, process_groups, run_ranks
 from fake_cupy.launches import launched_by
 from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
+from gradwire.comms.bootstrap.compat import GroupOptions
 from gradwire.compressors.kernels import cuda
 from kernels_on_cpu.emulator import Emulator
 
@@ -307,13 +307,6 @@ def train(
     return body
 
 
-def group_options(store: Any, rank: int, size: int, name: str) -> SimpleNamespace:
-    """What torch passes to the creator of a backend."""
-    return SimpleNamespace(
-        store=store,
-        group_rank=rank,
-        group_size=size,
-        timeout=TIMEOUT,
-        group_id=name,
-        global_ranks_in_group=list(range(size)),
-    )
+def group_options(store: Any, rank: int, size: int, name: str) -> GroupOptions:
+    """What a process group of the backend is made with."""
+    return GroupOptions(store, rank, size, TIMEOUT, name, list(range(size)))

@@ -1,6 +1,7 @@
 """Which cluster and library the process group prices its sums with."""
 
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from gradwire.comms.backend import planned
 from gradwire.comms.backend.planned import PlannedAllReduce
+from gradwire.comms.bootstrap.compat import GroupOptions, HashStore
 from gradwire.comms.config import Config
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.comms.plan.routes import Routes
@@ -36,7 +38,7 @@ def sums(monkeypatch: pytest.MonkeyPatch, gpus: Cluster, config: Config | None =
     FakeCommunicator.clusters = {"cpu": cpus, "cuda": gpus}
     FakeCommunicator.made = []
     monkeypatch.setattr(planned, "Communicator", FakeCommunicator)
-    options = SimpleNamespace(store=None, group_rank=0, group_size=gpus.size, global_ranks_in_group=[])
+    options = GroupOptions(HashStore(), 0, gpus.size, timedelta(seconds=9), "group", [])
     return PlannedAllReduce(options, config or Config())
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from gradwire.bench.emulation.fork import ForkedRank
-from gradwire.comms.backend.process_group import GradwireGroup, OwnOptions
-from gradwire.comms.bootstrap.compat import AllgatherOptions, PrefixStore
+from gradwire.comms.backend.process_group import GradwireGroup
+from gradwire.comms.bootstrap.compat import AllgatherOptions, GroupOptions, PrefixStore
 from gradwire.comms.config import Config
 
 
@@ -41,7 +41,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 def measured(name: str, members: list[int], rank: int, runs: dict[str, int], numel: int) -> list[dict[str, object]]:
     size = len(members)
     store = PrefixStore(name, _get_default_store())
-    options = OwnOptions(store, rank, size, timedelta(seconds=60), name, members)
+    options = GroupOptions(store, rank, size, timedelta(seconds=60), name, members)
     group = GradwireGroup(options, Config())
     groups = {"gradwire": group, "gloo": group.inner}
     piece, whole = torch.full((numel // size,), float(rank)), torch.empty(numel)

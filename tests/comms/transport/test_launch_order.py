@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comms.backend import inner_turns
-from gradwire.comms.backend.process_group import GradwireGroup, OwnOptions
-from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.backend.process_group import GradwireGroup
+from gradwire.comms.bootstrap.compat import GroupOptions, HashStore
 from gradwire.comms.config import LAUNCH_ORDER, Config, launch_order
 from gradwire.comms.transport import launch_order as module
 from gradwire.comms.transport.launch_order import KEPT_FROM, Devices, TorchIssuer
@@ -189,7 +189,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradwireGroup]:
     monkeypatch.setattr(module, "multiprocessors", lambda device: NODE_CTAS)
     monkeypatch.setattr(module, "devices", Devices())
     monkeypatch.setattr(inner_turns, "nccl_backend_of", lambda group, device: "torch's NCCL")
-    made = GradwireGroup(OwnOptions(HashStore(), 0, 1, timedelta(seconds=9), "one", [0]), Config())
+    made = GradwireGroup(GroupOptions(HashStore(), 0, 1, timedelta(seconds=9), "one", [0]), Config())
     yield made
     made.shutdown()
 
