@@ -372,7 +372,7 @@ class Communicator:
                 work = Waiting(cast(BackendWork, work), self._board.alarm)
             work.wait()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-            raise self.executor.failed(where, (0, 0), members, error) from None
+            raise self.executor.failures.declare(where, members, error) from None
 
     def swap(self, other: int, nbytes: int) -> float:
         """Exchanges bytes with one other rank, for measurements; both call it, and nothing else is in flight.

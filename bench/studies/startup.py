@@ -338,7 +338,7 @@ def count(size: int) -> list[Cost]:
         if rank not in lost:
             gone = tuple(lost) if rank + 8 in lost or rank - 8 in lost else ()
             found = FailureBoard(store, rank, size).diagnose(
-                PeerError("connection closed", gone), (0, 0), "all_reduce inter_node", range(size)
+                PeerError("connection closed", gone), "all_reduce inter_node", range(size)
             )
             assert set(found.missing) == lost, found
 

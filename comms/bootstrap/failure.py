@@ -25,7 +25,6 @@ from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.losses import FAILED, LONGEST_REASON, OVERDUE, Loss, Losses
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
 from gradwire.comms.errors import PeerError
-from gradwire.comms.lanes import Lane
 
 log = logging.getLogger("gradwire")
 
@@ -97,14 +96,7 @@ class Board(ABC):
 
     @abstractmethod
     def diagnose(
-        self,
-        error: BaseException,
-        lane: Lane,
-        phase: str,
-        members: Sequence[int],
-        *,
-        launches: int = 0,
-        waiting: bool = True,
+        self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
     ) -> CollectiveError:
         """Tells the others of a failure, and says what happened; the arguments are those of `FailureBoard.diagnose`."""
 
@@ -230,20 +222,12 @@ class FailureBoard(Board):
         self.losses.ask(self._directory.heard)
 
     def diagnose(
-        self,
-        error: BaseException,
-        lane: Lane,
-        phase: str,
-        members: Sequence[int],
-        *,
-        launches: int = 0,
-        waiting: bool = True,
+        self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
     ) -> CollectiveError:
         """Publishes this rank's word, listens to the others, and says what happened.
 
         Args:
             error: What the transport raised.
-            lane: Where it happened.
             phase: The phase in words: `all_reduce inter_node`.
             members: Ranks, as the group numbers them, of what failed in it, where known.
             launches: How many launches this rank has started, where all ranks say so.

@@ -36,7 +36,6 @@ from gradwire.comms.elastic.membership import (
     Membership,
     View,
 )
-from gradwire.comms.lanes import Lane
 from gradwire.comms.run.launches import FutureTensor
 
 log = logging.getLogger("gradwire")
@@ -116,14 +115,7 @@ class EpochBoard(Board):
     """
 
     def diagnose(
-        self,
-        error: BaseException,
-        lane: Lane,
-        phase: str,
-        members: Sequence[int],
-        *,
-        launches: int = 0,
-        waiting: bool = True,
+        self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
     ) -> CollectiveError:
         """Ends the epoch for all ranks; who is missing, the membership finds out."""
         cause = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -5,7 +5,7 @@ Callers know an `Executor`; what only a device needs does nothing in lanes, and 
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ class Executor(ABC):
 
     Attributes:
         ledger: See above.
+        failures: See above.
         launches: How many have been started.
         carried: On CUDA, the first bucket that each of the last launches carried.
         checking: On CUDA, whether the averages of compressed launches are looked at for what is not finite: see
@@ -50,6 +51,7 @@ class Executor(ABC):
 
     def __init__(self, programs: Programs, ledger: Ledger, failures: FirstFailure) -> None:
         self.ledger = ledger
+        self.failures = failures
         self.launches = 0
         self.carried: deque[int] = deque(maxlen=256)
         self.checking = False
@@ -58,7 +60,6 @@ class Executor(ABC):
         self.activity = "an all-reduce"
         self.aborted = False
         self._programs = programs
-        self._failures = failures
 
     @abstractmethod
     def start(
@@ -159,21 +160,7 @@ class Executor(ABC):
     @property
     def failure(self) -> CollectiveError | None:
         """What has failed first, once the other ranks have been asked."""
-        return self._failures.error
-
-    def failed(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
-        """Ends everything because a collective has failed, and says what happened to the ranks.
-
-        Args:
-            where: Which collective, in words.
-            lane: Where it ran.
-            members: The ranks that an error's `missing` are indices of.
-            error: What it raised.
-
-        Returns:
-            The diagnosis of the first failure: one that comes of it takes it too.
-        """
-        return self._failures.declare(where, lane, members, error)
+        return self.failures.error
 
     def _raise_failure(self) -> None:
         """Raises what has failed."""

@@ -92,7 +92,7 @@ class LaneExecutor(Executor):
 
     def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
         """See `Executor.walk`; the last chunk to end completes the launch."""
-        if self._failures.error is not None:
+        if self.failures.error is not None:
             self._raise_failure()
         yield from self._programs.walk(run, chunk)
         with self._lock:
@@ -117,12 +117,12 @@ class LaneExecutor(Executor):
             thread.join(max(0.0, deadline - time.monotonic()))
         for job in self._lanes.under_way():
             assert isinstance(job, _ChunkJob)
-            if self._failures.error is None:
-                self._failures.error = CollectiveError(
+            if self.failures.error is None:
+                self.failures.error = CollectiveError(
                     f"gradwire was closed on rank {self._rank} while an all-reduce was under way", ()
                 )
-            self._give_up(job, self._failures.error)
-        self._failures.forget_frames()
+            self._give_up(job, self.failures.error)
+        self.failures.forget_frames()
         return True
 
     @property
@@ -214,7 +214,7 @@ class LaneExecutor(Executor):
         phases = job.run.route.plan.phases if job.run is not None else ()
         phase = phases[min(lane[0], len(phases) - 1)] if phases else None
         where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
-        self._give_up(job, self.failed(where, lane, self._programs.node, error))
+        self._give_up(job, self.failures.declare(where, self._programs.node, error))
 
     def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
         """Ends a job's launch with an error; its other chunks' ends do not count any more."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
-from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.routes import PhasePart
 from gradwire.comms.run.launches import EndedLaunch
 from gradwire.comms.streams import Clock, Mark
@@ -189,18 +188,12 @@ class FirstFailure:
         self._diagnosing = threading.Lock()
 
     def declare(
-        self,
-        where: str,
-        lane: Lane,
-        members: Sequence[int],
-        error: BaseException,
-        first: Callable[[], None] = lambda: None,
+        self, where: str, members: Sequence[int], error: BaseException, first: Callable[[], None] = lambda: None
     ) -> CollectiveError:
         """Ends everything because a collective has failed, and says what happened to the ranks.
 
         Args:
             where: Which collective, in words.
-            lane: Where it ran.
             members: The ranks that an error's `missing` are indices of.
             error: What it raised.
             first: Done before anything else if nothing has failed before.
@@ -211,7 +204,7 @@ class FirstFailure:
         with self._diagnosing:
             if self.error is None:
                 first()
-                self.error = self._diagnose(where, lane, members, error)
+                self.error = self._diagnose(where, members, error)
                 log.error("%s", self.error)
         return self.error
 
@@ -225,11 +218,11 @@ class FirstFailure:
         if self.error is not None:
             self.error.__traceback__ = self.error.__context__ = None
 
-    def _diagnose(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
+    def _diagnose(self, where: str, members: Sequence[int], error: BaseException) -> CollectiveError:
         try:
             launches, waiting = self._device_state()
             self._groups.abort(f"rank {self._board.rank} gave up in {where}: {error}")
-            return self._board.diagnose(error, lane, where, members, launches=launches, waiting=waiting)
+            return self._board.diagnose(error, where, members, launches=launches, waiting=waiting)
         except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
             return CollectiveError(
                 f"{where} failed on rank {self._rank} ({type(error).__name__}: {error}), and asking the other ranks "

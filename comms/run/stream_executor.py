@@ -224,7 +224,7 @@ class StreamExecutor(Executor):
 
     def release(self) -> None:
         """See `Executor.release`."""
-        if self._closed and self._held is None and self._failures.error is None:
+        if self._closed and self._held is None and self.failures.error is None:
             return
         self._raise_failure()
         held, self._held = self._held, None
@@ -275,7 +275,7 @@ class StreamExecutor(Executor):
             time.sleep(CLOSING_LOOK_SECONDS)
         if self.is_under_way:
             self._streams.verdict.give_up()  # an abort ends it, with any numbers
-        self._failures.forget_frames()
+        self.failures.forget_frames()
         return not (self.aborted or self.is_under_way)
 
     @property
@@ -318,7 +318,7 @@ class StreamExecutor(Executor):
         """
         self._interrupted = True
         give_up = self._streams.verdict.give_up  # before the device can go on
-        self._failures.declare(self.activity, (0, 0), range(self._size), error, first=give_up)
+        self.failures.declare(self.activity, range(self._size), error, first=give_up)
 
     def spoil(self, bucket: Bucket) -> None:
         """See `Executor.spoil`."""
@@ -329,7 +329,7 @@ class StreamExecutor(Executor):
     @property
     def failure(self) -> CollectiveError | None:
         """See `Executor.failure`."""
-        return self._failures.settled() if self._interrupted else self._failures.error  # by whoever has interrupted
+        return self.failures.settled() if self._interrupted else self.failures.error  # by whoever has interrupted
 
     def raise_failure(self) -> None:
         """See `Executor.raise_failure`."""

@@ -73,7 +73,7 @@ class Board:
         self.broken = False
 
     def diagnose(
-        self, error: BaseException, lane: Lane, phase: str, members: tuple[int, ...], *, launches: int, waiting: bool
+        self, error: BaseException, phase: str, members: tuple[int, ...], *, launches: int, waiting: bool
     ) -> CollectiveError:
         self.asked += 1
         time.sleep(0.02)  # so that a second lane may fail meanwhile

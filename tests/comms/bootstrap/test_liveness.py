@@ -467,7 +467,7 @@ def diagnose_all(size: int, errors: dict[int, BaseException], words: dict[int, d
 
     def run(rank: int) -> None:
         board = FailureBoard(Counting(rank), rank, size)
-        found[rank] = board.diagnose(errors[rank], (0, 0), "an all-reduce", range(size), **words.get(rank, {}))
+        found[rank] = board.diagnose(errors[rank], "an all-reduce", range(size), **words.get(rank, {}))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in errors]
     for thread in threads:
@@ -497,7 +497,7 @@ def test_after_a_time_out_the_rank_that_did_not_come_is_named() -> None:
         word = {"dead": [], "phase": "", "overdue": True, "seen": "", "own": False, "waiting": True, **late[rank]}
         store.set(f"word/{rank}", json.dumps(word))
     ended = PeerError("rank 2 has ended", (2,))  # after it has spoken
-    assert FailureBoard(store, 0, 3).diagnose(ended, (0, 0), "an all-reduce", range(3), launches=7).missing == (1,)
+    assert FailureBoard(store, 0, 3).diagnose(ended, "an all-reduce", range(3), launches=7).missing == (1,)
 
 
 def test_of_many_ranks_who_fails_by_itself_is_repeated_by_all() -> None:
@@ -518,7 +518,7 @@ def test_a_rank_that_says_why_it_fails_is_repeated_and_not_missed() -> None:
     found: dict[int, CollectiveError] = {}
 
     def run(rank: int) -> None:
-        found[rank] = boards[rank].diagnose(errors[rank], (0, 0), "an all-reduce", range(4))
+        found[rank] = boards[rank].diagnose(errors[rank], "an all-reduce", range(4))
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(4)]
     threads[1].start()
@@ -547,7 +547,7 @@ def test_a_collector_that_is_lost_itself_is_not_waited_for(monkeypatch: pytest.M
     monkeypatch.setattr(failure, "PATIENCE", timedelta(seconds=-1.0))
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     store.set("collector", "1")
-    error = FailureBoard(store, 0, 2).diagnose(PeerError("gone"), (0, 0), "an all-reduce", range(2))
+    error = FailureBoard(store, 0, 2).diagnose(PeerError("gone"), "an all-reduce", range(2))
     assert error.missing == (1,)
 
 
@@ -579,7 +579,7 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     board = FailureBoard(store, 0, 3, directory=Directory("start", 0, {}))
     errors: list[CollectiveError] = []
     thread = threading.Thread(
-        target=lambda: errors.append(board.diagnose(PeerError("gone"), (0, 0), "an all-reduce", range(3))), daemon=True
+        target=lambda: errors.append(board.diagnose(PeerError("gone"), "an all-reduce", range(3))), daemon=True
     )
     thread.start()
     thread.join(SECONDS)
