@@ -127,7 +127,7 @@ def sum_sparse(
     if len(node) > 1:
         own = _to_owners(own, groups[LANES[0], node], sharing.owners, book)
     if len(rail) > 1:
-        own = yield from _between(own, groups, rail, rank, _owned(sharing, rank, shape[:sparse_dim]), as_dense, book)
+        own = yield from _between(own, groups, rail, _owned(sharing, rank, shape[:sparse_dim]), as_dense, book)
     else:
         yield Hop(LANES[1], ())
         yield Hop(LANES[2], ())
@@ -192,7 +192,7 @@ def _to_owners(own: Rows, transport: Transport, owners: int, book: Book) -> Rows
 
 
 def _between(
-    own: Rows, groups: Groups, rail: tuple[int, ...], rank: int, owned: range, as_dense: bool | str, book: Book
+    own: Rows, groups: Groups, rail: tuple[int, ...], owned: range, as_dense: bool | str, book: Book
 ) -> Generator[Hop, None, Rows]:
     """Sums an owner's rows over the nodes."""
     size, width, element_nbytes = len(rail), own.values.shape[1], own.values.element_size()

@@ -342,7 +342,7 @@ class Outer(Face[AveragingSession]):
             alone=len(self._units) == 1,
         )
         if first is not None:
-            self._survive(first, agreement)
+            self._survive(first)
         self._inner = inner
         self._sharded = group.size() < world.size()
         self._choice: OuterChoice | None = None
@@ -388,7 +388,7 @@ class Outer(Face[AveragingSession]):
         connection.observer.phase = "exchange"
         return connection, first
 
-    def _survive(self, first: Oversight, agreement: Agreement) -> None:
+    def _survive(self, first: Oversight) -> None:
         """Has this rank's exchanges go on where others are lost."""
         communicator = self._connected("elastic").communicator
         prefix = f"gradwire/{ELASTIC}/{communicator.presences.start}"

@@ -688,7 +688,7 @@ def _verdict(
         able += [offer for offer in others if offer.fits]
     able = [offer for offer in able if not offer.caution]
     if not able:
-        return ShardedAdvice(offers, plain, plain, _too_large(offers, plain, workload))
+        return ShardedAdvice(offers, plain, plain, _too_large(offers, workload))
     exact = _exact(able, workload, cluster)
     best = min(able, key=lambda offer: offer.step_seconds)
     enough = best.step_seconds * (1 + WORTHWHILE)
@@ -744,7 +744,7 @@ def _needed(offer: ShardedOffer, workload: ShardedWorkload) -> float:
     return offer.memory.own_nbytes + offer.memory.extra_nbytes + workload.activation_nbytes
 
 
-def _too_large(offers: Sequence[ShardedOffer], plain: ShardedOffer, workload: ShardedWorkload) -> str:
+def _too_large(offers: Sequence[ShardedOffer], workload: ShardedWorkload) -> str:
     least = min(offers, key=lambda offer: _needed(offer, workload))
     return (
         f"Nothing fits: {least.name} needs least, {_gb(_needed(least, workload))} a rank, of "
