@@ -244,12 +244,11 @@ class TwoStage(Stateful):
             yield from self._dense(source, shard, layout, group)
             return
         codec = self.codec_for(layout, group.rank)
-        return_codec = codec if self.return_codec is self.codec else self.return_codec
         units = self.units_of(layout, shard.device)
         if units is not None:
             source = torch.div(source, units, out=shard)
         residuals = self._residuals(layout, group, shard.device)
-        yield from self.exchange(source, shard, layout, group, codec, return_codec, residuals)
+        yield from self.exchange(source, shard, layout, group, codec, residuals)
         if units is not None:
             shard.mul_(units)
 
@@ -263,14 +262,7 @@ class TwoStage(Stateful):
             _ = KERNELS_ON[device.type]
 
     def exchange(
-        self,
-        source: Tensor,
-        target: Tensor,
-        layout: Layout,
-        group: Member,
-        codec: PieceCodec,
-        return_codec: PieceCodec,
-        residuals: Residuals,
+        self, source: Tensor, target: Tensor, layout: Layout, group: Member, codec: PieceCodec, residuals: Residuals
     ) -> Iterator[Request]:
         """The exchange of payloads: `two_stage`, where no compressor has another with the same result.
 
@@ -279,10 +271,10 @@ class TwoStage(Stateful):
             target: As for `two_stage`.
             layout: Of both.
             group: As for `two_stage`.
-            codec: As for `two_stage`.
-            return_codec: As for `two_stage`.
+            codec: As for `two_stage`; without a `return_codec` of its own it encodes the owners' sums, too.
             residuals: As for `two_stage`.
         """
+        return_codec = codec if self.return_codec is self.codec else self.return_codec
         return two_stage(source, target, group, codec, return_codec, residuals)
 
     def codec_for(self, layout: Layout, rank: int) -> PieceCodec:

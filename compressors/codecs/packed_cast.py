@@ -256,14 +256,7 @@ class PackedCast(TwoStage):
         self._trials = {}  # a new one: shards under way write to the old one
 
     def exchange(
-        self,
-        source: Tensor,
-        target: Tensor,
-        layout: Layout,
-        group: Member,
-        codec: PieceCodec,
-        return_codec: PieceCodec,
-        residuals: Residuals,
+        self, source: Tensor, target: Tensor, layout: Layout, group: Member, codec: PieceCodec, residuals: Residuals
     ) -> Iterator[Request]:
         """See `TwoStage.exchange`."""
         assert isinstance(codec, CastCodec)
@@ -280,7 +273,7 @@ class PackedCast(TwoStage):
             reason = self._rests(trial, group.break_even)
         if reason:
             self._count_plain(reason)
-            yield from two_stage(source, target, group, codec, return_codec, residuals)
+            yield from two_stage(source, target, group, codec, codec, residuals)
             return
         packing = cast(ExponentKernels, kernels)  # isinstance asks `typing`, which takes longer than a small shard
         longest, plain = yield from _packed_two_stage(source, target, group, codec, residuals, packing)

@@ -122,14 +122,7 @@ class Rotated(TwoStage):
         return self._sides
 
     def exchange(
-        self,
-        source: Tensor,
-        target: Tensor,
-        layout: Layout,
-        group: Member,
-        codec: PieceCodec,
-        return_codec: PieceCodec,
-        residuals: Residuals,
+        self, source: Tensor, target: Tensor, layout: Layout, group: Member, codec: PieceCodec, residuals: Residuals
     ) -> Iterator[Request]:
         """See `TwoStage.exchange`: of what was turned."""
         assert residuals.worker is not None and residuals.new_worker is not None
@@ -140,7 +133,7 @@ class Rotated(TwoStage):
         turned.apply(sent, back=False)
         start, stop = Parts(p.numel(), group.size, group.shares).bounds(group.rank)
         left, left_of_sum = torch.empty_like(p), torch.zeros(stop - start, dtype=torch.float32, device=p.device)
-        yield from two_stage(sent, target, group, codec, return_codec, Residuals(None, left, None, left_of_sum))
+        yield from two_stage(sent, target, group, codec, codec, Residuals(None, left, None, left_of_sum))
         turned.apply(target, back=True)
         self.observe(target, layout)
         sent.sub_(left)
