@@ -16,7 +16,7 @@ from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import CleanConsole, complain, working, writing
 from gradwire.cli import predict_models, predict_sharded
-from gradwire.cli.predict_show import Gains, as_json, as_table, draw
+from gradwire.cli.predict_show import Answer, Gains, as_json, as_table, draw
 from gradwire.comms.links.distance import MOST_ROUND_TRIP_SECONDS
 from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
@@ -279,21 +279,13 @@ def main(argv: list[str]) -> int:
             gains = None
             if options.nodes > 1 and question.workload.backward_seconds > 0:
                 gains = Gains.over_one_node(options.nodes, advice, question.advice(question.cluster(1)))
-        planning_seconds = time.perf_counter() - began
+        answer = Answer(cluster, question.workload, advice, time.perf_counter() - began, gains)
         with reader_may_leave():
             if options.json:
-                print(json.dumps(as_json(cluster, question.workload, advice, planning_seconds, gains), indent=1))
+                print(json.dumps(as_json(answer), indent=1))
             else:
-                as_table(
-                    CleanConsole(highlight=False),
-                    cluster,
-                    question.workload,
-                    advice,
-                    planning_seconds,
-                    everything=options.all,
-                    gains=gains,
-                    assumed="" if options.preset or options.topology else ASSUMED,
-                )
+                assumed = "" if options.preset or options.topology else ASSUMED
+                as_table(CleanConsole(highlight=False), answer, everything=options.all, assumed=assumed)
         if options.plot is not None:
             with working("pricing clusters of other sizes"), writing("--plot", options.plot):
                 draw(options.plot, lambda nodes: question.advice(question.cluster(nodes)), options.nodes)
@@ -364,14 +356,12 @@ def _answer_sharded(question: Question) -> None:
         if options.nodes > 1 and workload.compute_seconds:
             one = predict_sharded.sharded_advice(question.cluster(1), FULL, workload, machine, layout)
             gains = predict_sharded.gains_of(options.nodes, advice, one)
-    seconds = time.perf_counter() - began
+    answer = Answer(cluster, workload, advice, time.perf_counter() - began, gains)
     with reader_may_leave():
         if options.json:
-            print(json.dumps(predict_sharded.as_json(cluster, workload, advice, seconds, gains), indent=1))
+            print(json.dumps(predict_sharded.as_json(answer), indent=1))
         else:
-            predict_sharded.as_table(
-                CleanConsole(highlight=False), cluster, workload, advice, seconds, everything=options.all, gains=gains
-            )
+            predict_sharded.as_table(CleanConsole(highlight=False), answer, everything=options.all)
 
 
 def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, int]:

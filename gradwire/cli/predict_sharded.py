@@ -3,12 +3,10 @@
 import argparse
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from gradwire.bench.arguments import check_number
-from gradwire.cli.predict_show import Gains, describe_cluster, describe_effort
+from gradwire.cli.predict_show import Answer, Gains, describe_cluster, describe_effort, table_of
 from gradwire.comms.plan.advise import ANY_OPTIMIZER, SGD_ONLY, ms
 from gradwire.comms.plan.codec_price import codec_price
 from gradwire.comms.plan.machine_cluster import codec_bytes_per_second, library_of
@@ -151,47 +149,34 @@ def gains_of(nodes: int, advice: ShardedAdvice, alone: ShardedAdvice) -> Gains:
     )
 
 
-def as_json(
-    cluster: Cluster,
-    workload: ShardedWorkload,
-    advice: ShardedAdvice,
-    planning_seconds: float,
-    gains: Gains | None = None,
-) -> dict[str, object]:
+def as_json(answer: Answer[ShardedWorkload, ShardedAdvice]) -> dict[str, object]:
     """The advice as plain dictionaries.
 
     Args:
-        cluster: Where.
-        workload: What a step moves.
-        advice: What was found.
-        planning_seconds: How long finding it took.
-        gains: Of the nodes over one of them, where they are known.
+        answer: What was found.
     """
-    return {
-        "cluster": cluster.describe(),
-        "ranks": cluster.size,
-        "sharded": advice.plain.sharded,
-        "parameters": workload.numel,
-        "units": workload.units,
-        "forward_seconds": workload.forward_seconds,
-        "backward_seconds": workload.backward_seconds,
-        "overlap": workload.overlap,
-        "memory_nbytes": workload.memory_nbytes,
-        "choices": {offer.name: _offer(offer) for offer in advice.offers},
-        "recommend": {
-            "name": advice.recommend.name,
-            "sharded": advice.recommend.sharded,
-            "form": advice.recommend.form,
-            "shards": advice.recommend.shards,
-            "weights": advice.recommend.weights,
-            "compressor": advice.recommend.compressor,
-            "why": advice.why,
-        },
-        "against_one_node": None
-        if gains is None
-        else {"flat": gains.flat, "exact": gains.exact, "recommended": gains.recommended},
-        "planning_seconds": planning_seconds,
-    }
+    workload, advice = answer.workload, answer.advice
+    return answer.around(
+        {
+            "sharded": advice.plain.sharded,
+            "parameters": workload.numel,
+            "units": workload.units,
+            "forward_seconds": workload.forward_seconds,
+            "backward_seconds": workload.backward_seconds,
+            "overlap": workload.overlap,
+            "memory_nbytes": workload.memory_nbytes,
+            "choices": {offer.name: _offer(offer) for offer in advice.offers},
+            "recommend": {
+                "name": advice.recommend.name,
+                "sharded": advice.recommend.sharded,
+                "form": advice.recommend.form,
+                "shards": advice.recommend.shards,
+                "weights": advice.recommend.weights,
+                "compressor": advice.recommend.compressor,
+                "why": advice.why,
+            },
+        }
+    )
 
 
 def _offer(offer: ShardedOffer) -> dict[str, object]:
@@ -209,27 +194,15 @@ def _offer(offer: ShardedOffer) -> dict[str, object]:
     }  # fmt: skip
 
 
-def as_table(
-    console: Console,
-    cluster: Cluster,
-    workload: ShardedWorkload,
-    advice: ShardedAdvice,
-    planning_seconds: float,
-    *,
-    everything: bool = False,
-    gains: Gains | None = None,
-) -> None:
+def as_table(console: Console, answer: Answer[ShardedWorkload, ShardedAdvice], *, everything: bool = False) -> None:
     """Prints the advice: the recommendation, then the rows that bear on it.
 
     Args:
         console: Where to; one that highlights nothing.
-        cluster: Where the ranks are.
-        workload: What a step moves.
-        advice: What was found.
-        planning_seconds: How long finding it took.
+        answer: What was found.
         everything: Every row.
-        gains: Of the nodes over one of them, where they are known.
     """
+    cluster, workload, advice, gains = answer.cluster, answer.workload, answer.advice, answer.gains
     chosen = advice.recommend
     if gains is not None:
         console.print(f"{gains} Predicted, not measured.\n", style="bold")
@@ -249,11 +222,9 @@ def as_table(
     console.print(
         f"{describe_cluster(cluster)}; {_amount(workload.numel)} parameters in {workload.units} units{passes}",
     )
-    table = Table(box=SIMPLE_HEAD, padding=0)
     known = workload.compute_seconds > 0
     times = ("step ms", "comm ms") if known else ("comm ms",)
-    for heading in ("", "sharded", "form", "shards", "weights", "between", *times, "NIC MB", "+MB"):
-        table.add_column(heading, justify="right" if heading.endswith(("ms", "MB")) else "left", overflow="fold")
+    table = table_of("", "sharded", "form", "shards", "weights", "between", *times, "NIC MB", "+MB")
     shown = advice.offers if everything else rows_that_matter(advice)
     for offer in sorted(shown, key=lambda offer: (offer is not chosen, offer.step_seconds)):
         table.add_row(*_row(offer, chosen, known))
@@ -274,7 +245,7 @@ def as_table(
     console.print(_memory(advice, workload))
     for caution in dict.fromkeys(offer.caution for offer in shown if offer.caution):
         console.print(f"note: {caution}")
-    console.print(describe_effort(planning_seconds, len(advice.offers) - len(shown)))
+    console.print(describe_effort(answer.planning_seconds, len(advice.offers) - len(shown)))
 
 
 def rows_that_matter(advice: ShardedAdvice) -> tuple[ShardedOffer, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,48 +17,6 @@ Object = dict[str, object]
 
 RARELY_OR_ALONE = "one node alone, or gradwire.Outer, which exchanges every few steps"
 """What comes before anything that sends gradients at every step, where one node alone is faster than that."""
-
-
-def as_json(
-    cluster: Cluster, workload: Workload, advice: Advice, planning_seconds: float, gains: "Gains | None" = None
-) -> Object:
-    """The advice as plain dictionaries.
-
-    Args:
-        cluster: Where.
-        workload: What is moved in a step.
-        advice: What was found.
-        planning_seconds: How long finding it took.
-        gains: Of the nodes over one of them, where they are known.
-    """
-    return {
-        "cluster": cluster.describe(),
-        "ranks": cluster.size,
-        "links": {
-            level.name: {
-                "alpha_seconds": level.link.alpha_seconds,
-                "nics": level.link.nics,
-                "bytes_per_second": level.link.bytes_per_second,
-            }
-            for level in cluster.levels
-        },
-        "gradient_nbytes": workload.gradient_nbytes,
-        "forward_seconds": workload.rest_seconds,
-        "backward_seconds": workload.backward_seconds,
-        "accumulate": workload.accumulate,
-        "plans": {offer.name: _offer(offer) for offer in advice.offers},
-        "recommend": {
-            "plan": advice.recommend.plan,
-            "compressor": advice.recommend.compressor,
-            "why": advice.recommend.why,
-            "write": advice.recommend.write,
-            "first": None if gains is None or not gains.one_is_faster else RARELY_OR_ALONE,
-        },
-        "against_one_node": None
-        if gains is None
-        else {"flat": gains.flat, "exact": gains.exact, "recommended": gains.recommended},
-        "planning_seconds": planning_seconds,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +62,10 @@ class Gains:
         """Whether one node alone trains at least as much as all of them, whatever they send at every step."""
         return max(self.exact, self.flat, self.recommended) <= 1
 
+    def as_json(self) -> dict[str, float]:
+        """The numbers as a plain dictionary."""
+        return {"flat": self.flat, "exact": self.exact, "recommended": self.recommended}
+
     def __str__(self) -> str:
         """One sentence."""
         said = f"{self.nodes} nodes train {self.flat:.2f} times as much as {self.one} with {self.plain}"
@@ -111,6 +74,76 @@ class Gains:
         best = "the best compressor" if self.one_is_faster else "what is recommended"
         said += f", {self.recommended:.2f} times with {best}" if lossy else ""
         return said + (": one node alone is faster" if self.one_is_faster else "") + "."
+
+
+Load = TypeVar("Load")
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[Load, Found]):
+    """What a question comes to, of DDP or of sharded training.
+
+    Attributes:
+        cluster: Where.
+        workload: What is moved in a step.
+        advice: What was found.
+        planning_seconds: How long finding it took.
+        gains: Of the nodes over one of them, where they are known.
+    """
+
+    cluster: Cluster
+    workload: Load
+    advice: Found
+    planning_seconds: float
+    gains: Gains | None
+
+    def around(self, rest: Object) -> Object:
+        """The answer as a plain dictionary.
+
+        Args:
+            rest: What is in it of this kind of training alone.
+        """
+        return {
+            "cluster": self.cluster.describe(),
+            "ranks": self.cluster.size,
+            **rest,
+            "against_one_node": None if self.gains is None else self.gains.as_json(),
+            "planning_seconds": self.planning_seconds,
+        }
+
+
+def as_json(answer: Answer[Workload, Advice]) -> Object:
+    """The advice as plain dictionaries.
+
+    Args:
+        answer: What was found.
+    """
+    cluster, workload, advice, gains = answer.cluster, answer.workload, answer.advice, answer.gains
+    return answer.around(
+        {
+            "links": {
+                level.name: {
+                    "alpha_seconds": level.link.alpha_seconds,
+                    "nics": level.link.nics,
+                    "bytes_per_second": level.link.bytes_per_second,
+                }
+                for level in cluster.levels
+            },
+            "gradient_nbytes": workload.gradient_nbytes,
+            "forward_seconds": workload.rest_seconds,
+            "backward_seconds": workload.backward_seconds,
+            "accumulate": workload.accumulate,
+            "plans": {offer.name: _offer(offer) for offer in advice.offers},
+            "recommend": {
+                "plan": advice.recommend.plan,
+                "compressor": advice.recommend.compressor,
+                "why": advice.recommend.why,
+                "write": advice.recommend.write,
+                "first": None if gains is None or not gains.one_is_faster else RARELY_OR_ALONE,
+            },
+        }
+    )
 
 
 def break_even(nodes: int, advice: Advice) -> str:
@@ -148,28 +181,17 @@ def _offer(offer: Offer) -> Object:
 
 
 def as_table(
-    console: Console,
-    cluster: Cluster,
-    workload: Workload,
-    advice: Advice,
-    planning_seconds: float,
-    *,
-    everything: bool = False,
-    gains: Gains | None = None,
-    assumed: str = "",
+    console: Console, answer: Answer[Workload, Advice], *, everything: bool = False, assumed: str = ""
 ) -> None:
     """Prints the advice: what the nodes gain, the recommendation, then the rows that bear on it.
 
     Args:
         console: Where to; one that highlights nothing.
-        cluster: Where the ranks are.
-        workload: What is moved in a step.
-        advice: What was found.
-        planning_seconds: How long finding it took.
+        answer: What was found.
         everything: Every row, with what other libraries run.
-        gains: Of the nodes over one of them, where they are known.
         assumed: Which machine was taken because none was given.
     """
+    cluster, workload, advice, gains = answer.cluster, answer.workload, answer.advice, answer.gains
     chosen, known = advice.recommend, workload.backward_seconds > 0
     first = str(gains) if gains is not None else break_even(len(cluster.nodes), advice)
     if first:
@@ -193,9 +215,7 @@ def as_table(
         + (f", forward {ms(workload.rest_seconds)} ms, backward {ms(workload.backward_seconds)} ms" if known else "")
         + (f", {workload.accumulate} micro-batches a step" if workload.accumulate > 1 else ""),
     )
-    table = Table(box=SIMPLE_HEAD, padding=0)
-    for heading in ("", "plan", "compressor", "step ms", "comm ms", "NIC MB", *(["hidden"] if known else []), "limit"):
-        table.add_column(heading, justify="right" if heading.endswith(("ms", "MB")) else "left", overflow="fold")
+    table = table_of("", "plan", "compressor", "step ms", "comm ms", "NIC MB", *(["hidden"] if known else []), "limit")
     shown = advice.offers if everything else offers_that_matter(advice)
     for offer in sorted(shown, key=lambda offer: (not _is_recommended(offer, advice), offer.step_seconds)):
         table.add_row(*_row(offer, advice, known))
@@ -216,7 +236,15 @@ def as_table(
         console.print(f"note: {note.removesuffix(SAY_OPTIMIZER)}")
     if any(note.endswith(SAY_OPTIMIZER) for note in notes):
         console.print("note: these are for any optimizer; --optimizer NAME judges for yours")
-    console.print(describe_effort(planning_seconds, len(advice.offers) - len(shown)))
+    console.print(describe_effort(answer.planning_seconds, len(advice.offers) - len(shown)))
+
+
+def table_of(*headings: str) -> Table:
+    """A table without rows, whose numbers stand at the right."""
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading.endswith(("ms", "MB")) else "left", overflow="fold")
+    return table
 
 
 def describe_cluster(cluster: Cluster) -> str:
