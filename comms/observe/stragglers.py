@@ -33,7 +33,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import chain, repeat
 from math import ceil
 from operator import sub
@@ -486,18 +486,7 @@ class _Judge:
         length = statistics.median(look.step_seconds for look in looks)
         repeated = self.once is not None and self.once.since_step == asked
         if asked is not None and not repeated and (late := late_once(looks)) is not None:
-            bucket = columns[late.column]
-            self.once = Straggler(
-                COMPUTES_LATE,
-                (self._ranks[late.rank],),
-                self._node(late.rank),
-                late.seconds,
-                length,
-                asked,
-                bucket,
-                self._names(bucket),
-                once=True,
-            )
+            self.once = self._late((self._ranks[late.rank],), late, columns, length, asked, once=True)
             self._say(self.once)
         if any(not look.low or look.low[0] < 0 for look in looks):
             return
@@ -527,23 +516,24 @@ class _Judge:
             nodes.setdefault(self._node_ranks(each.rank), []).append(each)
         found = []
         for members in nodes.values():
-            worst = members[0]
-            bucket = columns[worst.column]
             ranks = tuple(sorted(self._ranks[each.rank] for each in members))
             before = next((old for old in self.found if old.cause == COMPUTES_LATE and old.ranks == ranks), None)
-            found.append(
-                Straggler(
-                    COMPUTES_LATE,
-                    ranks,
-                    self._node(worst.rank),
-                    worst.seconds,
-                    length,
-                    before.since_step if before else first,
-                    bucket,
-                    self._names(bucket),
-                )
-            )
+            found.append(self._late(ranks, members[0], columns, length, before.since_step if before else first))
         return found
+
+    def _late(
+        self,
+        ranks: tuple[int, ...],
+        worst: Late,
+        columns: tuple[int, ...],
+        length: float,
+        since: int,
+        once: bool = False,
+    ) -> Straggler:
+        node, bucket = self._node(worst.rank), columns[worst.column]
+        return Straggler(
+            COMPUTES_LATE, ranks, node, worst.seconds, length, since, bucket, self._names(bucket), once=once
+        )
 
     def _links_of(self, looks: Sequence[Look], length: float) -> list[Straggler]:
         """The links on which a step's transfers take much longer than on others, or than they did."""
@@ -691,9 +681,7 @@ class StragglerWatch:
             self._steps.read()
             pulse = self._steps.pulse(self._unseen_from)
             self._fresh, self._pulsed_at, self._unseen_from = 0, step, step
-            self._start(
-                step, [pulse.wait_seconds, pulse.longest_seconds, pulse.longest_step, pulse.step_seconds], look=False
-            )
+            self._start(step, list(astuple(pulse)), look=False)
         elif len(self._steps.unread) >= MOST_UNREAD:
             self._steps.read()
 
