@@ -988,25 +988,19 @@ def _check_transport(text: str) -> None:
 # Readers of one variable each. Their ValueError says what was wanted.
 
 
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("a whole number") from None
+def _reader(kind: Callable[[str], object], wanted: str) -> Callable[[str], object]:
+    def read(text: str) -> object:
+        try:
+            return kind(text)
+        except (ValueError, OverflowError):
+            raise ValueError(wanted) from None
+
+    return read
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("a number") from None
-
-
-def _seconds(text: str) -> timedelta:
-    try:
-        return timedelta(seconds=float(text))
-    except (ValueError, OverflowError):
-        raise ValueError("a number of seconds") from None
+_whole_number = _reader(int, "a whole number")
+_number = _reader(float, "a number")
+_seconds = _reader(lambda text: timedelta(seconds=float(text)), "a number of seconds")
 
 
 def _switch(text: str) -> bool:
