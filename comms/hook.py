@@ -146,7 +146,7 @@ class HookState(Face[GradientSession]):
         if self.config.elastic:
             from gradwire.comms.elastic import ddp  # here: a step that is not kept needs none of it
 
-            self._elastic = ddp.ElasticTraining(_Averaging(self), carries, on_change)
+            self._elastic = ddp.ElasticTraining(self, carries, on_change)
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):
@@ -509,52 +509,6 @@ class HookState(Face[GradientSession]):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the configuration alone: threads and connections stay with the process."""
         return _restore, (self.config,)
-
-
-class _Averaging:
-    """What elastic training may do with a state, which it does not keep alive; see `Averaging` there."""
-
-    def __init__(self, state: HookState) -> None:
-        self._state = weakref.ref(state)
-
-    def _alive(self) -> HookState:
-        state = self._state()
-        assert state is not None
-        return state
-
-    @property
-    def config(self) -> Config:
-        return self._alive().config
-
-    @property
-    def names(self) -> ParameterNames:
-        return self._alive().names
-
-    @property
-    def session(self) -> GradientSession | None:
-        return self._alive()._connection
-
-    @property
-    def steps(self) -> int:
-        return self._alive().steps
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        self._alive().steps = value
-
-    @property
-    def in_step(self) -> bool:
-        return self._alive()._life.in_step
-
-    def connect_to(self, session: GradientSession | None) -> None:
-        self._alive()._connection = session
-
-    def send_again(self, buckets: list[Bucket], rows: Tensor | None) -> None:
-        self._alive()._send_again(buckets, rows)
-
-    def release(self) -> None:
-        state = self._alive()
-        state._release(state._connected("backward()"))
 
 
 @cache

@@ -34,6 +34,7 @@ from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
 from gradwire.comms.run.launches import Bucket, FutureTensor
 from gradwire.comms.session import GradientSession, SessionRanks
+from gradwire.comms.step.life import StepLife
 from gradwire.comms.step.listeners import RESIDUAL_NOTES
 from gradwire.compressors.base import Layout, planned
 
@@ -48,45 +49,26 @@ OnChange = Callable[[View, View], None]
 
 
 class Averaging(Protocol):
-    """What elastic training asks of the state whose model it keeps going.
+    """What elastic training asks of the state whose model it keeps going: of a `HookState`.
 
     Attributes:
+        config: The configuration, with the time-out that counts.
+        names: The names of the model's parameters.
         steps: Backward passes so far.
     """
 
+    config: Config
+    names: ParameterNames
     steps: int
+    _connection: GradientSession | None
+    """The ranks' connection, by which gradients travel; None before they have connected."""
+    _life: StepLife
 
-    @property
-    def config(self) -> Config:
-        """The configuration, with the time-out that counts."""
-        ...
-
-    @property
-    def names(self) -> ParameterNames:
-        """The names of the model's parameters."""
-        ...
-
-    @property
-    def session(self) -> GradientSession | None:
-        """The connection of the ranks; None before they have connected."""
-        ...
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step has begun and not ended."""
-        ...
-
-    def connect_to(self, session: GradientSession | None) -> None:
-        """Has gradients travel by this session from here on; None: by none."""
-        ...
-
-    def send_again(self, buckets: list[Bucket], rows: Tensor | None) -> None:
+    def _send_again(self, buckets: list[Bucket], rows: Tensor | None) -> None:
         """Launches a step's buckets anew, in the transfers that `rows` lists where there are any."""
-        ...
 
-    def release(self) -> None:
+    def _release(self, connection: GradientSession) -> None:
         """Holds nothing back any more of what the step has launched so far."""
-        ...
 
 
 class TrainingState:
@@ -145,15 +127,15 @@ class TrainingState:
             compression.take_progress(found["compression"])
 
     def _session(self) -> GradientSession:
-        assert self._state.session is not None
-        return self._state.session
+        assert self._state._connection is not None
+        return self._state._connection
 
 
 class ElasticTraining:
     """Elastic training of one model, on one rank.
 
     Args:
-        state: Of the model's gradients.
+        state: Of the model's gradients; it is not kept alive.
         carries: As for `HookState`.
         on_change: As for `HookState`.
 
@@ -163,8 +145,8 @@ class ElasticTraining:
 
     def __init__(self, state: Averaging, carries: Sequence[Carried], on_change: OnChange | None) -> None:
         self.survivor: Survivor | None = None
-        self._state = state
-        self._own = TrainingState(state, carries)
+        self._state: Averaging = weakref.proxy(state)
+        self._own = TrainingState(self._state, carries)
         self._on_change = on_change
         self._kept: GradientBackup | None = None
         self._told: View | None = None
@@ -236,7 +218,7 @@ class ElasticTraining:
             self.survivor.close()
 
     def _session(self) -> GradientSession:
-        session = self._state.session
+        session = self._state._connection
         assert session is not None
         return session
 
@@ -245,7 +227,7 @@ class ElasticTraining:
         peers = SessionRanks.of(group, "hook", oversight=first)
         name = peers.name
         session = GradientSession(peers, device, self._state.config, self._state.names)
-        self._state.connect_to(session)
+        self._state._connection = session
         communicator = session.communicator
         prefix = f"gradwire/elastic/{name}/{communicator.presences.start}"
         membership = first_membership(communicator, prefix, self._state.config.timeout, first)
@@ -302,15 +284,15 @@ class ElasticTraining:
                 overseen = oversight(view, membership, self._state.config.timeout)
                 peers = SessionRanks(membership.store, "hook", view.rank, view.size, None, overseen)
                 session = GradientSession(peers, device, self._state.config, self._state.names, joined=True)
-                self._state.connect_to(session)
+                self._state._connection = session
                 self._survive(membership, session.communicator, joins=True)
                 self._exchange_state(view.joined)
                 return
             except BaseException as error:
                 membership.close(orderly=False)
-                if self._state.session is not None:
-                    self._state.session.communicator.close()
-                self._state.connect_to(None)
+                if self._state._connection is not None:
+                    self._state._connection.communicator.close()
+                self._state._connection = None
                 self.survivor = None
                 if not isinstance(error, RuntimeError | OSError) or attempt == MOST_ATTEMPTS - 1:
                     raise
@@ -342,7 +324,7 @@ class ElasticTraining:
             previous,
             joined=bool(view.joined),
         )
-        self._state.connect_to(made)
+        self._state._connection = made
         self._leave_notes(made)
         return made.communicator
 
@@ -381,8 +363,8 @@ class ElasticTraining:
             if session.compression is not None:
                 with communicator.alone():
                     session.compression.compressor.end_step(False)
-            self._state.send_again(kept.restore(communicator), kept.rows)
-        self._state.release()
+            self._state._send_again(kept.restore(communicator), kept.rows)
+        self._state._release(session)
         kept.wait()
         communicator.rejoin()
         looks = self._requests is not None and communicator.rank == 0
@@ -392,7 +374,7 @@ class ElasticTraining:
 
     def take_in(self) -> None:
         """Takes in processes that wait; called by the model before each forward pass."""
-        if not self._listed or self._state.in_step or self.survivor is None or self._requests is None:
+        if not self._listed or self._state._life.in_step or self.survivor is None or self._requests is None:
             return
         listed, self._listed = self._listed, 0
         newcomers = self._requests.listed(listed)
