@@ -177,10 +177,7 @@ class DGC(Stateful):
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`: the total is the residual."""
-        total = self.fields["total"]
-        if total.holds(layout):
-            shard.add_(total.read(layout, shard.device))
-            total.stage(layout, shard.device).zero_()
+        self.fields["total"].pour(shard, layout)
 
     def _is_sent_dense(self, group_size: int) -> bool:
         """Whether a sum of sparse tensors costs less as a dense one: from 1 / group_size of the elements on."""

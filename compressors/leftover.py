@@ -60,10 +60,7 @@ class Leftover:
         for item in layout.slices:
             if item.name in self._moving:
                 alone = Layout((Slice(item.name, item.shape, item.parameter_start, 0, item.numel),))
-                if self.store.holds(alone):
-                    value, staged = self.store.update(alone, shard.device)
-                    shard[item.start : item.stop].add_(value)
-                    staged.zero_()
+                self.store.pour(shard[item.start : item.stop], alone)
                 with self._adding:
                     self._added.add(item.name)
 

@@ -221,10 +221,8 @@ class PowerSGD(Stateful):
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`."""
-        store = self.fields.get("residual")
-        if store is not None and store.holds(layout):
-            shard.add_(store.read(layout, shard.device))
-            store.stage(layout, shard.device).zero_()
+        if (store := self.fields.get("residual")) is not None:
+            store.pour(shard, layout)
 
     def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`."""

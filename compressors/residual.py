@@ -112,6 +112,13 @@ class ElementStore:
             _fill(flat, piece, wanted.get(piece.name, []))
         return flat
 
+    def pour(self, flat: Tensor, layout: Layout) -> None:
+        """Adds what is held of a layout's elements to `flat`, and stages zeros for it."""
+        if self.holds(layout):
+            held, staged = self.update(layout, flat.device)
+            flat.add_(held)
+            staged.zero_()
+
     def commit(self) -> None:
         """Makes what was staged since the last commit or drop the stored values."""
         for shard in self._shards.values():
