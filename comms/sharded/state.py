@@ -257,17 +257,6 @@ class FsdpState(Face[AveragingSession]):
                 own[SCALE_OF + key] = float(each.loss_scale.value)
         return own | {SHARDS: _size_of_first(self._shard_groups), NODES: self._shards.nodes}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """See `Face.load_state_dict`. A state is of the end of a step: half of one that is under way is dropped."""
-        super().load_state_dict(state)
-        if self._partial:
-            log.warning(
-                "a state was loaded within a step: dropped the sums of earlier micro-batches of %d units that had not "
-                "been averaged over the replicas",
-                len(self._partial),
-            )
-            self._partial.clear()
-
     def _refuse_homeless(self, found: Checkpoint) -> None:
         saved = {key for part in without_job(found) for key in part}
         if TRANSFERS in saved and not self._compresses_replicas:
@@ -297,6 +286,7 @@ class FsdpState(Face[AveragingSession]):
                     "mesh that saved it"
                 )
             log.info("a flushed state of another mesh: the compressor starts anew")
+            self._drop_half_step()
             return
         calls, nodes = own.pop(ROUNDING, None), own.pop(NODES, self._shards.nodes)
         saved = {key: own.pop(key) for key in list(own) if key.startswith(CARRIED_ON)}
@@ -329,6 +319,17 @@ class FsdpState(Face[AveragingSession]):
             group.note()
         if self._shards.rounding is not None and calls is not None:
             self._shards.rounding.calls = int(calls)
+        self._drop_half_step()
+
+    def _drop_half_step(self) -> None:
+        """Drops what is summed of a step that is under way: a state is of the end of one."""
+        if self._partial:
+            log.warning(
+                "a state was loaded within a step: dropped the sums of earlier micro-batches of %d units that had not "
+                "been averaged over the replicas",
+                len(self._partial),
+            )
+            self._partial.clear()
 
     def _reduce(self, unit: ShardedUnit, flat: Tensor) -> None:
         """Averages this rank's row of one unit over the replicas, in place; torch's hook.
