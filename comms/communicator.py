@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, is_known, nccl_backend_of, timeout_of
-from gradwire.comms.bootstrap.door import Directory, Door, Ended, Place
+from gradwire.comms.bootstrap.door import Awaited, Directory, Door, Ended, Place
 from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
@@ -192,6 +192,10 @@ class Communicator:
         """Says which ranks have ended, or have left this communicator; None in elastic training: rings see to it."""
         return self._groups.ended
 
+    def awaited(self) -> Awaited:
+        """What looks whether other ranks have ended, or given up, while all of them connect for something more."""
+        return self._groups.awaited(range(self.size))
+
     @property
     def clock(self) -> "Clock":
         """What tells when a phase begins and ends on this device."""
@@ -277,7 +281,7 @@ class Communicator:
         held, dtype, numel = self._held, launch.parts[0].dtype, 0
         layout = launch.layout if held is not None and (held.dtypes is None or dtype in held.dtypes) else None
         for part in launch.parts:
-            self._check(part, scale * after)
+            _check(part, scale * after, self.device)
             numel += part.numel()
         if not self._connected:
             self.connect(numel * dtype.itemsize)
@@ -340,7 +344,7 @@ class Communicator:
             flat: As for `all_reduce`; what it holds afterwards depends on the plan.
             plan: The same on all ranks.
         """
-        self._check(flat, 1.0)
+        _check(flat, 1.0, self.device)
         bucket = Bucket.of(flat)
         self.executor.start(Launch((flat,), None, (bucket,)), self.routes.along(flat.numel(), plan), 1.0, flush=False)
         return bucket.result()
@@ -469,19 +473,20 @@ class Communicator:
         self._held = _held_state(self.compressor, loaded=True, alike=alike)
         self.routes.clear()  # where a compressor's shards are cut may be part of its state
 
-    def _check(self, flat: Tensor, scale: float) -> None:
-        if flat.device != self.device and (flat.device.type != self.device.type or self.device.index is not None):
-            raise ValueError(
-                f"`flat` is on {flat.device}; wanted {self.device}, where this communicator was made: "
-                "move the model before the hook's first step"
-            )
-        if flat.dim() != 1 or not flat.is_contiguous():
-            raise ValueError(
-                f"`flat` has shape {tuple(flat.shape)} and strides {flat.stride()}; wanted a contiguous 1-D "
-                "tensor: pass tensor.contiguous().view(-1)"
-            )
-        if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
-            raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
+
+def _check(flat: Tensor, scale: float, device: torch.device) -> None:
+    if flat.device != device and (flat.device.type != device.type or device.index is not None):
+        raise ValueError(
+            f"`flat` is on {flat.device}; wanted {device}, where this communicator was made: "
+            "move the model before the hook's first step"
+        )
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise ValueError(
+            f"`flat` has shape {tuple(flat.shape)} and strides {flat.stride()}; wanted a contiguous 1-D "
+            "tensor: pass tensor.contiguous().view(-1)"
+        )
+    if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
+        raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
 
 
 def _directory(presences: Presences, cluster: Cluster, rank: int, door: Door) -> Directory:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.comms.backend.work import FutureTensors
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import Awaited, Ended
+from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.transport.shm import ShmGroup
 
@@ -30,18 +30,18 @@ class NodeCollectives:
         size: Number of ranks, all on one node.
         timeout: For every collective.
         name: Names the thread.
-        ended: Says which ranks have ended, for those that wait for them to connect.
+        awaited: Makes what looks whether the other ranks have ended, or given up, while they connect.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, name: str, ended: Ended | None = None
+        self, store: Store, rank: int, size: int, timeout: timedelta, name: str, awaited: Callable[[], Awaited]
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
         self._name = name
-        self._ended = ended
+        self._awaited = awaited
         self._group: ShmGroup | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -134,7 +134,7 @@ class NodeCollectives:
                 self._size,
                 key="node",
                 timeout=self._timeout,
-                awaited=Awaited(range(self._size), self._rank, self._ended),
+                awaited=self._awaited(),
             )
         return self._group
 

@@ -122,7 +122,7 @@ class GradwireGroup(DelegatingGroup):
                 options.group_size,
                 options.timeout,
                 f"gradwire {options.group_id}",
-                self._planned.on_cpu.ended,
+                self._planned.on_cpu.awaited,
             )
         elif self._planned:
             self._collectives = PlannedCollectives(self._planned.on_cpu)

@@ -301,7 +301,7 @@ class Awaited:
         members: Ranks, as `ended` numbers them.
         index: This rank's among them.
         ended: Says which have ended; None: nobody knows.
-        alarm: Says why another rank has given up; None while none has.
+        alarm: Says why another rank has given up, None while none has; None: nobody knows.
 
     Attributes:
         members: See above.
@@ -312,7 +312,7 @@ class Awaited:
         members: Sequence[int],
         index: int,
         ended: Ended | None,
-        alarm: Callable[[], str | None] = lambda: None,
+        alarm: Callable[[], str | None] | None = None,
     ) -> None:
         self.members = members
         self._alarm = alarm
@@ -330,7 +330,7 @@ class Awaited:
     def alarm(self) -> str | None:
         """Why another rank has given up; None where none has, and between two looks."""
         now = time.monotonic()
-        if now < self._next_alarm:
+        if self._alarm is None or now < self._next_alarm:
             return None
         self._next_alarm = now + ALARM_SECONDS
         return self._alarm()

@@ -225,6 +225,14 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self[key] = made
         return made
 
+    def awaited(self, members: Sequence[int]) -> Awaited:
+        """What looks whether some ranks, this one among them, have ended while they connect, or another has given up.
+
+        Args:
+            members: Global ranks.
+        """
+        return Awaited(members, members.index(self._rank), self.ended, self._alarm)
+
     def connect(self, sets: Iterable[tuple[int, ...]], back: Iterable[tuple[int, ...]] = ()) -> None:
         """Makes the transports of the first lane for those sets of ranks that this rank is in, one after the other.
 
@@ -302,7 +310,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._same_node(members):
             from gradwire.comms.transport.shm import ShmGroup
 
-            awaited = Awaited(members, index, self.ended, self._alarm)
+            awaited = self.awaited(members)
             return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout, awaited=awaited)
         if self._transport == "mpi":
             from gradwire.comms.transport import mpi  # here: it is loaded where it is asked for
@@ -311,9 +319,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         store = PrefixStore(f"gloo/{name}", self._store)
         threads = RETURN_THREADS if lane[1] < 0 else None
         rail = None if self._cards is None else self._cards.rail(members, index)
-        ended = self.ended
         return self._connect_gloo(
-            store, index, size, threads=threads, rail=rail, awaited=lambda: Awaited(members, index, ended)
+            store, index, size, threads=threads, rail=rail, awaited=partial(self.awaited, members)
         )
 
     @staticmethod

@@ -609,25 +609,24 @@ def connect_gloo(
         threads: Collectives that may be under way at a time; None leaves it to torch, which has two.
         connections: See `GlooTransport`.
         rail: See `GlooTransport`.
-        awaited: Makes what looks whether the other ranks have ended while they connect; None: nobody looks.
+        awaited: Makes what looks whether the other ranks have ended, or given up, while they connect; None: the alarm
+            alone is asked.
 
     Raises:
         RuntimeError: A rank did not join.
-        PeerError: A rank has ended before it had connected.
+        PeerError: A rank has ended before it had connected, or has given up.
     """
     interfaces = gloo_interfaces() if interface is None else (interface,)
 
     def connected(name: str) -> TorchGroup:
         own = PrefixStore(name, store)
-        others = None if awaited is None else awaited()
-        return _within(timeout, alarm, lambda: make_gloo(own, rank, size, timeout, interfaces, threads), others)
+        others = Awaited(range(size), rank, None, alarm) if awaited is None else awaited()
+        return _within(timeout, others, lambda: make_gloo(own, rank, size, timeout, interfaces, threads))
 
     return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout, rail=rail)
 
 
-def _within(
-    timeout: timedelta, alarm: Alarm | None, connect: Callable[[], TorchGroup], awaited: Awaited | None = None
-) -> TorchGroup:
+def _within(timeout: timedelta, awaited: Awaited, connect: Callable[[], TorchGroup]) -> TorchGroup:
     """Has a thread connect, and waits no longer for it than the time-out, or until another rank has given up or ended.
 
     Once all addresses are in the store, gloo waits five time-outs for a connection (`Pair::waitUntil` in its tcp
@@ -639,9 +638,9 @@ def _within(
     while True:
         with suppress(Empty):
             return outcome_of(made.get(timeout=SLICE.total_seconds()))
-        if alarm is not None and (reason := alarm()):
+        if reason := awaited.alarm():
             raise PeerError(reason)
-        if awaited is not None and (ended := awaited.ended()):
+        if ended := awaited.ended():
             raise PeerError(awaited.words(ended))  # by name: these are not the members of a node
         if time.monotonic() > deadline:
             raise RuntimeError(

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from gradwire.bench.emulation.launch import held_port
+from gradwire.comms.backend.process_group import GradwireGroup
 from gradwire.comms.config import Config
 from support.processes import Processes
 
@@ -286,6 +287,27 @@ def test_a_killed_rank_is_named_by_the_survivors(processes: Processes, nodes: li
     for waited, reported in results[:3]:
         for text in (waited, reported):  # on a busy machine a survivor that speaks late is named as well
             assert re.search(r"rank ([0-2], )*3 of 4 is missing", text), text
+
+
+def gives_up(rank: int) -> str:
+    """Rank 0 raises the alarm instead of its first collective through the node's memory; returns what others hear."""
+    start(rank)
+    store = _get_default_store()
+    if rank == 0:
+        assert isinstance(dist.group.WORLD, GradwireGroup) and dist.group.WORLD._planned is not None
+        dist.group.WORLD._planned.on_cpu._board.warn("rank 0 has run out of luck")
+        store.wait(["reported/1", "reported/2"], timedelta(seconds=60))
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        dist.broadcast(torch.ones(3), 0)
+    store.set(f"reported/{rank}", "")
+    return str(caught.value)
+
+
+def test_who_waits_for_the_nodes_memory_hears_that_a_rank_has_given_up(processes: Processes) -> None:
+    """Law: before the time-out, as in every other wait; the rank's process lives on."""
+    for text in processes(3, gives_up, nodes="aaa", seconds=50.0)[1:]:
+        assert "rank 0 has run out of luck" in text, text
 
 
 KNOWN = """
