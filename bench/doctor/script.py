@@ -56,9 +56,10 @@ def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> Scr
                 late = True
                 child.kill()
                 child.wait()
+            seconds = time.monotonic() - began
             output.seek(0)
             said = output.read()[-2000:].decode("utf-8", "replace").strip().splitlines()
-        return replace(judge(record, child.returncode, late, said), seconds=time.monotonic() - began)
+        return replace(judge(record, child.returncode, late, said), seconds=seconds)
 
 
 def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:

@@ -67,7 +67,11 @@ class ShardNames:
         return [self.shards[id(one)] for one in parameters]
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """What an optimizer of this model steps on, as `nn.Module.named_parameters` gives it."""
+        """What an optimizer of this model steps on, as `nn.Module.named_parameters` gives it.
+
+        Each is torch's sharded tensor, whose shape is the whole one: by it all ranks judge alike, however much of a
+        parameter is theirs.
+        """
         return [(self.shards[id(one)].name, one.sharded) for unit in self._units for one in unit.parameters]
 
     def numels(self) -> dict[str, int]:

@@ -274,6 +274,7 @@ class FsdpState(Face[AveragingSession]):
     def _restore(self, found: Checkpoint) -> None:
         own = unpack(found, *self._place())
         if own is None:
+            self._drop_half_step()
             return
         dirty = bool(dict(found[JOB])["dirty"])
         refuse_other_kinds(own, {key: kind for key in own if (kind := _kind_of(key)) is not None})

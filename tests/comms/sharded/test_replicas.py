@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradwire.fsdp
+from gradwire.comms.checkpoint import SHARDS, Checkpoint, pack
 from support.processes import Processes
 from support.sharded import (
     Tiny,
@@ -283,10 +284,10 @@ def accumulates(mesh: DeviceMesh) -> None:
 def drops_half_a_step(mesh: DeviceMesh) -> None:
     """What was summed of a step's micro-batches is not added to the first step behind a state that is loaded."""
 
-    def run(interrupted: bool) -> dict[str, torch.Tensor]:
+    def run(interrupted: bool, saved: Checkpoint | None) -> dict[str, torch.Tensor]:
         model, state = applied(mesh, compressor="int8")
         train(model, 1)
-        saved = state.state_dict()
+        saved = saved or state.state_dict()
         if interrupted:
             model.set_requires_all_reduce(False)  # type: ignore[operator]
             plain_step(model, 7)
@@ -298,7 +299,9 @@ def drops_half_a_step(mesh: DeviceMesh) -> None:
         train(model, 1, first=1)
         return weights(model)
 
-    assert not differs(run(interrupted=True), run(interrupted=False))
+    of_two_ranks = pack({SHARDS: 2}, 0, 2, dirty=False)
+    for saved in (None, of_two_ranks):
+        assert not differs(run(interrupted=True, saved=saved), run(interrupted=False, saved=saved))
 
 
 def test_compressed_is_near_and_its_state_is_whole(processes: Processes) -> None:
