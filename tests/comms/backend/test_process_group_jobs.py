@@ -296,14 +296,14 @@ def gives_up(rank: int) -> str:
     if rank == 0:
         assert isinstance(dist.group.WORLD, GradwireGroup) and dist.group.WORLD._planned is not None
         dist.group.WORLD._planned.on_cpu._board.warn("rank 0 has run out of luck")
-        text = ""
-    else:
-        with pytest.raises(RuntimeError) as caught:
-            dist.broadcast(torch.ones(3), 0)
-        store.set(f"reported/{rank}", "")
-        text = str(caught.value)
-    store.wait(["reported/1", "reported/2"], timedelta(seconds=60))  # who has ended would be named
-    return text
+        store.wait(["leaves/1", "leaves/2"], timedelta(seconds=60))  # it serves the store
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        dist.broadcast(torch.ones(3), 0)
+    store.set(f"heard/{rank}", "")
+    store.wait([f"heard/{3 - rank}"], timedelta(seconds=60))  # who has ended would be named
+    store.set(f"leaves/{rank}", "")
+    return str(caught.value)
 
 
 def test_who_waits_for_the_nodes_memory_hears_that_a_rank_has_given_up(processes: Processes) -> None:
