@@ -23,7 +23,7 @@ from gradwire.comms import attach, automatic
 from gradwire.comms.backend.register import register
 from gradwire.comms.backend.work import FutureWork
 from gradwire.comms.bootstrap.compat import GradBucket, comm_hook_name
-from support.processes import Processes
+from support.processes import Processes, Said
 
 BUCKETS_MB = 0.003
 
@@ -163,17 +163,6 @@ def left_alone(_: int) -> dict[str, object]:
     plain.backward()
     dist.destroy_process_group()
     return {"said": said.lines}
-
-
-class Said(logging.Handler):
-    """What was logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def test_what_cannot_be_hooked_is_left_alone_with_a_word(processes: Processes) -> None:

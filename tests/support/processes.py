@@ -1,5 +1,6 @@
-"""What the fixture `processes` of tests/comms/conftest.py is, for the tests that take it."""
+"""What the fixture `processes` of tests/comms/conftest.py is, for the tests that take it, and what a rank logs."""
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -19,3 +20,15 @@ class Processes(Protocol):
         agent: bool = False,
     ) -> list[Any]:
         """Runs `target(rank, *arguments)` in `size` processes and returns the results in rank order."""
+
+
+class Said(logging.Handler):
+    """The warnings and errors of a logger that has it as a handler."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the message."""
+        self.lines.append(record.getMessage())

@@ -28,7 +28,7 @@ from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.losses import BROKEN, FAILED, OVERDUE, Loss, Losses, LostError, Source
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import OverdueError, PeerError
-from support.processes import Processes
+from support.processes import Processes, Said
 
 SECONDS = 20.0
 
@@ -415,7 +415,7 @@ def hold_the_gil(rank: int) -> tuple[str, list[str]]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
     group = dist.group.WORLD
     assert group is not None
-    heard, warned = Heard(), Warned()
+    heard, warned = Heard(), Said()
     logging.getLogger("gradwire").addHandler(warned)
     store = PollingStore(store_of(group), timedelta(seconds=SECONDS))
     own = LivenessRing(store, rank, 2, FailureBoard(store, rank, 2).losses, heard)
@@ -423,22 +423,11 @@ def hold_the_gil(rank: int) -> tuple[str, list[str]]:
         ctypes.PyDLL(None).sleep(HELD_SECONDS)
     dist.barrier()
     own.close()
-    return str(heard.error), warned.said
+    return str(heard.error), warned.lines
 
 
 HELD_SECONDS = 4
 """Longer than a connection may take, and than the store is looked at; keep-alive is the kernel's business."""
-
-
-class Warned(logging.Handler):
-    """What was logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 @pytest.mark.slow

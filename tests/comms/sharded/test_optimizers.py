@@ -9,22 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gradwire.fsdp
 from gradwire.fsdp import FsdpState
-from support.processes import Processes
+from support.processes import Processes, Said
 from support.sharded import Tiny, applied, differs, job, plain_step, sharded, weights
 
 GOES_ON = "goes on from a checkpoint"
 OUTSIDE = {"pattern": "outside.weight", "compressor": "onebit", "options": {"warmup_steps": 0}}
-
-
-class Said(logging.Handler):
-    """What was logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def cases(_: int) -> None:
