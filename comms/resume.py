@@ -29,7 +29,7 @@ def to_rows(transfers: Sequence[Layout]) -> Tensor:
         for index, layout in enumerate(transfers)
         for piece in layout.slices
     ]
-    return torch.tensor(rows, dtype=torch.int64).view(len(rows), COLUMNS)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), COLUMNS)
 
 
 def from_rows(rows: Tensor, present: Sequence[Layout]) -> list[Layout] | None:

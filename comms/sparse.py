@@ -135,7 +135,9 @@ def sum_sparse(
         own = _to_all(own, groups[LANES[2], node], book)
     places = torch.stack(torch.unravel_index(own.keys, shape[:sparse_dim]))
     values = own.values.view(-1, *shape[sparse_dim:])
-    return torch.sparse_coo_tensor(places, values, shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        places, values, shape, device=values.device, is_coalesced=True, check_invariants=False
+    )
 
 
 def _rows(sparse: Tensor, scale: float) -> Rows:

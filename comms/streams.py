@@ -105,7 +105,9 @@ class LateFlag:
     """
 
     def __init__(self, flag: Tensor) -> None:
-        self._host = torch.empty((), dtype=torch.bool, pin_memory=True)  # from torch's cache of pinned memory
+        self._host = torch.empty(
+            (), dtype=torch.bool, device="cpu", pin_memory=True
+        )  # from torch's cache of pinned memory
         self._host.copy_(flag, non_blocking=True)
         self._copied = torch.cuda.current_stream(flag.device).record_event()
 
@@ -125,7 +127,7 @@ class StepVerdict:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._factor = torch.ones(1, dtype=torch.float32, device=device)
-        self._bad = torch.full((1,), torch.nan, dtype=torch.float32, pin_memory=True)
+        self._bad = torch.full((1,), torch.nan, dtype=torch.float32, device="cpu", pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._given_up = False
         self.apply_to(

@@ -35,6 +35,24 @@ MOST_OF_A_CLASS = {"compressors": (25, 23), "comms": (25, 15)}
 
 STUDIES = "gradwire.bench.studies"
 
+FACTORIES = {
+    *(
+        "arange",
+        "as_tensor",
+        "asarray",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "normal",
+        "ones",
+    ),
+    *("rand", "randint", "randn", "randperm", "scalar_tensor", "sparse_coo_tensor", "tensor", "zeros"),
+}
+"""Functions of torch whose tensors go to the default device where none is named."""
+
 PREPOSITIONS = re.compile(
     r"(of|to|for|by|from|in|on|at|behind|after|before|between|among|under|over|within|into|through|against|beside|since"
     r"|until|per|below|above|around|towards|without|with)\b",
@@ -255,6 +273,19 @@ def test_what_links_give_is_kept_in_one_place() -> None:
     for file in (file for file in FILES if file.is_relative_to(ROOT / "comms")):
         made = {ast.unparse(each.func) for each in nodes_of(file) if isinstance(each, ast.Call)} & told
         assert not made or file == ROOT / "comms/plan/routes.py", f"{file.relative_to(ROOT)} calls {sorted(made)}"
+
+
+@pytest.mark.parametrize("folder", ["comms", "compressors"])
+def test_a_new_tensor_names_its_device(folder: str) -> None:
+    """A script may call `torch.set_default_device` for tensors of its own."""
+    for file in (file for file in FILES if file.is_relative_to(ROOT / folder)):
+        made = [each for each in nodes_of(file) if isinstance(each, ast.Call) and is_factory(each.func)]
+        unnamed = [ast.unparse(each) for each in made if "device" not in {keyword.arg for keyword in each.keywords}]
+        assert not unnamed, f"{file.relative_to(ROOT)} has no device in {unnamed}"
+
+
+def is_factory(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch" and node.attr in FACTORIES
 
 
 def test_plans_ask_no_compressor_for_its_class() -> None:

@@ -72,7 +72,7 @@ def _each_alone(rail: GlooTransport, cards: Cards, other: int | None, nbytes: in
     streams = rail.open_cards()
     if streams is None or other is None:
         return
-    sent = torch.zeros(max(DRAIN_NBYTES, nbytes), dtype=torch.uint8)
+    sent = torch.zeros(max(DRAIN_NBYTES, nbytes), dtype=torch.uint8, device="cpu")
     received = torch.empty_like(sent)
     for card in streams.cards_in_use:
         streams.exchange_over(card, [(other, sent[:DRAIN_NBYTES], received[:DRAIN_NBYTES])]).wait()

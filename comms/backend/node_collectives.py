@@ -64,7 +64,11 @@ class NodeCollectives:
         output, source = output.detach(), source.detach()
 
         def run(group: ShmGroup) -> None:
-            gathered = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+            gathered = (
+                output
+                if output.is_contiguous()
+                else torch.empty(output.shape, dtype=output.dtype, device=output.device)
+            )
             group.all_gather(gathered, source.contiguous())
             if gathered is not output:
                 output.copy_(gathered)

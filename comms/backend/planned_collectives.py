@@ -246,7 +246,7 @@ def _bytes_of(flat: Tensor) -> Tensor:
 def _empty_flat(like: Tensor, times: int = 1) -> Tensor:
     """New memory, 1-D, for so many tensors of this numel and dtype; any thread may write to it."""
     with torch.inference_mode(False):
-        return torch.empty(times * like.numel(), dtype=like.dtype)
+        return torch.empty(times * like.numel(), dtype=like.dtype, device=like.device)
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -403,7 +403,9 @@ class ElasticTraining:
         if not handed:
             return
         found = handed[0]
-        self._next_rows = torch.tensor(found.shared, dtype=torch.int64).view(-1, COLUMNS) if found.shared else None
+        self._next_rows = (
+            torch.tensor(found.shared, dtype=torch.int64, device="cpu").view(-1, COLUMNS) if found.shared else None
+        )
         if not joins:
             swap_process_group(model, model.process_group)
         elif found.state is None:

@@ -413,7 +413,7 @@ class Survivor:
         device, rank, size = self.communicator.device, self.view.rank, self.view.size
         words = torch.zeros((size, 2), dtype=torch.int64, device=device)
         if not self._joins:
-            words[rank] = torch.tensor([self.position + 1, 0 if self._last is None else self._last.nbytes])
+            words[rank] = words.new_tensor([self.position + 1, 0 if self._last is None else self._last.nbytes])
         self.wait(self.communicator.all_reduce(words.view(-1)))
         ended = [count - 1 for count, _ in words.tolist()]
         furthest = max(ended)

@@ -172,7 +172,7 @@ class Meeting:
         communicator = self._communicator
         partner = self.partner(pairs)
         line_up(communicator)
-        table = torch.zeros(communicator.size, 2, dtype=torch.float32)
+        table = torch.zeros(communicator.size, 2, dtype=torch.float32, device="cpu")
         if partner is not None and self._rail is not None:
             rail, other = self._rail, partner
             seen = self._carry_out(
@@ -246,7 +246,7 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
 
     cards = 1 if rail.over_cards is None else len(rail.over_cards.cards_in_use)
     saved, numel = -(-saved_nbytes * cards // 4), max(nbytes // 4, 1)
-    sent = torch.zeros(max(saved, numel), dtype=torch.float32)
+    sent = torch.zeros(max(saved, numel), dtype=torch.float32, device="cpu")
     received = torch.empty_like(sent)
     swap(1)
     small = statistics.median([swap(1) for _ in range(SMALL_SWAPS)])
@@ -256,7 +256,7 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
 
 def _numbers(*values: float) -> torch.Tensor:
     """A tensor of float32, whatever a program has set as its default."""
-    return torch.tensor(values, dtype=torch.float32)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def _told(communicator: Communicator, flat: torch.Tensor) -> torch.Tensor:

@@ -269,7 +269,7 @@ def _gathered(communicator: Communicator, own: bytes) -> dict[int, bytes] | None
             break
         spans[rank] = start, int(length)
         start += words
-    flat = torch.zeros(start, dtype=torch.int64)
+    flat = torch.zeros(start, dtype=torch.int64, device="cpu")
     if communicator.rank in spans and own:
         at = spans[communicator.rank][0]
         padded = bytearray(own.ljust(-(-len(own) // 8) * 8))

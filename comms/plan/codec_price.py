@@ -260,7 +260,7 @@ def _timed(
     """
     from gradwire.compressors.optim.peers import carry_out
 
-    gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
 
     def once() -> float:
         shard = gradient.clone()

@@ -82,10 +82,10 @@ class LeftOut:
             present: Those that have a gradient, in their order.
             device: Where rows are.
         """
-        if self.rows is None or self.rows.device != device:
+        if self.rows is None:
             numel = runs_of(self._shards, self._rules).compressed_numel
-            old = torch.zeros(self._others, numel, dtype=torch.float32) if self.rows is None else self.rows
-            self.rows = old.to(device)
+            self.rows = torch.zeros((self._others, numel), dtype=torch.float32, device=device)
+        self.rows = self.rows.to(device)
         places = self._places(present)
         return [row if places is None else gather_runs(row, places) for row in self.rows]
 

@@ -46,7 +46,7 @@ from gradwire.comms.step.life import is_timed
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import StateDict
 
-NOTHING = torch.empty(0, dtype=torch.float32)
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 log = logging.getLogger("gradwire")
 
@@ -470,7 +470,7 @@ class FsdpState(Face[AveragingSession]):
 
     def _agreed(self) -> bool:
         """Whether the step is finite on all ranks: other ranks hold other shards."""
-        verdict = torch.tensor(int(self._finite), dtype=torch.int32)
+        verdict = torch.tensor(int(self._finite), dtype=torch.int32, device="cpu")
         for group, link in zip(self._shard_groups, self._shards.communicators, strict=True):
             issue = partial(dist.all_reduce, verdict, op=dist.ReduceOp.MIN, group=group, async_op=True)
             link.carry_out("agreement on whether the step is finite", cast(Callable[[], BackendWork], issue))

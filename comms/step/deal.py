@@ -322,7 +322,7 @@ class SpeedBatchSampler(Sampler[list[int]]):
         if not self.shuffle:
             return list(range(self.length))
         generator = torch.Generator().manual_seed(self.seed + self._epoch)
-        return list(torch.randperm(self.length, generator=generator).tolist())
+        return list(torch.randperm(self.length, generator=generator, device="cpu").tolist())
 
     def _part(self, order: Sequence[int], batch: int, place: int) -> list[int]:
         """This rank's part of a batch: a run of it, behind those of the ranks before."""

@@ -325,7 +325,7 @@ class GlooTransport(TorchTransport):
             return (
                 self._sum_by_owners(found, tensor, scale) if self._adds_as_ring else super().all_reduce(tensor, scale)
             )
-        received = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        received = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
         scale_in_place(tensor, scale)
         work = found.exchange([(1 - self.rank, tensor, received)])
         return Then(work, lambda: _hand_out(received, [Collective(ALL_REDUCE, (tensor,))], self.rank))
@@ -868,12 +868,13 @@ def adds_as_ring(rail: TorchTransport, dtype: torch.dtype, numel: int) -> bool:
     """
     size = rail.size
     generators = [torch.Generator().manual_seed(rank) for rank in range(size)]
-    rows = torch.stack([torch.randn(numel, generator=each, dtype=torch.float32).to(dtype) for each in generators])
+    drawn = [torch.randn(numel, generator=each, dtype=torch.float32, device="cpu") for each in generators]
+    rows = torch.stack(drawn).to(dtype)
     total = rows[rail.rank].clone()
     rail.all_reduce(total).wait()
     lengths, lasts = zip(*ring_runs(((0, numel),), 0, numel, size, dtype.itemsize), strict=True)
-    last = torch.tensor(lasts).repeat_interleave(torch.tensor(lengths))  # of each element
-    back = torch.arange(1, size + 1)[:, None]
+    last = torch.tensor(lasts, device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))  # of each element
+    back = torch.arange(1, size + 1, device="cpu")[:, None]
     first, *others = rows.gather(0, (last - back) % size)
     for contribution in others:
         first = contribution + first

@@ -98,27 +98,27 @@ def _packed_two_stage(
     """
     parts, numel = parts_of(source.numel(), group.size, group.shares), source.numel()
     pieces, width, most = parts.pieces, parts.width, exponents_most_nbytes(parts.width)
-    words = torch.empty(pieces * width, dtype=torch.bfloat16)
+    words = source.new_empty(pieces * width, dtype=torch.bfloat16)
     codec.encode_residual(source, residuals.worker, residuals.new_worker, words[:numel].view(torch.uint8))
     words[numel:].zero_()
     runs = residuals.worker is not None
     blocks = (
         words.view(pieces, -1, EXPONENTS_BLOCK) if runs else words.view(-1, pieces, EXPONENTS_BLOCK).transpose(0, 1)
     )
-    packed = torch.empty(pieces, most, dtype=torch.uint8)
+    packed = source.new_empty(pieces, most, dtype=torch.uint8)
     lengths = [kernels.exponents_pack(piece, row) for piece, row in zip(blocks, packed, strict=True)]
-    longest = torch.empty(group.size, dtype=torch.int64)
-    yield Collective(ALL_GATHER, (longest, torch.tensor([max(lengths)])))
+    longest = source.new_empty(group.size, dtype=torch.int64)
+    yield Collective(ALL_GATHER, (longest, torch.full_like(longest[:1], max(lengths))))
 
     nbytes = _checked(int(longest.max()), most, width)
     payloads = _cut(packed, lengths, 0, nbytes)
     own = parts.owned[group.rank + 1] - parts.owned[group.rank] if group.shares else 1
-    received = torch.empty(group.size * own, nbytes, dtype=torch.uint8)
+    received = source.new_empty(group.size * own, nbytes, dtype=torch.uint8)
     yield Collective(ALL_TO_ALL, (received, payloads), parts.owned)
 
     start, stop = parts.bounds(group.rank)
-    summands = torch.empty(group.size, width, dtype=torch.bfloat16)
-    total = torch.zeros(width, dtype=torch.bfloat16)
+    summands = source.new_empty(group.size, width, dtype=torch.bfloat16)
+    total = source.new_zeros(width, dtype=torch.bfloat16)
     reduced, lengths = packed[:own], []  # what was sent is not needed any more
     for piece in range(own):
         for row, summand in zip(received[piece::own], summands, strict=True):
@@ -136,12 +136,12 @@ def _packed_two_stage(
         total[count:].zero_()
         lengths.append(kernels.exponents_pack(total.view(-1, EXPONENTS_BLOCK), reduced[piece]))
     room = min(nbytes + nbytes // SLACK, most)
-    gathered = torch.empty(pieces, room, dtype=torch.uint8)
+    gathered = source.new_empty(pieces, room, dtype=torch.uint8)
     yield Collective(ALL_GATHER, (gathered, _cut(reduced, lengths, 0, room)), parts.owned)
 
     needed = _checked(max(exponents_nbytes(row, width) for row in gathered), most, width)
     if needed > room:
-        rest = torch.empty(pieces, needed - room, dtype=torch.uint8)
+        rest = source.new_empty(pieces, needed - room, dtype=torch.uint8)
         yield Collective(ALL_GATHER, (rest, _cut(reduced, lengths, room, needed)), parts.owned)
         gathered = torch.cat([gathered, rest], 1)
     for row, piece in zip(gathered, blocks, strict=True):

@@ -58,7 +58,7 @@ class QuantizeCodec(BlockCodec):
         unit = torch.where(spread.isfinite(), spread / levels, high / levels - low / levels)
         unit = torch.where(unit < _SMALLEST_NORMAL, 0.0, unit)
         inverse = torch.where(unit > 0, 1.0 / unit, 0.0)
-        offsets = torch.tensor(0.5, dtype=torch.float32)
+        offsets = torch.tensor(0.5, dtype=torch.float32, device="cpu")
         if self.key is not None:
             offsets = hash_uniforms(self.key, rows.numel(), p.device).view_as(rows)
         codes = ((rows - low[:, None]) * inverse[:, None] + offsets).clamp(max=levels)

@@ -88,6 +88,12 @@ def test_compressed_training_converges_as_plain_training_does(results: Results, 
     assert 0 < results[0]["compressed"]["apart"][name] < apart, results[0]["compressed"]  # type: ignore[index]
 
 
+def test_torchs_default_device_changes_no_bit(results: Results) -> None:
+    """A script sets it for tensors of its own."""
+    for result in results:
+        assert result["default_device"] == {"exact": result["default"], "compressed": result["compressed"]}
+
+
 def test_packed_exponents_train_to_the_bits_of_bf16(results: Results) -> None:
     apart = results[0]["compressed"]["apart"]
     assert apart["bf16_packed"] == apart["bf16"]  # type: ignore[index]

@@ -22,3 +22,8 @@ def test_averages_are_exact(torch_jobs: Jobs, plan: str, chunks: int, dtype: str
     ranks = torch_jobs.run("hook.py", plan, str(chunks), dtype, str(STEPS), ranks=4, NODES="aabb")
     assert ranks.statuses == [0] * 4, ranks.errors
     assert len({json.loads(output)["bits"] for output in ranks.outputs}) == 1
+
+
+def test_a_script_may_have_its_tensors_made_on_the_gpu(torch_jobs: Jobs) -> None:
+    ranks = torch_jobs.run("hook.py", "hierarchical", "1", "float32", str(STEPS), "cuda", ranks=4, NODES="aabb")
+    assert ranks.statuses == [0] * 4, ranks.errors

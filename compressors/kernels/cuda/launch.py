@@ -151,7 +151,7 @@ def scratch(device: torch.device, nbytes: int) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _uploaded(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    table = torch.tensor(words, dtype=torch.int64)
+    table = torch.tensor(words, dtype=torch.int64, device="cpu")
     if device.type != "cuda":
         return table
     if torch.cuda.is_current_stream_capturing():

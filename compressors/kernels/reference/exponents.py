@@ -94,9 +94,10 @@ def exponents_pack(blocks: Tensor, payload: Tensor) -> int:
     unary = (symbols >> 1).view(-1)
     planes = [(unary > plane)[unary >= plane] for plane in range(1, PLANES)]
     escapes = exponents[kept][symbols == ESCAPE]
-    header = torch.tensor([int(kept.sum()), *(len(plane) for plane in planes), len(escapes)], dtype=torch.int64)
+    counts = [int(kept.sum()), *(len(plane) for plane in planes), len(escapes)]
+    header = torch.tensor(counts, dtype=torch.int64, device=blocks.device)
     parts = [
-        torch.stack([header >> shift & 0xFF for shift in (0, 8, 16, 24)], 1).view(-1).to(blocks.device),
+        torch.stack([header >> shift & 0xFF for shift in (0, 8, 16, 24)], 1).view(-1),
         largest,
         fixed.view(-1),
         *(_bytes_of(plane) for plane in planes),

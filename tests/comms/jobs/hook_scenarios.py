@@ -27,11 +27,13 @@ Scenario = Callable[[], dict[str, object]]
 
 def perceptron() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
+    with torch.device("cpu"):
+        return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
 
 
 def inputs(step: int, width: int = 32) -> Tensor:
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + RANK))
+    generator = torch.Generator().manual_seed(100 * step + RANK)
+    return torch.randn(4, width, generator=generator, device="cpu")
 
 
 def train(
@@ -266,6 +268,17 @@ def compressed() -> dict[str, object]:
     return {"apart": found, "digest": "; ".join(digests)}
 
 
+def default_device() -> dict[str, object]:
+    """A script has torch make its own tensors on another device; gradwire's stay where they were, also of a look."""
+    torch.set_default_device("meta")
+    probe = os.environ.pop("GRADWIRE_PROBE")  # tests have no look at links
+    try:
+        return {"exact": default(), "compressed": compressed()}
+    finally:
+        os.environ["GRADWIRE_PROBE"] = probe
+        torch.set_default_device(None)
+
+
 def overflow_under_a_grad_scaler() -> dict[str, object]:
     """One rank overflows once: GradScaler skips that step on all ranks, and training goes on finite and equal."""
     model = DistributedDataParallel(perceptron())
@@ -301,6 +314,7 @@ def registered_twice_and_copied() -> dict[str, object]:
 
 
 SCENARIOS: list[Scenario] = [
+    default_device,  # first: links are looked at once in a job
     default,
     many_small_buckets,
     static_graph,

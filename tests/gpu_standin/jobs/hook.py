@@ -1,6 +1,6 @@
 """gradwire's hook on torch's own NCCL group, streams, futures and caching allocator: exact sums, and their bits.
 
-hook.py PLAN CHUNKS DTYPE STEPS     NODES has a letter for each rank
+hook.py PLAN CHUNKS DTYPE STEPS [DEVICE]     NODES has a letter for each rank; DEVICE is torch's default one
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Parameters(nn.Module):
 
 def gradient(index: int, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
     """Small whole numbers: every sum of them is exact in every dtype."""
-    return ((torch.arange(NUMELS[index]) * (index + 1) + 7 * rank + step) % 16).to(dtype)
+    return ((torch.arange(NUMELS[index], device="cpu") * (index + 1) + 7 * rank + step) % 16).to(dtype)
 
 
 def reduce_buckets(
@@ -57,10 +57,11 @@ def reduce_buckets(
     in_backward(reduce_all)
 
 
-def main(plan: str, chunks: str, dtype_name: str, steps: str) -> None:
+def main(plan: str, chunks: str, dtype_name: str, steps: str, default: str | None = None) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dtype = getattr(torch, dtype_name)
     torch.cuda.set_device(rank)
+    torch.set_default_device(default)
     dist.init_process_group("nccl", timeout=timedelta(seconds=90))
     model = Parameters(dtype)
     parameters = list(model.parameters())
