@@ -1,5 +1,6 @@
 """Where a thread stands, in the words of whoever wrote the training script."""
 
+import gc
 import sys
 import threading
 from functools import cache
@@ -10,6 +11,9 @@ import torch
 
 COMMS, PYTHON = Path(__file__).resolve().parents[1], Path(threading.__file__).resolve().parent
 TORCH = Path(torch.__file__).resolve().parent
+
+_collection = threading.Lock()
+"""Held by the thread that has turned garbage collection off."""
 
 
 @cache
@@ -49,4 +53,26 @@ def line_of_thread(thread: int) -> str | None:
     Args:
         thread: As `threading.get_ident` numbers it.
     """
-    return line_of(sys._current_frames().get(thread))
+    return line_of(frame_of(thread))
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of a running thread; None where it has ended.
+
+    Python lists the frames under a lock that every thread needs to begin and to end. Before 3.11.9 garbage is collected
+    in between, and a finalizer that joins a thread, such as a data loader's, then waits for ever with the lock held
+    (https://github.com/python/cpython/issues/106883). There nothing is collected meanwhile.
+
+    Args:
+        thread: As `threading.get_ident` numbers it.
+    """
+    if sys.version_info >= (3, 11, 9):
+        return sys._current_frames().get(thread)
+    with _collection:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if collects:
+                gc.enable()

@@ -1,11 +1,10 @@
 """What a rank's main thread spends its time on: a sample now and then of where it stands."""
 
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import FrameType
 
-from gradwire.comms.observe.stack import line_of
+from gradwire.comms.observe.stack import frame_of, line_of
 
 LOADER, OPTIMIZER, SAVING, COLLECTIVE, BACKWARD, FORWARD, OWN = (
     "the data loader",
@@ -88,7 +87,7 @@ class Activity:
         Args:
             seconds: Since the last sample: it counts for as long.
         """
-        frame = sys._current_frames().get(self._thread)
+        frame = frame_of(self._thread)
         kind = activity_of(frame)
         self.seconds[kind] += seconds
         line = line_of(frame)
