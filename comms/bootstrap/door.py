@@ -64,7 +64,8 @@ another rank of its host has let the caller in."""
 class Door:
     """Answers callers while any communicator of this process is open. `Door.open()` is shared by all of them."""
 
-    _lock = threading.Lock()
+    _lock = threading.RLock()
+    """Garbage that is collected while a thread holds it may close a door."""
     _shared: "Door | None" = None
 
     def __init__(self) -> None:
@@ -80,10 +81,9 @@ class Door:
     def open(cls) -> "Door":
         """This process's, for one more user, who closes it."""
         with cls._lock:
-            if cls._shared is None:
-                cls._shared = cls()
-            cls._shared._users += 1
-            return cls._shared
+            door = cls._shared = cls._shared or cls()
+            door._users += 1
+            return door
 
     def close(self) -> None:
         """Counts one user less; the last one ends it."""
@@ -343,7 +343,7 @@ class Awaited:
 
 def _close_in_child() -> None:
     """A fork that outlives this process must not keep its port open: callers would wait for an answer."""
-    Door._lock = threading.Lock()
+    Door._lock = threading.RLock()
     if Door._shared is not None:
         Door._shared.leave_to_parent()
         Door._shared = None

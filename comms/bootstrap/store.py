@@ -15,9 +15,9 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar, cast
 
 import torch.distributed as dist
@@ -213,6 +213,9 @@ class _Question(Generic[Result]):
 class _Client:
     """Asks one store, on one thread that lives as long as there are questions.
 
+    A finalizer may ask, in whichever thread collects garbage and wherever that stands: so nobody holds a lock, and who
+    is collected on the thread that asks is answered there.
+
     Args:
         place: Where the store is, in words.
     """
@@ -223,9 +226,8 @@ class _Client:
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        self._changed = threading.Condition()
-        self._questions: deque[_Question[object]] = deque()
-        self._serving = False
+        self._questions: SimpleQueue[_Question[object] | None] = SimpleQueue()
+        self._threads: set[threading.Thread] = set()
         self._ends = False
         self._asking: _Question[object] | None = None
         self._asked_at = 0.0
@@ -267,12 +269,12 @@ class _Client:
         if self._broken is not None:  # it stays so, and torch logs the whole stack for every question
             raise StoreUnreachableError(self._broken)
         asked = _Question(words, question)
-        with self._changed:
-            self._questions.append(cast("_Question[object]", asked))
-            if not self._serving:
-                self._serving = True
+        if threading.current_thread() in self._threads:
+            asked.run()
+        else:
+            self._questions.put(cast("_Question[object]", asked))
+            if not self._threads:
                 BackgroundThread("gradwire store", self._serve, end=self._end).start()
-            self._changed.notify()
         if not asked.answered.wait(seconds):
             asked.given_up = True
             raise StoreUnreachableError(self._silence(words, seconds))
@@ -288,19 +290,22 @@ class _Client:
 
     def _end(self) -> None:
         """Has the thread end when there are no questions."""
-        with self._changed:
-            self._ends = True
-            self._changed.notify()
+        self._ends = True
+        self._questions.put(None)
 
     def _serve(self) -> None:
+        this = threading.current_thread()
+        self._threads.add(this)
         while True:
-            with self._changed:
-                while not self._questions:
-                    if self._ends or (not self._changed.wait(IDLE_SECONDS) and not self._questions):
-                        self._serving = False
-                        return
-                asked = self._questions.popleft()
-            if not asked.given_up:
+            try:
+                asked = self._questions.get(timeout=0.0 if self._ends else IDLE_SECONDS)
+            except Empty:
+                self._threads.discard(this)
+                if self._questions.empty():  # else somebody has asked who took it that this one would answer
+                    return
+                self._threads.add(this)
+                continue
+            if asked is not None and not asked.given_up:
                 self._asked_at = time.monotonic()
                 self._asking = asked
                 asked.run()
@@ -310,7 +315,8 @@ class _Client:
 
 
 _clients: "weakref.WeakKeyDictionary[Store, _Client]" = weakref.WeakKeyDictionary()
-_clients_lock = threading.Lock()
+_clients_lock = threading.RLock()
+"""Garbage that is collected while a thread holds it may want it, too."""
 
 
 def _client_of(root: Store) -> _Client | None:

@@ -39,7 +39,7 @@ GLOO_SECONDS = 1.0
 """Seconds for gloo's threads to rest; one that waits for a peer rests, too."""
 
 _running: "set[BackgroundThread]" = set()
-_lock = threading.Lock()
+"""Changed by single calls of its methods, without a lock: garbage that is collected under one might want it, too."""
 
 
 class BackgroundThread(threading.Thread):
@@ -68,12 +68,11 @@ class BackgroundThread(threading.Thread):
     def start(self) -> None:
         """See `threading.Thread.start`."""
         if self._awaited:
-            with _lock:
-                _running.add(self)
+            _running.add(self)
         try:
             super().start()
         except BaseException:
-            self._forget()
+            _running.discard(self)
             raise
 
     def run(self) -> None:
@@ -81,16 +80,12 @@ class BackgroundThread(threading.Thread):
         try:
             super().run()
         finally:
-            self._forget()
+            _running.discard(self)
 
     def ask_to_end(self) -> None:
         """Has it end soon; returns at once."""
         if self._end is not None:
             self._end()
-
-    def _forget(self) -> None:
-        with _lock:
-            _running.discard(self)
 
 
 def in_thread(call: Callable[[], Result], name: str) -> "SimpleQueue[Result | BaseException]":
@@ -126,8 +121,8 @@ def wait_for_all(seconds: float = EXIT_SECONDS) -> list[str]:
     deadline = time.monotonic() + seconds
     asked: set[BackgroundThread] = set()
     while True:
-        with _lock:  # a thread that ends may ask the store, which starts one
-            left = {thread for thread in _running if thread.is_alive()}
+        # A copy: a thread that ends may ask the store, which starts one.
+        left = {thread for thread in _running.copy() if thread.is_alive()}
         for thread in left - asked:
             thread.ask_to_end()
         asked |= left

@@ -21,8 +21,9 @@ Open = torch.futures.Future[Tensor | BaseException]
 """A future of a tensor, or of the error that took its place: raised only in a `.then`, an error's message survives
 DDP's reducer."""
 
-_PENDING = threading.Lock()
-"""Held while a bucket's count of launches changes: its pieces may end in different lanes."""
+_PENDING = threading.RLock()
+"""Held while a bucket's count of launches changes: its pieces may end in different lanes, and garbage that is collected
+meanwhile may end another's."""
 
 NO_ROUTE = Route(Plan("none", (), 1, 0, 0.0, {}, ""), (), (), 0, False)
 """The route of what follows no plan."""

@@ -1,5 +1,7 @@
 """Law: every wait ends, whatever is gone, and the error says what cannot be reached and who was heard of."""
 
+import gc
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -8,9 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.comms.bootstrap import failure
+from gradwire.comms.bootstrap import door, failure
+from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import PrefixStore, TCPStore
+from gradwire.comms.bootstrap.door import Door
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from support.frozen_store import Link, store_behind_a_link
@@ -51,6 +56,51 @@ def test_every_question_ends_where_the_link_is_cut_and_is_answered_when_it_is_ba
         assert store.within(timedelta(seconds=20)).get("a") in (b"1", b"2")
         assert store.is_answering
         store.give_up_if_silent(timedelta(0))
+
+
+class Garbage:
+    """A circle whose end runs a call, in whichever thread collects it."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.itself = self
+        self.call = call
+
+    def __del__(self) -> None:
+        self.call()
+
+
+@pytest.mark.parametrize("where", ["the thread that asks", "the start of that thread"])
+def test_garbage_that_asks_is_answered_wherever_it_is_collected(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = PollingStore(server, timedelta(seconds=10))
+    heard: list[bytes] = []
+    server.set("a", "1")
+    Garbage(lambda: heard.append(store.get("a")))
+    if where == "the thread that asks":
+        store._ask("collect", gc.collect)
+    else:
+        start = BackgroundThread.start
+        monkeypatch.setattr(BackgroundThread, "start", lambda thread: (gc.collect(), start(thread)))
+        store.set("b", "2")
+    assert heard == [b"1"]
+
+
+def test_garbage_that_closes_a_door_may_be_collected_while_one_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Door, "_shared", None)
+    old = Door.open()
+    monkeypatch.setattr(Door, "_shared", None)
+    Garbage(old.close)
+    opened: list[Door] = []
+    def collecting(backlog: int) -> socket.socket:
+        gc.collect()
+        return listener(backlog)
+
+    monkeypatch.setattr(door, "listener", collecting)
+    opening = threading.Thread(target=lambda: opened.append(Door.open()), daemon=True)
+    opening.start()
+    opening.join(10.0)
+    assert len(opened) == 1 and old._closed
+    opened[0].close()
 
 
 def test_a_server_that_is_gone_is_asked_once() -> None:
