@@ -25,7 +25,6 @@ from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
     HARMLESS_FIRST,
     SGD_ONLY,
-    TRAINED,
     TRIED_OPTIMIZERS,
     UNLIKE_OPTIMIZERS,
     Advice,
@@ -34,7 +33,7 @@ from gradwire.comms.plan.advise import (
     caution_of,
     condition_of,
 )
-from gradwire.comms.plan.codec_price import codec_price, square_layout
+from gradwire.comms.plan.codec_price import CODEC_FACTS, codec_price, square_layout
 from gradwire.comms.plan.sharded import FULL, HYBRID, ShardedWorkload, advise_sharded
 from gradwire.compressors import registry
 from gradwire.compressors.optim.fit import check_optimizer, take_momentum
@@ -174,8 +173,8 @@ def test_the_table_of_compressors_has_an_empty_cell_for_what_was_never_trained()
     for name in {row["compressor"].split("`")[1] for row in rows}:
         for optimizer, title in titles.items():
             cells = {row[title] for row in rows if row["compressor"].split("`")[1] == name}
-            assert bool(cells - {"", "refused"}) == (optimizer in TRAINED[name]), (name, optimizer)
-            assert optimizer in TRAINED[name] or caution_of(name, optimizer), (name, optimizer)
+            assert bool(cells - {"", "refused"}) == (optimizer in CODEC_FACTS[name].trained), (name, optimizer)
+            assert optimizer in CODEC_FACTS[name].trained or caution_of(name, optimizer), (name, optimizer)
 
 
 def test_predict_knows_every_optimizer_that_advice_tells_apart() -> None:

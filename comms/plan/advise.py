@@ -7,6 +7,7 @@ optimizer can begin when both are done. What communication adds to the backward 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from gradwire.comms.plan.codec_price import CODEC_FACTS, OPTIMIZER_NAMES
 from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.payloads import price_as_sent
 from gradwire.comms.plan.plan import BUCKET_NBYTES, HALVING_DOUBLING, NVLS_TREE, TREE, Plan
@@ -28,23 +29,7 @@ REFERENCES = (TREE, NVLS_TREE, HALVING_DOUBLING)
 """What other libraries run; priced for comparison. `tree` and, where an NVSwitch sums, `nvls_tree` are what NCCL may
 choose for the flat plan."""
 
-HARMLESS_FIRST = (
-    "none",
-    "bf16",
-    "bf16_packed",
-    "fp16",
-    "int8",
-    "waterfill5",
-    "waterfill4",
-    "waterfill3",
-    "int4",
-    "rotated4",
-    "rotated2",
-    "waterfill2",
-    "powersgd",
-    "onebit",
-    "dgc",
-)
+HARMLESS_FIRST = tuple(CODEC_FACTS)
 """Compressors in the order of what they do to a gradient; an unknown one comes last."""
 
 SGD_ONLY = {
@@ -57,28 +42,8 @@ ANY_OPTIMIZER = "any"
 """Nobody has said which: then only what is known to fit all that were tried is recommended."""
 SAY_OPTIMIZER = "; say which optimizer is yours"
 """Ends a caution that does not hold for every optimizer, if nobody has said which it is."""
-NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
 TRIED_OPTIMIZERS = ("sgd", "adamw")
 """Those that docs/results/convergence.md has trainings with; what is recommended for any optimizer fits both."""
-TRAINED = {
-    "none": tuple(NAMES),
-    "bf16": tuple(NAMES),
-    "bf16_packed": tuple(NAMES),  # its numbers are those of bf16
-    "fp16": tuple(NAMES),
-    "int8": tuple(NAMES),
-    "waterfill5": ("muon",),
-    "waterfill4": tuple(NAMES),
-    "waterfill3": ("adamw", "muon"),
-    "int4": tuple(NAMES),
-    "rotated4": ("adamw", "muon"),
-    "rotated2": ("adamw", "muon"),
-    "waterfill2": ("adamw", "muon"),
-    "powersgd": tuple(NAMES),
-    "onebit": ("sgd", "muon"),
-    "dgc": ("sgd", "muon"),
-}
-"""Compressor -> the optimizers of `NAMES` with which docs/results/convergence.md or docs/results/optimizers.md has a
-training of it. What is not here, such as a codec of the user's own, nobody has trained with: it is not recommended."""
 UNLIKE_OPTIMIZERS = ("muon",)
 """Those whose trainings end behind with much that fits `TRIED_OPTIMIZERS`: docs/results/optimizers.md."""
 
@@ -311,7 +276,7 @@ def caution_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str
         optimizer: `sgd`, `adam`, ...; or `ANY_OPTIMIZER`.
         library: `nccl` where gradients are on GPUs.
     """
-    if compressor not in TRAINED:
+    if compressor not in CODEC_FACTS:
         return f"nobody here has trained with {compressor}: see where a training ends before you rely on it"
     asked = TRIED_OPTIMIZERS if optimizer == ANY_OPTIMIZER else (optimizer,)
     reason = next(filter(None, (_caution(compressor, each) for each in asked)), "")
@@ -330,12 +295,13 @@ def _caution(compressor: str, optimizer: str) -> str:
     cost = known_to_end_behind(compressor, options_of(compressor), optimizer)
     if cost:
         return f"{compressor} {cost}"
-    untrained = [NAMES[each] for each in _tried_like(optimizer) if each not in TRAINED[compressor]]
+    trained = CODEC_FACTS[compressor].trained
+    untrained = [OPTIMIZER_NAMES[each] for each in _tried_like(optimizer) if each not in trained]
     return f"nobody has trained with {compressor} under {' or '.join(untrained)}" if untrained else ""
 
 
 def _tried_like(optimizer: str) -> tuple[str, ...]:
-    """Those of `NAMES` whose trainings say something of an optimizer: of an unknown one all of `TRIED_OPTIMIZERS`."""
+    """Whose trainings say something of an optimizer, in `OPTIMIZER_NAMES`; of an unknown one all `TRIED_OPTIMIZERS`."""
     kind = optimizer.lower()
     if any(part in kind for part in ORTHOGONALISING):
         return ("muon",)

@@ -7,6 +7,7 @@ by memory, or from a measurement on this machine.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,67 +43,73 @@ def gpu_bytes_per_second(compute_capability: int) -> float:
     return known[-1] if known else min(GPU_BYTES_PER_SECOND.values())
 
 
-TOUCHED_NBYTES = {
-    "none": 0.0,
-    "fp16": 14.0,
-    "bf16": 14.0,
-    "bf16_packed": 54.0,
-    "int8": 19.0,
-    "int4": 18.0,
-    "waterfill5": 18.5,
-    "waterfill4": 18.0,
-    "waterfill3": 18.0,
-    "waterfill2": 17.0,
-    "rotated4": 2800.0,
-    "rotated2": 2800.0,
-    "onebit": 49.0,
-    "dgc": 28.0,
-    "powersgd": 32.0,
+@dataclass(frozen=True, slots=True)
+class CodecFacts:
+    """What is known of a compressor beside what it says itself.
+
+    Attributes:
+        touched_nbytes: Bytes that encoding and decoding read and write for each element of a shard, residual and
+            momentum included: encode (gradient in, residual in and out, payload out), decode and sum a slice, decode
+            the result. One pass each; onebit has two more, for its units. Some loops compute: bf16_packed has what 2 ns
+            an element beyond bf16's come to; rotated4 and rotated2 95 ns of matrix products in float64, and 45 of
+            bringing bases up to date, on one core of that EPYC (load 10, matrices of 128 to 512).
+        kept_nbytes: Bytes that it keeps from step to step for each element of a shard, and for each element of the part
+            of it that a rank owns. A residual or a momentum is two float32: the value, and the one that takes its place
+            when the step is known to be finite; onebit's units are one. PowerSGD's factors, which are small, are left
+            out. rotated4's bases are two float32 of each side; the maps made of them are as many float64, of matrices
+            up to four times as long as wide.
+        trained: The optimizers of `OPTIMIZER_NAMES` with which docs/results/convergence.md or
+            docs/results/optimizers.md has a training of it. Where nobody has trained with it, it is not recommended.
+        rounds: Times that every member hears from every other; a third one where lengths go before the payloads.
+        computed: Its price is computed on a CPU, too: in its first steps it looks for bases, which takes a hundred
+            times what a later step takes (23 s of a processor for a million elements, 2-core AMD EPYC, 2026-11-24), and
+            would be timed.
+    """
+
+    touched_nbytes: float
+    kept_nbytes: tuple[float, float]
+    trained: tuple[str, ...]
+    rounds: int = EXCHANGE_ROUNDS
+    computed: bool = False
+
+
+OPTIMIZER_NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
+"""Optimizers that trainings were made with, as sentences write them."""
+_ALL = tuple(OPTIMIZER_NAMES)
+
+CODEC_FACTS = {
+    "none": CodecFacts(0.0, (0.0, 0.0), _ALL),
+    "bf16": CodecFacts(14.0, (0.0, 0.0), _ALL),
+    "bf16_packed": CodecFacts(54.0, (0.0, 0.0), _ALL, rounds=3),  # trained: its numbers are those of bf16
+    "fp16": CodecFacts(14.0, (0.0, 0.0), _ALL),
+    "int8": CodecFacts(19.0, (8.0, 8.0), _ALL),
+    "waterfill5": CodecFacts(18.5, (8.0, 8.0), ("muon",)),
+    "waterfill4": CodecFacts(18.0, (8.0, 8.0), _ALL),
+    "waterfill3": CodecFacts(18.0, (8.0, 8.0), ("adamw", "muon")),
+    "int4": CodecFacts(18.0, (8.0, 8.0), _ALL),
+    "rotated4": CodecFacts(2800.0, (50.0, 0.0), ("adamw", "muon"), computed=True),
+    "rotated2": CodecFacts(2800.0, (50.0, 0.0), ("adamw", "muon"), computed=True),
+    "waterfill2": CodecFacts(17.0, (8.0, 8.0), ("adamw", "muon")),
+    "powersgd": CodecFacts(32.0, (8.0, 0.0), _ALL),
+    "onebit": CodecFacts(49.0, (20.0, 8.0), ("sgd", "muon")),
+    "dgc": CodecFacts(28.0, (16.0, 0.0), ("sgd", "muon")),
 }
-"""Bytes that encoding and decoding read and write for each element of a shard, residual and momentum included: encode
-(gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each; onebit has
-two more, for its units. Some loops compute: bf16_packed has what 2 ns an element beyond bf16's come to; rotated4 and
-rotated2 95 ns of matrix products in float64, and 45 of bringing bases up to date, on one core of that EPYC (load 10,
-matrices of 128 to 512)."""
+"""Every compressor that comes with gradwire, in the order of what they do to a gradient."""
 
-COMPUTED = ("rotated4", "rotated2")
-"""Compressors whose price is computed on a CPU, too: in their first steps they look for bases, which takes a hundred
-times what a later step takes (23 s of a processor for a million elements, 2-core AMD EPYC, 2026-11-24), and would be
-timed."""
-
-ROUNDS = {"bf16_packed": 3}
-"""Times that every member hears from every other, where that is not twice: lengths go before the payloads."""
+UNKNOWN_CODEC = CodecFacts(32.0, (8.0, 8.0), ())
+"""What is assumed of a compressor that a user has registered: it keeps what a codec with both residuals does."""
 
 EDGE = 0.25
 """Part of a measurement at its beginning and at its end in which not all ranks may be computing yet, or still."""
 
-UNKNOWN_TOUCHED_NBYTES = 32.0
-"""`TOUCHED_NBYTES` of a compressor that a user has registered."""
 
-KEPT_NBYTES = {
-    "none": (0.0, 0.0),
-    "fp16": (0.0, 0.0),
-    "bf16": (0.0, 0.0),
-    "bf16_packed": (0.0, 0.0),
-    "int8": (8.0, 8.0),
-    "int4": (8.0, 8.0),
-    "waterfill5": (8.0, 8.0),
-    "waterfill4": (8.0, 8.0),
-    "waterfill3": (8.0, 8.0),
-    "waterfill2": (8.0, 8.0),
-    "rotated4": (50.0, 0.0),
-    "rotated2": (50.0, 0.0),
-    "onebit": (20.0, 8.0),
-    "dgc": (16.0, 0.0),
-    "powersgd": (8.0, 0.0),
-}
-"""Bytes that a compressor keeps from step to step for each element of a shard, and for each element of the part of it
-that a rank owns. A residual or a momentum is two float32: the value, and the one that takes its place when the step is
-known to be finite; onebit's units are one. PowerSGD's factors, which are small, are left out. rotated4's bases are two
-float32 of each side; the maps made of them are as many float64, of matrices up to four times as long as wide."""
+def codec_facts(name: str) -> CodecFacts:
+    """What is known of a compressor, or is assumed of one that nobody here knows.
 
-UNKNOWN_KEPT_NBYTES = (8.0, 8.0)
-"""The same of a compressor that a user has registered: as for a codec with both residuals."""
+    Args:
+        name: Of the registry.
+    """
+    return CODEC_FACTS.get(name, UNKNOWN_CODEC)
 
 
 def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_second: float) -> CodecPrice:
@@ -123,7 +130,7 @@ def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_sec
         name,
         wire_ratio(final(name), layout, group_size),
         codec_seconds(name, memory_bytes_per_second),
-        rounds=ROUNDS.get(name, EXCHANGE_ROUNDS),
+        rounds=codec_facts(name).rounds,
         owned=owned_share(final(name), layout, group_size),
     )
 
@@ -135,7 +142,7 @@ def codec_seconds(name: str, memory_bytes_per_second: float) -> float:
         name: Of the compressor; also one that a user has registered.
         memory_bytes_per_second: Of the processor that encodes.
     """
-    return TOUCHED_NBYTES.get(name, UNKNOWN_TOUCHED_NBYTES) / ELEMENT_NBYTES / memory_bytes_per_second
+    return codec_facts(name).touched_nbytes / ELEMENT_NBYTES / memory_bytes_per_second
 
 
 def final(name: str) -> Compressor:
@@ -211,7 +218,7 @@ def measured_price(
     """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
 
     Two sizes, the whole gradient and its first parameter, separate the cost of a call from that of a byte. The price of
-    those in `COMPUTED` is `codec_price`'s.
+    those whose facts say `computed` is `codec_price`'s.
 
     Args:
         name: As in `compressor=`.
@@ -226,7 +233,7 @@ def measured_price(
     """
     if name == EXACT.name:
         return EXACT
-    if name in COMPUTED and make is None:
+    if codec_facts(name).computed and make is None:
         return codec_price(name, layout, group_size, CPU_BYTES_PER_SECOND)
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
     (whole, hops, whole_share), (part, _, part_share) = (

@@ -10,7 +10,7 @@ from gradwire.comms.plan.codec_price import (
     CPU_BYTES_PER_SECOND,
     ELEMENT_NBYTES,
     GPU_BYTES_PER_SECOND,
-    ROUNDS,
+    codec_facts,
     codec_seconds,
     gpu_bytes_per_second,
     owned_share,
@@ -57,7 +57,7 @@ def packing_break_even(cluster: Cluster, plan: Plan, library: str) -> float:
 
     def seconds(name: str, share: float, extra: float) -> float:
         codec = codec_seconds("bf16", CPU_BYTES_PER_SECOND) + extra / ELEMENT_NBYTES
-        price = CodecPrice(name, 2 / ELEMENT_NBYTES * share, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
+        price = CodecPrice(name, 2 / ELEMENT_NBYTES * share, codec, rounds=codec_facts(name).rounds)
         (priced,) = candidates(cluster, plan.nbytes, plan.name, 1, price)
         return priced.seconds
 
@@ -155,7 +155,7 @@ class Payloads:
         name = packers[0].name if packing else plain.get(compressor.name, compressor.name)
         codec = codec_seconds(name, gpu_memory(self._links.cluster)) if self.library == "nccl" else 0.0
         owned = owned_share(compressor, layout, group_size)
-        return CodecPrice(compressor.name, ratio, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS), owned=owned)
+        return CodecPrice(compressor.name, ratio, codec, rounds=codec_facts(name).rounds, owned=owned)
 
     def break_even(self, plan: Plan) -> float:
         """See `Member.break_even`, of the compressed phase of a plan; the same on all ranks."""

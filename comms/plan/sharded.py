@@ -42,7 +42,7 @@ from gradwire.comms.plan.advise import (
     harm_of,
     limit_in_words,
 )
-from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, KEPT_NBYTES, UNKNOWN_KEPT_NBYTES
+from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_facts
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest
 from gradwire.comms.plan.nccl_model import nccl_model
 from gradwire.comms.plan.payloads import price_as_sent
@@ -415,10 +415,10 @@ class ShardedCosts:
             buffers += part * self.numel * load.param_nbytes
         lasting = 0.0
         if compressor != EXACT.name:
-            everywhere, owned = KEPT_NBYTES.get(compressor, UNKNOWN_KEPT_NBYTES)
+            everywhere, owned = codec_facts(compressor).kept_nbytes
             lasting = (everywhere + owned / len(self._nodes)) * load.numel / owners
             buffers += 2 * ELEMENT_NBYTES * self.prices[compressor].ratio * self.numel / owners
-        residual = KEPT_NBYTES["int8"][0] * part * load.numel if shards != "exact" else 0.0
+        residual = codec_facts("int8").kept_nbytes[0] * part * load.numel if shards != "exact" else 0.0
         return RankMemory(own, lasting, buffers, residual)
 
     def _region(self, sharded: str, form: str) -> float:

@@ -6,10 +6,8 @@ from torch import Tensor
 from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
     HARMLESS_FIRST,
-    NAMES,
     ON_CPUS,
     SAY_OPTIMIZER,
-    TRAINED,
     UNMEASURED_ON_GPUS,
     Advice,
     Workload,
@@ -18,7 +16,7 @@ from gradwire.comms.plan.advise import (
     caution_of,
     step_seconds,
 )
-from gradwire.comms.plan.codec_price import codec_price, square_layout
+from gradwire.comms.plan.codec_price import CODEC_FACTS, OPTIMIZER_NAMES, codec_price, square_layout
 from gradwire.comms.plan.planner import candidates
 from gradwire.compressors import registry
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
@@ -152,11 +150,11 @@ def test_an_optimizer_that_nobody_has_said_gets_what_fits_all() -> None:
 
 
 def test_the_table_of_what_was_trained_is_that_of_the_pages() -> None:
-    assert set(TRAINED) == set(registry.BUILT_IN) == set(HARMLESS_FIRST)
-    on_pages = trained() & {(name, optimizer) for name in registry.BUILT_IN for optimizer in NAMES}
-    exact = {("none", optimizer) for optimizer in NAMES}
-    as_bf16 = {("bf16_packed", optimizer) for optimizer in NAMES if optimizer in TRAINED["bf16"]}
-    table = {(name, optimizer) for name, optimizers in TRAINED.items() for optimizer in optimizers}
+    assert set(CODEC_FACTS) == set(registry.BUILT_IN) == set(HARMLESS_FIRST)
+    on_pages = trained() & {(name, optimizer) for name in registry.BUILT_IN for optimizer in OPTIMIZER_NAMES}
+    exact = {("none", optimizer) for optimizer in OPTIMIZER_NAMES}
+    as_bf16 = {("bf16_packed", optimizer) for optimizer in OPTIMIZER_NAMES if optimizer in CODEC_FACTS["bf16"].trained}
+    table = {(name, optimizer) for name, facts in CODEC_FACTS.items() for optimizer in facts.trained}
     assert table == on_pages | exact | as_bf16
 
 
@@ -184,7 +182,7 @@ def test_nothing_is_recommended_that_nobody_has_trained_with(optimizer: str, mon
             own = advice.offer("hierarchical+a users own")
             assert own.step_seconds < advice.offer("hierarchical+int4").step_seconds
             assert "trained with a users own" in own.caution
-            assert set(alike) <= set(TRAINED[advice.recommend.compressor])
+            assert set(alike) <= set(CODEC_FACTS[advice.recommend.compressor].trained)
 
 
 def test_what_was_never_measured_on_a_gpu_is_not_recommended_there() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradwire.comms.plan.advise import ANY_OPTIMIZER
-from gradwire.comms.plan.codec_price import KEPT_NBYTES, codec_price, layout_of, settling, square_layout
+from gradwire.comms.plan.codec_price import CODEC_FACTS, codec_price, layout_of, settling, square_layout
 from gradwire.comms.plan.cost import CodecPrice, busiest
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.comms.plan.planner import candidates
@@ -358,7 +358,7 @@ def test_bad_questions_are_refused() -> None:
             ShardedWorkload(**bad)
 
 
-@pytest.mark.parametrize("name", [name for name in KEPT_NBYTES if name != "none"])
+@pytest.mark.parametrize("name", [name for name in CODEC_FACTS if name != "none"])
 def test_compressors_keep_what_is_said(name: str) -> None:
     """Counts the live tensors that a compressor reaches after three steps."""
     layout, members = layout_of([("first", (128, 512)), ("second", (256, 256))]), 4
@@ -367,7 +367,7 @@ def test_compressors_keep_what_is_said(name: str) -> None:
         shard = torch.randn(layout.numel)
         carry_out(compressor.all_reduce(shard, layout, group.member), group)
         compressor.end_step(True)
-    everywhere, owned = KEPT_NBYTES[name]
+    everywhere, owned = CODEC_FACTS[name].kept_nbytes
     predicted = (everywhere + owned / members) * layout.numel
     assert live_nbytes(compressor) == pytest.approx(predicted, abs=0.25 * layout.numel)
 
