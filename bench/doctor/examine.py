@@ -40,13 +40,13 @@ from gradwire.bench.doctor.network import STREAMS, Asker, Listener, measure_pair
 from gradwire.bench.doctor.script import run_script
 from gradwire.bench.doctor.wanted import Wanted, left_behind, with_script
 from gradwire.bench.doctor.work import WORK_SECONDS, busy_gpu_states, core_work, threads_seconds
-from gradwire.bench.emulation.connections import connected_sockets
 from gradwire.bench.emulation.launch import held_port
 from gradwire.bench.nccl_tests.backends.select import BackendSpec, connect
 from gradwire.bench.nccl_tests.ranks import RankInfo, World, gather
 from gradwire.bench.nccl_tests.start import Start
 from gradwire.bench.terminal import complain
 from gradwire.comms.bootstrap.compat import PrefixStore, clone_of
+from gradwire.comms.bootstrap.kernel import outside_connections
 from gradwire.comms.config import local_rank
 
 ARRIVE = timedelta(minutes=5)
@@ -502,13 +502,7 @@ def node_work(facts: JobFacts) -> dict[int, float]:
 
 def _local_addresses() -> set[str]:
     """Addresses that this process's connections to other hosts have on this side."""
-    found = set()
-    for each in connected_sockets():
-        with each:
-            own, peer = str(each.getsockname()[0]), str(each.getpeername()[0])
-            if own != peer:
-                found.add(own.removeprefix("::ffff:"))
-    return found
+    return {own.removeprefix("::ffff:") for own, _, _ in outside_connections()}
 
 
 def _route_address(address: str, port: int) -> str:

@@ -10,8 +10,10 @@ import hashlib
 import logging
 import os
 import socket
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,6 +25,10 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
 TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 """Every socket of this network namespace. Source: proc_pid_net(5)."""
+
+DESCRIPTORS = Path("/proc/self/fd")
+_AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
+"""Has Python leave a descriptor's mode alone, whatever `setdefaulttimeout` says: it is shared with torch's."""
 
 LISTENING = "0A"
 CALL_SECONDS, CALLS_SECONDS = 1.0, 2.0
@@ -57,6 +63,41 @@ def own_kernel() -> str:
         return ""
     words = f"{boot} {network} {socket.gethostname()}"  # a copy of a running machine has the same boot
     return hashlib.sha256(words.encode()).hexdigest()[:KERNEL_DIGITS] if boot else ""
+
+
+def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """This process's TCP sockets: the descriptor, and a duplicate that is closed when the next one is asked for.
+
+    None where the kernel shows no descriptors.
+    """
+    try:
+        descriptors = [int(entry.name) for entry in DESCRIPTORS.iterdir()]
+    except OSError:
+        return
+    for descriptor in descriptors:
+        try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            copy = os.dup(descriptor)
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            connection = socket.socket(type=_AS_IT_IS, fileno=copy)
+        except OSError:  # another file's descriptor by now, or of a kind that has no name
+            os.close(copy)
+            continue
+        with connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.proto == socket.IPPROTO_TCP:
+                yield descriptor, connection
+
+
+def outside_connections() -> Iterator[tuple[str, str, socket.socket]]:
+    """This process's TCP connections with other hosts: own address, the peer's, and a duplicate as of `tcp_sockets`."""
+    for _, connection in tcp_sockets():
+        with suppress(OSError):  # not connected
+            own, peer = str(connection.getsockname()[0]), str(connection.getpeername()[0])
+            if own != peer:
+                yield own, peer, connection
 
 
 def is_listened_at(port: int) -> bool | None:

@@ -9,7 +9,6 @@ in one group, 88 ms in two; the wire alone takes 84 (2-core EPYC VM, 2026-11-21)
 
 import os
 import socket
-import stat
 import struct
 import threading
 import time
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -43,6 +41,7 @@ from gradwire.comms.bootstrap.compat import (
 )
 from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
+from gradwire.comms.bootstrap.kernel import tcp_sockets
 from gradwire.comms.bootstrap.threads import in_thread, outcome_of
 from gradwire.comms.config import gloo_interfaces
 from gradwire.comms.errors import PeerError
@@ -692,25 +691,9 @@ def listeners() -> Iterator[Connection]:
 
 def _sockets(wanted: Callable[[socket.socket], bool]) -> Iterator[Connection]:
     """Those of TCP that are wanted."""
-    try:
-        descriptors = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
-    except FileNotFoundError:
-        return
-    for descriptor in descriptors:
-        try:
-            inode = os.fstat(descriptor)
-            if not stat.S_ISSOCK(inode.st_mode):
-                continue
-            copy = os.dup(descriptor)
-        except OSError:  # closed meanwhile
-            continue
-        if os.fstat(copy).st_ino != inode.st_ino:
-            os.close(copy)
-            continue
-        with socket.socket(fileno=copy) as connection:
-            of_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-            if of_tcp and wanted(connection):
-                yield Connection(descriptor, inode.st_ino)
+    for descriptor, connection in tcp_sockets():
+        if wanted(connection):
+            yield Connection(descriptor, os.fstat(connection.fileno()).st_ino)
 
 
 class Done:

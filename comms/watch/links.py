@@ -10,23 +10,18 @@ tcpi_rwnd_limited, tcpi_total_retrans and tcpi_dsack_dups, the last one from Lin
 no such counters, and are not seen.
 """
 
-import os
 import socket
 import struct
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
+from gradwire.comms.bootstrap.kernel import outside_connections
 from gradwire.comms.report import duration
 
 _TCP_INFO_NBYTES = 220
 _AGAIN, _ACKED, _SENT, _BUSY, _SENT_TWICE = 100, 120, 156, 168, 216
-_DESCRIPTORS = Path("/proc/self/fd")
-
-_AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
-"""Has Python leave a descriptor's mode alone, whatever `setdefaulttimeout` says: it is shared with torch's."""
 
 Pair = tuple[str, str]
 """The host that sends, and the one that receives."""
@@ -85,22 +80,9 @@ def connection_states() -> dict[str, LinkState]:
     Empty where the kernel is too old to count it, or shows no descriptors.
     """
     found: dict[str, LinkState] = {}
-    try:
-        numbers = [int(each.name) for each in _DESCRIPTORS.iterdir()]
-    except OSError:
-        return found
-    for number in numbers:
-        try:
-            if not str((_DESCRIPTORS / str(number)).readlink()).startswith("socket:"):
-                continue
-            with socket.socket(type=_AS_IT_IS, fileno=os.dup(number)) as connection:
-                if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                own, peer = connection.getsockname()[0], connection.getpeername()[0]
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
-        except OSError:  # closed meanwhile, not connected, or not TCP
-            continue
-        if own == peer or len(info) < _TCP_INFO_NBYTES:
+    for own, peer, connection in outside_connections():
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+        if len(info) < _TCP_INFO_NBYTES:
             continue
         key, one = f"{own}>{peer}", _state(info)
         known = found.get(key, LinkState())
