@@ -128,24 +128,6 @@ class Control:
         return json.loads(zlib.decompress(b"".join(self._store.get(f"{key}/{place}") for place in range(count))))
 
 
-def circle(count: int) -> list[list[tuple[int, int]]]:
-    """Rounds in which every two of `count` meet once, and nobody is in two pairs of a round.
-
-    Source: the circle method of round-robin tournaments (Kirkman 1850).
-
-    Args:
-        count: Nodes.
-    """
-    places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    rounds = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        pairs = zip(places[:half], reversed(places[half:]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
-        places = [places[0], places[-1], *places[1:-1]]
-    return [each for each in rounds if each]
-
-
 def spread(rounds: Sequence[list[tuple[int, int]]], most: int) -> list[list[tuple[int, int]]]:
     """As many of the rounds as are wanted, evenly taken: each node stays in every round."""
     if len(rounds) <= most:

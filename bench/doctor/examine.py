@@ -23,7 +23,7 @@ from gradwire.bench.doctor.checks.machine import available_cores
 from gradwire.bench.doctor.checks.network import CONFIRMED, doubtful_pairs
 from gradwire.bench.doctor.checks.transfers import SLOW_EXCHANGE, exchange_bound
 from gradwire.bench.doctor.checks.words import listed
-from gradwire.bench.doctor.control import Control, circle, spread
+from gradwire.bench.doctor.control import Control, spread
 from gradwire.bench.doctor.facts import (
     BackendTime,
     CoreWork,
@@ -48,6 +48,7 @@ from gradwire.bench.terminal import complain
 from gradwire.comms.bootstrap.compat import PrefixStore, clone_of
 from gradwire.comms.bootstrap.kernel import outside_connections
 from gradwire.comms.config import local_rank
+from gradwire.comms.links.unit_rates import pairings
 
 ARRIVE = timedelta(minutes=5)
 """Time for the ranks to come: torch takes minutes to be imported from a cold network file system."""
@@ -292,7 +293,7 @@ class _Examination:
     def _pairs(self) -> None:
         """Every pair of nodes (of many nodes, some pairs of each), then those again that look bad."""
         count = len(self._nodes)
-        rounds = spread(circle(count), MOST_ROUNDS)
+        rounds = spread(pairings(count, count), MOST_ROUNDS)
         seconds = min(max(0.35 * self._wanted.seconds / (5 * len(rounds)), SHORTEST_FLOW), LONGEST_FLOW)
         own_rate = 0.0
         if self._leads:
@@ -363,7 +364,7 @@ class _Examination:
             return
         self._wanted.say("measuring interfaces that are not in use")
         own: list[dict[str, object]] = []
-        pair = next((each for each in circle(len(self._nodes))[0] if each[0] == self._node), None)
+        pair = next((each for each in pairings(len(self._nodes), 1)[0] if each[0] == self._node), None)
         if self._leads and pair is not None:
             a, b = pair
             for name in [each for each in others[a] if each in others[b]][:4]:

@@ -34,6 +34,7 @@ from gradwire.bench.studies.doctor import OTHER_MTU, TINY_SHARED_MEMORY, inside
 from gradwire.cli import predict
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
 from gradwire.comms.config import local_rank
+from gradwire.comms.links.unit_rates import pairings
 from support.doctor import healthy, slowed
 from support.threads import run_ranks
 
@@ -62,7 +63,7 @@ def test_the_better_of_two_tries_counts_in_every_figure() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8, 17])
 def test_every_two_nodes_meet_once_and_nobody_is_in_two_places(count: int) -> None:
-    rounds = control.circle(count)
+    rounds = pairings(count, count)
     assert sorted(pair for pairs in rounds for pair in pairs) == [
         (a, b) for a in range(count) for b in range(a + 1, count)
     ]
