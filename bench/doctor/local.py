@@ -18,6 +18,7 @@ from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.config import steering_variables
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.model import CheckOutcome
+from gradwire.topology.gdr.nccl import name_matches
 from gradwire.topology.gdr.process_context import read_process_context
 from gradwire.topology.gdr.rdma import pcie_gigabits
 from gradwire.topology.gdr.runner import run_checks
@@ -265,27 +266,13 @@ def nccl_choice(interfaces: tuple[NetworkInterface, ...], variables: Mapping[str
     """
     usable = [each for each in interfaces if each.up and each.addresses]
     if given := variables.get("NCCL_SOCKET_IFNAME"):
-        return next((each.name for each in usable if matches(given, each.name)), None)
+        return next((each.name for each in usable if name_matches(given, each.name)), None)
     classes = (
         [each for each in usable if each.name.startswith("ib")],
         [each for each in usable if not each.name.startswith(("docker", "virbr")) and each.kind != "loopback"],
         usable,
     )
     return next((each[0].name for each in classes if each), None)
-
-
-def matches(given: str, name: str) -> bool:
-    """Whether a list of names, as NCCL_SOCKET_IFNAME gives it, means an interface.
-
-    Args:
-        given: `eth,ib`: prefixes; `=eth0`: whole names; `^docker`: all others.
-        name: Of the interface.
-    """
-    turned = given.startswith("^")
-    text = given[1:] if turned else given
-    whole = text.startswith("=")
-    words = (text[1:] if whole else text).split(",")
-    return any(name == word if whole else bool(word) and name.startswith(word) for word in words) != turned
 
 
 def cpu_limit(root: Path = LIVE) -> float | None:

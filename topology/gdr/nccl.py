@@ -73,10 +73,10 @@ def within(path: str, level: str) -> bool:
     return LEVELS.index(path) <= LEVELS.index(level)
 
 
-def hca_matches(value: str, name: str) -> bool:
-    """Whether NCCL_IB_HCA lets NCCL use a device.
+def name_matches(value: str, name: str) -> bool:
+    """Whether NCCL_IB_HCA lets NCCL use a device, or NCCL_SOCKET_IFNAME an interface.
 
-    Source: NCCL user guide, NCCL_IB_HCA; src/misc/utils.cc (parseStringList, matchIfList).
+    Source: NCCL user guide, NCCL_IB_HCA and NCCL_SOCKET_IFNAME; src/misc/utils.cc (parseStringList, matchIfList).
     """
     exclude, rest = value.startswith("^"), value.lstrip("^")
     exact, rest = rest.startswith("="), rest.lstrip("=")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from gradwire.bench.doctor.checks.words import listed, rate
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts, RankFacts
-from gradwire.bench.doctor.local import matches
+from gradwire.topology.gdr.nccl import name_matches
 
 WORTH = 0.1
 """Share of the rate of the card in use that another one has to give to be worth naming."""
@@ -59,7 +59,7 @@ def _gloo_takes(first: RankFacts, interface: str) -> bool:
 def _nccl_takes(first: RankFacts, interface: str) -> bool:
     """Whether NCCL may: without a name it takes all that lead out."""
     given = first.variables.get("NCCL_SOCKET_IFNAME")
-    return not given or matches(given, interface)
+    return not given or name_matches(given, interface)
 
 
 def _why(first: RankFacts, on_gpus: bool) -> str:

@@ -16,7 +16,7 @@ from gradwire.topology.gdr.model import (
     unknown,
     warned,
 )
-from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, hca_matches
+from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, name_matches
 from gradwire.topology.gdr.process_context import CAP_IPC_LOCK
 from gradwire.topology.gdr.rdma import MODULES, RdmaPort, pcie_gigabits
 from gradwire.topology.pci_ids import MELLANOX
@@ -219,7 +219,7 @@ def _halves_in_use(host: Host, halves: list[tuple[RdmaNic, ...]]) -> Finding:
             for port in device.ports
             if port.gids and not any(gid.scope in ("ipv4", "ipv6") for gid in port.gids)
         ]
-        unused = [name for name in names if value and not hca_matches(value, name)]
+        unused = [name for name in names if value and not name_matches(value, name)]
         if bare or unused:
             why = f"{', '.join(bare)} has no address" if bare else f"NCCL_IB_HCA={value} leaves out {', '.join(unused)}"
             remedy = f"an address on each half's interface, and NCCL_IB_HCA={','.join(names)}"

@@ -16,7 +16,7 @@ from gradwire.topology.gdr.model import (
     unknown,
     warned,
 )
-from gradwire.topology.gdr.nccl import hca_matches, within
+from gradwire.topology.gdr.nccl import name_matches, within
 from gradwire.topology.gdr.rdma import pcie_gigabits
 from gradwire.topology.pci_ids import AMAZON, CRAY, HPE, MELLANOX
 from gradwire.topology.readers.affinity import members
@@ -84,7 +84,7 @@ def foreign_nics(host: Host) -> Finding:
     near = {pair[1] for pair, path in host.distances.items() if path and within(path, "P2C")}
     foreign = [nic.name for nic in host.nics if nic.bus_id not in near]
     value = host.setting("NCCL_IB_HCA")
-    used = [name for name in foreign if value is None or hca_matches(value, name)]
+    used = [name for name in foreign if value is None or name_matches(value, name)]
     if near and used:
         return warned(f"near no GPU, yet usable by NCCL: {', '.join(used[:8])}", f"NCCL_IB_HCA=^={','.join(foreign)}")
     return passed(f"NCCL_IB_HCA={value}" if value else "no foreign NIC")

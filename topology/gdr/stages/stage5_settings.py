@@ -20,7 +20,7 @@ from gradwire.topology.gdr.nccl import (
     DYNAMIC_GID_SINCE,
     LEVELS,
     default_level,
-    hca_matches,
+    name_matches,
     parse_level,
     within,
     without_level,
@@ -76,7 +76,7 @@ def rdma_switched_off(host: Host) -> Finding:
             "unset it for one run with a time limit: a plugin built for another NCCL may have been the reason",
         )
     value, names = host.setting("NCCL_IB_HCA"), [d.name for d in host.rdma_devices or () if d.verbs]
-    if value and names and not any(hca_matches(value, name) for name in names):
+    if value and names and not any(name_matches(value, name) for name in names):
         return failed(
             f"{_shown(host, 'NCCL_IB_HCA')} matches none of {', '.join(names[:8])}", "name devices that exist"
         )
@@ -225,7 +225,7 @@ def socket_interface(host: Host) -> Finding:
         return passed("not set")
     if interfaces is None:
         return unknown("/sys/class/net cannot be seen")
-    matching = [name for name in interfaces if hca_matches(value, name)]
+    matching = [name for name in interfaces if name_matches(value, name)]
     if not matching:
         return failed(f"{_shown(host, 'NCCL_SOCKET_IFNAME')} matches none of {', '.join(interfaces[:8])}", "name one")
     states = {name: host.files.text(f"sys/class/net/{name}/operstate") for name in matching}

@@ -9,7 +9,7 @@ from gradwire.topology.gdr.inputs.environment import merge, parse_environment, p
 from gradwire.topology.gdr.inputs.facts import GpuFacts, HostFacts, facts_from_json
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.inputs.texts import parse_nvlink_status, parse_perftest
-from gradwire.topology.gdr.nccl import hca_matches
+from gradwire.topology.gdr.nccl import name_matches
 from gradwire.topology.gdr.process_context import read_process_context
 from gradwire.topology.gdr.rdma import Gid, gigabits, pcie_gigabits, read_rdma_devices
 from gradwire.topology.readers.affinity import members
@@ -100,7 +100,7 @@ def test_rdma_devices_of_a_real_h100(tmp_path: Path) -> None:
     ],
 )
 def test_device_lists(value: str, name: str, expected: bool) -> None:
-    assert hca_matches(value, name) is expected
+    assert name_matches(value, name) is expected
 
 
 def test_small_parsers() -> None:
