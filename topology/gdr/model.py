@@ -71,6 +71,14 @@ class GdrCheck:
     """The question it decides; None for advice."""
     needs: tuple[str, ...] = ()
     """Checks whose failure makes this one meaningless."""
+    of_settings: bool = False
+    """It judges variables, and knows nothing where the environment is not known."""
+
+    def find(self, host: Host) -> Finding:
+        """What the check finds on a host."""
+        if self.of_settings and host.settings is None:
+            return unknown("the environment is not known", "give --env FILE: the output of env, or /proc/PID/environ")
+        return self.function(host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def _skipped(cause: CheckResult) -> Finding:
 
 def _run(check: GdrCheck, host: Host) -> Finding:
     try:
-        return check.function(host)
+        return check.find(host)
     except Exception as error:  # noqa: BLE001 - one check must never take the others down
         return unknown(f"the check itself failed: {type(error).__name__}: {str(error)[:200]}", "report this as a bug")
 

@@ -243,7 +243,7 @@ def test_check(check: object, kind: int, tmp_path: Path) -> None:
     machine = ExampleMachine(tmp_path)
     row = next(row for row in CHECKS if row is check)
     CASES[row.name][kind](machine)
-    finding = row.function(machine.host())
+    finding = row.find(machine.host())
     assert finding.outcome in EXPECTED[kind][1], finding
     assert finding.text and "\n" not in finding.text
     if finding.outcome in (CheckOutcome.WARN, CheckOutcome.FAIL):
@@ -265,7 +265,7 @@ def test_names_are_in_the_order_of_the_checklist_and_needs_come_first() -> None:
 
 
 def remedy_of(name: str, machine: ExampleMachine) -> str:
-    return next(check for check in CHECKS if check.name == name).function(machine.host()).remedy
+    return next(check for check in CHECKS if check.name == name).find(machine.host()).remedy
 
 
 def test_peer_to_peer_that_is_off_is_no_fault_where_it_would_hang(tmp_path: Path) -> None:

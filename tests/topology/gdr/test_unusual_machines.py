@@ -25,7 +25,7 @@ GLUE = ("G3", "G4", "M1", "M2", "M3", "M4")
 
 def findings(machine: ExampleMachine, *names: str) -> dict[str, Finding]:
     host = machine.host()
-    return {check.name: check.function(host) for check in CHECKS if check.name in names}
+    return {check.name: check.find(host) for check in CHECKS if check.name in names}
 
 
 def words(found: dict[str, Finding]) -> str:

@@ -193,7 +193,7 @@ def test_variant(name: str, change: Change, outcome: str, word: str, tmp_path: P
     host = machine.host()
     if name == "E1":
         host.tree = replace(host.tree, problems=("one",))
-    finding = next(check for check in CHECKS if check.name == name).function(host)
+    finding = next(check for check in CHECKS if check.name == name).find(host)
     assert (str(finding.outcome), word in finding.text) == (outcome, True), finding
 
 
@@ -201,9 +201,9 @@ def test_a_port_that_is_slower_than_its_card_is_found_and_a_wider_one_is_not(tmp
     check = next(check for check in CHECKS if check.name == "P9")
     machine = ExampleMachine(tmp_path)
     machine.functions[NIC_PORT] = replace(machine.functions[NIC_PORT], current_width=8)
-    assert "0000:02:01.0 32 GT/s x8" in check.function(machine.host()).text
+    assert "0000:02:01.0 32 GT/s x8" in check.find(machine.host()).text
     machine.functions[NIC_PORT] = replace(machine.functions[NIC_PORT], current_width=16, max_width=32)
-    assert check.function(machine.host()).outcome == "pass"
+    assert check.find(machine.host()).outcome == "pass"
 
 
 def test_slingshot_is_seen_without_verbs(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_slingshot_is_seen_without_verbs(tmp_path: Path) -> None:
     machine.write("sys/class/net/hsn0/speed", "200000")
     machine.write("dev/cxi0", "")
     host = machine.host()
-    found = {check.name: check.function(host) for check in CHECKS if check.name in ("R1", "R3", "R4", "R5", "M7")}
+    found = {check.name: check.find(host) for check in CHECKS if check.name in ("R1", "R3", "R4", "R5", "M7")}
     assert {name: str(f.outcome) for name, f in found.items()} == {
         "R1": "pass",
         "R3": "info",

@@ -28,7 +28,6 @@ from gradwire.topology.gdr.nccl import (
 from gradwire.topology.gdr.stages.stage4_path import domain_type
 from gradwire.topology.pci_ids import AMAZON
 
-_UNKNOWN = unknown("the environment is not known", "give --env FILE: the output of env, or /proc/PID/environ")
 _DOCUMENTED = """IB_DISABLE NET NET_PLUGIN IB_HCA NET_GDR_LEVEL NET_GDR_READ NET_GDR_C2C DMABUF_ENABLE IB_GID_INDEX
 P2P_DISABLE SHM_DISABLE P2P_LEVEL SOCKET_IFNAME TOPO_FILE TOPO_DUMP_FILE DEBUG DEBUG_SUBSYS DEBUG_FILE IB_TC IB_SL
 IB_TIMEOUT IB_RETRY_CNT IB_QPS_PER_CONNECTION IB_SPLIT_DATA_ON_QPS IB_PCI_RELAXED_ORDERING IB_ADAPTIVE_ROUTING
@@ -57,8 +56,6 @@ def rdma_switched_off(host: Host) -> Finding:
     Command: `env | grep -E "NCCL_(IB_DISABLE|NET|NET_PLUGIN|IB_HCA)="; cat /etc/nccl.conf`
     Source: NCCL user guide, NCCL_IB_DISABLE, NCCL_NET, NCCL_NET_PLUGIN, NCCL_IB_HCA; aws-ofi-nccl issues 241, 1055.
     """
-    if host.settings is None:
-        return _UNKNOWN
     if host.setting("NCCL_IB_DISABLE") not in (None, "0"):
         return failed(
             _shown(host, "NCCL_IB_DISABLE"),
@@ -96,8 +93,6 @@ def gdr_level(host: Host) -> Finding:
     Source: NCCL user guide, NCCL_NET_GDR_LEVEL and NCCL_NET_GDR_READ; src/graph/paths.cc (ncclTopoCheckGdr); nccl
     issue 1295.
     """
-    if host.settings is None:
-        return _UNKNOWN
     level, value = host.gdr_level, host.setting("NCCL_NET_GDR_LEVEL")
 
     def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
@@ -140,8 +135,6 @@ def dmabuf_switched_off(host: Host) -> Finding:
     Command: `env | grep -E "NCCL_DMABUF_ENABLE|OFI_NCCL_DISABLE"`
     Source: NCCL src/init.cc (NCCL_DMABUF_ENABLE, default 1); aws-ofi-nccl doc (OFI_NCCL_DISABLE_DMABUF).
     """
-    if host.settings is None:
-        return _UNKNOWN
     off = [
         n for n, bad in (("NCCL_DMABUF_ENABLE", ("0",)), ("OFI_NCCL_DISABLE_DMABUF", ("1",))) if host.setting(n) in bad
     ]
@@ -163,8 +156,6 @@ def gid_index(host: Host) -> Finding:
     Command: `env | grep NCCL_IB_GID_INDEX; show_gids`
     Source: NCCL user guide, NCCL_IB_GID_INDEX (default -1 since 2.21).
     """
-    if host.settings is None:
-        return _UNKNOWN
     value = host.setting("NCCL_IB_GID_INDEX")
     if value in (None, "-1"):
         return passed("not set")
@@ -179,8 +170,6 @@ def left_over_debugging(host: Host) -> Finding:
     Command: `env | grep -E "NCCL_(P2P_DISABLE|SHM_DISABLE|P2P_LEVEL)"`
     Source: NCCL user guide, section Debugging (variables that are not for production).
     """
-    if host.settings is None:
-        return _UNKNOWN
     names = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL")
     found = [name for name in names if host.setting(name) is not None]
     if not found:
@@ -218,8 +207,6 @@ def socket_interface(host: Host) -> Finding:
     Command: `env | grep NCCL_SOCKET_IFNAME; ip -br link`
     Source: NCCL user guide, NCCL_SOCKET_IFNAME.
     """
-    if host.settings is None:
-        return _UNKNOWN
     value, interfaces = host.setting("NCCL_SOCKET_IFNAME"), host.files.names("sys/class/net")
     if value is None:
         return passed("not set")
@@ -243,10 +230,8 @@ def spelling(host: Host) -> Finding:
     Command: `env | grep -E "CCL_"`
     Source: NERSC podman-hpc issue 136 (`CCL_NET_GDR_LEVEL`).
     """
-    if host.settings is None:
-        return _UNKNOWN
     odd = []
-    for name in host.settings:
+    for name in host.settings or {}:
         if name in KNOWN or not re.match(r"N?CCL_", name):
             continue
         near = difflib.get_close_matches(f"N{name}" if name.startswith("CCL_") else name, KNOWN, 1, 0.9)
@@ -260,8 +245,6 @@ def topology_file(host: Host) -> Finding:
     Command: `grep -o 'busid="[^"]*"' $NCCL_TOPO_FILE; lspci -D`
     Source: NCCL user guide, NCCL_TOPO_FILE.
     """
-    if host.settings is None:
-        return _UNKNOWN
     path = host.setting("NCCL_TOPO_FILE")
     if path is None:
         return passed("not set")
@@ -283,8 +266,6 @@ def vendor_settings(host: Host) -> Finding:
     Command: `env | grep -E "^(FI_|NCCL_FASTRAK_|NCCL_NET=)"`
     Source: aws-ofi-nccl release notes 1.6 and 1.7; libfabric fi_efa(7); Google Cloud GPU networking documentation.
     """
-    if host.settings is None:
-        return _UNKNOWN
     if host.setting("FI_EFA_USE_DEVICE_RDMA") is not None:
         return warned(
             _shown(host, "FI_EFA_USE_DEVICE_RDMA"), "obsolete from libfabric 1.18 and aws-ofi-nccl 1.7 on: unset it"
@@ -292,19 +273,20 @@ def vendor_settings(host: Host) -> Finding:
     efa = any(nic.function.vendor == AMAZON for nic in host.nics)
     if host.setting("FI_PROVIDER") not in (None, "efa") and efa:
         return warned(f"{_shown(host, 'FI_PROVIDER')}: EFA NICs are not used", "unset it")
-    if host.setting("NCCL_NET") == "FasTrak" and not any(name.startswith("NCCL_FASTRAK_") for name in host.settings):
+    profile = any(name.startswith("NCCL_FASTRAK_") for name in host.settings or ())
+    if host.setting("NCCL_NET") == "FasTrak" and not profile:
         return failed("NCCL_NET=FasTrak without its NCCL_FASTRAK_ profile", "source nccl-env-profile.sh of the plugin")
     return passed("nothing out of place")
 
 
 CHECKS = (
-    GdrCheck("V1", "RDMA not switched off", rdma_switched_off, Verdict.CONFIGURED, ()),
-    GdrCheck("V2", "GDR level", gdr_level, Verdict.CONFIGURED, ("R1",)),
-    GdrCheck("V3", "dma-buf not switched off", dmabuf_switched_off, Verdict.CONFIGURED, ()),
-    GdrCheck("V4", "GID index", gid_index, None, ()),
-    GdrCheck("V5", "left-over debugging", left_over_debugging, None, ()),
-    GdrCheck("V6", "socket interface", socket_interface, None, ()),
-    GdrCheck("V7", "spelling", spelling, None, ()),
-    GdrCheck("V8", "topology file", topology_file, None, ()),
-    GdrCheck("V9", "cloud settings", vendor_settings, None, ()),
+    GdrCheck("V1", "RDMA not switched off", rdma_switched_off, Verdict.CONFIGURED, of_settings=True),
+    GdrCheck("V2", "GDR level", gdr_level, Verdict.CONFIGURED, ("R1",), of_settings=True),
+    GdrCheck("V3", "dma-buf not switched off", dmabuf_switched_off, Verdict.CONFIGURED, of_settings=True),
+    GdrCheck("V4", "GID index", gid_index, of_settings=True),
+    GdrCheck("V5", "left-over debugging", left_over_debugging, of_settings=True),
+    GdrCheck("V6", "socket interface", socket_interface, of_settings=True),
+    GdrCheck("V7", "spelling", spelling, of_settings=True),
+    GdrCheck("V8", "topology file", topology_file, of_settings=True),
+    GdrCheck("V9", "cloud settings", vendor_settings, of_settings=True),
 )
