@@ -55,8 +55,8 @@ class Finding:
     """One sentence that names the thing found."""
     remedy: str = ""
     """What a person can do; printed, never applied."""
-    pairs: Mapping[Pair, tuple[CheckOutcome, str]] = field(default_factory=lambda: MappingProxyType({}))
-    """Outcome and words for each pair, from checks that look at pairs."""
+    pairs: Mapping[Pair, "Finding"] = field(default_factory=lambda: MappingProxyType({}))
+    """What was found of each pair, from checks that look at pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +114,18 @@ def unknown(text: str, remedy: str = "") -> Finding:
     return Finding(CheckOutcome.UNKNOWN, text, remedy)
 
 
-def judge_pairs(host: Host, judge: Callable[[str, str], tuple[CheckOutcome, str]], remedy: str = "") -> Finding:
+def judge_pairs(host: Host, judge: Callable[[str, str], Finding], remedy: str = "") -> Finding:
     """Judges every GPU-NIC pair; the host's outcome is the worst among each GPU's nearest NICs.
 
     Args:
         host: The machine.
-        judge: (GPU, NIC) -> outcome and words.
+        judge: (GPU, NIC) -> what is found of them.
         remedy: Printed unless all is well.
     """
     pairs = {pair: judge(*pair) for pair in host.distances}
     if not pairs:
         return unknown("no GPU-NIC pair is known")
-    outcome = worst([pairs[pair][0] for pair in host.best_pairs])
-    blamed = [pair for pair in host.best_pairs if pairs[pair][0] == outcome]
-    first = pairs[blamed[0]][1]
-    text = f"{first} ({len(blamed)} of {len(host.best_pairs)} nearest pairs)"
+    outcome = worst([pairs[pair].outcome for pair in host.best_pairs])
+    blamed = [pair for pair in host.best_pairs if pairs[pair].outcome == outcome]
+    text = f"{pairs[blamed[0]].text} ({len(blamed)} of {len(host.best_pairs)} nearest pairs)"
     return Finding(outcome, text, "" if outcome in (CheckOutcome.PASS, CheckOutcome.INFO) else remedy, pairs)

@@ -54,7 +54,7 @@ def print_report(host: Host, report: GdrReport, console: Console, all_pairs: boo
     if report.pairs:
         console.print(_pair_table(host, report, list(report.pairs) if all_pairs else list(host.best_pairs)))
         for verdict, judgement in report.verdicts.items():
-            console.print(f"[bold]{verdict.upper():<11}[/]{_coloured(judgement.outcome)}  {_plain(judgement.because)}")
+            console.print(f"[bold]{verdict.upper():<11}[/]{_coloured(judgement.outcome)}  {_plain(judgement.text)}")
         good, unsure, count = usable_gpus(host, report)
         unclear = f", unknown for {unsure}" if unsure else ""
         console.print(f"{good} of {count} GPUs have a pair that will use GPUDirect RDMA{unclear}")
@@ -107,7 +107,7 @@ def _pair_table(host: Host, report: GdrReport, pairs: list[Pair]) -> Table:
             pair[1] if names[pair[1]] == pair[1] else f"{_plain(names[pair[1]])}\n{pair[1]}",
             host.distances[pair] or "?",
             *(_coloured(judgements[verdict].outcome) for verdict in Verdict),
-            _plain(decisive.because) if decisive else "",
+            _plain(decisive.text) if decisive else "",
         )
     return table
 
@@ -129,7 +129,7 @@ def report_json(host: Host, report: GdrReport, status: int) -> dict[str, object]
         "nothing": report.nothing or None,
         "gpus": {"count": count, "will_use_gdr": good, "unknown": unsure},
         "verdicts": {str(verdict): str(judgement.outcome) for verdict, judgement in report.verdicts.items()},
-        "because": {str(verdict): judgement.because for verdict, judgement in report.verdicts.items()},
+        "because": {str(verdict): judgement.text for verdict, judgement in report.verdicts.items()},
         "cause": None if report.cause is None else report.cause.check.name,
         "versions": {
             "nccl": ".".join(map(str, version)) if version else None,
@@ -165,7 +165,7 @@ def _pair_json(host: Host, report: GdrReport, pair: Pair) -> dict[str, object]:
         "device": nic.name,
         "path": host.distances[pair],
         "nearest": pair in host.best_pairs,
-        **{str(verdict): {"outcome": str(a.outcome), "because": a.because} for verdict, a in judgements},
+        **{str(verdict): {"outcome": str(a.outcome), "because": a.text} for verdict, a in judgements},
     }
 
 

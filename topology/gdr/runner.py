@@ -11,20 +11,13 @@ EXIT_PASS, EXIT_WARN, EXIT_FAIL, EXIT_UNKNOWN = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """The outcome of one verdict, and the check that decided it."""
-
-    outcome: CheckOutcome
-    because: str
-
-
-@dataclass(frozen=True, slots=True)
 class GdrReport:
     """What a run found."""
 
     results: tuple[CheckResult, ...]
-    pairs: dict[Pair, dict[Verdict, Judgement]]
-    verdicts: dict[Verdict, Judgement]
+    pairs: dict[Pair, dict[Verdict, Finding]]
+    """Each verdict's outcome, and the check that decided it."""
+    verdicts: dict[Verdict, Finding]
     """The host's verdicts: the worst among each GPU's nearest NICs."""
     nothing: str = ""
     """Why there was nothing to check."""
@@ -100,26 +93,26 @@ def _run(check: GdrCheck, host: Host) -> Finding:
         return unknown(f"the check itself failed: {type(error).__name__}: {str(error)[:200]}", "report this as a bug")
 
 
-def _judgement(results: Sequence[CheckResult], verdict: Verdict, pair: Pair | None) -> Judgement:
+def _judgement(results: Sequence[CheckResult], verdict: Verdict, pair: Pair | None) -> Finding:
     """The worst outcome of a verdict's checks for one pair, and the first check that has it."""
     rows = []
     for result in results:
         if result.check.verdict is verdict:
-            outcome, text = result.finding.pairs.get(pair or ("", ""), (result.finding.outcome, result.finding.text))
-            rows.append((outcome, f"{result.check.name}: {text}"))
+            found = result.finding.pairs.get(pair or ("", ""), result.finding)
+            rows.append((found.outcome, f"{result.check.name}: {found.text}"))
     if verdict is Verdict.IN_USE:  # one piece of evidence is enough; the other may be missing
         rows = [row for row in rows if row[0] is not CheckOutcome.UNKNOWN] or rows
     outcome = worst([row[0] for row in rows])
     if outcome is CheckOutcome.INFO:
         outcome = CheckOutcome.PASS
     if outcome is CheckOutcome.PASS and verdict is not Verdict.IN_USE:
-        return Judgement(outcome, "nothing speaks against it")
-    return Judgement(outcome, next((text for found, text in rows if found is outcome), "no evidence was given"))
+        return Finding(outcome, "nothing speaks against it")
+    return Finding(outcome, next((text for each, text in rows if each is outcome), "no evidence was given"))
 
 
 def _host_judgement(
-    host: Host, results: Sequence[CheckResult], pairs: dict[Pair, dict[Verdict, Judgement]], v: Verdict
-) -> Judgement:
+    host: Host, results: Sequence[CheckResult], pairs: dict[Pair, dict[Verdict, Finding]], v: Verdict
+) -> Finding:
     best = [pairs[pair][v] for pair in host.best_pairs if pair in pairs]
     if not best:
         return _judgement(results, v, None)

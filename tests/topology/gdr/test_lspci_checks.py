@@ -49,7 +49,7 @@ def test_h100_acs_is_on_elsewhere_and_passes(tmp_path: Path) -> None:
     assert any("ACSCtl" in line and "ReqRedir+" in line for line in lines), "what a grep would raise the alarm for"
     finding = access_control(_bare_metal(tmp_path, lines))
     assert finding.outcome is CheckOutcome.PASS
-    assert {outcome for outcome, _ in finding.pairs.values()} == {CheckOutcome.PASS, CheckOutcome.INFO}
+    assert {each.outcome for each in finding.pairs.values()} == {CheckOutcome.PASS, CheckOutcome.INFO}
 
 
 @real
@@ -59,7 +59,7 @@ def test_h100_acs_on_the_path_fails_for_that_pair_alone(tmp_path: Path) -> None:
     at = next(index for index in range(start, len(lines)) if "ACSCtl" in lines[index])
     lines[at] = lines[at].replace("ReqRedir-", "ReqRedir+")
     finding = access_control(_bare_metal(tmp_path, lines))
-    failed = {pair for pair, (outcome, _) in finding.pairs.items() if outcome is CheckOutcome.FAIL}
+    failed = {pair for pair, each in finding.pairs.items() if each.outcome is CheckOutcome.FAIL}
     assert finding.outcome is CheckOutcome.FAIL and failed == {("0000:3b:00.0", "0000:3c:00.0")}
     assert "setpci -s 0000:39:02.0 ECAP_ACS+0x6.w=0000" in finding.remedy
 

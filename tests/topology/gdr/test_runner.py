@@ -57,7 +57,7 @@ def test_verdicts_are_not_mixed(machine: ExampleMachine) -> None:
     report, status = run(machine)
     assert [report.verdicts[v].outcome for v in Verdict] == [CheckOutcome.PASS, CheckOutcome.PASS, CheckOutcome.FAIL]
     assert status == 2
-    assert report.verdicts[Verdict.IN_USE].because.startswith("U3")
+    assert report.verdicts[Verdict.IN_USE].text.startswith("U3")
 
 
 def test_a_gpu_whose_registration_failed_will_not_use_gdr(machine: ExampleMachine) -> None:
@@ -73,7 +73,7 @@ def test_not_root_is_unknown_and_never_pass(machine: ExampleMachine) -> None:
     report, status = run(machine)
     assert outcome(report, "P5").outcome is CheckOutcome.UNKNOWN
     assert report.verdicts[Verdict.POSSIBLE].outcome is CheckOutcome.UNKNOWN and status == 3
-    assert "P5" in report.verdicts[Verdict.POSSIBLE].because
+    assert "P5" in report.verdicts[Verdict.POSSIBLE].text
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_acs_is_judged_on_the_way_between_the_two(machine: ExampleMachine) -> No
     machine.link("sys/class/infiniband/mlx5_1/device", f"sys/bus/pci/devices/{far.bus_id}")
     report, _ = run(machine)
     pairs = outcome(report, "P5").pairs
-    assert pairs[GPU, NIC][0] is CheckOutcome.PASS and pairs[GPU, far.bus_id][0] is CheckOutcome.FAIL
+    assert pairs[GPU, NIC].outcome is CheckOutcome.PASS and pairs[GPU, far.bus_id].outcome is CheckOutcome.FAIL
     assert report.pairs[GPU, NIC][Verdict.POSSIBLE].outcome is CheckOutcome.PASS
     assert report.pairs[GPU, far.bus_id][Verdict.POSSIBLE].outcome is CheckOutcome.FAIL
 
@@ -122,7 +122,7 @@ def test_default_level_and_variable_decide_about_a_pair_through_the_host_bridge(
         machine.functions[port] = replace(machine.functions[port], parents=())
         machine.functions[bus_id] = replace(machine.functions[bus_id], parents=(port,))
     report, status = run(machine)
-    assert status == 2 and "PHB is beyond P2C, the default" in report.verdicts[Verdict.CONFIGURED].because
+    assert status == 2 and "PHB is beyond P2C, the default" in report.verdicts[Verdict.CONFIGURED].text
     assert report.verdicts[Verdict.POSSIBLE].outcome is CheckOutcome.WARN
     machine.environment = {"NCCL_NET_GDR_LEVEL": "PHB"}
     assert run(machine)[0].verdicts[Verdict.CONFIGURED].outcome is CheckOutcome.PASS

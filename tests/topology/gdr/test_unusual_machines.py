@@ -256,8 +256,8 @@ def test_a_card_that_is_down_is_no_gpus_nearest(tmp_path: Path, state: str) -> N
     report = run_checks(host)
     assert host.best_pairs == ((GPU, FAR),)
     assert report.pairs[GPU, NIC][Verdict.CONFIGURED].outcome is CheckOutcome.FAIL
-    assert "no port of mlx5_0 is ACTIVE" in report.pairs[GPU, NIC][Verdict.CONFIGURED].because
-    assert "SYS is beyond" in report.pairs[GPU, FAR][Verdict.CONFIGURED].because  # not what another card's port is
+    assert "no port of mlx5_0 is ACTIVE" in report.pairs[GPU, NIC][Verdict.CONFIGURED].text
+    assert "SYS is beyond" in report.pairs[GPU, FAR][Verdict.CONFIGURED].text  # not what another card's port is
 
 
 def test_where_all_cards_are_down_they_are_judged_as_they_hang(tmp_path: Path) -> None:

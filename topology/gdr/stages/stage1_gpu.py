@@ -51,11 +51,11 @@ def gpu_can_register(host: Host) -> Finding:
     Source: CUDA driver API; GPUDirect RDMA guide, section 1.1 (Tesla and Quadro class).
     """
 
-    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
+    def judge(gpu: str, nic: str) -> Finding:
         del nic
         has, why = gpu_has_gdr(host, gpu)
         outcomes = {True: CheckOutcome.PASS, False: CheckOutcome.FAIL, None: CheckOutcome.UNKNOWN}
-        return outcomes[has], why
+        return Finding(outcomes[has], why)
 
     if no_gpu_has_gdr(host):
         remedy = "none: this GPU's memory cannot be registered with a NIC, by no module and no variable; NCCL stages it"

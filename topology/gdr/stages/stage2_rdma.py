@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from gradwire.topology.gdr.host import Host, RdmaNic
 from gradwire.topology.gdr.model import (
-    CheckOutcome,
     Finding,
     GdrCheck,
     Verdict,
@@ -163,13 +162,13 @@ def port_state(host: Host) -> Finding:
     return passed(f"{len(ports)} ports ACTIVE")
 
 
-def _state_of(host: Host, bus_id: str) -> tuple[CheckOutcome, str]:
+def _state_of(host: Host, bus_id: str) -> Finding:
     """Whether NCCL can use a card, in words."""
     nic = next(nic for nic in host.nics if nic.bus_id == bus_id)
     states = ", ".join(f"{port.number} {port.state}" for port in nic.ports)
     if nic.down:
-        return CheckOutcome.FAIL, f"no port of {nic.name} is ACTIVE: {states}"
-    return CheckOutcome.PASS, f"{nic.name}: {states}"
+        return failed(f"no port of {nic.name} is ACTIVE: {states}")
+    return passed(f"{nic.name}: {states}")
 
 
 def _fastest(nic: RdmaNic) -> float:

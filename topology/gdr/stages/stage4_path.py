@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import (
@@ -10,6 +11,7 @@ from gradwire.topology.gdr.model import (
     Finding,
     GdrCheck,
     Verdict,
+    failed,
     informed,
     judge_pairs,
     passed,
@@ -33,15 +35,15 @@ def distance(host: Host) -> Finding:
     Source: NCCL src/graph/paths.cc (ncclTopoCheckGdr): default level PXB, P2C with a chip-to-chip link.
     """
 
-    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
+    def judge(gpu: str, nic: str) -> Finding:
         path = host.distances[gpu, nic]
         if path is None:
-            return CheckOutcome.UNKNOWN, f"{gpu} to {nic}: the PCI tree does not say"
+            return unknown(f"{gpu} to {nic}: the PCI tree does not say")
         if path in ("PIX", "PXB", "P2C"):
-            return CheckOutcome.PASS, f"{gpu} to {nic} is {path}"
+            return passed(f"{gpu} to {nic} is {path}")
         down = [each.name for each in host.nearer_and_down(gpu)] if (gpu, nic) in host.best_pairs else []
         why = f", and {' and '.join(down)}, which is nearer, is down (R4)" if down else ""
-        return CheckOutcome.WARN, f"{gpu} to {nic} is {path}: not by default{why}"
+        return warned(f"{gpu} to {nic} is {path}: not by default{why}")
 
     remedy = "move the card below the GPU's switch; or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
     return judge_pairs(host, judge, host.to_bring_up + remedy)
@@ -104,14 +106,13 @@ def iommu(host: Host) -> Finding:
     if not groups:
         return passed("no IOMMU groups: off")
 
-    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
+    def judge(gpu: str, nic: str) -> Finding:
         kinds = [domain_type(host, host.tree.functions[bus_id]) for bus_id in (gpu, nic)]
         if None in kinds:
-            return CheckOutcome.UNKNOWN, f"{gpu}, {nic}: IOMMU domain type not known"
+            return unknown(f"{gpu}, {nic}: IOMMU domain type not known")
         translated = any(str(kind).startswith("DMA") for kind in kinds)
-        return (
-            CheckOutcome.WARN if translated else CheckOutcome.PASS
-        ), f"{gpu}, {nic}: IOMMU {' and '.join(map(str, kinds))}"
+        words = f"{gpu}, {nic}: IOMMU {' and '.join(map(str, kinds))}"
+        return warned(words) if translated else passed(words)
 
     if host.process.virtual:
         return informed("virtual machine: the host's IOMMU decides")
@@ -132,17 +133,17 @@ def access_control(host: Host) -> Finding:
     Source: NCCL user guide, Troubleshooting, section PCI Access Control Services; PCIe Base 5.0 section 7.7.8.3.
     """
 
-    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
+    def judge(gpu: str, nic: str) -> Finding:
         if host.distances[gpu, nic] in ("PHB", "SYS", "P2C"):
-            return CheckOutcome.INFO, f"{gpu} to {nic} goes through the CPU anyway"
+            return informed(f"{gpu} to {nic} goes through the CPU anyway")
         between = host.tree.bridges_between(gpu, nic)
         bits = {bridge: _redirect(host, bridge) for bridge in between or ()}
         on = [f"{bridge} {'+ '.join(names)}+" for bridge, names in bits.items() if names]
         if on:
-            return CheckOutcome.FAIL, f"ACS redirects between {gpu} and {nic}: {'; '.join(on)}"
+            return failed(f"ACS redirects between {gpu} and {nic}: {'; '.join(on)}")
         if between is None or None in bits.values():
-            return CheckOutcome.UNKNOWN, f"{gpu} to {nic}: ACS bits cannot be read"
-        return CheckOutcome.PASS, f"none of {len(bits)} bridges between {gpu} and {nic} redirects"
+            return unknown(f"{gpu} to {nic}: ACS bits cannot be read")
+        return passed(f"none of {len(bits)} bridges between {gpu} and {nic} redirects")
 
     if host.process.virtual:
         return informed("virtual machine: ACS must stay on, ATS decides (P6)")
@@ -153,7 +154,7 @@ def access_control(host: Host) -> Finding:
         {b for pair in host.best_pairs for b in host.tree.bridges_between(*pair) or () if _redirect(host, b)}
     )
     remedy = "; ".join(f"setpci -s {bridge} ECAP_ACS+0x6.w=0000" for bridge in bridges[:8])
-    return Finding(finding.outcome, finding.text, f"{remedy} (at each boot), or ACS off in the firmware", finding.pairs)
+    return replace(finding, remedy=f"{remedy} (at each boot), or ACS off in the firmware")
 
 
 def _redirect(host: Host, bridge: str) -> tuple[str, ...] | None:

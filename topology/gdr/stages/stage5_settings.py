@@ -95,13 +95,13 @@ def gdr_level(host: Host) -> Finding:
     """
     level, value = host.gdr_level, host.setting("NCCL_NET_GDR_LEVEL")
 
-    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
+    def judge(gpu: str, nic: str) -> Finding:
         path = host.distances[gpu, nic]
         if path is None:
-            return CheckOutcome.UNKNOWN, f"{gpu} to {nic}: distance not known, level {level}"
+            return unknown(f"{gpu} to {nic}: distance not known, level {level}")
         if within(path, level):
-            return CheckOutcome.PASS, f"{gpu} to {nic}: {path} is within {level}"
-        return CheckOutcome.FAIL, f"{gpu} to {nic}: {path} is beyond {level}{'' if value else ', the default'}"
+            return passed(f"{gpu} to {nic}: {path} is within {level}")
+        return failed(f"{gpu} to {nic}: {path} is beyond {level}{'' if value else ', the default'}")
 
     standard = default_level(host.nccl_version)
     lowered = value is not None and any(

@@ -49,14 +49,14 @@ def registration(host: Host) -> Finding:
     by_pair = {(attempt.gpu, attempt.device): attempt for attempt in attempts}
     names = {nic.bus_id: [device.name for device in nic.devices] for nic in host.nics}
 
-    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
+    def judge(gpu: str, nic: str) -> Finding:
         mine = [by_pair[gpu, name] for name in names[nic] if (gpu, name) in by_pair]
         good = [attempt for attempt in mine if 0 in (attempt.peermem_errno, attempt.dmabuf_errno)]
         if good:
-            return CheckOutcome.PASS, f"{gpu} with {good[0].device}: {_registration_text(good[0])}"
+            return passed(f"{gpu} with {good[0].device}: {_registration_text(good[0])}")
         if not mine or all(attempt.peermem_errno is attempt.dmabuf_errno is None for attempt in mine):
-            return CheckOutcome.UNKNOWN, f"{gpu} with {nic}: {(mine and mine[0].note) or 'not tried'}"
-        return CheckOutcome.FAIL, f"{gpu} with {mine[0].device}: {_registration_text(mine[0])}"
+            return unknown(f"{gpu} with {nic}: {(mine and mine[0].note) or 'not tried'}")
+        return failed(f"{gpu} with {mine[0].device}: {_registration_text(mine[0])}")
 
     return judge_pairs(
         host, judge, "EFAULT: no peer memory; EOPNOTSUPP: driver without dma-buf; ENOMEM: ulimit -l; see M1"
