@@ -3,7 +3,6 @@
 Old drivers lack functions, virtual GPUs and MIG slices refuse some, and a GPU that fell off the bus refuses all.
 """
 
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
 from gradwire.topology.pci_ids import normal_bus_id
@@ -39,9 +38,12 @@ class NvmlCalls:
         found: object = getattr(library, "NVML_NVLINK_MAX_LINKS", None)
         self.max_nvlinks = found if isinstance(found, int) else DEFAULT_NVLINKS
 
-    def _function(self, name: str) -> Callable[..., object]:
-        found: Callable[..., object] = getattr(self._library, name)
-        return found
+    def _attempt(self, name: str, *arguments: object) -> tuple[object | None, Exception | None]:
+        """Returns what a function returns, or None and what it failed with."""
+        try:
+            return getattr(self._library, name)(*arguments), None
+        except (self._error, AttributeError, TypeError, ValueError, OSError) as error:
+            return None, error  # ValueError: a name that is no UTF-8
 
     def error_of(self, name: str, *arguments: object) -> str | None:
         """Calls a function and returns what it failed with, or None.
@@ -50,11 +52,8 @@ class NvmlCalls:
             name: The function.
             arguments: Its arguments.
         """
-        try:
-            self._function(name)(*arguments)
-        except (self._error, AttributeError, OSError) as error:
-            return str(error) or type(error).__name__
-        return None
+        _, error = self._attempt(name, *arguments)
+        return None if error is None else str(error) or type(error).__name__
 
     def call(self, name: str, *arguments: object) -> object | None:
         """Returns the result, or None.
@@ -63,10 +62,8 @@ class NvmlCalls:
             name: The function.
             arguments: Its arguments.
         """
-        try:
-            return self._function(name)(*arguments)
-        except (self._error, AttributeError, TypeError, ValueError, OSError):  # ValueError: a name that is no UTF-8
-            return None
+        found, _ = self._attempt(name, *arguments)
+        return found
 
     def lacks(self, name: str, *arguments: object) -> bool:
         """Returns whether the driver says that this GPU has no such thing, which is knowledge too.
@@ -75,13 +72,8 @@ class NvmlCalls:
             name: The function.
             arguments: Its arguments.
         """
-        try:
-            self._function(name)(*arguments)
-        except self._error as error:
-            return self._not_supported is not None and isinstance(error, self._not_supported)
-        except (AttributeError, TypeError, ValueError, OSError):
-            return False
-        return False
+        _, error = self._attempt(name, *arguments)
+        return self._not_supported is not None and isinstance(error, self._not_supported)
 
     def integer(self, name: str, *arguments: object) -> int | None:
         """Returns a result that is an integer.
