@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
 from types import MappingProxyType
-from typing import TypedDict
+from typing import Any, TypeVar
 
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.graph import Cpu, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
+from gradwire.topology.graph import Cpu, Endpoint, Gpu, Machine, Nic, NvSwitch, PciDevice, PcieLink, PciSwitch, Port
 from gradwire.topology.pci_ids import PciRole, is_virtual_bridge, role_of_class, role_of_function
 from gradwire.topology.readers.pci import PciFunction
 
@@ -23,20 +23,11 @@ MAX_DEPTH = 64
 
 _NO_VENDOR = "Whether {} is a GPU is unknown: the source gives a display adapter's class and no vendor."
 
+Device = TypeVar("Device", bound=PciDevice)
+Card = TypeVar("Card", bound=Endpoint)
+
 LinkOf = Callable[[PciFunction, PciFunction | None], PcieLink | None]
 """(function, bridge above it) -> the link between them; None where nothing is known about it."""
-
-
-class _Identity(TypedDict):
-    """The fields that switches, GPUs and NICs have in common."""
-
-    parent: str | None
-    bridges_known: bool
-    vendor: int | None
-    device: int | None
-    subsystem_vendor: int | None
-    subsystem_device: int | None
-    pcie: PcieLink | None
 
 
 def card_of(bus: str) -> str:
@@ -136,7 +127,7 @@ class Forest:
         switches = {step.bus_id: step for steps in (*gpus.values(), *cards.values()) for step in steps}
         machine = Machine(
             switches=tuple(self._switch(function) for _, function in sorted(switches.items())),
-            gpus=tuple(self._gpu(bus, steps) for bus, steps in sorted(gpus.items())),
+            gpus=tuple(self._endpoint(Gpu, bus, steps) for bus, steps in sorted(gpus.items())),
             nics=self._nics(cards, ports, parts),
             nvswitches=tuple(NvSwitch(key=bus) for bus in sorted(self._parents("nvswitch"))),
             unclassified=tuple(doubtful),
@@ -151,12 +142,17 @@ class Forest:
 
     def _switch(self, function: PciFunction) -> PciSwitch:
         virtual = is_virtual_bridge(function.bus_id, function.vendor, function.device)
-        parent = self._parent(function, self._above(function)[1::2])
-        return PciSwitch(key=function.bus_id, virtual=virtual, **self._identity(function, parent))
+        return self._device(PciSwitch, function, self._above(function)[1::2], virtual=virtual)
 
-    def _identity(self, function: PciFunction, parent: str | None) -> _Identity:
-        """Returns what every device says in its own function, and where it hangs."""
-        return _Identity(
+    def _endpoint(self, kind: type[Card], bus: str, steps: Sequence[PciFunction]) -> Card:
+        function = self._functions[bus]
+        return self._device(kind, function, steps, bus=bus, name=function.name, class_code=function.class_code)
+
+    def _device(self, kind: type[Device], function: PciFunction, steps: Sequence[PciFunction], **more: Any) -> Device:
+        """Returns what every device says in its own function, and where it hangs below switches."""
+        parent = self._parent(function, steps)
+        return kind(
+            key=function.bus_id,
             parent=parent,
             bridges_known=parent in self._functions or (function.parents is not None and function.reaches_root),
             vendor=function.vendor,
@@ -164,6 +160,7 @@ class Forest:
             subsystem_vendor=function.subsystem_vendor,
             subsystem_device=function.subsystem_device,
             pcie=self._link(function),
+            **more,
         )
 
     def _link(self, function: PciFunction) -> PcieLink | None:
@@ -174,11 +171,6 @@ class Forest:
             return None
         ends = (function,) if bridge is None else (function, bridge)
         return replace(link, virtual=any(is_virtual_bridge(end.bus_id, end.vendor, end.device) for end in ends))
-
-    def _gpu(self, bus: str, steps: Sequence[PciFunction]) -> Gpu:
-        function = self._functions[bus]
-        own = self._identity(function, self._parent(function, steps))
-        return Gpu(key=bus, bus=bus, name=function.name, class_code=function.class_code, **own)
 
     def _nics(
         self,
@@ -206,16 +198,12 @@ class Forest:
             lent.setdefault(card_of(str(owner) if owner in cards else bus), []).extend(parts.get(bus, ()))
         return tuple(
             replace(
-                self._nic(buses[0], cards[buses[0]]),
+                self._endpoint(Nic, buses[0], cards[buses[0]]),
                 key=card if card in cards or card not in self._functions else buses[0],
                 ports=tuple(port for bus in buses for port in ports.get(bus, ())) or tuple(lent.get(card, ())),
+                driver=self._functions[buses[0]].driver,
                 functions=len(buses),
                 virtual_functions=virtual[card],
             )
             for card, buses in functions.items()
         )
-
-    def _nic(self, bus: str, steps: Sequence[PciFunction]) -> Nic:
-        function = self._functions[bus]
-        own = self._identity(function, self._parent(function, steps))
-        return Nic(key=bus, bus=bus, name=function.name, class_code=function.class_code, driver=function.driver, **own)
