@@ -70,7 +70,6 @@ class RdmaDevice:
 
     name: str
     bus_id: str | None
-    hca_type: str | None
     firmware: str | None
     ports: tuple[RdmaPort, ...]
     system_guid: str | None = None
@@ -123,12 +122,11 @@ def _read_device(files: Files, folder: str, name: str, owners: dict[str, str]) -
     bus_id = next((part for part in reversed(parts) if BUS_ID.fullmatch(part)), None) if target else owners.get(name)
     if folder == "cxi":
         ports = tuple(_read_slingshot_port(files, net) for net in files.names(f"{top}/device/net") or ())
-        return RdmaDevice(name, bus_id, "cxi", files.text(f"{top}/fw_ver"), ports, verbs=False)
+        return RdmaDevice(name, bus_id, files.text(f"{top}/fw_ver"), ports, verbs=False)
     ports = tuple(_read_port(files, f"{top}/ports/{port}") for port in files.names(f"{top}/ports") or ())
     return RdmaDevice(
         name,
         bus_id,
-        files.text(f"{top}/hca_type"),
         files.text(f"{top}/fw_ver"),
         ports,
         _guid(files, top),

@@ -1,8 +1,8 @@
 """Where a host comes from: live, a captured folder, an archive, or lspci's text alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -44,8 +44,6 @@ class HostInputs:
     perftest: tuple[Path, ...] = ()
     prove: bool = False
     example: bool = False
-    peers: tuple[Mapping[str, object], ...] = ()
-    bandwidths: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def live(self) -> bool:
@@ -80,8 +78,7 @@ def opened_host(inputs: HostInputs, say: Say = lambda _: None) -> Iterator[Host]
                 raise SourceError(
                     f"`--nvlink` {inputs.nvlink}: no `GPU N:` line, want the output of nvidia-smi nvlink --status"
                 )
-        host.bandwidths = {**inputs.bandwidths, **_bandwidths(inputs.perftest)}
-        host.peers = inputs.peers
+        host.bandwidths = _bandwidths(inputs.perftest)
         yield host
 
 
