@@ -271,7 +271,7 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
         least_nbytes = min(least_nbytes, max(slowest * OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES))
     priced = list(zip(phases, costs, strict=True))
     takes = [
-        cost.seconds if model is None else _nccl_seconds(model, cluster, phase, cost, price) for phase, cost in priced
+        cost.seconds if model is None else nccl_seconds(model, cluster, phase, cost, price) for phase, cost in priced
     ]
     for count in (chunks,) if chunks else counts:
         if count == 1 or chunks or nbytes / count >= least_nbytes:
@@ -381,19 +381,22 @@ def _taken(cluster: Cluster, phase: Phase) -> int:
     return PROCESSOR if cluster.levels[phase.level].link.on_processor else phase.level
 
 
-def _nccl_seconds(
+def nccl_seconds(
     model: "NcclModel", cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice
 ) -> Callable[[float], float]:
-    """What NCCL needs for one phase of a chunk, by its bytes; `cost` says what the wire needs."""
+    """What NCCL needs for one phase of a chunk, by its bytes.
+
+    Args:
+        model: Of the cluster.
+        cluster: Two levels.
+        phase: Of a plan.
+        cost: What the wire needs.
+        price: Of the phase's compressor, where it has one.
+    """
     if phase.compressor is None and phase.whole:
         return lambda part: model.flat(part)[phase.algorithm]
     members, wire = cluster.size if phase.whole else cluster.widest(phase.level), cost.byte_seconds
-    if phase.level == 0:
-        share = float(cost.egress.nbytes[0].max())
-    else:
-        # The busiest member's part of what its node sends.
-        leaving, senders = cost.egress.nbytes[1], cost.egress.senders[1]
-        share = float((leaving[senders > 0] / senders[senders > 0]).max(initial=0.0))
+    share = cost.egress.of_busiest_rank(phase.level)
     if phase.compressor is None:
         return lambda part: model.phase(phase, members, wire(part), share * part)
     ratio, rounds = price.ratio, price.rounds

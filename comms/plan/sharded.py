@@ -43,11 +43,17 @@ from gradwire.comms.plan.advise import (
     limit_in_words,
 )
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_facts
-from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest
+from gradwire.comms.plan.cost import EXACT, CodecPrice, CostModel, PhaseCost, busiest
 from gradwire.comms.plan.nccl_model import nccl_model
 from gradwire.comms.plan.payloads import price_as_sent
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase
-from gradwire.comms.plan.planner import HIERARCHY_HOST_SECONDS, MINIMUM_GAIN, NCCL_MINIMUM_GAIN, compressed_cost
+from gradwire.comms.plan.planner import (
+    HIERARCHY_HOST_SECONDS,
+    MINIMUM_GAIN,
+    NCCL_MINIMUM_GAIN,
+    compressed_cost,
+    nccl_seconds,
+)
 from gradwire.comms.plan.traffic import Floats, shape_of
 from gradwire.topology.cluster import Cluster
 
@@ -379,11 +385,7 @@ class ShardedCosts:
         cost = compressed_cost(self.cluster, top, cost, price)
         wire, seconds = cost.byte_seconds(whole), cost.seconds(whole)
         if self._nccl is not None:
-            sent = self._sent(level, cost) * whole * price.ratio
-            if price.exchanged:
-                seconds = self._nccl.exchange(members, members - 1, wire, sent, price.rounds)
-            else:
-                seconds = price.rounds / EXCHANGE_ROUNDS * self._nccl.all_reduce_between(members, wire, sent)
+            seconds = nccl_seconds(self._nccl, self.cluster, top, cost, price)(whole)
         codec = price.seconds(whole * float(model.shares(level).max()))
         busy = dict(leg.busy or {})
         for what, took in ((self._name(level), wire), ("latency", seconds - wire), ("processor", codec)):
@@ -501,7 +503,7 @@ class ShardedCosts:
             wire, seconds = cost.byte_seconds(nbytes), cost.seconds(nbytes)
             if self._nccl is not None:
                 crossing = 0 if level == 0 else len(self._nodes) - 1
-                sent = self._sent(level, cost) * nbytes
+                sent = cost.egress.of_busiest_rank(level) * nbytes
                 if kind == EXCHANGED:
                     seconds = self._nccl.all_to_all(members, crossing, wire)
                 elif kind == REDUCED:
@@ -512,13 +514,6 @@ class ShardedCosts:
             for what, took in ((self._name(level), wire), ("latency", seconds - wire)):
                 busy[what] = busy.get(what, 0.0) + took
         return Leg(name, total, tuple((cost, nbytes) for *_, cost, nbytes in steps), busy)
-
-    def _sent(self, level: int, cost: PhaseCost) -> float:
-        """What the busiest rank sends for each byte of bucket; above level 0 its part of what leaves its node."""
-        if level == 0:
-            return float(cost.egress.nbytes[0].max())
-        leaving, senders = cost.egress.nbytes[1], cost.egress.senders[1]
-        return float((leaving[senders > 0] / senders[senders > 0]).max(initial=0.0))
 
     def _name(self, level: int) -> str:
         return self.cluster.levels[level].name

@@ -30,6 +30,13 @@ class Egress:
     nbytes: tuple[Floats, ...]
     senders: tuple[Ints, ...]
 
+    def of_busiest_rank(self, level: int) -> float:
+        """What the busiest rank sends at one level of two; above level 0 its part of what leaves its node."""
+        if level == 0:
+            return float(self.nbytes[0].max())
+        leaving, senders = self.nbytes[1], self.senders[1]
+        return float((leaving[senders > 0] / senders[senders > 0]).max(initial=0.0))
+
 
 class Shape:
     """A cluster as arrays.
