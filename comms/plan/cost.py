@@ -195,18 +195,19 @@ class CostModel:
         alpha = max(level.link.alpha_seconds for level in self.cluster.levels)
         return PhaseCost(2 * (size - 1) * alpha, self.slowest(booked, spread=True), booked)
 
-    def messages(self, messages: Messages, *, ring: bool = False) -> PhaseCost:
+    def messages(self, messages: Messages, *, ring: bool = False, spread: bool = True) -> PhaseCost:
         """Seconds and bytes of messages that are all under way, for each byte of bucket.
 
         Args:
             messages: Of all ranks.
             ring: Whether they go around a ring over all ranks, through sockets inside the nodes too.
+            spread: As in `Link.rate`.
         """
         crossed = self._shape.crossings(messages.sources, messages.targets)
         egress = self._shape.book(messages.sources, crossed, messages.nbytes)
         alphas = np.array([level.link.alpha_seconds for level in self.cluster.levels])
         share = self.cluster.levels[-1].link.ring_share if ring else 1.0
-        slowest = self.slowest(egress, spread=True)
+        slowest = self.slowest(egress, spread=spread)
         return PhaseCost(messages.critical_seconds(alphas[crossed]), slowest / share, egress)
 
     def _whole(self, algorithm: str) -> PhaseCost:

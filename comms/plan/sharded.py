@@ -42,6 +42,7 @@ from gradwire.comms.plan.advise import (
     harm_of,
     limit_in_words,
 )
+from gradwire.comms.plan.algorithms import Messages
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_facts
 from gradwire.comms.plan.cost import EXACT, CodecPrice, CostModel, PhaseCost, busiest
 from gradwire.comms.plan.nccl_model import nccl_model
@@ -472,20 +473,16 @@ class ShardedCosts:
             share: Of the bucket that each ring carries.
             spread: As in `Link.rate`.
         """
-        shape = shape_of(self.cluster)
         sources = np.concatenate([np.array(ring, dtype=np.intp) for ring in rings])
         targets = np.concatenate([np.roll(np.array(ring, dtype=np.intp), -1) for ring in rings])
         counts = np.concatenate([np.full(len(ring), len(ring)) for ring in rings])
-        crossed = shape.crossings(sources, targets)
-        nbytes: Floats = passes * share * (counts - 1) / counts
-        egress = shape.book(sources, crossed, nbytes)
-        alphas = np.array([level.link.alpha_seconds for level in self.cluster.levels])[crossed]
-        slowest_ring, start = 0.0, 0
-        for ring in rings:
-            edges = alphas[start : start + len(ring)]
-            slowest_ring = max(slowest_ring, float(edges.sum() - edges.max()))
-            start += len(ring)
-        return PhaseCost(passes * slowest_ring, self._model.slowest(egress, spread=spread), egress)
+        ends = np.cumsum([len(ring) for ring in rings])[:-1]
+
+        def critical(alphas: Floats) -> float:
+            return passes * max(float(edges.sum() - edges.max()) for edges in np.split(alphas, ends))
+
+        messages = Messages(sources, targets, passes * share * (counts - 1) / counts, critical)
+        return self._model.messages(messages, spread=spread)
 
     def _all_to_all(self, sharded: str) -> PhaseCost:
         """Equal parts from every rank of a group to every other, for each byte that one rank holds."""
