@@ -142,11 +142,10 @@ def plan_collective(
     align = max(1, ALIGN_NBYTES // element_nbytes)
     columns = tuple(run for run in pairwise(even_bounds(numel, count, align)) if run[0] < run[1]) or ((0, 0),)
     phases = _phases(cluster, op)
-    make = {ALL_GATHER: _gather, REDUCE_SCATTER: _scatter}
     if op == BROADCAST:
         steps = tuple(_broadcast(cluster, root, start, stop, align) for start, stop in columns)
     else:
-        steps = tuple(make[op](cluster, numel, column) for column in columns)
+        steps = tuple(_in_two_steps(cluster, op, numel, column) for column in columns)
     priced = [(cost, float(whole)) for cost in egress]
     why = f"{op} between nodes first-hand: each piece crosses each card once."
     plan = Plan("hierarchical", phases, len(columns), whole, seconds, busiest(cluster, priced), why)
@@ -210,18 +209,13 @@ def _part(phase: Phase, transfers: Iterable[Transfer], rank: int) -> PhasePart:
     return PhasePart(phase, (own,), (), (), True, len(own), logical, sent)
 
 
-def _gather(cluster: Cluster, numel: int, column: tuple[int, int]) -> Steps:
-    inside = _inside(cluster, ALL_GATHER, numel, column)
+def _in_two_steps(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> Steps:
+    """An all_gather or a reduce_scatter: sums are made inside the nodes first, and what is whole gets there last."""
+    inside = _inside(cluster, op, numel, column)
     if len(cluster.nodes) == 1:
         return [inside]
-    return [_between(cluster, ALL_GATHER, numel, column), inside]
-
-
-def _scatter(cluster: Cluster, numel: int, column: tuple[int, int]) -> Steps:
-    inside = _inside(cluster, REDUCE_SCATTER, numel, column)
-    if len(cluster.nodes) == 1:
-        return [inside]
-    return [inside, _between(cluster, REDUCE_SCATTER, numel, column)]
+    between = _between(cluster, op, numel, column)
+    return [between, inside] if op == ALL_GATHER else [inside, between]
 
 
 def _inside(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> list[Transfer]:
@@ -286,9 +280,7 @@ def correspondents(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
 
 def _broadcast(cluster: Cluster, root: int, start: int, stop: int, align: int) -> Steps:
-    nodes, first = cluster.nodes, cluster.node_rank(root)
-    order = [nodes[(first + step) % len(nodes)] for step in range(len(nodes))]
-    parts = cluster.widest(0)
+    order, parts = _from_root(cluster, root), cluster.widest(0)
     bounds = even_bounds(stop - start, parts, align)
     home, place = order[0], order[0].index(root)
     owned = (0,) * (place + 1) + (stop - start,) * (len(home) - place)
@@ -312,6 +304,12 @@ def _broadcast(cluster: Cluster, root: int, start: int, stop: int, align: int) -
     return steps
 
 
+def _from_root(cluster: Cluster, root: int) -> Sequence[tuple[int, ...]]:
+    """The nodes in the order in which a broadcast reaches them."""
+    first = cluster.node_rank(root)
+    return [*cluster.nodes[first:], *cluster.nodes[:first]]
+
+
 def _holders(ranks: Sequence[int], parts: int) -> list[int]:
     """The rank of a node that carries each part of a broadcast between nodes."""
     shares = child_shares(parts, len(ranks))
@@ -329,9 +327,7 @@ def _costs(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, tuple[Phase
     if len(nodes) == 1:
         return inside, (), (inside,)
     if op == BROADCAST:
-        begin = cluster.node_rank(root)
-        order = [nodes[(begin + step) % len(nodes)] for step in range(len(nodes))]
-        parts = cluster.widest(0)
+        order, parts = _from_root(cluster, root), cluster.widest(0)
         hops = tuple(
             model.messages(
                 _messages(
