@@ -19,7 +19,6 @@ from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, is_known, nccl_backend_of, timeout_of
 from gradwire.comms.bootstrap.door import Awaited, Directory, Door, Ended, Place
 from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoard
-from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore
@@ -35,6 +34,7 @@ from gradwire.comms.transport.groups import Groups, Transport, check_transport
 from gradwire.comms.transport.torch_group import Waiting
 from gradwire.compressors.base import Compressor, Layout, Work, planned
 from gradwire.topology.cluster import Cluster
+from gradwire.topology.host_summary import Hardware
 
 if TYPE_CHECKING:  # each is loaded where it is asked for
     from gradwire.comms.bootstrap.cards import Cards

@@ -11,29 +11,34 @@ if TYPE_CHECKING:
     from gradwire.topology.cluster import GpuFabric
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSummary:
-    """This machine in two rates and a few names; None is unknown (a virtual NIC, a link nobody published)."""
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Rates in bytes per second, one direction; None is unknown (a virtual NIC, a link nobody published).
 
-    intra_node_bytes_per_second: float | None
-    """Rate of a GPU inside the node, one direction."""
-    inter_node_bytes_per_second: float | None
-    """Rate of the whole node, over the NICs that its GPUs drive, one direction."""
+    Attributes:
+        intra_node: Per GPU, inside the node; unknown for ranks that keep their gradients in host memory.
+        inter_node: Of the whole node, over the NICs that its GPUs drive.
+        nic: The NIC that this rank should drive; None where nothing is known about it.
+        interface: Network interface of that NIC's first port that is up; the bond or bridge it is in, which has the
+            address. None where it has none.
+        fastest: All NICs of the machine that are as fast as its fastest.
+        nics: NICs that `inter_node` is of, all together.
+        fabric: What NCCL's cost model asks about the GPUs; None for ranks that keep their gradients in host memory, and
+            where it is not known.
+        nic_unknown: Why `nic` is None, where that is because nobody can tell which GPU the rank has.
+    """
+
+    intra_node: float | None
+    inter_node: float | None
     nic: str | None
-    """The NIC that the rank should drive."""
-    nic_unknown: str
-    """Why the rank's GPU, and with it its NIC, cannot be told; empty where it can, or where there is none."""
-    interface: str | None
-    """Network interface of that NIC's first port that is up; the bond or bridge it is in, which has the address."""
-    fastest_nics: tuple[str, ...]
-    """All NICs of the machine that are as fast as its fastest."""
-    nics: int | None
-    """NICs that its GPUs drive, whose rates `inter_node_bytes_per_second` adds up; None where that is unknown."""
-    fabric: GpuFabric | None
-    """What NCCL's model asks about its GPUs; None without GPUs, or where they are not known."""
+    interface: str | None = None
+    fastest: tuple[str, ...] = ()
+    nics: int | None = None
+    fabric: GpuFabric | None = None
+    nic_unknown: str = ""
 
 
-def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = None) -> HostSummary:
+def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = None) -> Hardware:
     """Reads this machine's topology and returns what a rank needs of it.
 
     The readers are imported here: importing the comm hook needs none of them, and only a communicator calls this.
@@ -54,13 +59,13 @@ def host_summary(local_rank: int | None, variables: Mapping[str, str] | None = N
     nic = nic_for_local_rank(machine, local_rank, variables or {}) if local_rank is not None else None
     driven = {card.key for card in nics_of_gpus(machine).values() if card is not None}
     up = () if nic is None else (port for port in nic.ports if port.carries)
-    return HostSummary(
-        intra_node_bytes_per_second=intra.bytes_per_second,
-        inter_node_bytes_per_second=inter.bytes_per_second,
+    return Hardware(
+        intra_node=intra.bytes_per_second,
+        inter_node=inter.bytes_per_second,
         nic=nic_name(nic) if nic else None,
         nic_unknown="" if nic or local_rank is None else visible_gpus(machine, variables or {}).why,
         interface=next((port.above or port.bond or name for port in up for name in port.interfaces), None),
-        fastest_nics=tuple(nic_name(fast) for fast in fastest_nics(machine.nics)),
+        fastest=tuple(nic_name(fast) for fast in fastest_nics(machine.nics)),
         nics=len(driven) or None,
         fabric=fabric_of(machine),
     )

@@ -39,7 +39,6 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, TCPStore, make_gloo
 from gradwire.comms.bootstrap.door import Place
 from gradwire.comms.bootstrap.failure import FailureBoard
-from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore
@@ -48,6 +47,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
 from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.fabric import fabric_of
+from gradwire.topology.host_summary import Hardware
 from gradwire.topology.presets import dgx_h100
 
 RANKS_PER_NODE = 8

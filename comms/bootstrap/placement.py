@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from gradwire.comms.bootstrap.addresses import has_several_networks, host_addresses
-from gradwire.comms.bootstrap.hardware import Hardware, hardware
+from gradwire.comms.bootstrap.hardware import hardware
 from gradwire.comms.bootstrap.kernel import host_identity, own_kernel
 from gradwire.comms.config import Config, local_rank
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
+from gradwire.topology.host_summary import Hardware
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
 """Link inside a node where the topology does not say, until it is measured: shared memory of a small host."""

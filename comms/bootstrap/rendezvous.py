@@ -27,12 +27,12 @@ from typing import Any, overload
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.door import CALLS, Directory, Door, Ended, Looks, Place
-from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
 from gradwire.comms.errors import PeerError
 from gradwire.topology.cluster import GpuFabric
+from gradwire.topology.host_summary import Hardware
 
 BLOCK = 64
 """Ranks whose words one of them packs. The root of the ranks would ask the fewest questions of any single rank: 128 of

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, Store
-from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.communicator import Oversight
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.survive import EpochBoard, Survivor
+from gradwire.topology.host_summary import Hardware
 from simulated.simulation import LATENCY_SECONDS, Process, Simulation
 
 TIMEOUT = timedelta(seconds=60)

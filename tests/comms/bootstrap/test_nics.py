@@ -8,12 +8,12 @@ import torch
 
 from gradwire.comms.bootstrap import placement
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.transport import torch_group
+from gradwire.topology.host_summary import Hardware
 from support.threads import run_ranks
 
 CARDS = ("nic0", "nic1")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.bootstrap.placement import INTER_NODE, Presence, cluster_of
 from gradwire.comms.config import Config
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.topology.fabric import fabric_of
+from gradwire.topology.host_summary import Hardware
 from gradwire.topology.presets import dgx_h100, p4d
 
 

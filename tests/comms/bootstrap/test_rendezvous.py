@@ -13,7 +13,6 @@ from gradwire.comms.bootstrap import door, rendezvous
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.door import Directory, Door
-from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.rendezvous import BLOCK, Presences, exchange
@@ -21,6 +20,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
 from gradwire.topology.fabric import fabric_of
+from gradwire.topology.host_summary import Hardware
 from gradwire.topology.presets import dgx_h100
 from support.threads import run_ranks
 
