@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 from gradwire.bench.arguments import CommandParser, check_output
 from gradwire.bench.pipe import reader_may_leave
@@ -29,8 +28,6 @@ from gradwire.topology.gdr.render import print_report, report_json
 from gradwire.topology.gdr.runner import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, exit_code, run_checks
 from gradwire.topology.gdr.sources import HostInputs, SourceError, opened_host, read_text
 from gradwire.topology.printable import printable
-
-T = TypeVar("T")
 
 JOB_OPTIONS = frozenset({"--json", "--prove", "--all-pairs"})
 """Options of a look at the job. With any other one a description is looked at, by the first rank of each host."""
@@ -92,24 +89,11 @@ def main(argv: list[str]) -> int:
             return check(argv)
         if not JOB_OPTIONS.issuperset(argv):
             return 0 if local_rank() else check(argv)
-        return _check_in_job(argv)
+        with joined_job(_TIMEOUT) as job:
+            return check(argv, job)
     except (ValueError, RuntimeError) as error:  # of the job; `check` says itself what it finds
         complain("gdr-check", error)
         return EXIT_FAIL
-
-
-def _check_in_job(argv: list[str]) -> int:
-    with joined_job(_TIMEOUT) as group:
-        import torch.distributed as dist  # here, because `gradwire gdr-check` on one machine needs no torch
-
-        from gradwire.comms.bootstrap.kernel import host_identity
-
-        def gather(own: T) -> list[T]:
-            everybody = [own] * group.size()
-            dist.all_gather_object(everybody, own)
-            return everybody
-
-        return check(argv, JobRank(group.rank(), host_identity(), gather))
 
 
 def check(argv: Sequence[str], job: JobRank | None = None) -> int:

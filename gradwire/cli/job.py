@@ -3,24 +3,26 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from gradwire.bench.terminal import working
 from gradwire.comms.config import launcher_variables, torchrun_place
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from gradwire.topology.gdr.job import JobRank
+
+T = TypeVar("T")
 
 
 @contextmanager
-def joined_job(timeout: timedelta) -> Iterator["dist.ProcessGroup"]:
+def joined_job(timeout: timedelta) -> Iterator["JobRank"]:
     """Makes gloo the default process group of all ranks that torchrun started, and takes it down in the end.
 
     Args:
         timeout: Longest wait for a rank, here and in every collective.
 
     Yields:
-        The group of all ranks.
+        This rank of the job.
 
     Raises:
         ValueError: torchrun's variables make no sense; nothing was started.
@@ -29,14 +31,21 @@ def joined_job(timeout: timedelta) -> Iterator["dist.ProcessGroup"]:
     rank, size, address, port = torchrun_place(launcher_variables())
     import torch.distributed as dist  # here, because on one machine these commands need no torch
 
+    from gradwire.comms.bootstrap.kernel import host_identity
+    from gradwire.topology.gdr.job import JobRank
+
     try:
         with working(f"waiting for {size} ranks", shown=rank == 0):
             dist.init_process_group("gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:  # no such address, no such port, a rank that does not come
         raise RuntimeError(f"rank {rank} of {size} cannot meet the others at {address}:{port}: {error}") from error
+
+    def gather(own: T) -> list[T]:
+        everybody = [own] * size
+        dist.all_gather_object(everybody, own)
+        return everybody
+
     try:
-        group = dist.group.WORLD
-        assert group is not None
-        yield group
+        yield JobRank(rank, host_identity(), gather)
     finally:
         dist.destroy_process_group()

@@ -70,18 +70,12 @@ def main(argv: list[str]) -> int:
 
 
 def _show_in_job(argv: list[str]) -> int:
-    with joined_job(_TIMEOUT) as group:
-        import torch.distributed as dist  # here, because `gradwire topo` on one machine needs no torch
-
-        from gradwire.comms.bootstrap.kernel import host_identity
-
-        ranks: list[RankMachine] = [RankMachine((), 0, "")] * group.size()
-        with working("asking all ranks", shown=group.rank() == 0):
-            dist.all_gather_object(
-                ranks,
-                RankMachine(host_identity(), local_rank() or 0, json_form.write(detect_machine()), visibility()),
+    with joined_job(_TIMEOUT) as job:
+        with working("asking all ranks", shown=job.rank == 0):
+            ranks = job.gather(
+                RankMachine(job.host, local_rank() or 0, json_form.write(detect_machine()), visibility())
             )
-        if group.rank() != 0:
+        if job.rank != 0:
             return 0
         return show_machine(argv) if argv else show_job(ranks)
 
