@@ -13,7 +13,7 @@ class KnownWarning:
     """One line of a log that names a cause.
 
     Attributes:
-        pattern: Found in the text after `NCCL WARN` or `NCCL INFO`.
+        pattern: Found in the line.
         cause: What it means.
         remedy: What to look at or type; it holds where the cause does.
         source: Where cause and remedy can be read.
@@ -21,7 +21,7 @@ class KnownWarning:
         follows: Of something else that ended the job, and is the cause where nothing else is in the log.
     """
 
-    pattern: re.Pattern[str]
+    pattern: str
     cause: str
     remedy: str
     source: str
@@ -29,203 +29,197 @@ class KnownWarning:
     follows: bool = False
 
 
-def _known(
-    pattern: str, cause: str, remedy: str, source: str, *, ends_job: bool = True, follows: bool = False
-) -> KnownWarning:
-    return KnownWarning(re.compile(pattern), cause, remedy, source, ends_job, follows)
-
-
 _STATUS = r"Got completion from peer.*(?:status=(?:\w+\()?|with error )"
 """Pattern of what precedes the number of an ibv_wc_status; NCCL before 2.20 called it an error."""
 
 KNOWN_WARNINGS = (
-    _known(
+    KnownWarning(
         r"Call to ibv_reg_(?:mr\w*|dmabuf_mr) failed.*(?:Cannot allocate memory|\b12\b)",
         "memory could not be pinned for the card: the limit of locked memory",
         "ulimit -l must say unlimited: --ulimit memlock=-1 (docker), LimitMEMLOCK=infinity (systemd, slurmd)",
         "NCCL user guide, Troubleshooting, Memory issues; ibv_reg_mr(3)",
     ),
-    _known(
+    KnownWarning(
         r"Call to ibv_reg_(?:mr\w*|dmabuf_mr) failed.*(?:Bad address|\b14\b|not supported|\b95\b)",
         "GPU memory could not be registered with the card: neither peer memory nor dma-buf works",
         "see M1, M2 and M3; NCCL_NET_GDR_LEVEL=LOC goes through the host until they are mended",
         "ibv_reg_mr(3), ibv_reg_dmabuf_mr(3); NCCL user guide, NCCL_NET_GDR_LEVEL",
     ),
-    _known(
+    KnownWarning(
         r"Call to ibv_reg_(?:mr\w*|dmabuf_mr) failed",
         "memory could not be registered with the card",
         "ulimit -l; then M1, M2 and M3",
         "ibv_reg_mr(3)",
     ),
-    _known(
+    KnownWarning(
         r"Call to ibv_create_(?:qp|cq|srq)\w* failed|mlx5dv_create_qp failed",
         "the card gave no queue pair: locked memory, or another job's queue pairs",
         "ulimit -l must say unlimited; rdma resource show qp",
         "ibv_create_qp(3); rdma-resource(8)",
     ),
-    _known(
+    KnownWarning(
         r"Call to ibv_modify_qp failed.*(?:Invalid argument|\b22\b)",
         "a connection was refused by the card: the GID does not fit, as where NCCL_IB_GID_INDEX is fixed",
         "unset NCCL_IB_GID_INDEX (NCCL 2.21 or later); show_gids on both hosts",
         "NCCL user guide, NCCL_IB_GID_INDEX; ibv_modify_qp(3)",
     ),
-    _known(
+    KnownWarning(
         r"Call to ibv_modify_qp failed.*(?:No such device|\b19\b|GID fe80|fe80::)",
         "a card has only a link-local GID, or the GID's interface is not in this network namespace",
         "give the card's interface an address; in a container host networking or an SR-IOV device plug-in; show_gids",
         "github.com/NVIDIA/nccl/issues/1573; NCCL user guide, Troubleshooting, RDMA over Converged Ethernet",
     ),
-    _known(
+    KnownWarning(
         r"Call to ibv_modify_qp failed.*(?:timed out|\b110\b)",
         "cards that are to talk to each other cannot: rails without a way between them, or an address without a route",
         "NCCL_CROSS_NIC=0 to confirm; ping between the cards' addresses",
         "NCCL user guide, NCCL_CROSS_NIC; ibv_modify_qp(3)",
     ),
-    _known(
+    KnownWarning(
         r"Call to ibv_modify_qp failed",
         "a connection between two cards was not made",
         "show_gids on both hosts; ping between the cards' addresses",
         "ibv_modify_qp(3)",
     ),
-    _known(
+    KnownWarning(
         rf"{_STATUS}12\b",
         "packets to a peer were not answered: a link that is down, RoCE without lossless queues, or a wrong GID",
         "counters of port and switch (ethtool -S, pause and discards); show_gids; then a longer NCCL_IB_TIMEOUT",
         "ibv_poll_cq(3), IBV_WC_RETRY_EXC_ERR; NCCL user guide, NCCL_IB_TIMEOUT",
     ),
-    _known(
+    KnownWarning(
         rf"{_STATUS}4\b",
         "the card could not reach GPU memory: most often PCIe access control (ACS)",
         "see P5; NCCL_NET_GDR_LEVEL=LOC confirms it where the job then runs",
         "ibv_poll_cq(3), IBV_WC_LOC_PROT_ERR; NCCL user guide, Troubleshooting, PCI Access Control Services",
     ),
-    _known(
+    KnownWarning(
         rf"{_STATUS}5\b",
         "a card dropped what was queued after another error; the first one counts",
         "the first WARN line of all ranks",
         "ibv_poll_cq(3), IBV_WC_WR_FLUSH_ERR",
         follows=True,
     ),
-    _known(
+    KnownWarning(
         rf"{_STATUS}(?:9|10|11)\b",
         "the peer's card refused a transfer, as where its GPU memory is not registered",
         "see M1 on the peer; all hosts with one driver and one NCCL",
         "ibv_poll_cq(3), IBV_WC_REM_ACCESS_ERR and its neighbours",
     ),
-    _known(
+    KnownWarning(
         r"async fatal event",
         "a card reported a fatal event: it was reset, or its port went down",
         "dmesg | grep -iE 'mlx5|link'; ethtool DEV",
         "ibv_get_async_event(3)",
     ),
-    _known(
+    KnownWarning(
         r"XML parser is limited to \d+ (?:sub)?nodes|too many XML nodes",
         "the topology has more devices than this NCCL can hold",
         "a newer NCCL; or NCCL_TOPO_FILE with the devices that this job uses",
         "NCCL src/graph/xml.h (MAX_NODES); NCCL user guide, NCCL_TOPO_FILE",
     ),
-    _known(
+    KnownWarning(
         r"XML (?:Topology|Graph) has wrong version|XML (?:Parse|Mismatch)|Could not open XML",
         "the file of NCCL_TOPO_FILE or NCCL_GRAPH_FILE does not fit this NCCL",
         "unset it, or take the file that this machine type and this NCCL want",
         "NCCL src/graph/xml.cc; NCCL user guide, NCCL_TOPO_FILE",
     ),
-    _known(
+    KnownWarning(
         r"Could not find (?:any local path from gpu|NET with id|node of type|CPU numa)",
         "the topology that NCCL was given does not fit this machine",
         "unset NCCL_TOPO_FILE; NCCL_TOPO_DUMP_FILE shows what NCCL finds by itself",
         "NCCL src/graph/topo.cc; NCCL user guide, NCCL_TOPO_DUMP_FILE",
     ),
-    _known(
+    KnownWarning(
         r"Error: network .*not found",
         "the network that NCCL_NET names is not there, as where its plug-in was not loaded",
         "one run without NCCL_NET; or the plug-in's folder in LD_LIBRARY_PATH: ldconfig -p | grep libnccl-net",
         "NCCL user guide, NCCL_NET and NCCL_NET_PLUGIN",
     ),
-    _known(
+    KnownWarning(
         r"incompatible devices|device is incompatible with the local",
         "cards of unlike kind, InfiniBand and RoCE, were to talk to each other",
         "NCCL_IB_HCA names cards of one kind",
         "NCCL src/transport/net_ib; NCCL user guide, NCCL_IB_HCA",
     ),
-    _known(
+    KnownWarning(
         r"No IP interface found|Bootstrap : no socket interface found",
         "no network interface was left to start with",
         "NCCL_SOCKET_IFNAME names one that exists: ip -br link",
         "NCCL user guide, NCCL_SOCKET_IFNAME",
     ),
-    _known(
+    KnownWarning(
         r"connect to \S+ failed ?: ?(?:No route|Connection refused|Connection timed out|Network is unreachable)",
         "a rank's address cannot be reached: a firewall, or the wrong interface",
         "NCCL_SOCKET_IFNAME; open the ports between the nodes; gradwire doctor tries every pair",
         "NCCL user guide, Troubleshooting, Networking issues",
     ),
-    _known(
+    KnownWarning(
         r"posix_fallocate|shm_open|shared memory|/dev/shm.*(?:No space|failed)|No space left on device",
         "/dev/shm is too small",
         "docker --shm-size=1g (or --ipc=host); an emptyDir of medium Memory at /dev/shm",
         "NCCL user guide, Troubleshooting, Shared memory",
     ),
-    _known(
+    KnownWarning(
         r"No eligible providers were found|no eligible provider",
         "the plug-in for EFA or Slingshot found no provider of libfabric and left NCCL to sockets",
         "fi_info -p efa -c FI_HMEM; the interface with EFA, its security group, libfabric of the plug-in's release",
         "aws-ofi-nccl README; libfabric fi_efa(7)",
         ends_job=False,
     ),
-    _known(
+    KnownWarning(
         r"HMEM, disabling GDR|GDR disabled on GDR-supported instance type|[Dd]isabling GDR",
         "the plug-in switched GPUDirect RDMA off: libfabric cannot use GPU memory here",
         "fi_info -p efa -c FI_HMEM; libfabric and plug-in of one release, built with CUDA",
         "aws-ofi-nccl src/nccl_ofi_ofiutils.cpp; libfabric fi_efa(7)",
         ends_job=False,
     ),
-    _known(
+    KnownWarning(
         r"Failed to initialize any NET plugin|Plugin load .*returned|No plugin found \(libnccl-net",
         "the network plug-in was not loaded",
         "ldconfig -p | grep libnccl-net; LD_LIBRARY_PATH of the job; NCCL_NET_PLUGIN",
         "NCCL user guide, NCCL_NET_PLUGIN",
         ends_job=False,
     ),
-    _known(
+    KnownWarning(
         r"NET/OFI .*(?:failed|could not|Couldn't|Failed)",
         "the plug-in for EFA or Slingshot failed",
         "fi_info -p efa -c FI_HMEM; the plug-in's lines with NCCL_DEBUG_SUBSYS=INIT,NET",
         "aws-ofi-nccl README; libfabric fi_efa(7)",
         ends_job=False,
     ),
-    _known(
+    KnownWarning(
         r"Duplicate GPU detected",
         "two ranks of one host use the same GPU",
         "each rank its own: torch.cuda.set_device(LOCAL_RANK) before init_process_group; CUDA_VISIBLE_DEVICES of each",
         "NCCL user guide, Creating a communicator; NCCL src/init.cc",
     ),
-    _known(
+    KnownWarning(
         r"Mismatched NCCL version detected",
         "ranks run unlike releases of NCCL",
         "one environment or image on all hosts; python -c 'import torch; print(torch.cuda.nccl.version())' on each",
         "NCCL src/init.cc (Mismatched NCCL version detected)",
     ),
-    _known(
+    KnownWarning(
         r"[Cc]uda failure (?:2\b.*)?'?out of memory",
         "a GPU had no memory left for NCCL's buffers",
         "leave it some: a smaller batch, or fewer channels (NCCL_MAX_CTAS, NCCL_BUFFSIZE), which cost speed",
         "NCCL user guide, NCCL_BUFFSIZE and NCCL_MAX_CTAS; CUDA runtime API, cudaErrorMemoryAllocation",
     ),
-    _known(
+    KnownWarning(
         r"nvls\.cc:\d+ .*(?:[Cc]uda failure|Failed)|NVLS.*(?:failed|not supported)",
         "the NVSwitches' multicast did not start: the fabric manager, or a virtual machine without it",
         "systemctl status nvidia-fabricmanager; one run with NCCL_NVLS_ENABLE=0 shows whether it is this",
         "github.com/NVIDIA/nccl/issues/1197; NCCL user guide, NCCL_NVLS_ENABLE",
     ),
-    _known(
+    KnownWarning(
         r"Connection closed by remote peer|Connection reset by peer|socketPollConnect.*(?:refused|retr)",
         "another rank had ended before, and this one lost it",
         "the first error of that host, in its own output: grep -nE 'Error|WARN|Killed|out of memory' of all ranks",
         "NCCL user guide, Errors, ncclRemoteError",
         follows=True,
     ),
-    _known(
+    KnownWarning(
         r"Watchdog caught collective operation timeout",
         "a collective timed out: a rank did not come to it, or a link hangs",
         "GRADWIRE_WATCH=1 says which rank, and where it is; the rank with the lowest SeqNum is the one that is behind",
@@ -263,7 +257,7 @@ def read_warning(line: str) -> tuple[str, KnownWarning | None] | None:
     if not _SPEAKS.search(line) or not (match := _MESSAGE.search(line)):
         return None
     level, text = match[1], (match[2] or match[4]).strip()
-    found = next((known for known in KNOWN_WARNINGS if known.pattern.search(text) or known.pattern.search(line)), None)
+    found = next((known for known in KNOWN_WARNINGS if re.search(known.pattern, line)), None)
     if level == "INFO" and (found is None or found.ends_job):  # a retry, or a hint: what ends a job is a WARN
         return None
     return text, found
