@@ -91,6 +91,7 @@ def test_garbage_that_closes_a_door_may_be_collected_while_one_opens(monkeypatch
     monkeypatch.setattr(Door, "_shared", None)
     Garbage(old.close)
     opened: list[Door] = []
+
     def collecting(backlog: int) -> socket.socket:
         gc.collect()
         return listener(backlog)

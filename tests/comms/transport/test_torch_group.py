@@ -1,5 +1,7 @@
 """Law: exchanges over gloo move the same elements whether they go through one group or through two."""
 
+import os
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +17,7 @@ from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.errors import PeerError
 from gradwire.comms.run.programs import issue_together
 from gradwire.comms.transport import torch_group
-from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
+from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo, connections, listeners
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective
 from support.nccl import NoAllocation
 from support.threads import run_ranks
@@ -159,3 +161,16 @@ def test_nobody_waits_for_a_rank_that_has_ended_before_it_had_connected(monkeypa
         connect_gloo(HashStore(), 1, 3, timedelta(minutes=10), None, "lo", awaited=awaited)
     assert caught.value.missing == ()  # indices would be taken for those of the node's ranks
     over.set()
+
+
+def test_who_looks_at_sockets_leaves_their_mode_alone() -> None:
+    """It is shared with whoever else has a descriptor of the socket: gloo's threads wait in theirs."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as caller:
+        socket.setdefaulttimeout(5.0)
+        try:
+            found = {each.descriptor for each in listeners()}
+            assert not {each.descriptor for each in connections()} & {server.fileno(), caller.fileno()}
+        finally:
+            socket.setdefaulttimeout(None)
+        assert server.fileno() in found and caller.fileno() not in found
+        assert os.get_blocking(server.fileno()) and os.get_blocking(caller.fileno())
