@@ -6,8 +6,7 @@ import json
 import logging
 import math
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
@@ -477,7 +476,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
             given["elastic"] = given.pop("join")  # the variable stays: a newcomer is started as all others are
         if given.get("compressor") != AUTO and "error_budget" not in options:
             given.pop("error_budget", None)  # is of GRADWIRE_COMPRESSOR or GRADWIRE_HOOK, which do not count here
-        given = with_present_names(given)
+        given = with_present_names(given, values.keys() - options.keys())
         if given.get("compressor") is None and options.get("compressor_options"):
             raise ValueError(
                 f"`compressor_options` is {options['compressor_options']!r}, and no compressor is given; wanted "
@@ -611,11 +610,12 @@ def _warn_of_misspelt() -> None:
             log.warning("`%s` is set, and nothing reads it; wanted `%s%s`?", variable, ENVIRONMENT_PREFIX, near[0])
 
 
-def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
+def with_present_names(options: Mapping[str, object], variables: Collection[str] = ()) -> dict[str, object]:
     """Options under the names that they have now.
 
     Args:
         options: Old names among them are warned of, each once a process.
+        variables: Those of the options that the environment has given.
 
     Raises:
         ValueError: Two of them contradict each other, or a value does not fit.
@@ -629,8 +629,10 @@ def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
         return found
     if new := sorted(old.keys() - _warned):
         _warned.update(new)
-        said = "; ".join(f"`{name}` is now written {OLD_NAMES[name]}" for name in new)
-        warnings.warn(f"gradwire 0.2 will not know these options any more: {said}", FutureWarning, stacklevel=2)
+        from gradwire.compressors.callers import warn  # here: most have nothing to be warned of
+
+        said = "; ".join(_present(name, variable=name in variables) for name in new)
+        warn(f"gradwire 0.2 will not know these options any more: {said}", FutureWarning)
     if sums := {name: old[name] for name in _SUMS if name in old}:
         whole = Reduction.of(found.get("reduction", Reduction()))
         found["reduction"] = dataclasses.replace(whole, **sums)  # type: ignore[arg-type]  # checked there
@@ -661,6 +663,15 @@ def with_present_names(options: Mapping[str, object]) -> dict[str, object]:
             raise ValueError("`join` is given but `elastic` is not set: pass elastic=True, too")
         found["elastic"] = old["join"]
     return found
+
+
+def _present(old: str, *, variable: bool) -> str:
+    """How an old option, or its variable, is written now."""
+    now = OLD_NAMES[old]
+    if not variable:
+        return f"`{old}` is now written {now}"
+    field = now.partition("=")[0]
+    return f"`{ENVIRONMENT_PREFIX}{old.upper()}` is now a part of `{ENVIRONMENT_PREFIX}{field.upper()}`: {now}"
 
 
 def _over(transport: object, connections: object) -> str:

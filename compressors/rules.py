@@ -1,12 +1,12 @@
 """Which parameters are compressed, and how: the first rule that matches a parameter decides."""
 
 import math
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from gradwire.compressors.base import Slice
+from gradwire.compressors.callers import warn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,7 @@ def warn_of_idle(items: Sequence[Rule | Mapping[str, object]], names: Collection
     for number, rule in enumerate(rules_from(items)[: len(items)]):
         if not any(fnmatchcase(name, rule.pattern) for name in names):
             examples = ", ".join(repr(name) for name in list(names)[:3])
-            warnings.warn(
+            warn(
                 f"`rules[{number}]` has the pattern {rule.pattern!r}, which matches none of the {len(names)} "
-                f"parameters ({examples}{', ...' if len(names) > 3 else ''}): the rule changes nothing. {remedy}",
-                stacklevel=3,
+                f"parameters ({examples}{', ...' if len(names) > 3 else ''}): the rule changes nothing. {remedy}"
             )

@@ -309,6 +309,12 @@ def test_docstrings_say_first_what_a_thing_is() -> None:
                 assert not begins, f"{file.relative_to(ROOT)}:{each.lineno} begins with a preposition: {text!r}"
 
 
+def test_warnings_name_the_users_line() -> None:
+    """`gradwire.compressors.callers.warn` finds it, whatever lies between; a `stacklevel` knows one way alone."""
+    for file in (file for file in FILES if file != ROOT / "compressors/callers.py"):
+        assert "warnings" not in set(imports(file)), f"{file.relative_to(ROOT)} imports warnings: use `callers.warn`"
+
+
 def test_no_two_classes_have_one_name() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for file in FILES:

@@ -3,28 +3,17 @@
 import gc
 import sys
 import threading
-from functools import cache
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-COMMS, PYTHON = Path(__file__).resolve().parents[1], Path(threading.__file__).resolve().parent
+from gradwire.compressors.callers import users_frame
+
 TORCH = Path(torch.__file__).resolve().parent
 
 _collection = threading.Lock()
 """Held by the thread that has turned garbage collection off."""
-
-
-@cache
-def is_users(file: str) -> bool:
-    """Whether a file is neither torch's, Python's own nor ours.
-
-    Args:
-        file: As a code object names it.
-    """
-    path = Path(file)
-    return path.exists() and not any(path.resolve().is_relative_to(folder) for folder in (COMMS, PYTHON, TORCH))
 
 
 def line_of(frame: FrameType | None) -> str | None:
@@ -33,10 +22,7 @@ def line_of(frame: FrameType | None) -> str | None:
     Args:
         frame: The innermost one; None gives None.
     """
-    innermost = frame
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or innermost
+    frame = users_frame(frame) or frame
     if frame is None:
         return None
     return line_in_words(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.comms.bootstrap.compat import flight_records, group_members
-from gradwire.comms.observe.stack import TORCH, is_users, line_in_words
+from gradwire.comms.observe.stack import TORCH, line_in_words
 from gradwire.comms.watch.collective import IssuedCollective, title_of
 from gradwire.comms.watch.names import WatchedModels
+from gradwire.compressors.callers import is_users
 
 UNEVEN = ("gather", "scatter", "all_to_all")
 """Operations whose inputs differ from rank to rank without a fault."""

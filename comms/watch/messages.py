@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import BackendWork, Work, group_members, wrap_method
-from gradwire.comms.observe.stack import is_users, line_in_words
+from gradwire.comms.observe.stack import line_in_words
 from gradwire.comms.watch.collective import IssuedCollective, channel_name, title_of
 from gradwire.comms.watch.rank import QUIET_POINTS, GroupState, QuietPoint
+from gradwire.compressors.callers import users_frame
 
 KEPT = 256
 """Messages of a channel that are kept, to be compared."""
@@ -257,10 +257,5 @@ class MessageNotes:
 
 
 def _users_line() -> Line | None:
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None:
-        code = frame.f_code
-        if is_users(code.co_filename):
-            return code.co_filename, frame.f_lineno, code.co_name
-        frame = frame.f_back
-    return None
+    frame = users_frame(sys._getframe(3))
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -1,7 +1,6 @@
 """Which compressor fits which optimizer: refuse what is known to fail, and move the momentum before the compression."""
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from gradwire.compressors.adaptive import AUTO, EXACT, candidates_of
+from gradwire.compressors.callers import warn
 from gradwire.compressors.registry import Option, options_of
 
 logger = logging.getLogger("gradwire")
@@ -128,13 +128,12 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
             f"would be applied twice. {remedy}"
         )
     if outside:
-        warnings.warn(
+        warn(
             f"{use} with `momentum` 0 under {kind} with momentum {outside}: momentum applied after the "
-            "compression amplifies what was left out and costs accuracy; take_momentum(optimizer) moves it before",
-            stacklevel=3,
+            "compression amplifies what was left out and costs accuracy; take_momentum(optimizer) moves it before"
         )
     elif not cost and not isinstance(optimizer, SGD):
-        warnings.warn(f"{use} under {kind} is untested: watch the loss against a dense run", stacklevel=3)
+        warn(f"{use} under {kind} is untested: watch the loss against a dense run")
 
 
 def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> str:

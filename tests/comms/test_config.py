@@ -3,11 +3,15 @@
 import dataclasses
 import re
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import gradwire
 from gradwire.comms import config
 from gradwire.comms.config import (
     COMPRESSION,
@@ -298,10 +302,32 @@ def test_old_names_mean_what_they_meant_and_are_warned_of_once(
         assert Config(**old) == Config(**new)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("face", "refusal"),
+    [
+        (lambda: Config(fusion_mb=25.0), None),  # type: ignore[call-arg]
+        (lambda: Config.from_env(fusion_mb=25.0), None),
+        (lambda: gradwire.HookState(fusion_mb=25.0), None),
+        (lambda: gradwire.wrap(nn.Linear(2, 2), fusion_mb=25.0), ValueError),
+        (lambda: gradwire.fsdp.apply(nn.Linear(2, 2), fusion_mb=25.0), RuntimeError),
+        (lambda: gradwire.Outer(nn.Linear(2, 2), None, fusion_mb=25.0), TypeError),  # type: ignore[arg-type]
+    ],
+)
+def test_an_old_name_is_warned_of_at_the_users_line(
+    face: Callable[[], object], refusal: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "_warned", set())
+    with pytest.warns(FutureWarning) as said, pytest.raises(refusal) if refusal else nullcontext():
+        face()
+    assert [(each.filename, each.lineno) for each in said] == [(__file__, face.__code__.co_firstlineno)]
+
+
 def test_old_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_warned", set())
     for name, text in (("FUSION_MB", "25"), ("AVERAGE", "off"), ("TRACE_STEPS", "5"), ("TRACE", "steps.json")):
         monkeypatch.setenv(f"GRADWIRE_{name}", text)
-    found = Config.from_env()
+    with pytest.warns(FutureWarning, match="`GRADWIRE_FUSION_MB` is now a part of `GRADWIRE_FUSION`: fusion=25.0"):
+        found = Config.from_env()
     assert (found.fusion, found.sums.average, found.trace) == (25.0, False, ("steps.json", 5))
 
 

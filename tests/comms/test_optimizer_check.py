@@ -69,7 +69,9 @@ def warned(rank: int, bound: bool) -> list[str]:
             model(torch.ones(4, 64)).sum().backward()
     dist.barrier()
     dist.destroy_process_group()
-    return [str(each.message) for each in caught if "`rules[" in str(each.message)]
+    said = [each for each in caught if "`rules[" in str(each.message)]
+    assert all(each.filename == __file__ for each in said), [each.filename for each in said]
+    return [str(each.message) for each in said]
 
 
 def test_rules_that_match_no_parameter_are_named(processes: Processes) -> None:

@@ -76,8 +76,9 @@ def test_an_optimizer_nobody_knows_is_warned_of_once() -> None:
     model = model_with_gradients()
     check_at_first_step(model, "onebit", {})
     optimizer = torch.optim.ASGD(model.parameters())
-    with pytest.warns(UserWarning, match="ASGD is untested"):
+    with pytest.warns(UserWarning, match="ASGD is untested") as said:
         optimizer.step()
+    assert [each.filename for each in said] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         take_steps(optimizer)

@@ -30,8 +30,9 @@ def test_momentum_on_both_sides_is_refused(compressor: str) -> None:
 
 
 def test_momentum_after_signs_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="amplifies what was left out"):
+    with pytest.warns(UserWarning, match="amplifies what was left out") as said:
         check_optimizer("onebit", torch.optim.SGD(weights(), lr=0.1, momentum=0.9), {"momentum": 0.0})
+    assert [each.filename for each in said] == [__file__]
 
 
 @pytest.mark.parametrize("compressor", ["none", "fp16", "bf16", "int8", "int4", "powersgd"])
