@@ -418,6 +418,7 @@ class Communicator:
             rank=self.rank,
             summary=summarise_plans(in_use, self.cluster.level_names),
             one_node=len(self.cluster.nodes) == 1,
+            alone=self.cluster.size == 1,
         )
 
     def abort(self, reason: str) -> None:

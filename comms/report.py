@@ -205,6 +205,7 @@ class Report:
         choices: What `compressor="auto"` has chosen; None with another one, and before its first choice.
         summary: The plans and the reason in two lines, without what differs from bucket to bucket.
         one_node: All ranks are on one node: nothing travels between nodes, whatever the plan.
+        alone: There is one rank.
     """
 
     cluster: str
@@ -220,6 +221,7 @@ class Report:
     choices: Choices | None = None
     summary: tuple[str, ...] = ()
     one_node: bool = False
+    alone: bool = False
 
     def to_dict(self) -> dict[str, object]:
         """All of it as dicts, lists, numbers, strings and None, as JSON holds them; keys are the attributes' names."""
@@ -264,20 +266,20 @@ class Report:
 
     def full(self) -> str:
         """All of it: every plan in words, the links, and calls, bytes and seconds of each phase, in 80 columns."""
-        head = [
-            self._head(),
-            *self.links,
-            *said_once(self.plans),
-            *self._findings(),
-        ]
-        columns = f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>6} {'logical MB':>10}"
-        table = [f"{columns} {'sent MB':>10} {'seconds':>9}"]
-        table += [
-            f"{row.phase:>5}  {row.op:<15} {row.level:<13} {row.calls:>6} {row.logical_nbytes / 1e6:>10.3f} "
-            f"{row.wire_nbytes / 1e6:>10.3f} {row.seconds:>9.3f}"
-            for row in self.rows
-        ]
+        head = [self._head(), *self.links, *said_once(self.plans), *self._findings()]
+        table = self._table() if self.rows or not self.alone else [ALONE]
         return "\n".join([*(in_columns(line) for text in head for line in text.splitlines()), *table])
+
+    def _table(self) -> list[str]:
+        columns = f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>6} {'logical MB':>10}"
+        return [
+            f"{columns} {'sent MB':>10} {'seconds':>9}",
+            *(
+                f"{row.phase:>5}  {row.op:<15} {row.level:<13} {row.calls:>6} {row.logical_nbytes / 1e6:>10.3f} "
+                f"{row.wire_nbytes / 1e6:>10.3f} {row.seconds:>9.3f}"
+                for row in self.rows
+            ),
+        ]
 
     def __str__(self) -> str:
         """Five lines, and one for each finding: what is chosen, who is waited for, what hung. `full()` has the rest."""
@@ -305,6 +307,8 @@ class Report:
         ]
 
     def _sent(self) -> str:
+        if self.alone and not self.rows:
+            return ALONE
         outside = [row for row in self.rows if not self.one_node and not row.level.startswith(INSIDE)]
         nbytes = sum(row.wire_nbytes for row in outside or self.rows) / max(self.steps, 1)
         where = "to other nodes" if outside else "inside the node"
@@ -313,6 +317,7 @@ class Report:
 
 COLUMNS = 80
 """The columns of a terminal; what is printed keeps to them."""
+ALONE = "one rank exchanges nothing: torchrun --nproc-per-node N starts N of them"
 INSIDE = LEVEL_NAMES[0]
 
 

@@ -249,7 +249,7 @@ class Cluster:
         counts = [len(ranks) for ranks in self.nodes]
         word = "node" if len(counts) == 1 else "nodes"
         if len(set(counts)) == 1:
-            text = f"{len(counts)} {word} x {counts[0]} ranks"
+            text = f"{len(counts)} {word} x {counts[0]} rank{'' if counts[0] == 1 else 's'}"
         else:
             text = f"{len(counts)} {word} of {', '.join(map(str, counts))} ranks"
         outer = [

@@ -69,6 +69,8 @@ class PlanChooser:
         if self._asked_for != "auto":
             return None
         best = plan_all_reduce(self._links.cluster, nbytes, library=self.library)
+        if not best.phases:
+            return best
         return with_reason(best, f"{best.why} (Chosen for buckets of {nbytes / 1e6:.3g} MB, and used for all sizes.)")
 
     def plan(self, nbytes: int, layout: Layout | None) -> Plan:

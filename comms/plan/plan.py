@@ -18,6 +18,9 @@ HALVING_DOUBLING = "halving_doubling"
 NVLS = "nvls"
 NVLS_TREE = "nvls_tree"
 
+NOTHING_TO_DO = "nothing to do"
+"""What a plan without phases does, that of one rank."""
+
 BUCKET_NBYTES = 25 << 20
 """DDP's default `bucket_cap_mb`."""
 
@@ -194,6 +197,9 @@ def summarise_plans(plans: Iterable[Plan], level_names: tuple[str, ...]) -> tupl
         return ()
     done = []
     for alike in groups:
+        if not alike[0].phases:
+            done.append(NOTHING_TO_DO)
+            continue
         codecs = dict.fromkeys(
             f", {phase.compressor} {phase.place(level_names)}" for phase in alike[0].phases if phase.compressor
         )
@@ -217,6 +223,9 @@ def _alike(plans: Iterable[Plan], level_names: tuple[str, ...]) -> list[list[Pla
 
 def _paragraph(alike: list[Plan], level_names: tuple[str, ...]) -> str:
     first = alike[0]
+    reasons = " ".join(_merged([plan.reasons for plan in alike]))
+    if not first.phases:
+        return f"{first.name}: {NOTHING_TO_DO}. {reasons}"
     steps = " -> ".join(phase.describe(level_names) for phase in first.phases)
     chunks = _span([plan.chunks for plan in alike])
     pieces = "in one piece" if chunks == "1" else f"in {chunks} pipelined chunks"
@@ -225,8 +234,7 @@ def _paragraph(alike: list[Plan], level_names: tuple[str, ...]) -> str:
         for name in first.bytes_by_level
     )
     sizes = _span([plan.nbytes / 1e6 for plan in alike], ".3g")
-    head = f"{first.name}: {steps or 'nothing to do'}, {pieces}; {sizes} MB predicted to"
-    reasons = " ".join(_merged([plan.reasons for plan in alike]))
+    head = f"{first.name}: {steps}, {pieces}; {sizes} MB predicted to"
     if first.assumed:
         return (
             f"{head} send {traffic}; its time is not known: the rates {first.assumed} are assumed "

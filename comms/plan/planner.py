@@ -122,6 +122,8 @@ def plan_all_reduce(
     if name != "auto":
         return with_reason(taken, "No other plan was considered.")
     flat = plans[0]
+    if cluster.size == 1:
+        return with_reason(flat, "There is one rank: nothing travels.")
     if _only_flat(cluster):
         return with_reason(flat, "There is one level of links: a hierarchy has nothing to save.")
     if library == "nccl" and assumed:

@@ -20,6 +20,10 @@ def cluster(presumed: bool = False) -> Cluster:
     return two_level_cluster([0, 0, 1, 1], inside, outside)
 
 
+def cluster_of_one() -> Cluster:
+    return two_level_cluster([0], Link(20e-6, 5e9), Link(100e-6, 25e6))
+
+
 def report(presumed: bool = False, **found: object) -> Report:
     where = cluster(presumed)
     plans = [plan_all_reduce(where, nbytes) for nbytes in SIZES]
@@ -66,6 +70,21 @@ def test_a_report_is_five_lines_and_all_of_it_on_request() -> None:
     assert "this rank sent 2 MB a step to other nodes" in short[4] and "full()" in short[4]
     assert "reduce_scatter" in " ".join(full) and "mlx5_0" in " ".join(full)
     assert len(full) > 8
+
+
+def test_one_rank_reads_that_it_exchanges_nothing() -> None:
+    where = cluster_of_one()
+    plans = [plan_all_reduce(where, nbytes) for nbytes in SIZES]
+    texts = describe_plans(plans, LEVEL_NAMES), summarise_plans(plans, LEVEL_NAMES)
+    assert texts == (
+        ("flat: nothing to do. There is one rank: nothing travels.",),
+        ("plan: nothing to do", "why: There is one rank: nothing travels."),
+    )
+    alone = Report(where.describe(), texts[0], (), 30, 10, summary=texts[1], one_node=True, alone=True)
+    short, full = str(alone).splitlines(), alone.full().splitlines()
+    assert short[0] == full[0] == "1 node x 1 rank; 30 all-reduces in 10 steps"
+    assert short[-1] == full[-1] and short[-1].startswith("one rank exchanges nothing: torchrun ")
+    assert "phase" not in alone.full() and max(map(len, [*short, *full])) <= COLUMNS
 
 
 def test_what_is_wrong_stands_below_the_five_lines() -> None:
