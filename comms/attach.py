@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.automatic import automatic_of
-from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, comm_hook_name, why_no_ddp_hook
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, comm_hook_name, registered_hook, why_no_ddp_hook
 from gradwire.comms.checkpoint import Checkpoint, find_own, load_file, rank_file, save_file
 from gradwire.comms.config import Config
 from gradwire.comms.hook import HookState, comm_hook
@@ -61,10 +61,11 @@ def attach(
         return automatic
     found = comm_hook_name(ddp)
     if found and automatic is None:
-        raise ValueError(
-            f"`model` has a hook already, {found}, and DDP takes one: keep the state that the first attach() returned, "
-            "register gradwire's hook instead of another, or leave attach() out"
-        )
+        if registered_hook(ddp) is comm_hook:
+            found, remedy = "gradwire's own", "keep the state that it was registered with, which holds its options"
+        else:
+            remedy = "register gradwire's hook in its place"
+        raise ValueError(f"`model` has a hook already, {found}, and DDP takes one: {remedy}, or leave attach() out")
     state = HookState(ddp, config=config, carries=carries, on_change=on_change, **options)
     ddp.register_comm_hook(state, comm_hook)
     return state

@@ -784,6 +784,11 @@ def comm_hook_name(model: DistributedDataParallel) -> str:
     return str(model._get_ddp_logging_data().get("comm_hook", ""))  # type: ignore[no-untyped-call]
 
 
+def registered_hook(model: DistributedDataParallel) -> Callable[..., object] | None:
+    """The hook that a DDP model was given by `register_comm_hook`; None where that was not called."""
+    return next((hook for hook, _ in model._comm_hooks), None)
+
+
 def rename_comm_hook(model: DistributedDataParallel, hook: Callable[..., object], state: object) -> None:
     """Notes another hook in place of the one that DDP calls, which passes on to it from now on.
 

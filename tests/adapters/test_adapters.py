@@ -40,7 +40,7 @@ def test_transformers(run_job: RunJob) -> None:
 @needs("accelerate")
 def test_accelerate(run_job: RunJob) -> None:
     for found in run_job("accelerate_job"):
-        assert "`model` has a hook already, comm_hook" in found.pop("twice")
+        assert "`model` has a hook already, gradwire's own" in found.pop("twice")
         files = ["gradwire_state_0.pth", "gradwire_state_1.pth"]
         assert found == {"exact": True, "compressed": True, "resumed": True, "shuffled": True, "files": files}
 

@@ -315,6 +315,11 @@ class Trainer:
     model_wrapped = None
 
 
+def comm_hook(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Named as gradwire's, and another one's."""
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+
 def attach_to(_: int) -> dict[str, object]:
     dist.init_process_group("gloo")
     found: dict[str, object] = {}
@@ -330,8 +335,11 @@ def attach_to(_: int) -> dict[str, object]:
         found[name] = state.config.plan == "flat" and state.names.bound and comm_hook_name(ddp) == "comm_hook"
     builtin = wrapped()
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # type: ignore[attr-defined,no-untyped-call]
+    namesake = wrapped()
+    namesake.register_comm_hook(None, comm_hook)
     for name, model in {
         "hooked": ddp,
+        "namesake": namesake,
         "built-in": builtin,
         "bare": perceptron(),
         "inside": nn.Sequential(wrapped()),
@@ -353,7 +361,8 @@ def test_attach_finds_the_ddp_model_or_says_what_to_pass(processes: Processes) -
     for name in ("DDP", "Fabric", "compiled", "compiled Fabric"):
         assert found[name] is True, name
     for name, words in {
-        "hooked": "has a hook already, comm_hook",
+        "hooked": "has a hook already, gradwire's own, and DDP takes one: keep the state that it was registered with",
+        "namesake": "has a hook already, comm_hook, and DDP takes one: register gradwire's hook in its place",
         "built-in": "has a hook already, ",
         "bare": "`model` is a Sequential, not wrapped in DistributedDataParallel: pass what",
         "inside": "holds a DistributedDataParallel: pass `model.0`",
