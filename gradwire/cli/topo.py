@@ -147,12 +147,15 @@ def show_job(reports: list[RankMachine]) -> int:
     doubtful = 0
     for number, host in enumerate(hosts):
         ranks = [rank for rank, report in enumerate(reports) if report.host == host]
+        ranks.sort(key=lambda rank: reports[rank].local_rank)
         console.print(
             f"node {number} {host[0]}: ranks {', '.join(map(str, ranks))}; {draw.summary(machines[number])}",
             highlight=False,
         )
         nics = [_nic(machines[number], reports[rank]) for rank in ranks]
-        console.print(f"  NIC by rank: {', '.join(nic_name(nic) if nic else '?' for nic in nics)}", highlight=False)
+        console.print(
+            f"  NIC by local rank: {', '.join(nic_name(nic) if nic else '?' for nic in nics)}", highlight=False
+        )
         for reason, those in _doubts(machines[number], reports, ranks).items():
             console.print(f"  rank {', '.join(map(str, those))}: {reason}", highlight=False)
             doubtful += sum(nic is None for rank, nic in zip(ranks, nics, strict=True) if rank in those)

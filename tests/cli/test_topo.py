@@ -67,12 +67,15 @@ def test_a_job_whose_ranks_were_given_gpus_by_uuid(capsys: pytest.CaptureFixture
     assert show_job(reports) == 0
     shown = " ".join(capsys.readouterr().out.split())
     cards = [nics_of_gpus(machine)[gpu.key] for gpu in reversed(machine.gpus)]
+    line = f"NIC by local rank: {', '.join(nic_name(nic) for nic in cards if nic)} "
     assert shown.count("nodes 0, 1 ·") == 1
-    assert shown.count(f"NIC by rank: {', '.join(nic_name(nic) for nic in cards if nic)} ") == 2
+    assert shown.count(line) == 2
     assert "rank 0:" not in shown and "all ranks are well placed" in shown
+    show_job(reports[::-1])
+    assert " ".join(capsys.readouterr().out.split()).count(line) == 2
     show_job([replace(report, machine=json_form.write(machine)) for report in reports])
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.count("are not known: nvidia-ml-py") == 16 and shown.count("NIC by rank: ?, ?") == 2
+    assert shown.count("are not known: nvidia-ml-py") == 16 and shown.count("NIC by local rank: ?, ?") == 2
     assert "all ranks are well placed" not in shown and "16 of them unknown" in shown
 
 
