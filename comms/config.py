@@ -962,7 +962,10 @@ def _check_compressor(name: str) -> None:
         options_of,  # here: it needs torch, and commands without torch read this file
     )
 
-    options_of(name)
+    try:
+        options_of(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; or {AUTO}:BUDGET, such as {AUTO}:int8") from None
 
 
 def _is_auto(name: str) -> bool:

@@ -113,7 +113,11 @@ def options_of(name: str) -> dict[str, Option]:
         return options | {key: value for key, value in options_of(second).items() if key in _inner_options}
     if name not in _factories:
         gone = f", which is gone: {GONE[name]}" if name in GONE else ""
-        raise ValueError(f"`compressor` is {name!r}{gone}; wanted one of {', '.join(_factories)}")
+        outer, inner = _stackable()
+        raise ValueError(
+            f"`compressor` is {name!r}{gone}; wanted one of {', '.join(_factories)}; or a stack of {outer}, a `+`, and "
+            f"one of {inner}"
+        )
     return dict(_defaults_of(_factories[name]))
 
 
@@ -157,12 +161,17 @@ def _parts_of(name: str) -> tuple[str, str]:
     """
     first, _, second = name.partition("+")
     if first not in _outer or second not in _factories or second in _alone:
-        codecs = ", ".join(each for each in _factories if each not in _alone)
+        outer, inner = _stackable()
         raise ValueError(
-            f"`compressor` is {name!r}; wanted {' or '.join(_outer)} before the `+`, and behind it a codec for what "
-            f"they send: one of {codecs}"
+            f"`compressor` is {name!r}; wanted {outer} before the `+`, and behind it a codec for what they send: one "
+            f"of {inner}"
         )
     return first, second
+
+
+def _stackable() -> tuple[str, str]:
+    """What may stand before the `+` of a stack, and what behind it, in words."""
+    return " or ".join(_outer), ", ".join(each for each in _factories if each not in _alone)
 
 
 def _stacked(name: str, options: dict[str, Option]) -> Compressor:

@@ -24,6 +24,7 @@ from gradwire.comms.config import (
     Config,
     Reduction,
 )
+from gradwire.compressors.registry import names
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "hook.md"
 
@@ -118,6 +119,17 @@ def test_a_bad_value_names_the_option(options: dict[str, object], message: str) 
     with pytest.raises(ValueError) as caught:
         Config.from_env(**options)
     assert str(caught.value).startswith(message)
+
+
+def test_an_unknown_compressor_is_refused_with_all_that_are_accepted() -> None:
+    with pytest.raises(ValueError, match="`compressor` is 'zip'") as refused:
+        Config(compressor="zip")
+    plain, stacks, auto = str(refused.value).partition("wanted one of ")[2].split("; or ")
+    outer, inner = stacks.removeprefix("a stack of ").split(", a `+`, and one of ")
+    words = [*plain.split(", "), *(f"{one}+{codec}" for one in outer.split(" or ") for codec in inner.split(", "))]
+    assert {*names()} <= {*words} and "powersgd+int8" in words and auto == "auto:BUDGET, such as auto:int8"
+    for word in (*words, "auto:int8"):
+        assert Config(compressor=word).compressor == word
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
