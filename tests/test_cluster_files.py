@@ -43,6 +43,13 @@ def test_every_file_is_tested() -> None:
     assert names == {*SHELL, *MANIFESTS, "Dockerfile", "Dockerfile.dockerignore"}
 
 
+def test_no_line_is_wider_than_the_code() -> None:
+    """Operators read them in a terminal; a command for a shell may be longer than 120 columns, a comment need not."""
+    for file in CLUSTERS.iterdir():
+        wide = [line for line in file.read_text().splitlines() if len(line) > 120 and line.lstrip().startswith("#")]
+        assert not wide, f"{file.name}: {wide}"
+
+
 # Shell
 
 

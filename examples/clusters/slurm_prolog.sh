@@ -5,8 +5,9 @@
 #                PrologFlags=Alloc                     (before the job, not before its first step)
 #
 # It exits with 1 where the node is unfit: Slurm then drains the node and requeues the job, held unless
-# SchedulerParameters has nohold_on_prolog_fail. The cause is in the system's log and in $REPORT. What merely cannot be seen, or takes longer than a minute, lets the job start. It calls no
-# command of Slurm, which prologs must not do, and takes about a second.
+# SchedulerParameters has nohold_on_prolog_fail. The cause is in the system's log and in $REPORT. What merely cannot be
+# seen, or takes longer than a minute, lets the job start. It calls no command of Slurm, which prologs must not do, and
+# takes about a second.
 export PATH=${GRADWIRE_BIN:-/opt/gradwire/bin}:/usr/sbin:/usr/bin:/sbin:/bin # a prolog starts without one
 EXPECTED_GPUS=${EXPECTED_GPUS:-8}
 EXPECTED_NICS=${EXPECTED_NICS:-8}
