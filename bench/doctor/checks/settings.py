@@ -14,6 +14,7 @@ NCCL_GUIDE = "NCCL user guide, Environment Variables"
 WANTED_HERE = "it may be wanted here: "
 """How the evidence begins that is a condition by itself."""
 TORCH_GUIDE = "documentation of torch.distributed"
+TORCH_SOURCES = "github.com/pytorch/pytorch, torch/csrc/distributed/c10d"
 
 
 def _is(*values: str) -> Callable[[str], bool]:
@@ -40,6 +41,7 @@ class HarmfulVariable:
         name: Of the variable.
         hurts: Whether a value does.
         why: What it does to a job.
+        source: Where that is written.
         exchange_share: Its cost as a share of a healthy exchange between nodes.
         step_share: Its cost as a share of the step.
         gpus: It acts on GPUs alone.
@@ -47,19 +49,18 @@ class HarmfulVariable:
         remedy: What to type; unset it where empty.
         cures: Where the variable is the cure for something worse, with the source; empty where it never is. What may be
             a cure is to be tried, not taken away: without it a job may hang.
-        source: Where `why` is written.
     """
 
     name: str
     hurts: Callable[[str], bool]
     why: str
+    source: str
     exchange_share: float = 0.0
     step_share: float = 0.0
     gpus: bool = True
     sure: float = 0.9
     remedy: str = ""
     cures: str = ""
-    source: str = NCCL_GUIDE
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -131,17 +132,25 @@ HARMFUL = (
         "NCCL_IB_DISABLE",
         _set,
         "NCCL uses TCP although there may be InfiniBand or RoCE",
+        NCCL_GUIDE,
         1.0,
         sure=0.5,
         cures=_NO_FABRIC,
     ),
     HarmfulVariable(
-        "NCCL_NET", _is("socket"), "NCCL uses TCP whatever network is there", 1.0, sure=0.5, cures=_NO_FABRIC
+        "NCCL_NET",
+        _is("socket"),
+        "NCCL uses TCP whatever network is there",
+        NCCL_GUIDE,
+        1.0,
+        sure=0.5,
+        cures=_NO_FABRIC,
     ),
     HarmfulVariable(
         "NCCL_NET_PLUGIN",
         _is("none"),
         "a cloud's network plug-in (EFA, GPUDirect-TCPX) is not loaded",
+        NCCL_GUIDE,
         1.0,
         sure=0.6,
         cures=_NO_PLUGIN,
@@ -150,6 +159,7 @@ HARMFUL = (
         "NCCL_P2P_DISABLE",
         _set,
         "GPUs of a node do not copy to each other directly, over NVLink or PCIe",
+        NCCL_GUIDE,
         0.5,
         sure=0.4,
         cures=_ACS,
@@ -158,6 +168,7 @@ HARMFUL = (
         "NCCL_P2P_LEVEL",
         _is("loc", "0"),
         "GPUs of a node do not copy to each other directly",
+        NCCL_GUIDE,
         0.5,
         sure=0.4,
         cures=_ACS,
@@ -166,6 +177,7 @@ HARMFUL = (
         "NCCL_SHM_DISABLE",
         _set,
         "GPUs of a node that cannot reach each other go over the network",
+        NCCL_GUIDE,
         0.5,
         sure=0.5,
         cures=_SMALL_SHM,
@@ -174,6 +186,7 @@ HARMFUL = (
         "NCCL_NET_GDR_LEVEL",
         _is("loc", "0"),
         "network cards do not read GPU memory themselves",
+        NCCL_GUIDE,
         0.5,
         sure=0.5,
         cures=_NO_GDR,
@@ -182,67 +195,107 @@ HARMFUL = (
         "NCCL_NET_GDR_READ",
         _is("0"),
         "what GPUs send goes through the host's memory",
+        NCCL_GUIDE,
         0.25,
         sure=0.4,
         cures=_SLOW_READS,
     ),
-    HarmfulVariable("NCCL_DMABUF_ENABLE", _is("0"), "one of two ways to GPUDirect RDMA is off", 0.25, sure=0.5),
     HarmfulVariable(
-        "NCCL_ALGO", _any, "NCCL may not choose between ring, tree and NVLS by size", 0.25, sure=0.6, cures=_ONE_SUM
-    ),
-    HarmfulVariable("NCCL_PROTO", _any, "NCCL may not choose its protocol by size", 0.25, sure=0.6, cures=_NO_LL128),
-    HarmfulVariable(
-        "NCCL_MAX_NCHANNELS", _below(4), "NCCL keeps few blocks of the GPU busy", 0.5, sure=0.4, cures=_FEW_CTAS
+        "NCCL_DMABUF_ENABLE", _is("0"), "one of two ways to GPUDirect RDMA is off", NCCL_GUIDE, 0.25, sure=0.5
     ),
     HarmfulVariable(
-        "NCCL_MAX_CTAS", _below(4), "NCCL keeps few blocks of the GPU busy", 0.5, sure=0.4, cures=_FEW_CTAS
+        "NCCL_ALGO",
+        _any,
+        "NCCL may not choose between ring, tree and NVLS by size",
+        NCCL_GUIDE,
+        0.25,
+        sure=0.6,
+        cures=_ONE_SUM,
+    ),
+    HarmfulVariable(
+        "NCCL_PROTO", _any, "NCCL may not choose its protocol by size", NCCL_GUIDE, 0.25, sure=0.6, cures=_NO_LL128
+    ),
+    HarmfulVariable(
+        "NCCL_MAX_NCHANNELS",
+        _below(4),
+        "NCCL keeps few blocks of the GPU busy",
+        NCCL_GUIDE,
+        0.5,
+        sure=0.4,
+        cures=_FEW_CTAS,
+    ),
+    HarmfulVariable(
+        "NCCL_MAX_CTAS", _below(4), "NCCL keeps few blocks of the GPU busy", NCCL_GUIDE, 0.5, sure=0.4, cures=_FEW_CTAS
     ),
     HarmfulVariable(
         "NCCL_BUFFSIZE",
         _below(1 << 20),
         "NCCL's buffers are below 1 MiB; its default is 4 MiB",
+        NCCL_GUIDE,
         0.25,
         sure=0.5,
         cures=_SPARES_MEMORY,
     ),
-    HarmfulVariable("NCCL_NTHREADS", _below(128), "NCCL's blocks have few threads", 0.25, sure=0.6),
-    HarmfulVariable("NCCL_PXN_DISABLE", _set, "GPUs do not share the card that is on the right rail", 0.1, sure=0.5),
-    HarmfulVariable("NCCL_NVLS_ENABLE", _is("0"), "NVSwitches do not sum", 0.1, sure=0.4, cures=_NO_MULTICAST),
-    HarmfulVariable("NCCL_CHECK_POINTERS", _set, "NCCL checks every pointer of every call", 0.02, sure=0.7),
+    HarmfulVariable("NCCL_NTHREADS", _below(128), "NCCL's blocks have few threads", NCCL_GUIDE, 0.25, sure=0.6),
     HarmfulVariable(
-        "NCCL_LAUNCH_MODE", _is("group"), "one process launches for all its GPUs, with a barrier", 0.05, sure=0.5
+        "NCCL_PXN_DISABLE", _set, "GPUs do not share the card that is on the right rail", NCCL_GUIDE, 0.1, sure=0.5
     ),
     HarmfulVariable(
-        "NCCL_DEBUG", _is("trace"), "NCCL writes a line for every call", 0.1, sure=0.7, remedy="export NCCL_DEBUG=WARN"
+        "NCCL_NVLS_ENABLE", _is("0"), "NVSwitches do not sum", NCCL_GUIDE, 0.1, sure=0.4, cures=_NO_MULTICAST
     ),
-    HarmfulVariable("NCCL_IGNORE_CPU_AFFINITY", _set, "NCCL's threads may run far from their GPU", 0.05, sure=0.4),
+    HarmfulVariable("NCCL_CHECK_POINTERS", _set, "NCCL checks every pointer of every call", NCCL_GUIDE, 0.02, sure=0.7),
+    HarmfulVariable(
+        "NCCL_LAUNCH_MODE",
+        _is("group"),
+        "one process launches for all its GPUs, with a barrier",
+        NCCL_GUIDE,
+        0.05,
+        sure=0.5,
+    ),
+    HarmfulVariable(
+        "NCCL_DEBUG",
+        _is("trace"),
+        "NCCL writes a line for every call",
+        NCCL_GUIDE,
+        0.1,
+        sure=0.7,
+        remedy="export NCCL_DEBUG=WARN",
+    ),
+    HarmfulVariable(
+        "NCCL_IGNORE_CPU_AFFINITY",
+        _set,
+        "NCCL's threads leave the cores that the job gave the rank",
+        NCCL_GUIDE,
+        0.05,
+        sure=0.4,
+    ),
     HarmfulVariable(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         _is("1"),
         "kernels start in the order they were launched, so gradients of FSDP or DDP may wait for computation; "
         "Megatron's tensor parallelism wants it, nothing else does",
+        _ISSUES,
         0.5,
         sure=0.6,
         remedy="unset CUDA_DEVICE_MAX_CONNECTIONS   # or 32, without Megatron's tensor parallelism",
-        source=_ISSUES,
     ),
     HarmfulVariable(
         "CUDA_LAUNCH_BLOCKING",
         _set,
         "every kernel is waited for: nothing overlaps",
+        "CUDA C++ programming guide",
         1.0,
         step_share=0.3,
-        source="CUDA C++ programming guide",
     ),
     *(
         HarmfulVariable(
             name,
             _set,
             "every collective is waited for on the CPU",
+            f"{TORCH_SOURCES}/ProcessGroupNCCL.hpp",
             0.5,
             sure=0.6,
             cures=_FAILS_LOUDLY,
-            source=TORCH_GUIDE,
         )
         for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
     ),
@@ -250,54 +303,59 @@ HARMFUL = (
         "TORCH_NCCL_ENABLE_TIMING",
         _set,
         "two events for every collective, and with CUDA_DEVICE_MAX_CONNECTIONS=1 no overlap",
+        "github.com/pytorch/pytorch/issues/143890",
         0.1,
         sure=0.5,
-        source="github.com/pytorch/pytorch/issues/143890",
     ),
     HarmfulVariable(
-        "TORCH_NCCL_DESYNC_DEBUG", _set, "every collective writes to the store", 0.1, sure=0.6, source=TORCH_GUIDE
+        "TORCH_NCCL_DESYNC_DEBUG",
+        _set,
+        "every collective writes to the store",
+        f"{TORCH_SOURCES}/ProcessGroupNCCL.cpp, DesyncDebugger",
+        0.1,
+        sure=0.6,
     ),
     HarmfulVariable(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         _set,
         "every tensor is a cudaMalloc, which waits for the GPU",
+        "PyTorch, CUDA semantics",
         step_share=0.5,
-        source="PyTorch, CUDA semantics",
     ),
     HarmfulVariable(
         "TORCH_DISTRIBUTED_DEBUG",
         _is("detail"),
         "every collective is first compared among all ranks, which doubles the waits and ends asynchrony",
+        TORCH_GUIDE + ", section Debugging",
         0.5,
         step_share=0.1,
         gpus=False,
-        source=TORCH_GUIDE + ", section Debugging",
     ),
     HarmfulVariable(
         "GLOO_DEVICE_TRANSPORT",
         _is("tcp_tls"),
         "gloo encrypts what it sends, on one core",
+        f"{TORCH_SOURCES}/GlooDeviceFactory.cpp",
         0.5,
         gpus=False,
         sure=0.7,
-        source=TORCH_GUIDE,
     ),
     HarmfulVariable(
         "FI_PROVIDER",
         _is("tcp", "sockets"),
         "libfabric uses TCP whatever network is there",
+        "libfabric, fabric(7)",
         0.5,
         sure=0.6,
-        source="libfabric, fabric(7)",
     ),
     HarmfulVariable(
         "UCX_TLS",
         _is("tcp", "tcp,self"),
         "UCX uses TCP, also inside a node",
+        "OpenUCX documentation",
         0.5,
         gpus=False,
         sure=0.6,
-        source="OpenUCX documentation",
     ),
 )
 

@@ -15,7 +15,7 @@ from gradwire.bench.doctor import checks, show
 from gradwire.bench.doctor.checks import diagnose
 from gradwire.bench.doctor.checks.basis import BASES
 from gradwire.bench.doctor.checks.network import doubtful_pairs
-from gradwire.bench.doctor.checks.settings import HARMFUL
+from gradwire.bench.doctor.checks.settings import HARMFUL, NCCL_GUIDE, HarmfulVariable
 from gradwire.bench.doctor.checks.steps import WASTES
 from gradwire.bench.doctor.facts import (
     BackendTime,
@@ -272,6 +272,38 @@ def test_each_finding_says_when_its_remedy_holds_and_who_says_so() -> None:
         assert PUBLIC.search(basis.source) or basis is BASES["variable"], basis
     for rule in HARMFUL:
         assert PUBLIC.search(rule.source) and (not rule.cures or PUBLIC.search(rule.cures)), rule.name
+
+
+IN_NCCLS_GUIDE = {
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_CHECK_POINTERS",
+    "NCCL_DEBUG",
+    "NCCL_DMABUF_ENABLE",
+    "NCCL_IB_DISABLE",
+    "NCCL_IGNORE_CPU_AFFINITY",
+    "NCCL_LAUNCH_MODE",
+    "NCCL_MAX_CTAS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_NET",
+    "NCCL_NET_GDR_LEVEL",
+    "NCCL_NET_GDR_READ",
+    "NCCL_NET_PLUGIN",
+    "NCCL_NTHREADS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PROTO",
+    "NCCL_PXN_DISABLE",
+    "NCCL_SHM_DISABLE",
+}
+"""Those with a section there: github.com/NVIDIA/nccl, docs/userguide/source/env.rst, read 2026-11-28."""
+
+
+def test_a_variable_names_its_own_source() -> None:
+    assert {rule.name for rule in HARMFUL if rule.source == NCCL_GUIDE} == IN_NCCLS_GUIDE
+    with pytest.raises(TypeError, match="source"):
+        HarmfulVariable("NCCL_OF_NOBODY", bool, "it has none")  # type: ignore[call-arg]
 
 
 def test_the_report_says_them_under_each_remedy_within_the_terminal() -> None:
