@@ -125,7 +125,7 @@ def plan_all_reduce(
     if cluster.size == 1:
         return with_reason(flat, "There is one rank: nothing travels.")
     if _only_flat(cluster):
-        return with_reason(flat, "There is one level of links: a hierarchy has nothing to save.")
+        return with_reason(flat, "There is one level of links: every plan is one all-reduce over all ranks.")
     if library == "nccl" and assumed:
         return with_reason(
             flat,

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
+from gradwire.comms.plan.chooser import PlanChooser
 from gradwire.comms.plan.cost import EXACT, CodecPrice, CostModel
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.comms.plan.owners import UNITS_PER_MEMBER, owner_shares
@@ -166,6 +168,17 @@ def test_payloads_go_by_the_links_only_where_that_is_quicker(nodes: int) -> None
                 best = plan_all_reduce(cluster, nbytes, name="hierarchical", chunks=chunks, price=price, library="nccl")
                 assert best.seconds == plan.seconds
     assert taken == {False, True}
+
+
+def test_the_reason_is_of_the_plan_that_the_owners_make() -> None:
+    """Between nodes of one rank the flat plan gets owners, and is a hierarchy of one phase then."""
+    rates = [25e6, 25e6, 25e6, 6e6]
+    links: Any = SimpleNamespace(cluster=nodes_of([25e6] * 4, 1), shares=nodes_of(rates, 1))
+    chooser = PlanChooser(links, Config(), None, None, "gloo")
+    flat = chooser.plan(1 << 20, None)
+    owned = chooser.with_owners(flat, None)
+    assert owned is not None and (flat.name, owned.name) == ("flat", "hierarchical")
+    assert [phase.op for phase in owned.phases] == [ALL_REDUCE] and "every plan is one all-reduce" in owned.why
 
 
 def run_with(rates: list[float], ranks: int, compressor: str | None, steps: int) -> list[list[Tensor]]:
