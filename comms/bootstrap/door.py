@@ -327,18 +327,22 @@ class Awaited:
             return []
         return sorted(self.members.index(rank) for rank in self._ended(self._others))
 
-    def alarm(self) -> str | None:
-        """Why another rank has given up; None where none has, and between two looks."""
+    def alarm(self, *, at_once: bool = False) -> str | None:
+        """Why another rank has given up; None where none has, and between two looks.
+
+        Args:
+            at_once: Looks now. Who has seen a rank end does, before he names it: it may have heard the alarm and ended.
+        """
         now = time.monotonic()
-        if self._alarm is None or now < self._next_alarm:
+        if self._alarm is None or (now < self._next_alarm and not at_once):
             return None
         self._next_alarm = now + ALARM_SECONDS
         return self._alarm()
 
     def words(self, ended: Sequence[int]) -> str:
-        """What to say of those that have ended."""
+        """What to say of those that have ended: why another rank has given up, or else their numbers."""
         ranks = ", ".join(str(self.members[index]) for index in ended)
-        return f"rank {ranks} has ended before it had connected: look at its output"
+        return self.alarm(at_once=True) or f"rank {ranks} has ended before it had connected: look at its output"
 
 
 def _close_in_child() -> None:

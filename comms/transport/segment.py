@@ -101,12 +101,10 @@ class _Rendezvous:
         )
 
     def ended(self, *ranks: int) -> PeerError:
-        """Says that ranks have ended."""
-        return PeerError(
-            f"{self._names(ranks)} has ended during the set-up of the shared-memory group {self._key!r}: look at its "
-            "output",
-            ranks,
-        )
+        """Says that ranks have ended, or why another rank has given up: they may have heard of that, and ended."""
+        reason = None if self._awaited is None else self._awaited.alarm(at_once=True)
+        ended = f"{self._names(ranks)} has ended during the set-up of the shared-memory group {self._key!r}"
+        return PeerError(reason or f"{ended}: look at its output", ranks)
 
     def _names(self, ranks: Sequence[int]) -> str:
         """Ranks of this group, by the numbers that they have in the job where these are known."""

@@ -1,7 +1,8 @@
 """Bad arguments, ranks that disagree, stay away or give up: an error on every rank, nothing left behind."""
 
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -11,7 +12,8 @@ from torch._C._distributed_c10d import HashStore
 
 from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.errors import MismatchError, PeerError
-from gradwire.comms.transport.shm import ShmGroup
+from gradwire.comms.transport import segment
+from gradwire.comms.transport.shm import BLOCK_NBYTES, ShmGroup
 from support.shared_memory import left_since, segments
 from support.threads import run_ranks
 
@@ -138,6 +140,32 @@ def test_a_rank_elsewhere_that_has_ended_is_heard_of_while_others_are_waited_for
     with pytest.raises(PeerError, match="rank 7 has ended"):
         ShmGroup.create(HashStore(), rank, 2, key="heard", timeout=timedelta(seconds=20), awaited=awaited)
     assert not left_since(before)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_has_heard_the_alarm_and_ended_is_not_named(rank: int) -> None:
+    """Law: the reason is that of the rank that gave up first; who is gone is known all the same."""
+    heard: list[int] = []
+
+    def ended(ranks: Sequence[int]) -> list[int]:
+        heard.extend(ranks)  # between this rank's last look for an alarm and its look for ends
+        return heard
+
+    awaited = Awaited((4, 5), rank, ended, lambda: "rank 7 has run out of luck" if heard else None)
+    with pytest.raises(PeerError, match=r"^rank 7 has run out of luck$") as caught:
+        ShmGroup.create(HashStore(), rank, 2, key="messenger", timeout=timedelta(minutes=10), awaited=awaited)
+    assert caught.value.missing == (1 - rank,)
+
+
+def test_a_first_rank_that_has_heard_the_alarm_and_hung_up_is_not_named() -> None:
+    """The same where its memory is called for in vain."""
+    offer = {"name": "gradwire-gone", "network": segment._network(), "size": 2, "block_nbytes": BLOCK_NBYTES}
+    store = HashStore()
+    store.set("messenger/door", json.dumps(offer))
+    awaited = Awaited((4, 5), 1, None, lambda: "rank 7 has run out of luck")
+    with pytest.raises(PeerError, match=r"^rank 7 has run out of luck$") as caught:
+        ShmGroup.create(store, 1, 2, key="messenger", timeout=timedelta(minutes=10), awaited=awaited)
+    assert caught.value.missing == (0,)
 
 
 def test_ranks_that_disagree_about_the_group() -> None:

@@ -3,7 +3,7 @@
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import accumulate
@@ -174,3 +174,22 @@ def test_who_looks_at_sockets_leaves_their_mode_alone() -> None:
             socket.setdefaulttimeout(None)
         assert server.fileno() in found and caller.fileno() not in found
         assert os.get_blocking(server.fileno()) and os.get_blocking(caller.fileno())
+
+
+def test_who_has_heard_the_alarm_and_ended_before_it_had_connected_is_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: the reason is that of the rank that gave up first."""
+    over, heard = threading.Event(), threading.Event()
+    monkeypatch.setattr(torch_group, "make_gloo", lambda *arguments: over.wait())
+
+    def ended(ranks: Sequence[int]) -> list[int]:
+        heard.set()  # between this rank's last look for an alarm and its look for ends
+        return list(ranks)
+
+    def awaited() -> Awaited:
+        return Awaited((4, 7), 1, ended, lambda: "rank 9 has run out of luck" if heard.is_set() else None)
+
+    with pytest.raises(PeerError, match=r"^rank 9 has run out of luck$"):
+        connect_gloo(HashStore(), 1, 2, timedelta(minutes=10), None, "lo", awaited=awaited)
+    over.set()
