@@ -422,11 +422,13 @@ class Communicator:
         )
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks that wait for this one, in shared memory or NCCL, and gives the reason. Any thread."""
+        """Wakes the ranks that wait for this one, in shared memory or NCCL, and gives the reason. Any thread.
+
+        All others, those that are still connecting among them, hear it by the alarm.
+        """
         self.executor.aborted = True
         self._groups.abort(reason)
-        if self._ring is not None:  # what waits on a device hears nothing from another rank's NCCL
-            self._board.warn(reason)
+        self._board.warn(reason)
 
     def abandon(self, reason: str) -> None:
         """Gives up all that is under way, here and now, gloo's connections too. Any thread.

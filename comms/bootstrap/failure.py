@@ -194,6 +194,15 @@ class FailureBoard(Board):
         self._everybody = everybody or (lambda: range(size))
         self._group: Sequence[int] = range(size)
 
+    def warn(self, reason: str) -> None:
+        """See `Board.warn`. This rank has spoken then: nobody waits for its word to know that it is not missing."""
+        word = {"dead": [], "launches": 0, "waiting": True, "overdue": False, "seen": "", "own": False}
+        try:
+            self._store.compare_set(f"word/{self.rank}", "", json.dumps(word))
+        except RuntimeError as error:
+            log.debug("the store was gone before rank %d could say that it lives: %s", self.rank, error)
+        super().warn(reason)
+
     @property
     def plain_store(self) -> Store:
         """What else the ranks tell each other goes through, below a prefix of its own."""

@@ -289,27 +289,29 @@ def test_a_killed_rank_is_named_by_the_survivors(processes: Processes, nodes: li
             assert re.search(r"rank ([0-2], )*3 of 4 is missing", text), text
 
 
-def gives_up(rank: int) -> str:
-    """Rank 0 raises the alarm instead of its first collective through the node's memory; returns what others hear."""
+def gives_up(rank: int, broadcasts: bool) -> str:
+    """Rank 0 aborts the group before anything has connected; returns what the others hear in a collective."""
     start(rank)
     store = _get_default_store()
     if rank == 0:
-        assert isinstance(dist.group.WORLD, GradwireGroup) and dist.group.WORLD._planned is not None
-        dist.group.WORLD._planned.on_cpu._board.warn("rank 0 has run out of luck")
+        assert isinstance(dist.group.WORLD, GradwireGroup)
+        dist.group.WORLD.abort()
         store.wait(["leaves/1", "leaves/2"], timedelta(seconds=60))  # it serves the store
         return ""
+    tensor = torch.ones(LARGE)
     with pytest.raises(RuntimeError) as caught:
-        dist.broadcast(torch.ones(3), 0)
-    store.set(f"heard/{rank}", "")
-    store.wait([f"heard/{3 - rank}"], timedelta(seconds=60))  # who has ended would be named
+        dist.broadcast(tensor, 0) if broadcasts else dist.all_reduce(tensor)
     store.set(f"leaves/{rank}", "")
     return str(caught.value)
 
 
-def test_who_waits_for_the_nodes_memory_hears_that_a_rank_has_given_up(processes: Processes) -> None:
-    """Law: before the time-out, as in every other wait; the rank's process lives on."""
-    for text in processes(3, gives_up, nodes="aaa", seconds=50.0)[1:]:
-        assert "rank 0 has run out of luck" in text, text
+@pytest.mark.parametrize(("nodes", "broadcasts"), [("aaa", False), ("aaa", True), ("aab", False)])
+def test_who_waits_for_a_first_connection_hears_that_a_rank_has_given_up(
+    processes: Processes, nodes: str, broadcasts: bool
+) -> None:
+    """Law: before the time-out, as in every other wait; the rank's process lives on, and is not missing."""
+    for text in processes(3, gives_up, broadcasts, nodes=nodes, seconds=50.0)[1:]:
+        assert "rank 0 has aborted the process group" in text and "missing" not in text, text
 
 
 KNOWN = """
