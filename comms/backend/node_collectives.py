@@ -8,7 +8,6 @@ collectives go to gloo or NCCL as they are.
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from gradwire.comms.backend.work import FutureTensors
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.shm import ShmGroup
 
 
@@ -25,23 +25,17 @@ class NodeCollectives:
     """One rank's end; every rank calls the same methods in the same order, with CPU tensors of any dtype and strides.
 
     Args:
+        communicator: Of the ranks of the group, all on one node. It is given up with these collectives.
         store: A store that all ranks of the group share, with a prefix of its own.
-        rank: This rank in the group.
-        size: Number of ranks, all on one node.
-        timeout: For every collective.
         name: Names the thread.
-        awaited: Makes what looks whether the other ranks have ended, or given up, while they connect.
     """
 
-    def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, name: str, awaited: Callable[[], Awaited]
-    ) -> None:
+    def __init__(self, communicator: Communicator, store: Store, name: str) -> None:
+        self._communicator = communicator
         self._store = store
-        self._rank = rank
-        self._size = size
-        self._timeout = timeout
+        self._rank = communicator.rank
+        self._size = communicator.size
         self._name = name
-        self._awaited = awaited
         self._group: ShmGroup | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -137,8 +131,8 @@ class NodeCollectives:
                 self._rank,
                 self._size,
                 key="node",
-                timeout=self._timeout,
-                awaited=self._awaited(),
+                timeout=self._communicator.config.timeout,
+                awaited=self._communicator.awaited(),
             )
         return self._group
 
@@ -152,6 +146,8 @@ class NodeCollectives:
                 with torch.inference_mode(any(output.is_inference() for output in outputs)), torch.no_grad():
                     run(self._connect())
             except BaseException as error:  # noqa: BLE001 - whatever it is, the future carries it
+                if isinstance(error, PeerError):  # or who waits elsewhere would hear of this rank's end alone
+                    self._communicator.abort(f"rank {self._rank} gave up a collective of its node: {error}")
                 done.set_result(error)
             else:
                 done.set_result(outputs)

@@ -116,14 +116,8 @@ class GradwireGroup(DelegatingGroup):
             options = replace(options, store=self._planned.store)
         self._backends = register_backends([self, self.inner], options)
         if self._planned and len(self._planned.cluster.nodes) == 1:
-            self._node = NodeCollectives(
-                PrefixStore("gradwire/node", options.store),
-                options.group_rank,
-                options.group_size,
-                options.timeout,
-                f"gradwire {options.group_id}",
-                self._planned.on_cpu.awaited,
-            )
+            store = PrefixStore("gradwire/node", options.store)
+            self._node = NodeCollectives(self._planned.on_cpu, store, f"gradwire {options.group_id}")
         elif self._planned:
             self._collectives = PlannedCollectives(self._planned.on_cpu)
 

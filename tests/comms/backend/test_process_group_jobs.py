@@ -9,17 +9,21 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from gradwire.bench.emulation.launch import held_port
+from gradwire.comms.backend.node_collectives import NodeCollectives
 from gradwire.comms.backend.process_group import GradwireGroup
+from gradwire.comms.bootstrap.door import Awaited
+from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from support.processes import Processes
 
@@ -312,6 +316,23 @@ def test_who_waits_for_a_first_connection_hears_that_a_rank_has_given_up(
     """Law: before the time-out, as in every other wait; the rank's process lives on, and is not missing."""
     for text in processes(3, gives_up, broadcasts, nodes=nodes, seconds=50.0)[1:]:
         assert "rank 0 has aborted the process group" in text and "missing" not in text, text
+
+
+def test_what_ends_a_nodes_collectives_is_told_to_all_ranks_of_the_group() -> None:
+    """Law: who waits elsewhere for this rank hears of the lost one, and not of this one's end alone."""
+    told: list[str] = []
+    communicator = SimpleNamespace(
+        rank=0,
+        size=2,
+        config=Config(timeout=timedelta(minutes=10)),
+        awaited=lambda: Awaited((0, 1), 0, lambda ranks: list(ranks)),
+        abort=told.append,
+    )
+    collectives = NodeCollectives(cast(Communicator, communicator), HashStore(), "node")
+    with pytest.raises(RuntimeError, match="rank 1 has ended during the set-up"):
+        collectives.broadcast(torch.ones(3), 0).wait()
+    collectives.close()
+    assert len(told) == 1 and told[0].startswith("rank 0 gave up a collective of its node: rank 1 has ended"), told
 
 
 KNOWN = """
