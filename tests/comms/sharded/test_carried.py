@@ -39,6 +39,8 @@ from support.sharded import (
     weights,
 )
 
+Case = Callable[[DeviceMesh], None]
+
 RUNS = RowRuns(3000, ((10, 1500), (2000, 2900)), ((0, 10), (1500, 2000), (2900, 3000)))
 CODEC = codec_of(CARRIED, None)
 
@@ -138,21 +140,11 @@ def row_named(state: FsdpState, op: str) -> PhaseTotals:
     return found
 
 
-def carried_cases(rank: int) -> None:
+def carried_cases(rank: int, names: Sequence[str]) -> None:
     with job():
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-        evaluated_in_inference_mode(mesh)
-        near_exact(mesh)
-        backward_is_free(mesh)
-        resumes_bit_for_bit(mesh)
-        flushed(mesh)
-        flushed_in_micro_batches(mesh)
-        of_vectors_alone(mesh)
-        skips(mesh)
-        follows_the_loss_scale(mesh)
-        of_other_nodes(mesh)
-        of_other_options()
-        damaged(mesh)
+        for name in names:
+            globals()[name](mesh)
 
 
 def evaluated_in_inference_mode(mesh: DeviceMesh) -> None:
@@ -336,7 +328,7 @@ def of_other_nodes(mesh: DeviceMesh) -> None:
     assert torch.equal(again(batch(9)), native(batch(9)))
 
 
-def of_other_options() -> None:
+def of_other_options(_mesh: DeviceMesh) -> None:
     """No residual is dropped where one of the two collectives that hold some back has no place for them."""
     options: dict[str, dict[str, Any]] = {
         "replicas": {"compressor": "int8"},
@@ -418,8 +410,17 @@ def skips(mesh: DeviceMesh) -> None:
     assert all(one.isfinite().all() for one in gradients(model).values())
 
 
-def test_four_bits_both_ways_between_nodes(processes: Processes) -> None:
-    processes(4, carried_cases, nodes="aabb")
+CASES: dict[str, tuple[Case, ...]] = {
+    "weights": (near_exact, backward_is_free),
+    "what is left out": (flushed, flushed_in_micro_batches, of_vectors_alone, skips, follows_the_loss_scale),
+    "states": (evaluated_in_inference_mode, resumes_bit_for_bit, of_other_nodes, of_other_options, damaged),
+}
+"""Jobs of their own, which machines with other work can do in time."""
+
+
+@pytest.mark.parametrize("cases", CASES.values(), ids=CASES.keys())
+def test_four_bits_both_ways_between_nodes(processes: Processes, cases: tuple[Case, ...]) -> None:
+    processes(4, carried_cases, [case.__name__ for case in cases], nodes="aabb")
 
 
 def crossed(rank: int) -> None:
