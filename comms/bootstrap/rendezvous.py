@@ -13,6 +13,8 @@ known, unless the ranks have met before, in a group that is still there.
 """
 
 import json
+import logging
+import math
 import operator
 import sys
 import time
@@ -34,6 +36,8 @@ from gradwire.comms.errors import PeerError
 from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.host_summary import Hardware
 
+log = logging.getLogger("gradwire")
+
 BLOCK = 64
 """Ranks whose words one of them packs. The root of the ranks would ask the fewest questions of any single rank: 128 of
 16,384; with 64, rank 0 reads 256 values and each packer 64."""
@@ -46,6 +50,9 @@ LINGER_SECONDS = 2.0
 
 GRACE_SECONDS = 2.0
 """Seconds for rank 0 to find out who is missing, and to say so, after its time-out."""
+
+LATE_SECONDS = 30.0
+"""Seconds after which a rank says for whom all wait: the time-out, torch's own by default, may be half an hour."""
 
 ROUND = "round"
 """The key of rank 0's word: the start's name, what all have to agree about, and the outcome once there is one."""
@@ -154,6 +161,7 @@ class _Rank:
         self._door = door
         self._ended_before = ended
         self._looks = Looks()
+        self._warns_at = time.monotonic() + LATE_SECONDS
 
     def leave(self) -> None:
         """Is called in vain from now on."""
@@ -207,6 +215,19 @@ class _Rank:
             found += self._ended_before([rank for rank in ranks if rank not in places])
         return sorted(found)
 
+    def _warn_once(self, late: Callable[[], Sequence[int]]) -> None:
+        """Says, once that has taken long, for which ranks all wait."""
+        if time.monotonic() <= self._warns_at:
+            return
+        self._warns_at = math.inf
+        log.warning(
+            "rank %s of %d has not come for %g s; the others wait until `timeout`, %g s in all: look at its output",
+            ", ".join(map(str, late())),
+            self._own.size,
+            LATE_SECONDS,
+            self._timeout.total_seconds(),
+        )
+
     def _has_ended(self, ranks: Sequence[int]) -> PeerError:
         who = f"rank {', '.join(map(str, ranks))}"
         return PeerError(
@@ -243,6 +264,7 @@ class _Leader(_Rank):
             if self._may_know() and self._looks.are_due() and (ended := self._ended(self._missing(blocks, CALLS))):
                 self._say(self._start, {"ended": ended})
                 raise self._has_ended(ended)
+            self._warn_once(lambda: self._missing(blocks, CALLS))
             naps.sleep(self._deadline)
         found = Presences(self._start, _join([_unpack(block) for block in self._store.multi_get(blocks)]))
         self._store.set(f"{self._start}/all", found.pack())
@@ -295,6 +317,8 @@ class _Follower(_Rank):
                 self._pack_block()
             if time.monotonic() > self._deadline:
                 raise self._nobody_decided()
+            if self._own.rank == 1 and not self._start:
+                self._warn_once(lambda: [0])
             if self._looks.are_due() and self._is_to_look() and self._ended([0]):
                 self._end_without_leader()
                 continue

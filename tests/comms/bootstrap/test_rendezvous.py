@@ -1,5 +1,6 @@
 """Laws of a start: everybody reads what everybody has said, and a start that fails names who is missing."""
 
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -106,6 +107,27 @@ def test_ranks_that_do_not_come_are_named_on_all_others() -> None:
         return str(caught.value)
 
     assert all(f"rank 5, {BLOCK} did not join" in text for text in run_ranks(size, join) if text)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_who_is_late_is_named_long_before_the_time_out(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
+    """Law: by a rank that waits, which goes on waiting."""
+    store, said, lines = HashStore(), threading.Event(), []
+
+    def warn(words: str, *values: object) -> None:
+        lines.append(words % values)
+        said.set()
+
+    monkeypatch.setattr(rendezvous, "LATE_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous.log, "warning", warn)
+
+    def join(rank: int) -> Presences:
+        assert rank != late or said.wait(60)
+        return exchange(store, saying(rank, 3), SECONDS)
+
+    run_ranks(3, join)
+    named = [line.removeprefix("rank ").partition(" of 3 has not come for ")[0].split(", ") for line in lines]
+    assert any(str(late) in ranks for ranks in named), lines
 
 
 def test_without_rank_0_it_is_named() -> None:
