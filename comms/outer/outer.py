@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from gradwire.comms.attach import attach, look_inside
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
+from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.checkpoint import JOB, OUTER, Checkpoint, normalize, refuse_other_owner, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.config import (
@@ -428,6 +429,7 @@ class Outer(Face[AveragingSession]):
             if rank in unit:
                 own = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
                 self.hook = attach(own, config=plain)
+                _fail_together(communicator, self.hook._connected("Outer").communicator)
                 if device.type == "cuda":  # DDP broadcasts buffers in it, while an exchange may be under way
                     own.register_forward_pre_hook(partial(_wait_in_turn, device))
         return own
@@ -873,6 +875,22 @@ def _units_of(group: dist.ProcessGroup, own: frozenset[int], agreement: Agreemen
     for rank in dist.get_process_group_ranks(group):
         units.setdefault(repr(said[rank]), []).append(rank)
     return [tuple(unit) for unit in units.values()]
+
+
+def _fail_together(units: Communicator, inside: Communicator) -> None:
+    """Has what fails in one of a rank's communicators end the other one: who waits for it there hears why it has left.
+
+    Args:
+        units: Of all units.
+        inside: Of this rank's.
+    """
+    for failing, where, left in ((inside, "inside its unit", units), (units, "in an exchange", inside)):
+        failing.executor.failures.tell = partial(_give_up, weakref.ref(left), where)
+
+
+def _give_up(left: "weakref.ref[Communicator]", where: str, error: CollectiveError) -> None:
+    if (communicator := left()) is not None:
+        communicator.abort(f"rank {communicator.rank} has given up {where}: {error}")
 
 
 def _wait_in_turn(device: torch.device, *unused: object) -> None:

@@ -171,6 +171,10 @@ class FirstFailure:
         board: Where ranks that survive a failure exchange what they saw.
         rank: This rank.
         device_state: On CUDA: how many launches have been started, and whether the device waits for others.
+
+    Attributes:
+        error: The diagnosis; None while nothing has failed.
+        tell: Called with it, once: for ranks that wait for this one elsewhere.
     """
 
     def __init__(
@@ -181,6 +185,7 @@ class FirstFailure:
         device_state: Callable[[], tuple[int, bool]] = lambda: (0, True),
     ) -> None:
         self.error: CollectiveError | None = None
+        self.tell: Callable[[CollectiveError], object] = lambda error: None
         self._groups = groups
         self._board = board
         self._rank = rank
@@ -202,11 +207,13 @@ class FirstFailure:
             The diagnosis of the first failure: one that comes of it takes it too.
         """
         with self._diagnosing:
-            if self.error is None:
-                first()
-                self.error = self._diagnose(where, members, error)
-                log.error("%s", self.error)
-        return self.error
+            if self.error is not None:
+                return self.error
+            first()
+            found = self.error = self._diagnose(where, members, error)
+            log.error("%s", found)
+        self.tell(found)
+        return found
 
     def settled(self) -> CollectiveError | None:
         """The same as `error`, once a diagnosis that is under way has ended."""

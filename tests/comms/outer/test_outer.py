@@ -352,6 +352,26 @@ def test_units_that_are_lost_leave_the_others_training(
     assert first["exchanges"] == second["exchanges"] == 16 + 2  # none is left out, and the end counts each fragment
 
 
+def dies_in_a_unit(rank: int) -> str:
+    """Rank 0 is killed beside a step; who waits for it inside its unit leaves as soon as that has failed."""
+    dist.init_process_group("gloo")
+    model = nn.Linear(24, 8)  # without buffers, which DDP would broadcast through torch's own group
+    optimizer = optimizer_of(model)
+    outer = gradwire.Outer(model, optimizer, every=2, fragments=1, delay=0)
+    train(outer.model, optimizer, range(1))
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        train(outer.model, optimizer, range(1, 9))
+    return str(caught.value)
+
+
+def test_who_fails_inside_its_unit_is_not_missing_for_the_others(processes: Processes) -> None:
+    """Law: other units name the rank that was lost, and not the one that had heard of it and left."""
+    for text in processes(4, dies_in_a_unit, nodes=NODES, lost=[0], agent=True)[2:]:
+        assert "rank 0 of 4 is missing" in text, text
+
+
 def test_units_train_and_exchange(processes: Processes) -> None:
     processes(4, use, nodes=NODES)
 
