@@ -196,7 +196,8 @@ class FailureBoard(Board):
 
     def warn(self, reason: str) -> None:
         """See `Board.warn`. This rank has spoken then: nobody waits for its word to know that it is not missing."""
-        word = {"dead": [], "launches": 0, "waiting": True, "overdue": False, "seen": "", "own": False}
+        seen = f"a reason to give up: {reason}"[:LONGEST_REASON]  # some see a connection close before they hear it
+        word = {"dead": [], "launches": 0, "waiting": True, "overdue": False, "seen": seen, "own": True}
         try:
             self._store.compare_set(f"word/{self.rank}", "", json.dumps(word))
         except RuntimeError as error:
