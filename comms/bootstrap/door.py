@@ -20,6 +20,7 @@ from gradwire.comms.bootstrap.kernel import look_at, to_call
 from gradwire.comms.bootstrap.losses import Loss
 from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
 
@@ -339,10 +340,26 @@ class Awaited:
         self._next_alarm = now + ALARM_SECONDS
         return self._alarm()
 
-    def words(self, ended: Sequence[int]) -> str:
-        """What to say of those that have ended: why another rank has given up, or else their numbers."""
+    def words(self, ended: Sequence[int], when: str) -> str:
+        """What to say of those that have ended: why another rank has given up, or else their numbers.
+
+        Args:
+            ended: Their indices.
+            when: They have, in words.
+        """
         ranks = ", ".join(str(self.members[index]) for index in ended)
-        return self.alarm(at_once=True) or f"rank {ranks} has ended before it had connected: look at its output"
+        return self.alarm(at_once=True) or f"rank {ranks} has ended {when}: look at its output"
+
+    def lost(self, when: str) -> PeerError | None:
+        """Who is waited for in vain, or why; None where nobody is, as far as is known, and between two looks.
+
+        Args:
+            when: As for `words`.
+        """
+        if ended := self.ended():
+            return PeerError(self.words(ended, when), tuple(ended))
+        reason = self.alarm()
+        return PeerError(reason) if reason else None
 
 
 def _close_in_child() -> None:

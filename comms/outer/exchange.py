@@ -364,10 +364,11 @@ class OuterExchange:
         waits in an exchange for those behind, and has left its count in the store before: they begin theirs.
 
         Raises:
-            RuntimeError: A rank has not come within the time-out.
+            RuntimeError: A rank has not come within the time-out, has ended, or has given up.
         """
         words, timeout = self.averaging.words, self.averaging.communicator.config.timeout
         deadline = time.monotonic() + timeout.total_seconds()
+        awaited = self.averaging.communicator.awaited()
         words.announced = False
         while True:
             if self.averaging.survivor is not None:
@@ -390,5 +391,8 @@ class OuterExchange:
                 raise RuntimeError(
                     f"synchronize(): rank {missing} has not come within `timeout` of {timeout}; all ranks must call it"
                 )
+            elif self.averaging.survivor is None and (lost := awaited.lost("before all have come")) is not None:
+                failures = self.averaging.communicator.executor.failures
+                raise failures.declare("synchronize()", (), lost) from None
             else:
                 time.sleep(LOOK_SECONDS)

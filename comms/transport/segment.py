@@ -51,6 +51,7 @@ class _Rendezvous:
         self._store = store
         self._key = key
         self._awaited = awaited
+        self._during = f"during the set-up of the shared-memory group {key!r}"
         self.deadline = deadline
 
     def say(self, word: str, value: str) -> None:
@@ -85,12 +86,8 @@ class _Rendezvous:
 
     def look_for_losses(self) -> None:
         """Raises a PeerError where a rank has ended, or one of another group has given up, for whom others may wait."""
-        if self._awaited is None:
-            return
-        if ended := self._awaited.ended():
-            raise self.ended(*ended)
-        if reason := self._awaited.alarm():
-            raise PeerError(reason)
+        if self._awaited is not None and (lost := self._awaited.lost(self._during)) is not None:
+            raise lost
 
     def absent(self, ranks: Sequence[int]) -> PeerError:
         """Says who is missing."""
@@ -102,9 +99,9 @@ class _Rendezvous:
 
     def ended(self, *ranks: int) -> PeerError:
         """Says that ranks have ended, or why another rank has given up: they may have heard of that, and ended."""
-        reason = None if self._awaited is None else self._awaited.alarm(at_once=True)
-        ended = f"{self._names(ranks)} has ended during the set-up of the shared-memory group {self._key!r}"
-        return PeerError(reason or f"{ended}: look at its output", ranks)
+        if self._awaited is not None:
+            return PeerError(self._awaited.words(ranks, self._during), ranks)
+        return PeerError(f"{self._names(ranks)} has ended {self._during}: look at its output", ranks)
 
     def _names(self, ranks: Sequence[int]) -> str:
         """Ranks of this group, by the numbers that they have in the job where these are known."""

@@ -637,10 +637,8 @@ def _within(timeout: timedelta, awaited: Awaited, connect: Callable[[], TorchGro
     while True:
         with suppress(Empty):
             return outcome_of(made.get(timeout=SLICE.total_seconds()))
-        if reason := awaited.alarm():
-            raise PeerError(reason)
-        if ended := awaited.ended():
-            raise PeerError(awaited.words(ended))  # by name: these are not the members of a node
+        if (lost := awaited.lost("before it had connected")) is not None:
+            raise PeerError(str(lost))  # by name: these are not the members of a node
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"a rank that had come did not connect within `timeout` ({timeout.total_seconds():g} s): it has ended, "

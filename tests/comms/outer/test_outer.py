@@ -372,6 +372,26 @@ def test_who_fails_inside_its_unit_is_not_missing_for_the_others(processes: Proc
         assert "rank 0 of 4 is missing" in text, text
 
 
+def dies_before_the_end(rank: int) -> str:
+    """Rank 2 is killed where the others wait for it in the end."""
+    dist.init_process_group("gloo")
+    model = nn.Linear(24, 8)
+    optimizer = optimizer_of(model)
+    outer = gradwire.Outer(model, optimizer, every=2, fragments=1, delay=0)
+    train(outer.model, optimizer, range(2))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        outer.synchronize()
+    return str(caught.value)
+
+
+def test_who_has_ended_is_not_waited_for_in_the_end(processes: Processes) -> None:
+    """Law: it is named within seconds; torch's time-out is half an hour."""
+    found = processes(4, dies_before_the_end, nodes=NODES, lost=[2], agent=True)
+    assert all("rank 2 of 4 is missing" in text for rank, text in enumerate(found) if rank != 2), found
+
+
 def test_units_train_and_exchange(processes: Processes) -> None:
     processes(4, use, nodes=NODES)
 
