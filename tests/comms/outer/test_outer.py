@@ -342,7 +342,7 @@ def lose(rank: int, compressor: str, options: dict[str, Any]) -> dict[str, Any]:
 def test_units_that_are_lost_leave_the_others_training(
     processes: Processes, nodes: str, compressor: str, options: dict[str, Any]
 ) -> None:
-    found = processes(4, lose, compressor, options, nodes=list(nodes), lost=[2])
+    found = processes(4, lose, compressor, options, nodes=list(nodes), lost=[2], agent=True)
     first, second = found[0], found[3]
     assert torch.equal(first["flat"], second["flat"])
     assert torch.equal(first["mean"], second["mean"])
