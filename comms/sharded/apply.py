@@ -27,10 +27,10 @@ from gradwire.comms.config import AUTO, ELASTIC, FUSION, MEASURING, SUMMING, Con
 from gradwire.comms.errors import PeerError
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
-from gradwire.comms.sharded.carried import LoadedRows
+from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LoadedRows
 from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
-from gradwire.comms.sharded.nodes import ShardNodes, find_nodes
+from gradwire.comms.sharded.nodes import find_nodes
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.state import FsdpState, ShardTraffic, shard_groups
 from gradwire.comms.sharded.turns import TorchGroups
@@ -158,7 +158,7 @@ def apply(
             torchs,
             links.nodes if carried else "",
             carried,
-            tuple(link.rows for link in links.made.values()),
+            tuple(rows for link in links.made.values() for rows in link.loaded.values()),
         )
     )
     return state
@@ -205,9 +205,11 @@ class ShardLinks:
                 nodes = find_nodes(group, self._config.hostname, flat, communicator, self._torchs)
             plans = communicator is not None and not isinstance(group, TakesTurns)
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
-            rows = LoadedRows()
-            alike = None if nodes is None else self._alike(ranks, communicator, nodes, rows)
-            self.made[ranks] = ShardLink(nodes, communicator, planned, self._torchs, rows, alike)
+            loaded = {}
+            if nodes is not None:
+                for kind, like in ((LEFT_OUT, None), (SENT, nodes.counterparts)):
+                    loaded[kind] = self._loaded(kind, ranks, communicator, like)
+            self.made[ranks] = ShardLink(nodes, communicator, planned, self._torchs, loaded)
         return self.made[ranks]
 
     @property
@@ -224,9 +226,9 @@ class ShardLinks:
         }
         return ", ".join(sorted(found))
 
-    def _alike(
-        self, ranks: Sequence[int], communicator: Communicator | None, nodes: ShardNodes, rows: LoadedRows
-    ) -> LoadedAlike:
+    def _loaded(
+        self, kind: str, ranks: Sequence[int], communicator: Communicator | None, like: Sequence[int] | None
+    ) -> LoadedRows:
         doors = None if communicator is None else communicator.ended
 
         def ended(asked: Sequence[int]) -> list[int]:
@@ -235,7 +237,7 @@ class ShardLinks:
             return [] if doors is None else doors(asked)
 
         consensus = Agreement(
-            PrefixStore(f"loaded/{'-'.join(map(str, ranks))}", self._board.plain_store),
+            PrefixStore(f"loaded/{kind}/{'-'.join(map(str, ranks))}", self._board.plain_store),
             ranks.index(dist.get_rank()),
             len(ranks),
             "load_state_dict()",
@@ -244,7 +246,7 @@ class ShardLinks:
             ended,
             ranks,
         )
-        return LoadedAlike(communicator, rows, consensus, nodes.counterparts)
+        return LoadedRows(lambda rows: LoadedAlike(communicator, rows, consensus, like))
 
     def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Communicator:
         return Communicator(

@@ -13,7 +13,7 @@ step as in EF21, Richtarik et al., NeurIPS 2021. Error feedback: Seide et al., 1
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,10 +23,14 @@ from gradwire.comms.compression import refuse_not_finite
 from gradwire.comms.loss_scale import LossScale
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
 from gradwire.comms.sharded.rows import gather_runs, scatter_runs
+from gradwire.comms.step.loaded import Loaded, LoadedAlike
 from gradwire.compressors.rules import Rule
 
 CARRIED_ON = PREFIX + "carried/"
 """Begins the keys in a rank's entry of what collectives carry on; kind and number of the unit follow."""
+
+SUMS_OF = PREFIX + "sums/"
+"""Begins the keys in a rank's entry of how many sums rows were left out of; as `CARRIED_ON` goes on."""
 
 LEFT_OUT, SENT = "left_out", "sent"
 """Prefixes of the keys of saved rows; the number of the unit follows."""
@@ -42,7 +46,11 @@ class LeftOut:
 
     Attributes:
         loss_scale: Of the gradients that this unit's rows are of; what was left out follows it.
+        sums: Of this unit so far; the same on all its ranks.
     """
+
+    key = SUMS_OF
+    """What of it all ranks must have loaded alike: rows are each rank's own."""
 
     def __init__(self, shards: Sequence[NamedShard], rules: Sequence[Rule], others: int) -> None:
         self.flushing = False
@@ -52,6 +60,7 @@ class LeftOut:
         self.rows: Tensor | None = None
         """(others, compressed elements of a row) float32; None where nothing has been left out yet."""
         self.loss_scale = LossScale(self._rescale)
+        self.sums = 0
         self.holds = False
         """Whether anything may be held back; the same on all ranks."""
 
@@ -74,6 +83,10 @@ class LeftOut:
         """Takes over what was saved, and has been checked; None begins anew."""
         self.rows = None if rows is None else rows.clone()
         self.holds = rows is not None
+
+    def describe(self) -> str:
+        """The sums in a word."""
+        return str(self.sums)
 
     def take(self, present: Sequence[NamedShard], device: torch.device) -> list[Tensor]:
         """What is to be added to each row of these parameters, in the order of their compressed elements; (n) float32.
@@ -132,6 +145,9 @@ class SentRows:
         count: How many rows there are.
     """
 
+    key = CARRIED_ON
+    """What of it counterparts must have loaded alike: the rows."""
+
     def __init__(self, runs: RowRuns, count: int) -> None:
         self.runs = runs
         self._count = count
@@ -165,23 +181,31 @@ def _refuse_other_dtype(rows: Tensor | None) -> None:
 
 
 class LoadedRows:
-    """What a rank has loaded of the rows that its counterparts have, too.
+    """What a rank has loaded of one kind of rows, which other ranks must have loaded, too.
 
-    With others than theirs, what it sends would be differences from weights that they do not have, or whole rows where
-    they wait for differences.
+    With other rows than its counterparts have of it, what a rank sends would be differences from weights that they do
+    not have, or whole rows where they wait for differences. What was left out at another moment is of other weights.
+
+    Args:
+        alike: Makes what has the ranks compare.
 
     Attributes:
-        loaded: What counterparts must have alike; see `Compression.loaded`.
+        loaded: What they must have alike; see `Compression.loaded`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alike: Callable[[Loaded], LoadedAlike]) -> None:
         self.loaded: Mapping[str, str] = {"state": "not loaded"}
-        self._sent: dict[str, SentRows] = {}
+        self._rows: dict[str, LeftOut | SentRows] = {}
+        self._alike = alike(self)
 
-    def add(self, key: str, sent: SentRows) -> None:
-        """Takes in the rows of a unit; what they are saved under is `key` behind `CARRIED_ON`."""
-        self._sent[CARRIED_ON + key] = sent
+    def add(self, unit: str, rows: LeftOut | SentRows) -> None:
+        """Takes in the rows of a unit; what they are saved under ends with `unit`."""
+        self._rows[rows.key + unit] = rows
 
     def note(self) -> None:
         """Notes that a state was loaded."""
-        self.loaded = {"state": "loaded"} | {f"state[{key!r}]": each.describe() for key, each in self._sent.items()}
+        self.loaded = {"state": "loaded"} | {f"state[{key!r}]": each.describe() for key, each in self._rows.items()}
+
+    def compare(self) -> None:
+        """Has the ranks compare; see `LoadedAlike.compare`."""
+        self._alike.compare()

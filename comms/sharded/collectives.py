@@ -20,7 +20,7 @@ ZeRO++, 2023. Random rounding of gradients without bias: Alistarh et al., QSGD, 
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -46,7 +46,6 @@ from gradwire.comms.sharded.rows import (
     scatter_runs,
 )
 from gradwire.comms.sharded.turns import InTurn, TorchGroups
-from gradwire.comms.step.loaded import LoadedAlike
 from gradwire.compressors.codecs.base import FusedCodec
 from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
@@ -151,6 +150,7 @@ class GradientReduceScatter(ReduceScatter):
         rules: Which parameters travel as they are.
         rounding: Of the model.
         totals: Counts what was sent.
+        loaded: Has the ranks compare what they have loaded of what was left out.
 
     Attributes:
         left_out: What rounding has left out; None where it is not kept.
@@ -165,6 +165,7 @@ class GradientReduceScatter(ReduceScatter):
         rules: Sequence[Rule],
         rounding: Rounding,
         totals: PhaseTotals,
+        loaded: LoadedRows,
     ) -> None:
         self._unit = unit
         self._names = names
@@ -173,6 +174,7 @@ class GradientReduceScatter(ReduceScatter):
         self._rules = tuple(rules)
         self._rounding = rounding
         self._totals = totals
+        self._loaded = loaded
         self._runs: dict[tuple[int, ...], RowRuns] = {}
         self.left_out: LeftOut | None = None
         if choice == CARRIED:
@@ -212,9 +214,12 @@ class GradientReduceScatter(ReduceScatter):
             flushing = self.left_out.flushing
             self.left_out.flushing = flushing and self._unit.accumulates  # until the last micro-batch of the step
             self.left_out.holds = not flushing
+            self.left_out.sums += 1
             self.left_out.loss_scale.follow()
 
         def run() -> None:
+            if self.left_out is not None:
+                self._loaded.compare()
             mine = self._sum_inside(input_tensor.view(nodes.size, -1))
             assert nodes.between is not None  # else it is exact
             total = self._exchange(nodes.between, codec, runs, mine, present, flushing)
@@ -409,7 +414,7 @@ class DifferenceAllGather(EncodedAllGather):
         nodes: Likewise.
         exact: Likewise.
         totals: Likewise.
-        alike: Has the ranks compare what they have loaded.
+        loaded: Has the ranks compare what they have loaded of what was sent.
 
     Attributes:
         sent: What the counterparts have.
@@ -422,18 +427,18 @@ class DifferenceAllGather(EncodedAllGather):
         nodes: ShardNodes,
         exact: Callable[..., object],
         totals: PhaseTotals,
-        alike: LoadedAlike,
+        loaded: LoadedRows,
     ) -> None:
         super().__init__(runs, nodes, CARRIED, exact, totals)
         self._unit = unit
-        self._alike = alike
+        self._loaded = loaded
         self.sent = SentRows(runs, len(nodes.members))
 
     def _call(self, output_tensor: Tensor, input_tensor: Tensor) -> Job:
         again = self._unit.gathers_again
 
         def run() -> None:
-            self._alike.compare()
+            self._loaded.compare()
             between, rows = self._between(input_tensor), self.sent.rows
             if rows is None or not again:
                 with torch.inference_mode(False), torch.no_grad():  # they are kept, and change in steps that train
@@ -477,16 +482,14 @@ class ShardLink:
         communicator: On a CPU.
         planned: Exact collectives by plans, on a CPU; None where the group itself has such plans.
         torchs: On CUDA, where torch's collectives and gradwire's are in flight on one device: they may take turns.
-        rows: What this rank has loaded of what weights are differences from.
-        alike: Has the ranks compare that, for weights as differences; None where nothing is in fewer bits.
+        loaded: By kind, what this rank has loaded of what is carried on; empty where nothing is in fewer bits.
     """
 
     nodes: ShardNodes | None
     communicator: Communicator | None
     planned: PlannedCollectives | None
     torchs: TorchGroups | None = None
-    rows: LoadedRows = field(default_factory=LoadedRows)
-    alike: LoadedAlike | None = None
+    loaded: Mapping[str, LoadedRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.communicator is not None:
@@ -654,18 +657,19 @@ def install(
         if nodes is None or nodes.between is None:
             continue
         if shards != "exact":
-            reducing = GradientReduceScatter(unit, names, nodes, shards, rules, rounding, reduced)
+            loaded = link.loaded[LEFT_OUT]
+            reducing = GradientReduceScatter(unit, names, nodes, shards, rules, rounding, reduced, loaded)
             unit.set_reduce_scatter(reducing)
             if reducing.left_out is not None:
                 carried[f"{LEFT_OUT}/{number}"] = reducing.left_out
+                loaded.add(f"{LEFT_OUT}/{number}", reducing.left_out)
         if weights != "exact":
             runs = runs_of(names.of(unit.parameters), rules)
             if weights == CARRIED:
-                assert link.alike is not None
-                differences = DifferenceAllGather(unit, runs, nodes, unit.all_gather, gathered, link.alike)
+                differences = DifferenceAllGather(unit, runs, nodes, unit.all_gather, gathered, link.loaded[SENT])
                 unit.set_all_gather(differences)
                 carried[f"{SENT}/{number}"] = differences.sent
-                link.rows.add(f"{SENT}/{number}", differences.sent)
+                link.loaded[SENT].add(f"{SENT}/{number}", differences.sent)
             else:
                 unit.set_all_gather(WeightAllGather(runs, nodes, weights, unit.all_gather, gathered))
     return [total for total, choice in ((reduced, shards), (gathered, weights)) if choice != "exact"], carried

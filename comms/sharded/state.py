@@ -37,7 +37,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.run.ledger import PhaseTotals
 from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, Face, SessionRanks, refused
-from gradwire.comms.sharded.carried import CARRIED_ON, LEFT_OUT, LeftOut, LoadedRows, SentRows
+from gradwire.comms.sharded.carried import CARRIED_ON, LEFT_OUT, SUMS_OF, LeftOut, LoadedRows, SentRows
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.overlap import Overlap
@@ -82,7 +82,7 @@ class ShardTraffic:
         nodes: Which ranks of each group are on one node, in one word; empty where nothing goes by it.
         torchs: Has torch's collectives and gradwire's take turns, on CUDA.
         carried: What collectives in fewer bits carry on from step to step, by kind and number of unit; saved.
-        rows: What is loaded of what weights are differences from, of each group.
+        rows: What is loaded of that, of each group and kind.
     """
 
     communicators: tuple[Communicator, ...] = ()
@@ -254,7 +254,7 @@ class FsdpState(Face[AveragingSession]):
             if each.rows is not None:
                 own[CARRIED_ON + key] = each.rows.clone()  # they change in place
             if isinstance(each, LeftOut):
-                own[SCALE_OF + key] = float(each.loss_scale.value)
+                own |= {SCALE_OF + key: float(each.loss_scale.value), SUMS_OF + key: each.sums}
         return own | {SHARDS: _size_of_first(self._shard_groups), NODES: self._shards.nodes}
 
     def _refuse_homeless(self, found: Checkpoint) -> None:
@@ -293,6 +293,7 @@ class FsdpState(Face[AveragingSession]):
         saved = {key: own.pop(key) for key in list(own) if key.startswith(CARRIED_ON)}
         rows = {key: cast(Tensor, value) for key, value in saved.items()}
         scales = {key: float(own.pop(key)) for key in list(own) if key.startswith(SCALE_OF)}
+        sums = {key: int(own.pop(key)) for key in list(own) if key.startswith(SUMS_OF)}
         if nodes != self._shards.nodes and dirty and any(key.startswith(CARRIED_ON + LEFT_OUT) for key in rows):
             raise ValueError(
                 f"`state` was saved with the ranks that share parameters on the nodes {nodes}, which are on "
@@ -316,6 +317,7 @@ class FsdpState(Face[AveragingSession]):
             each.restore(rows.get(CARRIED_ON + key))
             if isinstance(each, LeftOut):
                 each.loss_scale.value = scales.get(SCALE_OF + key, 0.0)
+                each.sums = sums.get(SUMS_OF + key, 0)
         for group in self._shards.rows:
             group.note()
         if self._shards.rounding is not None and calls is not None:
@@ -501,6 +503,8 @@ def _kind_of(key: str) -> type | UnionType | None:
     fixed: dict[str, type | UnionType] = {SHARDS: int, ROUNDING: int, NODES: str}
     if key.startswith(CARRIED_ON):
         return Tensor
+    if key.startswith(SUMS_OF):
+        return int
     return int | float if key.startswith(SCALE_OF) else fixed.get(key)
 
 

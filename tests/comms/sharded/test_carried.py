@@ -366,6 +366,7 @@ def damaged(mesh: DeviceMesh) -> None:
     own = {key: value for key, value in saved[rank_key(dist.get_rank())] if key != ENTRIES}
     two = torch.zeros(2)
     odd: StateDict = {"shards": two, "nodes": 1, "rounding": two, "loss_scale/left_out/0": two, "carried/sent/0": "x"}
+    odd["sums/left_out/0"] = two
     for name, value in odd.items():
         assert PREFIX + name in own
         with pytest.raises(ValueError, match=f"^`state.'{PREFIX}{name}'.` is .*which none has.*: it is damaged; load"):
@@ -439,8 +440,10 @@ def of_another_moment(rank: int) -> None:
         odd: int,
         like: int,
         cases: Sequence[tuple[int, int]],
+        key: str = "carried/sent/0",
+        take: Callable[[Tiny], object] = lambda model: model(batch(9)),
     ) -> None:
-        """In each case `odd` alone loads an older state, or none, after so many steps; its counterpart is `like`."""
+        """In each case `odd` alone loads an older state, or none, after so many steps; it is compared with `like`."""
         model, state = make()
         saved = [None, state.state_dict()]
         for step in range(2):
@@ -453,21 +456,30 @@ def of_another_moment(rank: int) -> None:
             if own is not None:
                 other.load_state_dict(own)
             if rank not in sharers:  # its replica has loaded alike
-                again(batch(9))
+                take(again)
                 continue
-            what = r"\['gradwire/carried/sent/0'\]" if older else ""
+            what = rf"\['gradwire/{key}'\]" if older else ""
             with pytest.raises(
                 ValueError, match=f"^`state{what}` is .* on rank {odd} and .* on rank {like}; .* moment"
             ):
-                again(batch(9))
+                take(again)
+
+    def left_out() -> tuple[Tiny, FsdpState]:
+        model = sharded(mesh)
+        return model, gradwire.fsdp.apply(model, shards=CARRIED)
 
     with job() as grid:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
         refused(lambda: both_ways(mesh), range(4), 3, 1, [(0, 0), (1, 0), (2, 1)])
+        for cases in ([(0, 0)], [(1, 0)], [(2, 1)]):
+            refused(left_out, range(4), 3, 0, cases, "sums/left_out/0", lambda model: plain_step(model, 9))
         host = f"host{rank}"
         refused(lambda: applied(grid, hostname=host, weights=CARRIED), (2, 3), 3, 2, [(2, 0)])
 
 
 def test_a_rank_that_loads_another_state_is_named(processes: Processes) -> None:
-    """It would get differences from weights that it does not have, or send whole rows where others wait for them."""
+    """It would get differences from weights that it does not have, or send whole rows where others wait for them.
+
+    Or it would add what was left out of gradients at other weights.
+    """
     processes(4, of_another_moment, nodes="aabb")

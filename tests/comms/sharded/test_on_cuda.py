@@ -7,6 +7,7 @@ has, and the all-gather of the weights in the order of FSDP2.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +29,7 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore, ShardedUnit
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.config import Config
-from gradwire.comms.sharded.carried import LoadedRows
+from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LoadedRows
 from gradwire.comms.sharded.collectives import Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import ShardNodes, TorchMembers, arrange
@@ -199,10 +200,12 @@ def trained(
             config = Config(timeout=TIMEOUT, hostname=nodes[rank], **options)
             board = FailureBoard(boards, rank, SIZE)
             state = FsdpState(nn.Identity(), units, names, replicas, config, board)
-            placed, rows_of = nodes_of(shard, row, nodes, make, rank), LoadedRows()
-            consensus = Agreement(PrefixStore(str(row), boards), row.index(rank), len(row), "loaded", TIMEOUT)
-            alike = LoadedAlike(None, rows_of, consensus, placed.counterparts)
-            link = ShardLink(placed, None, None, None, rows_of, alike)
+            placed, loaded = nodes_of(shard, row, nodes, make, rank), {}
+            for kind, like in ((LEFT_OUT, None), (SENT, placed.counterparts)):
+                words = PrefixStore(f"{kind}/{row}", boards)
+                consensus = Agreement(words, row.index(rank), len(row), "loaded", TIMEOUT)
+                loaded[kind] = LoadedRows(partial(LoadedAlike, None, consensus=consensus, like=like))
+            link = ShardLink(placed, None, None, None, loaded)
             install(units, names, shards, weights, rules_from(()), Rounding(0, rank), lambda group: link)
             streams = {f"{name}_stream": side_stream() for name in ("reduce_scatter", "all_reduce")}
             gathering, found = side_stream(), list[Tensor]()
