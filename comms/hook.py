@@ -33,6 +33,7 @@ from gradwire.comms.streams import Mark
 from gradwire.compressors.base import Layout
 
 if TYPE_CHECKING:
+    from gradwire.comms.checkpoint import Checkpoint
     from gradwire.comms.compression import Compression
     from gradwire.comms.elastic.ddp import ElasticTraining, OnChange
     from gradwire.comms.elastic.membership import View
@@ -53,6 +54,11 @@ PYTHON_REDUCER = (
     'torch.compile with optimize_ddp="python_reducer" calls the hook once a parameter from inside a compiled '
     "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
     "with which compiled models work"
+)
+
+JOINED = (
+    "`state` is loaded by a process that has just joined a running job, which has given it the model, what `carries` "
+    "holds and the compressor's counters: load no checkpoint where GRADWIRE_JOIN is set"
 )
 
 UNNAMED = (
@@ -372,6 +378,15 @@ class HookState(Face[GradientSession]):
             if self._pending is not None:
                 self._restore(self._pending)
         return self._connection
+
+    def _restore(self, found: "Checkpoint") -> None:
+        if self._elastic is None or not self._elastic.has_just_joined:
+            super()._restore(found)
+        elif found is self._pending:  # loaded before, as are weights that it was given anew
+            self._pending = None
+            log.warning("a state was loaded, and this process has joined a running job: it goes on from that job's own")
+        else:
+            raise ValueError(JOINED)
 
     def _begin_step(self, connection: GradientSession) -> None:
         self._life.begin(autograd_calls=queue_end_of_backward(self._backward_ended))

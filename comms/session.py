@@ -143,6 +143,7 @@ class AveragingSession:
     ) -> None:
         self.group = ranks.group
         self._config = config
+        self._oversight = ranks.oversight
         self._sizes: Sequence[int] = ()
         self.compression: Compression | None = previous.compression if previous else _compression(config, numels, ranks)
         self.communicator = Communicator(
@@ -178,16 +179,19 @@ class AveragingSession:
             self.observer.follow(previous.observer)
         weakref.finalize(self, self.observer.close)
 
-    def compare_loaded(self) -> None:
-        """Has the ranks compare, as steps begin, what they have loaded."""
+    def compare_loaded(self, *, changed: bool = False) -> None:
+        """Has the ranks compare, as steps begin, what they have loaded; where they have changed, from now on."""
         if self.compression is not None:
-            compare_loaded(self.listeners, self.communicator, self.compression, self._consensus)
+            compare_loaded(self.listeners, self.communicator, self.compression, self._consensus, changed=changed)
 
     def _consensus(self, name: str, timeout: timedelta) -> "Agreement":
         from gradwire.comms.bootstrap.agree import Agreement  # here: fixed plans need no decisions
 
         ranks = self.communicator
-        own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
+        if self._oversight is not None:  # nobody waits for a rank that is lost
+            own = self._oversight.polling(ranks.plain_store)
+        else:
+            own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
         return Agreement(own, ranks.rank, ranks.size, name, timeout, ended=ranks.ended)
 
     @property
@@ -275,7 +279,7 @@ class GradientSession(AveragingSession):
         self.connect(threshold_nbytes or BUCKET_NBYTES)
         if self.compression is not None:
             choose_compressors(self.listeners, self.communicator, self.compression, consensus)
-        self.compare_loaded()
+        self.compare_loaded(changed=previous is not None or joined)
         self.scale, self.after = _factors(config, self.communicator)
         """Factors on every rank's gradients, and on their sum."""
         self.weights = weigh_by_samples(self.listeners, self.communicator, config)

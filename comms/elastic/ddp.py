@@ -159,6 +159,8 @@ class ElasticTraining:
         self._next_rows: Tensor | None = None
         """The transfers of the next step, where ranks have joined whose buckets are others."""
         self._model: weakref.ref[DistributedDataParallel] | None = None
+        self.has_just_joined = False
+        """Whether this process has joined, and has made no step since."""
 
     def bind(self, model: DistributedDataParallel) -> None:
         """Takes the model whose process group changes with the ranks; before they connect."""
@@ -206,7 +208,7 @@ class ElasticTraining:
 
     def end_step(self, transfers: Sequence[Layout]) -> None:
         """Forgets the step's gradients; notes what travelled together, for those that join."""
-        self._kept = None
+        self._kept, self.has_just_joined = None, False
         if self._requests is not None:
             self._last_rows = to_rows(transfers).tolist()
 
@@ -287,6 +289,7 @@ class ElasticTraining:
                 self._state._connection = session
                 self._survive(membership, session.communicator, joins=True)
                 self._exchange_state(view.joined)
+                self.has_just_joined = True
                 return
             except BaseException as error:
                 membership.close(orderly=False)

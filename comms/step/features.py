@@ -56,14 +56,29 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
 
 
 def compare_loaded(
-    listeners: Listeners, communicator: Communicator, compression: "Compression", consensus: MakesAgreement
+    listeners: Listeners,
+    communicator: Communicator,
+    compression: "Compression",
+    consensus: MakesAgreement,
+    *,
+    changed: bool = False,
 ) -> None:
-    """Has the ranks compare what they have loaded; where their number may change, those that join load nothing."""
-    if communicator.size > 1 and not communicator.config.elastic:
+    """Has the ranks compare what they have loaded.
+
+    Args:
+        listeners: Of the communicator.
+        communicator: Of the ranks.
+        compression: What is loaded into.
+        consensus: Makes what they decide by.
+        changed: Other ranks were there before: those that join have loaded nothing, so only what is loaded from now on
+            is compared.
+    """
+    if communicator.size > 1:
         from gradwire.comms.step.loaded import LoadedAlike
 
         different = consensus("load_state_dict()", communicator.config.timeout)
-        listeners.add(order.LOADED, LoadedAlike(communicator, compression, different))
+        compared = compression.loaded if changed else None
+        listeners.add(order.LOADED, LoadedAlike(communicator, compression, different, compared=compared))
 
 
 def choose_compressors(

@@ -6,13 +6,17 @@ what is waited for, and waits until the time-out where it is shorter.
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.errors import PeerError
 from gradwire.comms.observe.share import Shared
 from gradwire.comms.step.listeners import StepListener
+
+log = logging.getLogger("gradwire")
 
 REMEDY = "load on all ranks, before the same step, what they have saved at one moment"
 
@@ -37,6 +41,7 @@ class LoadedAlike(StepListener):
         source: What is loaded into.
         consensus: All its ranks'.
         like: For each rank the one that it must have loaded the same as; None: rank 0 for all.
+        compared: What has been loaded already, and is not compared; None: all of them compare in the first step.
     """
 
     def __init__(
@@ -45,12 +50,13 @@ class LoadedAlike(StepListener):
         source: Loaded,
         consensus: Agreement,
         like: Sequence[int] | None = None,
+        compared: Mapping[str, str] | None = None,
     ) -> None:
         self._communicator = communicator
         self._source = source
         self._consensus = consensus
         self._like = like or [0] * consensus.size
-        self._compared: Mapping[str, str] | None = None
+        self._compared = compared
 
     def step_began(self, steps: int) -> None:
         """As `compare`."""
@@ -58,6 +64,8 @@ class LoadedAlike(StepListener):
 
     def compare(self) -> None:
         """Compares what has been loaded since the last call; the host waits for the others, and nothing is in flight.
+
+        In elastic training nothing is compared where a rank is lost meanwhile, which the first launch says.
 
         Raises:
             ValueError: On all ranks: they have loaded unlike states.
@@ -68,7 +76,10 @@ class LoadedAlike(StepListener):
             return
         ranks = self._communicator if self._compared is None else None
         if ranks is None or ranks.device.type == "cuda" or self._differs(ranks, loaded):
-            self._consensus.compare(loaded, REMEDY, self._like)
+            try:
+                self._consensus.compare(loaded, REMEDY, self._like)
+            except PeerError as error:  # from the store of an epoch alone
+                log.debug("what the ranks have loaded is not compared: %s", error)
         self._compared = loaded
 
     def _differs(self, ranks: Communicator, loaded: Mapping[str, str]) -> bool:
