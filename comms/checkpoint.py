@@ -14,9 +14,11 @@ would go on without them, and nothing would show it.
 import json
 import logging
 import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from queue import Empty
 from types import UnionType
 from typing import Protocol, runtime_checkable
 
@@ -24,6 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comms.bootstrap.door import Awaited
+from gradwire.comms.bootstrap.threads import in_thread, outcome_of
+from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import StateDict, StateValue
 
 log = logging.getLogger("gradwire")
@@ -60,6 +65,11 @@ EMPTY = (
     "`state` is empty, as it is where nothing is compressed: leave it out, and training begins with nothing held back; "
     "if there was a compressor, wanted what HookState.state_dict() returned"
 )
+
+SLICE_SECONDS = 1.0
+"""Seconds of a wait for other ranks' states between two looks whether those ranks live."""
+GRACE_SECONDS = 5.0
+"""Seconds to find out which rank has ended, once torch has failed: two looks."""
 
 INSTEAD = "load another checkpoint, or train on from the weights without this state"
 """What to do about a damaged state."""
@@ -240,25 +250,64 @@ class GathersBytes(Protocol):
         """What each rank gave."""
 
 
-def gather(own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool) -> Checkpoint:
+def gather(
+    own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool, awaited: Callable[[], Awaited] | None = None
+) -> Checkpoint:
     """Merges what the ranks of a group put into a checkpoint; all of them call it.
+
+    Args:
+        own: What `pack` returned.
+        group: Of the ranks.
+        on_all_ranks: Whether all of them shall have everything.
+        awaited: Makes what looks for ranks that end meanwhile; None: torch says what it sees.
 
     Returns:
         Everything on the group's rank 0 or, if `on_all_ranks`, on all; on the others their own part.
+
+    Raises:
+        PeerError: A rank has ended, or has given up.
     """
     parts: list[Checkpoint | None] = [None] * group.size()
     if isinstance(group, GathersBytes):
         parts = [pickle.loads(each) for each in group.gather_bytes(pickle.dumps(own))]
     elif on_all_ranks:
-        dist.all_gather_object(parts, own, group=group)
+        _watched(lambda: dist.all_gather_object(parts, own, group=group), awaited)
     else:
-        receiver = dist.get_global_rank(group, 0)
-        dist.gather_object(own, parts if group.rank() == 0 else None, dst=receiver, group=group)
+        receiver, received = dist.get_global_rank(group, 0), parts if group.rank() == 0 else None
+        _watched(lambda: dist.gather_object(own, received, dst=receiver, group=group), awaited)
     merged = dict(own)
     if on_all_ranks or group.rank() == 0:
         for part in parts:
             merged |= part or {}
     return merged
+
+
+def _watched(collect: Callable[[], None], awaited: Callable[[], Awaited] | None) -> None:
+    """Has a thread collect, and waits for that as long as no rank is known to have ended.
+
+    Torch's own words for one that is lost name nobody, and some ranks hear of it at the time-out alone.
+    """
+    if awaited is None:
+        collect()
+        return
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        with nullcontext() if device is None else torch.cuda.device(device):  # each thread has its own
+            collect()
+
+    others = awaited()
+    told = in_thread(run, "gradwire gathers")
+    failed, deadline = None, 0.0
+    while failed is None or time.monotonic() < deadline:
+        with suppress(Empty):
+            found = told.get(timeout=SLICE_SECONDS)
+            if not isinstance(found, RuntimeError):
+                return outcome_of(found)
+            failed, deadline = found, time.monotonic() + GRACE_SECONDS
+        if (lost := others.lost("before it had given its state")) is not None:
+            raise PeerError(f"the ranks' states cannot be gathered: {lost}")
+    raise failed
 
 
 def rank_file(place: str, rank: int) -> str:

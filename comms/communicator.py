@@ -193,8 +193,10 @@ class Communicator:
         return self._groups.ended
 
     def awaited(self) -> Awaited:
-        """What looks whether other ranks have ended, or given up, while all of them connect for something more."""
-        return self._groups.awaited(range(self.size))
+        """What looks whether other ranks have ended, or given up, while all do what an executor hears nothing of."""
+        found = self._groups.awaited(range(self.size))
+        found.tell = self._board.warn
+        return found
 
     @property
     def clock(self) -> "Clock":

@@ -7,7 +7,7 @@ what a user asks of any of them: advice, a timeline, metrics, a checkpoint. What
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
@@ -57,6 +57,7 @@ log = logging.getLogger("gradwire")
 if TYPE_CHECKING:
     from gradwire.comms.autotune.job_advice import JobAdvice
     from gradwire.comms.bootstrap.agree import Agreement
+    from gradwire.comms.bootstrap.door import Awaited
     from gradwire.comms.checkpoint import Checkpoint
     from gradwire.comms.compression import Compression
     from gradwire.comms.loss_scale import LossScale, LossScaler
@@ -386,6 +387,8 @@ class Face(Generic[S]):
 
     Args:
         config: The configuration.
+        awaited: Makes what looks for ranks that end while states are gathered; None: once they have connected, their
+            communicator does.
 
     Attributes:
         config: The configuration.
@@ -404,10 +407,11 @@ class Face(Generic[S]):
     NOT_CONNECTED: ClassVar[str]
     """Why there is no session, where a call needs one; `{call}` stands for that."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, awaited: "Callable[[], Awaited] | None" = None) -> None:
         check_transport(config.transport_name)
         self.config = config
         self.steps = 0
+        self._awaited = awaited
         self._group: dist.ProcessGroup | None = None
         self._connection: S | None = None
         self._pending: Checkpoint | None = None
@@ -567,7 +571,7 @@ class Face(Generic[S]):
                 alone, and the others get their own part.
 
         Raises:
-            RuntimeError: torch.distributed is not initialised.
+            RuntimeError: torch.distributed is not initialised; or a rank has ended.
         """
         if not self._keeps:
             return {}
@@ -576,7 +580,10 @@ class Face(Generic[S]):
             raise RuntimeError("torch.distributed is not initialised: there are no ranks to gather a state from")
         from gradwire.comms.checkpoint import gather  # here: an exact hook has nothing to save
 
-        return gather(self.state_dict(), group, on_all_ranks)
+        awaited = self._awaited
+        if awaited is None and self._connection is not None:
+            awaited = self._connection.communicator.awaited
+        return gather(self.state_dict(), group, on_all_ranks, awaited)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restores what `state_dict` returned on this rank, or `gathered_state_dict`; training goes on bit for bit.

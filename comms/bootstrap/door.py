@@ -296,7 +296,7 @@ class Looks:
 
 
 class Awaited:
-    """Ranks that are being connected with this one: who has ended meanwhile does not come.
+    """Ranks that this one waits for, as they connect say: who has ended meanwhile does not come.
 
     Args:
         members: Ranks, as `ended` numbers them.
@@ -306,6 +306,7 @@ class Awaited:
 
     Attributes:
         members: See above.
+        tell: Tells the others why this rank gives up, who might take its end for the first one.
     """
 
     def __init__(
@@ -316,6 +317,7 @@ class Awaited:
         alarm: Callable[[], str | None] | None = None,
     ) -> None:
         self.members = members
+        self.tell: Callable[[str], None] = lambda reason: None
         self._alarm = alarm
         self._next_alarm = time.monotonic()
         self._others = [*members[index + 1 :], *members[:index]][:CALLS]
@@ -347,8 +349,7 @@ class Awaited:
             ended: Their indices.
             when: They have, in words.
         """
-        ranks = ", ".join(str(self.members[index]) for index in ended)
-        return self.alarm(at_once=True) or f"rank {ranks} has ended {when}: look at its output"
+        return self.alarm(at_once=True) or self._named(ended, when)
 
     def lost(self, when: str) -> PeerError | None:
         """Who is waited for in vain, or why; None where nobody is, as far as is known, and between two looks.
@@ -357,9 +358,15 @@ class Awaited:
             when: As for `words`.
         """
         if ended := self.ended():
-            return PeerError(self.words(ended, when), tuple(ended))
+            if (reason := self.alarm(at_once=True)) is None:
+                self.tell(reason := self._named(ended, when))
+            return PeerError(reason, tuple(ended))
         reason = self.alarm()
         return PeerError(reason) if reason else None
+
+    def _named(self, ended: Sequence[int], when: str) -> str:
+        ranks = ", ".join(str(self.members[index]) for index in ended)
+        return f"rank {ranks} has ended {when}: look at its output"
 
 
 def _close_in_child() -> None:

@@ -20,7 +20,18 @@ from typing import Any
 
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, REFUSED, SILENT, WITNESSES, Directory, Door, Place
+from gradwire.comms.bootstrap.door import (
+    ANSWERS,
+    CALLS,
+    ENDED,
+    REFUSED,
+    SILENT,
+    WITNESSES,
+    Awaited,
+    Directory,
+    Door,
+    Place,
+)
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.losses import FAILED, LONGEST_REASON, OVERDUE, Loss, Losses
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
@@ -218,6 +229,20 @@ class FailureBoard(Board):
         board = copy(self)
         board._group = tuple(ranks)
         return board
+
+    def awaited(self) -> Awaited:
+        """What looks whether other ranks have ended, or given up, while all of them do what the board hears nothing of.
+
+        Of several groups they are the ranks of the store that have said where they can be called.
+        """
+        everybody = range(self._size)
+
+        def ended(ranks: Sequence[int]) -> list[int]:
+            return self._doors_of(ranks, everybody).ended(ranks)
+
+        found = Awaited(everybody, self.rank, ended, self.alarm)
+        found.tell = self.warn
+        return found
 
     def publish(self, start: str) -> None:
         """Says in the store where the others can call this process, as long as it lives: see `_doors_of`.

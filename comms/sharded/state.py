@@ -140,7 +140,7 @@ class FsdpState(Face[AveragingSession]):
         config: Config,
         board: FailureBoard,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, board.awaited)
         self._model = weakref.ref(model)
         self._units = tuple(units)
         self._names = names

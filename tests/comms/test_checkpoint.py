@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import signal
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -136,6 +137,26 @@ def test_resume_equals_no_interruption(processes: Processes, tmp_path: Path) -> 
         assert isinstance(found, dict) and {name: all(each) for name, each in found.items()} == dict.fromkeys(
             OPTIONS, True
         ), found
+
+
+def gather_without_one(rank: int, on_all_ranks: bool) -> str:
+    """One rank has ended before; what the others are told."""
+    dist.init_process_group("gloo")
+    model, state = start("onebit")
+    train(model, 0, 1)
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        state.gathered_state_dict(on_all_ranks=on_all_ranks)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("on_all_ranks", [False, True])
+def test_a_rank_that_has_ended_is_named_where_states_are_gathered(on_all_ranks: bool, processes: Processes) -> None:
+    found = processes(3, gather_without_one, on_all_ranks, nodes="abc", agent=True, lost=[2])
+    why = "rank 2 has ended before it had given its state: look at its output"
+    assert found[:2] == [f"the ranks' states cannot be gathered: {why}"] * 2
 
 
 def save_flushed(_: int, folder: str) -> None:

@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import os
+import signal
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -431,6 +434,26 @@ def crossed(rank: int) -> None:
 
 def test_counterparts_in_another_order_than_their_nodes(processes: Processes) -> None:
     processes(4, crossed, nodes="abba")
+
+
+def gathered_without_one(rank: int) -> str:
+    """One rank has ended before; what the others are told."""
+    dist.init_process_group("gloo")
+    warnings.simplefilter("ignore")
+    model, state = both_ways(init_device_mesh("cpu", (3,), mesh_dim_names=("shard",)))
+    train(model, 1)
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        state.gathered_state_dict(on_all_ranks=True)
+    return str(caught.value)
+
+
+def test_a_rank_that_has_ended_is_named_where_states_are_gathered(processes: Processes) -> None:
+    found = processes(3, gathered_without_one, nodes="abc", agent=True, lost=[2])
+    why = "rank 2 has ended before it had given its state: look at its output"
+    assert found[:2] == [f"the ranks' states cannot be gathered: {why}"] * 2
 
 
 def of_another_moment(rank: int) -> None:
