@@ -506,3 +506,70 @@ def test_a_rank_that_loads_another_state_is_named(processes: Processes) -> None:
     Or it would add what was left out of gradients at other weights.
     """
     processes(4, of_another_moment, nodes="aabb")
+
+
+def of_crossing_groups(rank: int) -> None:
+    """Groups with one first rank, of several models and of one: nothing that is kept or said is another group's."""
+    host = f"host{rank}"
+
+    def both(meshes: Sequence[DeviceMesh]) -> list[tuple[Tiny, FsdpState]]:
+        return [both_ways(mesh, hostname=host) for mesh in meshes]
+
+    def run(made: Sequence[tuple[Tiny, FsdpState]], steps: int, first: int = 0) -> list[dict[str, torch.Tensor]]:
+        for step in range(first, first + steps):
+            for model, _ in made:
+                train(model, 1, first=step)
+        return [weights(model) for model, _ in made]
+
+    def fill(model: Tiny, kept: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                local(parameter).copy_(kept[name])
+
+    def of_two_meshes(**options: Any) -> tuple[Tiny, FsdpState]:
+        model = Tiny()
+        fully_shard(model.blocks[0], mesh=everyone)
+        fully_shard(model.blocks[1], mesh=rows)
+        fully_shard(model, mesh=everyone)
+        return model, gradwire.fsdp.apply(model, hostname=host, **options)
+
+    with job() as grid:
+        rows, columns = grid["shard"], grid["replicate"]
+        everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+        meshes = [rows, columns, everyone, rows]
+        alone = [run(both([mesh]), 4)[0] for mesh in meshes]
+        made = both(meshes)
+        kept = run(made, 2)
+        saved = [state.state_dict() for _, state in made]
+        assert not any(differs(*each) for each in zip(run(made, 2, first=2), alone, strict=True))
+        again = both(meshes[::-1])[::-1]
+        for (model, state), own, values in zip(again, saved, kept, strict=True):
+            fill(model, values)
+            state.load_state_dict(own)
+        assert not any(differs(*each) for each in zip(run(again, 2, first=2), alone, strict=True))
+        with pytest.raises(ValueError, match="`state` is of another mesh than 4 shards"):
+            made[2][1].load_state_dict(saved[1])
+
+        native = Tiny()
+        fully_shard(native.blocks[0], mesh=everyone)
+        fully_shard(native.blocks[1], mesh=rows)
+        fully_shard(native, mesh=everyone)
+        train(native, 4)
+        exact, _ = of_two_meshes()
+        train(exact, 4)
+        assert error_of(weights(exact), weights(native)) < 1e-6
+        carried = {"shards": CARRIED, "weights": CARRIED}
+        whole, state = of_two_meshes(**carried)
+        train(whole, 2)
+        own, values = state.state_dict(), weights(whole)
+        train(whole, 2, first=2)
+        assert error_of(weights(whole), weights(native)) < 0.01
+        resumed, other = of_two_meshes(**carried)
+        fill(resumed, values)
+        other.load_state_dict(own)
+        train(resumed, 2, first=2)
+        assert not differs(weights(resumed), weights(whole))
+
+
+def test_groups_with_one_first_rank_are_not_mixed_up(processes: Processes) -> None:
+    processes(4, of_crossing_groups, nodes="aabb")
