@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.comms.bootstrap.compat import GradBucket, queue_end_of_backward, timeout_of, why_no_ddp_hook
+from gradwire.comms.bootstrap.compat import GradBucket, is_at_node, queue_end_of_backward, timeout_of, why_no_ddp_hook
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, MEASURING, PLANNING, SAMPLES, SUMMING, WATCHING, Config
 from gradwire.comms.fusion import FusionPlan
@@ -438,7 +438,7 @@ class HookState(Face[GradientSession]):
 
     def _backward_ended(self) -> None:
         """Called by autograd."""
-        if not self._life.backward_ended():
+        if not self._life.backward_ended(inside=is_at_node()):
             return
         used_map = self._used_map
         behind_map = used_map is not None and used_map.ends_backward

@@ -397,6 +397,14 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
+def is_at_node() -> bool:
+    """Whether this thread is at a node of a backward pass.
+
+    At the end of a pass it is where another one has run that pass, as a reentrant checkpoint does.
+    """
+    return torch._C._current_autograd_node() is not None
+
+
 def profiler_is_on() -> bool:
     """Whether a profiler of torch runs in this process, `torch.profiler.profile` or `emit_nvtx`, whatever its threads.
 

@@ -70,13 +70,17 @@ class StepLife:
         self.state = StepState.LAST_BUCKET_CAME
         return False
 
-    def backward_ended(self) -> bool:
+    def backward_ended(self, *, inside: bool = False) -> bool:
         """Autograd has ended a backward pass: the step's, or one inside it, before the last bucket.
+
+        Args:
+            inside: It is known to be one inside; where it is not, a pass is taken for one as long as DDP announces
+                which bucket is the last.
 
         Returns:
             Whether the step ends by it.
         """
-        if self.state is StepState.LAST_BUCKET_CAME or (self.in_step and not self.announces_last):
+        if self.state is StepState.LAST_BUCKET_CAME or (self.in_step and not self.announces_last and not inside):
             self.state = StepState.BETWEEN_STEPS
             return True
         if self.in_step:

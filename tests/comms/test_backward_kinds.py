@@ -13,19 +13,24 @@ import gradwire
 from support.processes import Processes
 
 STEPS = 3
+WIDE = torch.float64
 
 
 class Blocks(nn.Module):
-    """Linear layers, some of which are computed again in backward by a backward pass of their own."""
+    """Linear layers, some of which are computed again in backward by a backward pass of their own.
 
-    def __init__(self, again: tuple[bool, ...]) -> None:
+    Of two dtypes DDP has two buckets in the first step already.
+    """
+
+    def __init__(self, again: tuple[bool, ...], dtypes: tuple[torch.dtype, torch.dtype] = (WIDE, WIDE)) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16, dtype=torch.float64) for _ in again)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16, dtype=dtypes[index % 2]) for index in range(len(again)))
         self.again = again
 
     def forward(self, inputs: Tensor) -> Tensor:
         for block, again in zip(self.blocks, self.again, strict=True):
+            inputs = inputs.to(next(block.parameters()).dtype)
             inputs = checkpoint(block, inputs, use_reentrant=True) if again else block(inputs)
         return inputs
 
@@ -74,6 +79,39 @@ def test_a_step_is_one_backward_pass(processes: Processes) -> None:
             assert counted == STEPS, name
             tolerance = 0.02 if "loaded" in name else 1e-12
             torch.testing.assert_close(gradients, plain, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def of_two_dtypes(rank: int) -> list[tuple[str, int, bool]]:
+    """Which model: steps that the hook has counted, and whether the last gradients are those without checkpoints."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    found, plain = [], None
+    for again in ((False,) * 4, (False, True, True, True)):
+        for static_graph, named in ((False, False), (True, True), (True, False)):
+            model = DistributedDataParallel(
+                Blocks(again, (torch.float32, WIDE)), bucket_cap_mb=0.001, static_graph=static_graph
+            )
+            state = gradwire.HookState(model if named else None)
+            model.register_comm_hook(state, gradwire.comm_hook)
+            for step in range(STEPS):
+                inputs = torch.ones(4, 16, requires_grad=True) * (rank + step)
+                model.zero_grad()
+                model(inputs).square().sum().backward()
+            gradients = torch.cat([each.grad.view(-1) for each in model.parameters() if each.grad is not None])
+            plain = gradients if plain is None else plain
+            found.append((f"{again} {static_graph} {named}", state.steps, torch.allclose(gradients, plain)))
+            state.close()
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_backward_pass_inside_another_one_is_no_step_where_no_bucket_is_known_to_be_the_last(
+    processes: Processes,
+) -> None:
+    """Without a model nobody knows whether DDP will announce it; with static_graph it does from the second step on."""
+    for results in processes(2, of_two_dtypes, nodes=["one", "two"]):
+        for where, steps, alike in results:
+            assert (steps, alike) == (STEPS, True), where
 
 
 class Branches(nn.Module):

@@ -38,6 +38,13 @@ def test_a_static_graphs_first_step_ends_with_backward() -> None:
     assert life.announces_last
 
 
+def test_a_pass_that_is_known_to_be_inside_another_one_ends_no_step() -> None:
+    life = StepLife()
+    life.begin(autograd_calls=True)
+    assert not life.backward_ended(inside=True)
+    assert life.in_step and life.last_bucket_came()
+
+
 def test_outside_of_backward_the_last_bucket_ends_the_step() -> None:
     life, ended = life_in("last bucket", autograd_calls=False)
     assert ended == [True]
