@@ -241,6 +241,30 @@ def test_an_old_state_loads_where_it_is_this_ranks() -> None:
     assert unpack(normalize(OLD | {"gradwire/dirty": 0}), 3, 4) is None
 
 
+def load_of_earlier(rank: int) -> list[bool]:
+    """Whether states as earlier versions wrote them go on as the one of this version does, which has more in it."""
+    dist.init_process_group("gloo")
+    model, state = start("onebit")
+    train(model, 0, 3)
+    own = dict(state.state_dict()[rank_key(rank)])
+    kept = {name: value.clone() for name, value in model.module.state_dict().items()}
+    through, found = train(model, 3, STEPS), []
+    for later in ENTRIES, "gradwire/seats", "gradwire/named":
+        del own[later]
+    job = (("size", 2), ("dirty", 1))
+    for saved in ({JOB: job, rank_key(rank): tuple(own.items())}, own):
+        model, state = start("onebit")
+        model.module.load_state_dict(kept)
+        state.load_state_dict(saved)
+        found.append(torch.equal(train(model, 3, STEPS), through))
+    dist.destroy_process_group()
+    return found
+
+
+def test_states_of_earlier_versions_go_on_bit_for_bit(processes: Processes) -> None:
+    assert processes(2, load_of_earlier, nodes="ab") == [[True, True]] * 2
+
+
 def test_a_rank_takes_its_own_part_and_says_what_is_missing() -> None:
     first, second = (pack({"step": rank, "x": torch.ones(rank)}, rank, 2, True) for rank in range(2))
     assert unpack(first | second, 1, 2) == {"step": 1, "x": torch.ones(1)}
