@@ -264,7 +264,8 @@ def test_one_node_has_nothing_to_compress_and_says_so() -> None:
 
     for result, text in on_ranks("aaa", "onebit", body):
         torch.testing.assert_close(result, mean_gradient(3, 0), rtol=1e-5, atol=1e-6)
-        assert "onebit was asked for, but nothing crosses between nodes: nothing is compressed" in text
+        said = "onebit was asked for, but nothing crosses between nodes: nothing is compressed"
+        assert said in " ".join(text.split())
 
 
 @pytest.mark.parametrize("name", ["int8", "onebit", "dgc", "powersgd"])
