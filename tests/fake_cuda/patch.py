@@ -82,6 +82,21 @@ def _as_cpu(source: Tensor) -> Tensor:
     return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
 
 
+def _sparse_coo_tensor(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """It takes over the memory of values that are on the device; others would be copied, which nothing needs yet."""
+
+    @wraps(real)
+    def make(places: Tensor, values: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        device = named.pop("device", None)
+        if device is not None and torch.device(device) != values.device:
+            raise NotImplementedError(
+                f"a sparse tensor on {device} from values on {values.device}: the recorder copies none"
+            )
+        return real(places, values, *arguments, **named)
+
+    return make
+
+
 def _to(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(real)
     def to(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
@@ -183,6 +198,8 @@ def fake_cuda(devices: int = 1) -> Iterator[Machine]:
             stack.enter_context(patch.object(torch, name, _factory(name, getattr(torch, name), False, True)))
         for name in LIKE:
             stack.enter_context(patch.object(torch, name, _like(name, getattr(torch, name))))
+        sparse = _sparse_coo_tensor(torch.sparse_coo_tensor)
+        stack.enter_context(patch.object(torch, "sparse_coo_tensor", sparse))
         for name, method in (("to", _to(torch.Tensor.to)), ("cuda", _cuda), ("pin_memory", _pin_memory)):
             stack.enter_context(patch.object(torch.Tensor, name, method, create=True))
         stack.enter_context(patch.object(torch.futures, "Future", streams.FakeFuture))
