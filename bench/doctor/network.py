@@ -19,6 +19,7 @@ from typing import Self
 
 from gradwire.bench.doctor.facts import PairRates
 from gradwire.comms.bootstrap.addresses import listener
+from gradwire.comms.bootstrap.kernel import TcpInfo, pace
 
 STREAMS = 4
 """Connections at once: what NCCL opens to a peer on a card of 25 Gbit/s and less is 1 to 4, on clouds 8. Source: NCCL
@@ -53,15 +54,6 @@ _SEGMENT_NBYTES = 1448
 FLOW_ROUND_TRIPS = 30
 """TCP doubles what is under way in each round trip: after a dozen, `LEAD_SHARE` of these, it has its rate."""
 LONGEST_FLOW_SECONDS = 3.0
-
-_SO_MAX_PACING_RATE = 47
-"""Bytes per second, 32 bits. Source: socket(7); Linux include/uapi/asm-generic/socket.h."""
-_MOST_PACED = 2**32 - 2
-_TCP_INFO_NBYTES = 220
-_RETRANSMITTED, _SENT, _LIMITS, _SENT_TWICE = 100, 156, 168, 216
-"""Places of tcpi_total_retrans, tcpi_data_segs_out, (tcpi_busy_time, tcpi_rwnd_limited, tcpi_sndbuf_limited) and
-tcpi_dsack_dups, which counts what was sent again for nothing. Source: struct tcp_info, Linux include/uapi/linux/tcp.h;
-the last one is there from Linux 5.4 on."""
 
 
 @dataclass(slots=True)
@@ -103,12 +95,12 @@ def sent_segments(connection: socket.socket) -> SentSegments | None:
     Args:
         connection: Of TCP.
     """
-    found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
-    if len(found) < _TCP_INFO_NBYTES:
+    info = TcpInfo.of(connection)
+    if not info.is_whole:
         return None
-    again, sent, twice = (struct.unpack_from("=I", found, place)[0] for place in (_RETRANSMITTED, _SENT, _SENT_TWICE))
-    busy, window, buffer = struct.unpack_from("=QQQ", found, _LIMITS)
-    return SentSegments(sent, max(again - twice, 0), window / max(busy, 1), buffer / max(busy, 1))
+    busy = max(info.busy_seconds, 1e-6)
+    lost = max(info.retransmitted - info.sent_twice, 0)
+    return SentSegments(info.segments, lost, info.receiver_seconds / busy, info.sender_seconds / busy)
 
 
 def flow(
@@ -235,8 +227,7 @@ class Listener:
             roles: dict[bytes, list[socket.socket]] = {b"s": [], b"r": []}
             for each in connections:
                 roles[_exactly(each, 1)].append(each)
-                _shrink(each, int(str(asked["buffer"])))
-                _pace(each, float(str(asked.get("pace", 0.0))))
+                _limit(each, int(str(asked["buffer"])), float(str(asked.get("pace", 0.0))))
             _say(connection, {"ready": True})
             rate, sent = flow(roles[b"s"], roles[b"r"], float(str(asked["seconds"])))
             _say(connection, {"rate": rate, "sent": None if sent is None else asdict(sent)})
@@ -357,8 +348,7 @@ class Asker:
         sends = [self._connect(_DATA, b"r") for _ in range(there)]
         receives = [self._connect(_DATA, b"s") for _ in range(back)]
         for each in (*sends, *receives):
-            _shrink(each, buffer_nbytes)
-            _pace(each, bytes_per_second)
+            _limit(each, buffer_nbytes, bytes_per_second)
         _say(
             self._control,
             {
@@ -474,15 +464,12 @@ def _lost(asker: Asker, bytes_per_second: float, seconds: float) -> tuple[tuple[
     return (there.sent, back.sent), (there.lost, back.lost)
 
 
-def _pace(connection: socket.socket, bytes_per_second: float) -> None:
-    if bytes_per_second:
-        rate = struct.pack("I", min(max(int(bytes_per_second), 1), _MOST_PACED))
-        connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
-
-
-def _shrink(connection: socket.socket, buffer_nbytes: int) -> None:
+def _limit(connection: socket.socket, buffer_nbytes: int, bytes_per_second: float) -> None:
+    """As `Asker.flows` has them: 0 for no limit."""
     if buffer_nbytes:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_nbytes)
+    if bytes_per_second:
+        pace(connection, bytes_per_second)
 
 
 def _say(connection: socket.socket, what: dict[str, object]) -> None:

@@ -4,12 +4,7 @@ A ring of all ranks crosses from node to node on one connection, parallel rings 
 tells them apart, as a limit on the link cannot.
 """
 
-import socket
-
-from gradwire.comms.bootstrap.kernel import outside_connections
-
-_SO_MAX_PACING_RATE = 47
-"""Source: Linux include/uapi/asm-generic/socket.h; TCP paces by itself where no fq queue does: tcp(7), tc-fq(8)."""
+from gradwire.comms.bootstrap.kernel import outside_connections, pace
 
 
 def limit_streams(bytes_per_second: float) -> int:
@@ -23,6 +18,6 @@ def limit_streams(bytes_per_second: float) -> int:
     """
     limited = 0
     for _, _, connection in outside_connections():
-        connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(bytes_per_second))
+        pace(connection, bytes_per_second)
         limited += 1
     return limited

@@ -1,9 +1,13 @@
-"""Whether a process has ended, as the kernel that it runs on says: nothing else counts where a rank is to be given up.
+"""What the kernel says: whether a process has ended, and of this process's TCP connections what they have carried.
+
+Nothing but the kernel that a process runs on counts where a rank is to be given up.
 
 A connection that is refused says little. The address may be the caller's own (the loopback, docker's bridge, a host
 name that resolves to 127.0.1.1), or another host's by now, and a firewall that rejects refuses as well. Of a process on
 this very kernel, in this network, the kernel lists whether anybody listens at its port. Of others nothing is known
 until they say nothing for long, or their kernel closes a connection that has been theirs.
+
+Source: struct tcp_info, Linux include/uapi/linux/tcp.h; SO_MAX_PACING_RATE, socket(7), asm-generic/socket.h.
 """
 
 import hashlib
@@ -11,11 +15,13 @@ import logging
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from gradwire.comms.bootstrap.addresses import LOOPBACK, interface_addresses
 
@@ -29,6 +35,12 @@ TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 DESCRIPTORS = Path("/proc/self/fd")
 _AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
 """Has Python leave a descriptor's mode alone, whatever `setdefaulttimeout` says: it is shared with torch's."""
+
+_TCP_INFO = struct.Struct("=2xB21xI72xI16xQ20xI4xI8xQQQ24xI")
+_UNKNOWN_TRIP = 2**32 - 1
+_SO_MAX_PACING_RATE = 47
+_MOST_PACED = 2**32 - 2
+"""Bytes per second; one more means no limit."""
 
 LISTENING = "0A"
 CALL_SECONDS, CALLS_SECONDS = 1.0, 2.0
@@ -98,6 +110,67 @@ def outside_connections() -> Iterator[tuple[str, str, socket.socket]]:
             own, peer = str(connection.getsockname()[0]), str(connection.getpeername()[0])
             if own != peer:
                 yield own, peer, connection
+
+
+class TcpInfo(NamedTuple):
+    """What the kernel has counted of one TCP connection so far; 0 for what it is too old to count.
+
+    Attributes:
+        timeouts: Retransmissions in a row, since something was acknowledged last.
+        unacknowledged: Segments under way.
+        retransmitted: Segments that were sent again.
+        acknowledged_nbytes: Payload; from Linux 4.1 on.
+        trip_seconds: The shortest round trip; from Linux 4.9 on, 0 before the first one.
+        segments: Sent, with data.
+        busy_seconds: In which something was under way, from Linux 4.10 on as the next two; in ticks of milliseconds.
+        receiver_seconds: Of these, in which the receiver took no more.
+        sender_seconds: Of these, in which the sender's buffer held no more.
+        sent_twice: Segments that were sent again for nothing; from Linux 5.4 on.
+        is_whole: Whether the kernel counts all of them.
+    """
+
+    timeouts: int
+    unacknowledged: int
+    retransmitted: int
+    acknowledged_nbytes: int
+    trip_seconds: float
+    segments: int
+    busy_seconds: float
+    receiver_seconds: float
+    sender_seconds: float
+    sent_twice: int
+    is_whole: bool
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> Self:
+        """What the kernel says now.
+
+        Args:
+            connection: Of TCP.
+
+        Raises:
+            OSError: It is none, or was closed.
+        """
+        facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        whole = len(facts) == _TCP_INFO.size
+        found = cls._make((*_TCP_INFO.unpack(facts.ljust(_TCP_INFO.size, b"\0")), whole))
+        return found._replace(
+            trip_seconds=0.0 if found.trip_seconds == _UNKNOWN_TRIP else found.trip_seconds / 1e6,
+            busy_seconds=found.busy_seconds / 1e6,
+            receiver_seconds=found.receiver_seconds / 1e6,
+            sender_seconds=found.sender_seconds / 1e6,
+        )
+
+
+def pace(connection: socket.socket, bytes_per_second: float) -> None:
+    """Holds what a TCP connection sends to a rate; TCP paces by itself where no fq queue does (tcp(7), tc-fq(8)).
+
+    Args:
+        connection: Of TCP.
+        bytes_per_second: Of payload and headers; 1 at least.
+    """
+    rate = min(max(int(bytes_per_second), 1), _MOST_PACED)
+    connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", rate))
 
 
 def is_listened_at(port: int) -> bool | None:

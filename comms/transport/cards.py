@@ -36,6 +36,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from gradwire.comms.bootstrap.cards import Cards, Rail, gloos_failure, is_running
+from gradwire.comms.bootstrap.kernel import TcpInfo
 from gradwire.comms.errors import PeerError
 from gradwire.comms.links.distance import MOST_CONNECTIONS
 from gradwire.comms.transport.streams import (
@@ -78,9 +79,6 @@ _NOT_A_MESSAGE = 2**64 - 1
 _CAME, _FAILED, _ECHO = 0, 1, 2
 """What a header without a message says: which message has come, which card has failed, or nothing."""
 
-_TCP_INFO = struct.Struct("=2xB117xQ40xQQ")
-"""Retransmissions since the last acknowledgement, bytes acknowledged, microseconds with something to send, and those of
-them in which the receiver took no more. Source: Linux include/uapi/linux/tcp.h (since 4.10)."""
 _UNACKNOWLEDGED = 0x5411
 """SIOCOUTQ: bytes that were given to the kernel and not acknowledged yet. Source: tcp(7)."""
 
@@ -160,8 +158,8 @@ class _CardLine(Line):
         """A card was passed over, and is asked again in a moment."""
         self.acknowledged, self.moved, self.proved = 0, time.monotonic(), 0.0
         """Bytes when last looked at; since when they stand still with something under way; when they last grew."""
-        self.counted: tuple[int, int] | None = None
-        """(bytes, microseconds) up to which its rate has been counted."""
+        self.counted: tuple[int, float] | None = None
+        """(bytes, seconds) up to which its rate has been counted."""
         self.average = (0.0, 0.0)
         """Bytes carried, and seconds in which it could; lately."""
 
@@ -180,12 +178,6 @@ class _CardLine(Line):
         answer = fcntl.ioctl(self.connection, _UNACKNOWLEDGED, bytes(4))
         return int(struct.unpack("i", answer)[0]) + sum(map(len, self.outgoing))
 
-    def info(self) -> tuple[int, int, int]:
-        """(retransmissions in a row, bytes acknowledged, microseconds in which it could send)."""
-        facts = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        again, nbytes, busy, kept = _TCP_INFO.unpack(facts) if len(facts) == _TCP_INFO.size else (0, 0, 0, 0)
-        return again, nbytes, busy - kept
-
     def last_words(self) -> list[tuple[int, int]]:
         """The words that came before the connection broke in sending, and were not heard: they may say why."""
         if not self.is_for_words:
@@ -199,10 +191,11 @@ class _CardLine(Line):
 
     def count(self) -> None:
         """Counts what it carried since the last time, while there was something to carry all along."""
-        _, nbytes, busy = self.info()
+        info = TcpInfo.of(self.connection)
+        nbytes, busy = info.acknowledged_nbytes, info.busy_seconds - info.receiver_seconds
         if self.counted is not None and self.unacknowledged():
             carried = self.average[0] + nbytes - self.counted[0]
-            seconds = self.average[1] + (busy - self.counted[1]) / 1e6
+            seconds = self.average[1] + busy - self.counted[1]
             self.average = (carried / 2, seconds / 2) if seconds > _MEMORY_SECONDS else (carried, seconds)
         self.counted = nbytes, busy
 
@@ -553,12 +546,12 @@ class CardStreams(Streams):
         for line in cast(list[_CardLine], self._lines):
             if not line.is_open or not line.outside:
                 continue
-            again, nbytes, _ = line.info()
-            if nbytes != line.acknowledged:
-                line.acknowledged, line.moved, line.proved = nbytes, now, now
+            info = TcpInfo.of(line.connection)
+            if info.acknowledged_nbytes != line.acknowledged:
+                line.acknowledged, line.moved, line.proved = info.acknowledged_nbytes, now, now
             elif not line.unacknowledged():
                 line.moved = now
-            elif again >= 2 and now - line.moved >= self._patience:
+            elif info.timeouts >= 2 and now - line.moved >= self._patience:
                 silent[line.peer, line.card] = line.moved
         for (rank, card), since in silent.items():
             others = [line for line in (*self._to(rank), *self._to(rank, words=True)) if line.card != card]

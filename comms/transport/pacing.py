@@ -11,16 +11,14 @@ is at most the path's rate, and less where the connections had to grow first or 
 largest of some messages that counts, with some more to find out whether there is more.
 
 Source: Zhang, Shenker, Clark, "Observations on the dynamics of a congestion control algorithm: the effects of two-way
-traffic", SIGCOMM 1991; Aggarwal, Savage, Anderson, "Understanding the performance of TCP pacing", INFOCOM 2000;
-Linux include/uapi/linux/tcp.h, struct tcp_info (since 4.10), and socket(7) for what the kernel counts and holds to.
+traffic", SIGCOMM 1991; Aggarwal, Savage, Anderson, "Understanding the performance of TCP pacing", INFOCOM 2000.
 """
 
 import socket
-import struct
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from gradwire.comms.bootstrap.kernel import TcpInfo, pace
 from gradwire.comms.links.distance import LEAST_ROUND_TRIP_SECONDS
 
 GAIN = 1.15
@@ -40,14 +38,6 @@ REMEMBERED = 8
 LEAST_TRIPS = 2.0
 """Round trips that a message has to take before its rate is believed."""
 
-_SO_MAX_PACING_RATE = 47
-"""Source: Linux include/uapi/asm-generic/socket.h."""
-_UNLIMITED = 2**32 - 1
-
-_TCP_INFO = struct.Struct("=24xI92xQ20xI16xQ")
-"""Segments under way, bytes acknowledged; in microseconds the shortest round trip, and for how long something has been
-under way so far, which the kernel counts in ticks of some milliseconds."""
-
 
 def next_pace(pace: float | None, rates: Sequence[float], gain: float = GAIN) -> float:
     """Bytes per second to hold all connections to.
@@ -62,31 +52,6 @@ def next_pace(pace: float | None, rates: Sequence[float], gain: float = GAIN) ->
     return gain * max(rates)
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """What the kernel has counted of one connection.
-
-    Attributes:
-        is_busy: Whether something is under way.
-        acknowledged_nbytes: So far.
-        trip_seconds: The shortest round trip; 0 where it is not known.
-        busy_seconds: In which something was under way, so far.
-    """
-
-    is_busy: bool
-    acknowledged_nbytes: int
-    trip_seconds: float
-    busy_seconds: float
-
-    @classmethod
-    def of(cls, connection: socket.socket) -> "_Counts":
-        facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        if len(facts) < _TCP_INFO.size:
-            return cls(False, 0, 0.0, 0.0)  # an older kernel: no round trip, so nothing is held
-        segments, nbytes, trip, busy = _TCP_INFO.unpack(facts)
-        return cls(segments > 0, nbytes, trip / 1e6 if trip != _UNLIMITED else 0.0, busy / 1e6)
-
-
 class Pacing:
     """Holds connections that send together to the rate that they have had together."""
 
@@ -95,7 +60,7 @@ class Pacing:
         """Bytes per second of all together; None while nothing is known."""
         self._rates: deque[float] = deque(maxlen=REMEMBERED)
         self._is_handing_out = False
-        self._began: list[tuple[socket.socket, _Counts]] = []
+        self._began: list[tuple[socket.socket, TcpInfo]] = []
         """Each connection and its counts, as the message began whose rate is not known yet."""
         self._held: dict[int, int] = {}
         """Descriptor -> bytes per second, as the kernel was last told."""
@@ -107,8 +72,8 @@ class Pacing:
         self._is_handing_out = True
         self._learn(SHORT_GAIN)  # the last message may have been handed out at once
         self._hold(sockets)
-        counts = [(each, _Counts.of(each)) for each in sockets]
-        goes_on = [each for each, _ in self._began] == list(sockets) and any(now.is_busy for _, now in counts)
+        counts = [(each, TcpInfo.of(each)) for each in sockets]
+        goes_on = [each for each, _ in self._began] == list(sockets) and any(now.unacknowledged for _, now in counts)
         if not goes_on:  # else the parts of one bucket follow each other, each too short to be judged
             self._began = counts
 
@@ -120,7 +85,7 @@ class Pacing:
 
     def _learn(self, gain: float) -> None:
         """Takes in the rate of the message that began last, if it has been under way for long enough."""
-        counted = [(before, _Counts.of(connection)) for connection, before in self._began]
+        counted = [(before, TcpInfo.of(connection)) for connection, before in self._began]
         trip = max((now.trip_seconds for _, now in counted), default=0.0)
         longest = max((now.busy_seconds - before.busy_seconds for before, now in counted), default=0.0)
         if trip < LEAST_ROUND_TRIP_SECONDS or longest < LEAST_TRIPS * trip:
@@ -129,7 +94,10 @@ class Pacing:
         # Nothing can have been acknowledged within the first round trip, unless something was on its way.
         rate = sum(
             (now.acknowledged_nbytes - before.acknowledged_nbytes)
-            / (max(now.busy_seconds - before.busy_seconds, LEAST_TRIPS * trip) - (0.0 if before.is_busy else trip))
+            / (
+                max(now.busy_seconds - before.busy_seconds, LEAST_TRIPS * trip)
+                - (0.0 if before.unacknowledged else trip)
+            )
             for before, now in counted
         )
         if rate > 0:
@@ -140,9 +108,9 @@ class Pacing:
         """Tells the kernel, where that is something new."""
         if self.pace is None or not sockets:
             return
-        each = max(1, min(round(self.pace / len(sockets)), _UNLIMITED))
+        each = round(self.pace / len(sockets))
         for connection in sockets:
             descriptor = connection.fileno()
             if self._held.get(descriptor) != each:
-                connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", each))
+                pace(connection, each)
                 self._held[descriptor] = each

@@ -61,8 +61,6 @@ HEADER = struct.Struct("!QQQ")
 """Number of the message, offset and bytes of the chunk."""
 _HELLO = struct.Struct("!QI")
 """Token of who listens, rank of who connects."""
-_TCP_INFO_MIN_RTT = 148
-"""Offset of `tcpi_min_rtt`, microseconds. Source: Linux include/uapi/linux/tcp.h, struct tcp_info (since 4.9)."""
 _TCP_NOTSENT_LOWAT = 25
 """Number of the socket option. Source: Linux include/uapi/linux/tcp.h."""
 
@@ -81,15 +79,6 @@ def chunk_nbytes(left_nbytes: int, connections: int) -> int:
     while nbytes < MOST_CHUNK_NBYTES and 4 * nbytes * connections <= left_nbytes:
         nbytes *= 2
     return nbytes
-
-
-def round_trip_seconds(connection: socket.socket) -> float:
-    """The shortest round trip that the kernel has seen on a TCP connection; 0 where it does not say."""
-    facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_MIN_RTT + 4)
-    if len(facts) < _TCP_INFO_MIN_RTT + 4:
-        return 0.0
-    microseconds: int = struct.unpack_from("I", facts, _TCP_INFO_MIN_RTT)[0]
-    return 0.0 if microseconds == 2**32 - 1 else microseconds / 1e6
 
 
 def raw(tensor: Tensor) -> memoryview:

@@ -41,7 +41,7 @@ from gradwire.comms.bootstrap.compat import (
 )
 from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
-from gradwire.comms.bootstrap.kernel import tcp_sockets
+from gradwire.comms.bootstrap.kernel import TcpInfo, tcp_sockets
 from gradwire.comms.bootstrap.threads import in_thread, outcome_of
 from gradwire.comms.config import gloo_interfaces
 from gradwire.comms.errors import PeerError
@@ -502,7 +502,7 @@ class GlooTransport(TorchTransport):
         from gradwire.comms.links.distance import MOST_CONNECTIONS
         from gradwire.comms.transport import streams  # here: most networks have short round trips
 
-        own, trip = self._farthest(streams.round_trip_seconds)
+        own, trip = self._farthest()
         if self._rail is not None and self._rail.cards.are_used:
             from gradwire.comms.transport.cards import open_streams  # here: most hosts have one card
 
@@ -552,13 +552,13 @@ class GlooTransport(TorchTransport):
             self._streams.close()
         self._streams, self.over_cards, self._choose = None, None, self._given
 
-    def _farthest(self, round_trip_seconds: Callable[[socket.socket], float]) -> tuple[tuple[int, str] | None, float]:
+    def _farthest(self) -> tuple[tuple[int, str] | None, float]:
         """This rank's family and address on gloo's interface, and the longest of the round trips to the others."""
         own, trip = None, 0.0
         for connection in self._connections:
             with suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as copy:
                 own = own or (int(copy.family), str(copy.getsockname()[0]))
-                trip = max(trip, round_trip_seconds(copy))
+                trip = max(trip, TcpInfo.of(copy).trip_seconds)
         return own, trip
 
     def _told(self, own: bytes, form: str) -> list[tuple[Any, ...]]:

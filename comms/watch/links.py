@@ -5,23 +5,16 @@ all wait. But of each connection the kernel counts for how long it had something
 links that carry as many bytes in the same time the slow one has for longer: it is that one which all wait for. Time in
 which the receiver took nothing in does not count: a rank that is late is not its link.
 
-Source: struct tcp_info, Linux include/uapi/linux/tcp.h (tcpi_bytes_acked, tcpi_data_segs_out, tcpi_busy_time,
-tcpi_rwnd_limited, tcpi_total_retrans and tcpi_dsack_dups, the last one from Linux 5.4 on). RDMA and shared memory have
-no such counters, and are not seen.
+Linux counts all of this from 5.4 on. RDMA and shared memory have no such counters, and are not seen.
 """
 
-import socket
-import struct
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from gradwire.comms.bootstrap.kernel import outside_connections
+from gradwire.comms.bootstrap.kernel import TcpInfo, outside_connections
 from gradwire.comms.report import duration
-
-_TCP_INFO_NBYTES = 220
-_AGAIN, _ACKED, _SENT, _BUSY, _SENT_TWICE = 100, 120, 156, 168, 216
 
 Pair = tuple[str, str]
 """The host that sends, and the one that receives."""
@@ -81,20 +74,13 @@ def connection_states() -> dict[str, LinkState]:
     """
     found: dict[str, LinkState] = {}
     for own, peer, connection in outside_connections():
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
-        if len(info) < _TCP_INFO_NBYTES:
-            continue
-        key, one = f"{own}>{peer}", _state(info)
-        known = found.get(key, LinkState())
-        found[key] = known + one
+        info = TcpInfo.of(connection)
+        if info.is_whole:
+            busy = max(info.busy_seconds - info.receiver_seconds, 0.0)
+            again = max(info.retransmitted - info.sent_twice, 0)
+            one = LinkState(busy, info.acknowledged_nbytes, info.segments, again)
+            found[f"{own}>{peer}"] = found.get(f"{own}>{peer}", LinkState()) + one
     return found
-
-
-def _state(info: bytes) -> LinkState:
-    again, sent, twice = (struct.unpack_from("=I", info, place)[0] for place in (_AGAIN, _SENT, _SENT_TWICE))
-    (acked,) = struct.unpack_from("=Q", info, _ACKED)
-    busy, window = struct.unpack_from("=QQ", info, _BUSY)
-    return LinkState(max(busy - window, 0) / 1e6, acked, sent, max(again - twice, 0))
 
 
 @dataclass(frozen=True, slots=True)
