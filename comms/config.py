@@ -551,31 +551,31 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         return {name: _plain(bool(value) if name in switches else value) for name, value in values.items()}
 
 
-OLD_NAMES = {
-    "error_budget": 'compressor="auto:int8"',
-    "fusion_mb": "fusion=25.0",
-    "average": 'reduction={"average": False}',
-    "predivide": 'reduction={"predivide": 8}',
-    "sum_dtype": 'reduction={"sum_dtype": "float32"}',
-    "sparse_as_dense": 'reduction={"sparse_as_dense": True}',
-    "trace_steps": 'trace=("steps.json", 40)',
-    "tune_profile": 'tune="tuned.json"',
-    "nic_per_rank": 'nics="per_rank"',
-    "connections": 'transport="gloo:8"',
-    "nvtx": 'trace="nvtx"',
-    "join": 'elastic="HOST:PORT"',
+OLD_NAMES: dict[str, tuple[str, object]] = {
+    "error_budget": ("compressor", "auto:int8"),
+    "fusion_mb": ("fusion", 25.0),
+    "average": ("reduction", {"average": False}),
+    "predivide": ("reduction", {"predivide": 8}),
+    "sum_dtype": ("reduction", {"sum_dtype": "float32"}),
+    "sparse_as_dense": ("reduction", {"sparse_as_dense": True}),
+    "trace_steps": ("trace", ("steps.json", 40)),
+    "tune_profile": ("tune", "tuned.json"),
+    "nic_per_rank": ("nics", NIC_PER_RANK),
+    "connections": ("transport", "gloo:8"),
+    "nvtx": ("trace", NVTX),
+    "join": ("elastic", "host0:29400"),
 }
-"""Options of 0.1 that are parts of others now -> how to write them; accepted until 0.2, with a warning."""
+"""Options of 0.1 that are parts of others now -> whose, and a value; accepted until 0.2, with a warning."""
 
 _SUMS = ("average", "predivide", "sum_dtype", "sparse_as_dense")
 
 
 def _says(options: Mapping[str, object], old: str) -> bool:
     """Whether options under their present names say themselves what an old variable says: then it does not count."""
-    field = "reduction" if old in _SUMS else OLD_NAMES[old].partition("=")[0]
-    if field not in options:
+    option, _ = OLD_NAMES[old]
+    if option not in options:
         return False
-    value = options[field]
+    value = options[option]
     match old:
         case "error_budget":
             return value != AUTO
@@ -667,11 +667,15 @@ def with_present_names(options: Mapping[str, object], variables: Collection[str]
 
 def _present(old: str, *, variable: bool) -> str:
     """How an old option, or its variable, is written now."""
-    now = OLD_NAMES[old]
+    option, value = OLD_NAMES[old]
     if not variable:
-        return f"`{old}` is now written {now}"
-    field = now.partition("=")[0]
-    return f"`{ENVIRONMENT_PREFIX}{old.upper()}` is now a part of `{ENVIRONMENT_PREFIX}{field.upper()}`: {now}"
+        return f"`{old}` is now written {option}={value!r}"
+    text = (
+        json.dumps(value)
+        if isinstance(value, dict)
+        else ":".join(map(str, value if isinstance(value, tuple) else [value]))
+    )
+    return f"`{ENVIRONMENT_PREFIX}{old.upper()}` is now written {ENVIRONMENT_PREFIX}{option.upper()}='{text}'"
 
 
 def _over(transport: object, connections: object) -> str:

@@ -338,7 +338,7 @@ def test_old_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_warned", set())
     for name, text in (("FUSION_MB", "25"), ("AVERAGE", "off"), ("TRACE_STEPS", "5"), ("TRACE", "steps.json")):
         monkeypatch.setenv(f"GRADWIRE_{name}", text)
-    with pytest.warns(FutureWarning, match="`GRADWIRE_FUSION_MB` is now a part of `GRADWIRE_FUSION`: fusion=25.0"):
+    with pytest.warns(FutureWarning, match="`GRADWIRE_FUSION_MB` is now written GRADWIRE_FUSION='25.0'"):
         found = Config.from_env()
     assert (found.fusion, found.sums.average, found.trace) == (25.0, False, ("steps.json", 5))
 
@@ -365,6 +365,16 @@ def test_an_option_wins_over_the_old_variable_of_its_part(
     alone = Config.from_env(**options)
     monkeypatch.setenv(f"GRADWIRE_{variable}", text)
     assert Config.from_env(**options) == alone
+
+
+@pytest.mark.parametrize("old", config.OLD_NAMES)
+def test_what_is_said_of_an_old_name_can_be_set(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    option, value = config.OLD_NAMES[old]
+    variable, text = re.search(r"(GRADWIRE_\w+)='(.*)'$", config._present(old, variable=True)).groups()  # type: ignore[union-attr]
+    wanted = Config.from_env(**{option: value})
+    assert config._present(old, variable=False) == f"`{old}` is now written {option}={value!r}"
+    monkeypatch.setenv(variable, text)
+    assert Config.from_env() == wanted
 
 
 @pytest.mark.parametrize(
