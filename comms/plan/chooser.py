@@ -8,7 +8,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.links.links import Links
 from gradwire.comms.plan.cost import EXACT
 from gradwire.comms.plan.plan import ALL_REDUCE, Plan
-from gradwire.comms.plan.planner import candidates, plan_all_reduce, presumed, with_note, with_reason
+from gradwire.comms.plan.planner import candidates, plan_all_reduce, presumed, with_reason
 from gradwire.compressors.base import Compressor, Layout, planned
 
 if TYPE_CHECKING:
@@ -91,13 +91,10 @@ class PlanChooser:
         plan = with_reason(plan, self._why) if self._why else plan
         sums = self._compressor is not None and planned(self._compressor).is_sum
         if self._compressor is not None and sums and self._links.cluster.size > 1:
-            return with_note(plan, f"{self._compressor.name} was asked for: it works between nodes alone.")
+            return with_reason(plan, f"{self._compressor.name} was asked for: it works between nodes alone. {plan.why}")
         if self._compressor is not None and layout is not None and self._links.cluster.size > 1:
-            return with_note(
-                plan,
-                f"{self._compressor.name} was asked for, but nothing crosses between nodes: nothing is "
-                'compressed (plan="flat" compresses between all ranks).',
-            )
+            unused = f"{self._compressor.name} is not used: nothing crosses between nodes."
+            return with_reason(plan, f'{unused} It compresses between all ranks with plan="flat". {plan.why}')
         return plan
 
     def with_owners(self, plan: Plan, layout: Layout | None) -> Plan | None:

@@ -493,11 +493,6 @@ def _known_costs(
     return tuple(model.phase(phase) for phase in phases), tuple(shares)
 
 
-def with_note(plan: Plan, note: str) -> Plan:
-    """The same plan with a further sentence about it."""
-    return replace(plan, notes=(*plan.notes, note))
-
-
 def with_reason(plan: Plan, why: str) -> Plan:
     """The same plan with another reason."""
     return replace(plan, why=why)
