@@ -289,7 +289,7 @@ class FailureBoard(Board):
             return self._without_store(f"{phase} failed on rank {self.rank}", cause, store_error, members, dead)
         missing = tuple(sorted(verdict.missing - {self.rank}))
         if missing:
-            who = f"rank {_list(missing)} of {self._size} is missing"
+            who = self._who(missing)
         else:
             who = f"all {self._size} ranks are alive"
             others = [f"rank {rank} saw {text}" for rank, text in verdict.seen.items() if text != seen]
@@ -306,7 +306,9 @@ class FailureBoard(Board):
         reason = str(store_error).splitlines()[0].rstrip(".")
         if (told := self._directory.heard()) is not None:
             missing = tuple(sorted({*dead, *told.ranks} - {self.rank}))
-            return CollectiveError(f"{what}: {self._who(missing)}{reason}. {told.reason}. Cause: {cause}", missing)
+            return CollectiveError(
+                f"{what}: {self._who(missing, ', and ')}{reason}. {told.reason}. Cause: {cause}", missing
+            )
         found = self._directory.call(self._directory.choice(members))
         of = {
             outcome: [rank for rank, each in found.items() if each == outcome]
@@ -327,10 +329,13 @@ class FailureBoard(Board):
         if not found:
             heard = "No rank could be called"
         self._directory.tell(of[ANSWERS], Loss(heard, FAILED, missing, self.rank))
-        return CollectiveError(f"{what}: {self._who(missing)}{reason}. {heard}. Cause: {cause}", missing)
+        return CollectiveError(f"{what}: {self._who(missing, ', and ')}{reason}. {heard}. Cause: {cause}", missing)
 
-    def _who(self, missing: Sequence[int]) -> str:
-        return f"rank {_list(missing)} of {self._size} is missing, and " if missing else ""
+    def _who(self, missing: Sequence[int], then: str = "") -> str:
+        if not missing:
+            return ""
+        which, verb = ("rank", "is") if len(missing) == 1 else ("ranks", "are")
+        return f"{which} {_list(missing)} of {self._size} {verb} missing{then}"
 
     def _listen(self, word: dict[str, object], cause: str) -> _Verdict:
         """Who is missing.

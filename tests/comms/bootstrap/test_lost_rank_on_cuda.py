@@ -117,7 +117,8 @@ def test_survivors_name_a_lost_rank(
 
 
 def check(results: Sequence[Any], how: dict[int, str], size: int) -> None:
-    named = f"rank {', '.join(map(str, sorted(how)))} of {size} is missing"
+    which, verb = ("rank", "is") if len(how) == 1 else ("ranks", "are")
+    named = f"{which} {', '.join(map(str, sorted(how)))} of {size} {verb} missing"
     for rank, found in enumerate(results):
         if how.get(rank) == "kill":
             assert found is None
