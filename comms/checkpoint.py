@@ -355,15 +355,26 @@ def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -
 
     Raises:
         FileNotFoundError: Other ranks have files.
+        ValueError: A rank's file cannot be read; on all ranks.
     """
     saved: dict[str, object] | None = None
+    unread = ""
     for rank in dict.fromkeys((dist.get_rank(), 0)):
-        with suppress(FileNotFoundError):
-            saved = load(rank_file(place, rank))
+        path = rank_file(place, rank)
+        try:
+            saved = load(path)
             break
-    everywhere: list[bool | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, saved is not None)
-    if saved is None and any(everywhere):
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # noqa: BLE001 - of many types; raised where the others are told
+            unread = f"{path} cannot be read on rank {dist.get_rank()} ({f'{error}'.partition(chr(10))[0]}): {INSTEAD}"
+            break
+    everywhere: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (saved is not None, unread))
+    for _, said in everywhere:
+        if said:
+            raise ValueError(said)
+    if saved is None and any(has for has, _ in everywhere):
         raise FileNotFoundError(
             f"{rank_file(place, dist.get_rank())} is missing on this machine, while other ranks have theirs: copy the "
             "whole checkpoint, with the files of all ranks, to each machine"

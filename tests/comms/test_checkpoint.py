@@ -24,10 +24,13 @@ from gradwire.comms.checkpoint import (
     OUTER,
     OWNERS,
     SHARDS,
+    find_own,
     normalize,
     pack,
+    rank_file,
     rank_key,
     refuse_other_owner,
+    save_file,
     unpack,
 )
 from gradwire.compressors.base import StateDict
@@ -150,6 +153,25 @@ def gather_without_one(rank: int, on_all_ranks: bool) -> str:
     with pytest.raises(RuntimeError) as caught:
         state.gathered_state_dict(on_all_ranks=on_all_ranks)
     return str(caught.value)
+
+
+def find_beside_damaged(rank: int, place: str) -> str:
+    """Two ranks, of whom rank 1 finds half of its file, and nothing in it that torch can read."""
+    dist.init_process_group("gloo")
+    own = rank_file(place, rank)
+    save_file({rank_key(rank): (("gradwire/rank", rank),)}, own)
+    assert find_own(place) is not None
+    if rank == 1:
+        Path(own).write_bytes(Path(own).read_bytes()[:300])
+    with pytest.raises(ValueError) as refused:
+        find_own(place)
+    return str(refused.value)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(processes: Processes, tmp_path: Path) -> None:
+    place = f"{tmp_path}/"
+    said = processes(2, find_beside_damaged, place, nodes="ab")
+    assert said[0] == said[1] and f"{rank_file(place, 1)} cannot be read on rank 1 (" in said[0], said
 
 
 @pytest.mark.parametrize("on_all_ranks", [False, True])
