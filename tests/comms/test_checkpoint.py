@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(processes: Processe
 
 @pytest.mark.parametrize("on_all_ranks", [False, True])
 def test_a_rank_that_has_ended_is_named_where_states_are_gathered(on_all_ranks: bool, processes: Processes) -> None:
-    found = processes(3, gather_without_one, on_all_ranks, nodes="abc", agent=True, lost=[2])
+    found = processes(3, gather_without_one, on_all_ranks, nodes="abb", agent=True, lost=[2])
     why = "rank 2 has ended before it had given its state: look at its output"
     assert found[:2] == [f"the ranks' states cannot be gathered: {why}"] * 2
 

@@ -462,7 +462,7 @@ def gathered_without_one(rank: int) -> str:
 
 
 def test_a_rank_that_has_ended_is_named_where_states_are_gathered(processes: Processes) -> None:
-    found = processes(3, gathered_without_one, nodes="abc", agent=True, lost=[2])
+    found = processes(3, gathered_without_one, nodes="abb", agent=True, lost=[2])
     why = "rank 2 has ended before it had given its state: look at its output"
     assert found[:2] == [f"the ranks' states cannot be gathered: {why}"] * 2
 
