@@ -6,6 +6,7 @@ flows of a node are in use; what the inner levels take is subtracted. All ranks 
 pass a collective on, and the cores that the ranks of a machine share, are in the latency.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -179,7 +180,7 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
     model = CostModel(cluster, _parts(phases))
     costs = {phase: model.phase(phase) for phase in phases}
     small, large = (
-        max(seconds - sum(cost.seconds(nbytes) for phase, cost in costs.items() if phase.level != level), 1e-9)
+        max(seconds - math.fsum(cost.seconds(nbytes) for phase, cost in costs.items() if phase.level != level), 1e-9)
         for seconds, nbytes in ((small_seconds, SMALL_NBYTES), (large_seconds, large_nbytes))
     )
     own = next(cost for phase, cost in costs.items() if phase.level == level)

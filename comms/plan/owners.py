@@ -17,6 +17,7 @@ Where what is owned goes on to a further level, over the same links, a unit send
 equal units), and N - 2 becomes N - 2 + u above.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -65,7 +66,7 @@ def exact_shares(rates: Sequence[float], owning: float) -> list[float]:
     owners = sorted(range(len(rates)), key=lambda index: -rates[index])
     while True:
         # sum over the owners of (T B_i - 1) / owning = 1, with S = 1
-        seconds = (owning + len(owners)) / sum(rates[index] for index in owners)
+        seconds = (owning + len(owners)) / math.fsum(rates[index] for index in owners)
         if seconds * rates[owners[-1]] >= 1:
             break
         owners.pop()

@@ -1,5 +1,10 @@
-"""Which plan: every candidate is priced with the cost model, and the flat one wins where hierarchy does not pay."""
+"""Which plan: every candidate is priced with the cost model, and the flat one wins where hierarchy does not pay.
 
+Every rank plans by itself, and all must find the same. Python 3.12 and later round `sum` of floats otherwise than 3.11:
+what a plan depends on is added up by `math.fsum`.
+"""
+
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -278,9 +283,9 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
     for count in (chunks,) if chunks else counts:
         if count == 1 or chunks or nbytes / count >= least_nbytes:
             part = nbytes / count
-            codec = sum(price.seconds(part * share) for share in encoded)
+            codec = math.fsum(price.seconds(part * share) for share in encoded)
             seconds = [take(part) for take in takes]
-            alone = codec + sum(seconds)
+            alone = codec + math.fsum(seconds)
             pieces = [
                 (
                     _taken(cluster, phase),
@@ -290,7 +295,7 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
                 for (phase, cost), took in zip(priced, seconds, strict=True)
             ]
             level, busy = busiest_resource([*pieces, (PROCESSOR, codec + (gap or 0.0))])
-            latency = sum(
+            latency = math.fsum(
                 cost.alpha_seconds if model is None else took - cost.byte_seconds(part)
                 for (phase, cost), took in zip(priced, seconds, strict=True)
                 if phase.level == level
