@@ -17,6 +17,7 @@ What gloo does instead: a binomial tree (gloo/broadcast.cc), a ring of all ranks
 reduce_scatter an all_reduce of the whole (ProcessGroupGloo.cpp).
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -134,7 +135,7 @@ def plan_collective(
             # In columns each piece has one summand after the other, where whole pieces are summed by all ranks at once.
             alone = (cluster.widest(0) + 1) / 2 if op == REDUCE_SCATTER and count > 1 else 1.0
             took = [alone * inside.seconds(whole / count), *(hop.seconds(whole / count) for hop in between)]
-            seconds = sum(took) + (count - 1) * max(took)
+            seconds = math.fsum(took) + (count - 1) * max(took)
             if best is None or seconds < best[1] * (1 - CHUNK_TOLERANCE):
                 best = count, seconds
     assert best is not None
