@@ -367,7 +367,8 @@ class Communicator:
         Args:
             where: Which, in words, for an error.
             issue: Issues it: on a `transport`, or on a group of torch's.
-            members: The ranks of the transport; none where it is torch's group, which hears no alarm by itself.
+            members: The ranks of the transport; none where it is torch's group, which hears no alarm by itself, and
+                whose wait can be cut into slices.
 
         Raises:
             CollectiveError: It failed, or another rank has given up.

@@ -10,14 +10,21 @@ binding.
 
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.backend.inner_turns import InnerTurns
 from gradwire.comms.backend.strided import Packing, tensors_in
-from gradwire.comms.backend.work import FutureWork, PackedWork
-from gradwire.comms.bootstrap.compat import outside_graphs
+from gradwire.comms.backend.work import FutureWork, PackedWork, WatchedWork
+from gradwire.comms.bootstrap.compat import BackendWork, outside_graphs
+from gradwire.comms.communicator import Communicator
+
+MESSAGES = ("send", "recv", "recv_anysource")
+"""Whose waits are not cut into slices: after one that times out gloo closes all connections of the group. They end
+where a connection does, and whoever hears of a failure shuts his down."""
 
 
 def _delegate(name: str) -> Callable[..., dist.Work]:
@@ -26,7 +33,13 @@ def _delegate(name: str) -> Callable[..., dist.Work]:
     @outside_graphs
     def delegate(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
         work: dist.Work = getattr(group.inner, name)(*arguments, **named)
-        return work
+        communicator = group.communicator
+        first = next(iter(tensors_in([*arguments, *named.values()])), None)
+        on_cpu = not torch.cuda.is_available() if first is None else first.device.type == "cpu"  # a barrier has none
+        if communicator is None or not on_cpu:
+            return work
+        members = range(group.size()) if name in MESSAGES else ()
+        return WatchedWork(work, lambda: communicator.carry_out(name, lambda: cast(BackendWork, work), members))
 
     return delegate
 
@@ -70,6 +83,8 @@ class DelegatingGroup(dist.ProcessGroup):
     Attributes:
         inner: The same.
         turns: Of what it issues.
+        communicator: Of the ranks, for CPU tensors: what fails is told to all of them, and heard of by those who wait
+            for the inner group; None: torch says what it sees.
     """
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
@@ -77,6 +92,7 @@ class DelegatingGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
         self.turns = InnerTurns(inner)
+        self.communicator: Communicator | None = None
         self._outstanding: deque[dist.Work] = deque()
 
     def issued(self, work: dist.Work) -> dist.Work:

@@ -36,6 +36,7 @@ from gradwire.comms.bootstrap.compat import (
 from gradwire.comms.config import PLANNING, Config
 from gradwire.comms.plan.collectives import BROADCAST
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
+from gradwire.comms.transport.torch_group import GlooSockets
 
 _retired: list[object] = []
 """Backends of groups that were shut down, kept until the next group is made or the process ends.
@@ -114,7 +115,11 @@ class GradwireGroup(DelegatingGroup):
         if options.group_size > 1:
             self._planned = PlannedAllReduce(options, self.config, self.inner)
             options = replace(options, store=self._planned.store)
-        self._backends = register_backends([self, self.inner], options)
+        self._sockets = sockets = GlooSockets()
+        self._backends = sockets.opened_by(lambda: register_backends([self, self.inner], options))
+        if self._planned:
+            self.communicator = self._planned.on_cpu
+            self.communicator.executor.failures.wake = sockets.shut_down
         if self._planned and len(self._planned.cluster.nodes) == 1:
             store = PrefixStore("gradwire/node", options.store)
             self._node = NodeCollectives(self._planned.on_cpu, store, f"gradwire {options.group_id}")
@@ -286,6 +291,7 @@ class GradwireGroup(DelegatingGroup):
         for part in (self._planned, self._node):
             if part:
                 part.abort(reason)
+        self._sockets.shut_down()
         self.inner.abort()
 
     def shutdown(self) -> None:

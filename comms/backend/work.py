@@ -90,22 +90,18 @@ class FutureWork(dist.Work):
         return done.wait(timeout.total_seconds())
 
 
-class PackedWork(dist.Work):
-    """The work of a collective of torch's own that was given copies; the results are there once it is seen to be done.
-
-    Not every work of gloo has a future (reduce_scatter's has none), so the first caller copies the results back.
+class WatchedWork(dist.Work):
+    """The work of a collective of torch's own on a CPU, which hears of no failure but of its own connections.
 
     Args:
         work: What torch's group returned.
-        finish: Copies the results back and returns the tensors that were written; called once.
+        carry_out: Waits for it, as long as the group's own time-out allows; see `Communicator.carry_out`.
     """
 
-    def __init__(self, work: dist.Work, finish: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, work: dist.Work, carry_out: Callable[[], object]) -> None:
         super().__init__()
         self._work = work
-        self._finish = finish
-        self._lock = threading.Lock()
-        self._outputs: list[Tensor] | None = None
+        self._carry_out = carry_out
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the results are there.
@@ -114,10 +110,12 @@ class PackedWork(dist.Work):
             timeout: None or zero waits as long as the group's own time-out allows.
 
         Raises:
-            RuntimeError: The collective failed, or is not done within `timeout`.
+            RuntimeError: The collective failed, another rank has given up, or it is not done within `timeout`.
         """
-        self._work.wait(timeout or timedelta(0))
-        self.result()
+        if timeout is not None and timeout > timedelta(0):
+            self._work.wait(timeout)
+        else:
+            self._carry_out()
         return True
 
     def get_future(self) -> FutureTensors:
@@ -126,14 +124,11 @@ class PackedWork(dist.Work):
         Raises:
             RuntimeError: Torch's work has none.
         """
-        return self._work.get_future().then(self._after)
+        return self._work.get_future()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return (or raise) at once; if so, the results are there."""
-        done: bool = self._work.is_completed()
-        if done:
-            self.result()
-        return done
+        """Whether `wait` would return (or raise) at once."""
+        return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
         """Whether it is done and did not fail."""
@@ -145,11 +140,8 @@ class PackedWork(dist.Work):
         return error
 
     def result(self) -> list[Tensor]:
-        """The output tensors of a collective that is done."""
-        with self._lock:
-            if self._outputs is None:
-                self._outputs = self._finish()
-            return self._outputs
+        """The tensors that were written."""
+        return self._work.result()
 
     def synchronize(self) -> None:
         """The same as `wait`: the tensors are on the CPU."""
@@ -159,7 +151,52 @@ class PackedWork(dist.Work):
         """See `synchronize`."""
         self.wait()
 
-    def _after(self, done: torch.futures.Future[object]) -> list[Tensor]:
+    def _source_rank(self) -> int:
+        """Whose message has come, where that was left open."""
+        return self._work._source_rank()
+
+
+class PackedWork(WatchedWork):
+    """The work of a collective that was given copies; the results are there once it is seen to be done.
+
+    Not every work of gloo has a future (reduce_scatter's has none), so the first caller copies the results back.
+
+    Args:
+        work: The collective's.
+        finish: Copies the results back and returns the tensors that were written; called once.
+    """
+
+    def __init__(self, work: dist.Work, finish: Callable[[], list[Tensor]]) -> None:
+        super().__init__(work, work.wait)
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._outputs: list[Tensor] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See `WatchedWork.wait`."""
+        super().wait(timeout)
+        self.result()
+        return True
+
+    def get_future(self) -> FutureTensors:
+        """See `WatchedWork.get_future`."""
+        return super().get_future().then(self._after)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return (or raise) at once; if so, the results are there."""
+        done = super().is_completed()
+        if done:
+            self.result()
+        return done
+
+    def result(self) -> list[Tensor]:
+        """The output tensors of a collective that is done."""
+        with self._lock:
+            if self._outputs is None:
+                self._outputs = self._finish()
+            return self._outputs
+
+    def _after(self, done: FutureTensors) -> list[Tensor]:
         done.value()
         return self.result()
 

@@ -175,6 +175,7 @@ class FirstFailure:
     Attributes:
         error: The diagnosis; None while nothing has failed.
         tell: Called with it, once: for ranks that wait for this one elsewhere.
+        wake: Called before the others are asked, who may wait for this rank in what is in none of the groups.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class FirstFailure:
     ) -> None:
         self.error: CollectiveError | None = None
         self.tell: Callable[[CollectiveError], object] = lambda error: None
+        self.wake: Callable[[], object] = lambda: None
         self._groups = groups
         self._board = board
         self._rank = rank
@@ -229,6 +231,7 @@ class FirstFailure:
         try:
             launches, waiting = self._device_state()
             self._groups.abort(f"rank {self._board.rank} gave up in {where}: {error}")
+            self.wake()
             return self._board.diagnose(error, where, members, launches=launches, waiting=waiting)
         except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
             return CollectiveError(

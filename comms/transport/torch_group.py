@@ -275,11 +275,9 @@ class GlooTransport(TorchTransport):
         timeout: timedelta = timedelta(minutes=30),
         rail: "Rail | None" = None,
     ) -> None:
-        self._connections: list[Connection] = []
-        self._listening: list[Connection] = []
-        leave_to_parent(self)
+        self._sockets = GlooSockets()
         self._connect = connect
-        super().__init__(self._connected("first"), rank, size, alarm)
+        super().__init__(self._sockets.opened_by(lambda: connect("first")), rank, size, alarm)
         self._downwards: TorchGroup | None = None
         self._choose = self._given = connections
         self._timeout = timeout
@@ -291,25 +289,8 @@ class GlooTransport(TorchTransport):
         """Whether gloo's ring was seen to add in the order of `ring_runs`; alike on all ranks."""
 
     def disconnect(self) -> None:
-        """Ends the connections: what is under way on them fails at once, here and at their other ends. Any thread.
-
-        Gloo itself cannot be told to give up (`abort` does nothing): a collective waits until its time-out, and so does
-        the destructor of its group, as long as the process at the other end lives. So the sockets are shut down.
-        """
-        for connection in list(self._connections):
-            connection.shut_down()
-
-    def leave_to_parent(self) -> None:
-        """Closes a forked child's copies of gloo's sockets, which would hide the end of the parent from its peers."""
-        for connection in (*self._connections, *self._listening):
-            connection.leave_to_parent()
-
-    def _connected(self, name: str) -> TorchGroup:
-        before, listening = set(connections()), set(listeners())
-        made = self._connect(name)
-        self._connections += [connection for connection in connections() if connection not in before]
-        self._listening += [each for each in listeners() if each not in listening]
-        return made
+        """Ends the connections; see `GlooSockets.shut_down`."""
+        self._sockets.shut_down()
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Transport.all_reduce`. Over long paths two ranks swap all they have, and both add it up.
@@ -440,7 +421,7 @@ class GlooTransport(TorchTransport):
     def connect_both_ways(self) -> TorchGroup:
         """Connects the group of what goes to lower ranks, where no large exchange has done so; every rank calls it."""
         if self._downwards is None:
-            self._downwards = self._connected("downwards")
+            self._downwards = self._sockets.opened_by(lambda: self._connect("downwards"))
         return self._downwards
 
     def _both_ways(
@@ -491,7 +472,7 @@ class GlooTransport(TorchTransport):
             choose, self._choose = self._choose, None
             self._streams = made = self._opened(choose)
             if made is not None:
-                self._connections += [Connection(each, os.fstat(each).st_ino) for each in made.by_descriptor]
+                self._sockets.connections += [Connection(each, os.fstat(each).st_ino) for each in made.by_descriptor]
                 weakref.finalize(self, made.close)
                 if self.size > 2 and knows_gloo_sums():
                     self._adds_as_ring = all(each for (each,) in self._told(struct.pack("?", sums_as_rings(self)), "?"))
@@ -555,7 +536,7 @@ class GlooTransport(TorchTransport):
     def _farthest(self) -> tuple[tuple[int, str] | None, float]:
         """This rank's family and address on gloo's interface, and the longest of the round trips to the others."""
         own, trip = None, 0.0
-        for connection in self._connections:
+        for connection in self._sockets.connections:
             with suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as copy:
                 own = own or (int(copy.family), str(copy.getsockname()[0]))
                 trip = max(trip, TcpInfo.of(copy).trip_seconds)
@@ -675,6 +656,41 @@ class Connection:
             return
         with socket.socket(fileno=copy) as connection, suppress(OSError):  # its other end has been faster
             connection.shutdown(socket.SHUT_RDWR)
+
+
+class GlooSockets:
+    """The sockets of groups of gloo's.
+
+    Attributes:
+        connections: That they have.
+    """
+
+    def __init__(self) -> None:
+        self.connections: list[Connection] = []
+        self._listening: list[Connection] = []
+        leave_to_parent(self)
+
+    def opened_by(self, make: Callable[[], Result]) -> Result:
+        """Takes in what is opened while a group is made, and returns that."""
+        before, listening = set(connections()), set(listeners())
+        made = make()
+        self.connections += [connection for connection in connections() if connection not in before]
+        self._listening += [each for each in listeners() if each not in listening]
+        return made
+
+    def shut_down(self) -> None:
+        """Ends the connections: what is under way on them fails at once, here and at their other ends. Any thread.
+
+        Gloo itself cannot be told to give up (`abort` does nothing): a collective waits until its time-out, and so does
+        the destructor of its group, as long as the process at the other end lives. So the sockets are shut down.
+        """
+        for connection in list(self.connections):
+            connection.shut_down()
+
+    def leave_to_parent(self) -> None:
+        """Closes a forked child's copies of gloo's sockets, which would hide the end of the parent from its peers."""
+        for connection in (*self.connections, *self._listening):
+            connection.leave_to_parent()
 
 
 def connections() -> Iterator[Connection]:

@@ -262,16 +262,16 @@ def test_ranks_with_different_options_do_not_meet(processes: Processes) -> None:
         assert "`chunks` is" in message
 
 
-def dies(rank: int) -> tuple[str, str]:
+def dies(rank: int, op: dist.ReduceOp.RedOpType) -> tuple[str, str]:
     start(rank)
     tensor = torch.ones(LARGE)
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, op)
     if rank == 3:
         import os
         import signal
 
         os.kill(os.getpid(), signal.SIGKILL)
-    work = dist.all_reduce(tensor, async_op=True)
+    work = dist.all_reduce(tensor, op, async_op=True)
     assert work is not None
     try:
         work.wait()
@@ -285,11 +285,15 @@ def dies(rank: int) -> tuple[str, str]:
     return "", ""
 
 
-@every_cluster
-def test_a_killed_rank_is_named_by_the_survivors(processes: Processes, nodes: list[str]) -> None:
-    results = processes(4, dies, nodes=nodes, lost=[3], seconds=60.0)
+@pytest.mark.parametrize(
+    ("nodes", "op"), [("aaaa", dist.ReduceOp.SUM), ("aabb", dist.ReduceOp.SUM), ("aabb", dist.ReduceOp.MAX)]
+)
+def test_a_killed_rank_is_named_by_the_survivors(processes: Processes, nodes: str, op: dist.ReduceOp.RedOpType) -> None:
+    """Law: also where the inner gloo makes the reduction, whose work keeps gloo's words besides."""
+    results = processes(4, dies, op, nodes=nodes, lost=[3], seconds=60.0)
     for waited, reported in results[:3]:
-        for text in (waited, reported):  # on a busy machine a survivor that speaks late is named as well
+        texts = (waited, reported) if op == dist.ReduceOp.SUM else (waited,)
+        for text in texts:  # on a busy machine a survivor that speaks late is named as well
             assert re.search(r"rank 3 of 4 is missing|ranks ([0-2], )+3 of 4 are missing", text), text
 
 
@@ -315,6 +319,32 @@ def test_who_waits_for_a_first_connection_hears_that_a_rank_has_given_up(
 ) -> None:
     """Law: before the time-out, as in every other wait; the rank's process lives on, and is not missing."""
     for text in processes(3, gives_up, broadcasts, nodes=nodes, seconds=50.0)[1:]:
+        assert "rank 0 has aborted the process group" in text and "missing" not in text, text
+
+
+def gives_up_while_gloo_waits(rank: int, receives: bool) -> str:
+    """Rank 0 aborts the group while the others wait in what torch's gloo does; returns what they hear."""
+    start(rank)
+    store, tensor = _get_default_store(), torch.ones(3)
+    if rank == 0:
+        store.wait([f"issued/{other}" for other in (1, 2, 3)], timedelta(seconds=60))
+        assert isinstance(dist.group.WORLD, GradwireGroup)
+        dist.group.WORLD.abort()
+        store.wait([f"leaves/{other}" for other in (1, 2, 3)], timedelta(seconds=60))  # it serves the store
+        return ""
+    work = dist.irecv(tensor, rank - 1) if receives else dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
+    assert work is not None
+    store.set(f"issued/{rank}", "")
+    with pytest.raises(RuntimeError) as caught:
+        work.wait()
+    store.set(f"leaves/{rank}", "")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("receives", [False, True])
+def test_who_waits_in_torchs_gloo_hears_that_a_rank_has_given_up(processes: Processes, receives: bool) -> None:
+    """Law: also who exchanges nothing with that rank: gloo's collectives end at the time-out alone."""
+    for text in processes(4, gives_up_while_gloo_waits, receives, nodes="aabb", seconds=50.0)[1:]:
         assert "rank 0 has aborted the process group" in text and "missing" not in text, text
 
 
