@@ -193,7 +193,7 @@ class AveragingSession:
             own = self._oversight.polling(ranks.plain_store)
         else:
             own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
-        return Agreement(own, ranks.rank, ranks.size, name, timeout, ended=ranks.ended)
+        return Agreement(own, ranks.rank, ranks.size, name, timeout, ended=ranks.awaited().among)
 
     @property
     def last_sizes(self) -> Sequence[int]:

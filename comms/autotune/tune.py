@@ -313,7 +313,7 @@ class Tuning(StepListener):
             communicator.size,
             f"tune/{name}",
             config.timeout,
-            ended=communicator.ended,
+            ended=communicator.awaited().among,
         )
         plans = PLANS if config.plan == "auto" else ()
         self.tuner = Tuner(
@@ -327,9 +327,15 @@ class Tuning(StepListener):
             found=self._found,
         )
         self._applied = incumbent
+        self._over = False
 
     def step_ended(self, step: EndedStep) -> None:
-        """Takes in the step that has just ended and applies the setting of the next; every rank, after every step."""
+        """Takes in the step that has just ended and applies the setting of the next; every rank, after every step.
+
+        In elastic training it is over where a rank does not come to a decision: those that go on tune nothing.
+        """
+        if self._over:
+            return
         times = [bucket.times for bucket in step.buckets]
         arrived = [each.arrived for each in times if each.arrived is not None]
         now = self._clock.now()
@@ -339,7 +345,14 @@ class Tuning(StepListener):
             return
         before, ended, sizes, marks = self._unread.popleft()
         arrivals = tuple(self._clock.between(marks[0], each) for each in marks)
-        setting = self.tuner.step_ended(StepSeen(self._clock.between(before, ended), sizes, arrivals))
+        try:
+            setting = self.tuner.step_ended(StepSeen(self._clock.between(before, ended), sizes, arrivals))
+        except ValueError as refused:  # on all ranks alike, which go on by the same setting
+            if not self._communicator.config.elastic:
+                raise
+            self._over = True
+            log.warning("the tuning of cuts ends, and what is in use stays: %s", refused)
+            return
         if setting != self._applied:
             self._communicator.routes.choose(setting.plan, setting.chunks, "Chosen by the tuner.")
             self._communicator.connect(max(sizes))

@@ -330,6 +330,16 @@ class Awaited:
             return []
         return sorted(self.members.index(rank) for rank in self._ended(self._others))
 
+    def among(self, ranks: Sequence[int]) -> list[int]:
+        """Those of some ranks that are known to have ended, asked for now: for an `Agreement`, which waits for few.
+
+        Raises:
+            PeerError: Another rank has given up.
+        """
+        if (reason := self.alarm(at_once=True)) is not None:
+            raise PeerError(reason)
+        return [] if self._ended is None else self._ended(ranks)
+
     def alarm(self, *, at_once: bool = False) -> str | None:
         """Why another rank has given up; None where none has, and between two looks.
 

@@ -21,10 +21,10 @@ from gradwire.comms.bootstrap.compat import (
     store_of,
     timeout_of,
 )
+from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import AUTO, ELASTIC, FUSION, MEASURING, SUMMING, Config
-from gradwire.comms.errors import PeerError
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
 from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LoadedRows
@@ -229,21 +229,17 @@ class ShardLinks:
     def _loaded(
         self, kind: str, ranks: Sequence[int], communicator: Communicator | None, like: Sequence[int] | None
     ) -> LoadedRows:
+        index = ranks.index(dist.get_rank())
         doors = None if communicator is None else communicator.ended
-
-        def ended(asked: Sequence[int]) -> list[int]:
-            if (reason := self._board.alarm()) is not None:
-                raise PeerError(reason)
-            return [] if doors is None else doors(asked)
-
+        awaited = Awaited(range(len(ranks)), index, doors, self._board.alarm)
         consensus = Agreement(
             PrefixStore(f"loaded/{kind}/{'-'.join(map(str, ranks))}", self._board.plain_store),
-            ranks.index(dist.get_rank()),
+            index,
             len(ranks),
             "load_state_dict()",
             self._config.timeout,
             "come to their first step, and load a state before the same one, or none",
-            ended,
+            awaited.among,
             ranks,
         )
         return LoadedRows(lambda rows: LoadedAlike(communicator, rows, consensus, like))

@@ -7,8 +7,10 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.comms.bootstrap import liveness
+from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.communicator import Communicator
@@ -126,6 +129,37 @@ def test_a_lost_node_leaves_nothing_behind(processes: Processes, tmp_path: Path)
         assert each["steps"] == STEPS
         assert each["changes"][-1][1] == 2
         assert all(count <= 0 for count in each["grown"].values()), each["grown"]
+
+
+def decides(rank: int) -> tuple[int, bytes]:
+    """Trains while a rank is lost that the others wait for in a decision about cuts; ranks left, and the weights."""
+    dist.init_process_group("gloo")
+    inner = Agreement.decide
+
+    def decide(voice: Agreement, value: object, rule: Callable[[list[object]], object]) -> object:
+        if rank == 3 and voice._name.startswith("tune"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(voice, value, rule)
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 64)), bucket_cap_mb=0.01)
+    with patch.object(Agreement, "decide", decide):
+        state = gradwire.HookState(model, elastic=True, fusion="auto")
+        model.register_comm_hook(state, gradwire.comm_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        while state.steps < STEPS or state.view.size == 4:
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+    size = state.view.size
+    state.close()
+    return size, b"".join(value.detach().numpy().tobytes() for value in model.parameters())
+
+
+def test_a_rank_that_is_lost_in_a_decision_about_cuts_ends_no_job(processes: Processes) -> None:
+    """Law: those that are left go on with the cuts that all of them have."""
+    first, *others = processes(4, decides, nodes=NODES, lost=[3], agent=True)[:3]
+    assert first[0] == 3 and all(other == first for other in others)
 
 
 def runs(pid: int) -> bool:
