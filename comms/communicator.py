@@ -16,7 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.bootstrap.addresses import own_addresses
-from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, is_known, nccl_backend_of, timeout_of
+from gradwire.comms.bootstrap.compat import (
+    BackendWork,
+    PrefixStore,
+    Store,
+    is_known,
+    nccl_backend_of,
+    store_of,
+    timeout_of,
+)
 from gradwire.comms.bootstrap.door import Awaited, Directory, Door, Ended, Place
 from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
@@ -501,11 +509,42 @@ def _directory(presences: Presences, cluster: Cluster, rank: int, door: Door) ->
     return Directory(presences.start, rank, doors, node, door)
 
 
-def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | None) -> Ended | None:
-    """Says which ranks of a group have ended, where they have met already: in it, or all ranks in the default one."""
+_met: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
+
+
+def meet(group: dist.ProcessGroup, config: Config) -> Communicator:
+    """Has all ranks of a group say where each can be called from then on, as long as torch has the group.
+
+    Whoever makes a communicator of them later waits for none that has ended; of the default group, also of some ranks.
+
+    Args:
+        group: Of torch's; all its ranks call it.
+        config: Gives the time-out and this host's name.
+
+    Returns:
+        What connects nothing before it is asked for; not to be closed.
+
+    Raises:
+        RuntimeError: A rank did not come within the time-out.
+    """
+    if group not in _met:
+        own, cpu = Config(timeout=config.timeout, hostname=config.hostname), torch.device("cpu")
+        _met[group] = Communicator(store_of(group), group.rank(), group.size(), cpu, own, name="all")
+    return _met[group]
+
+
+def _ended_of(group: dist.ProcessGroup | None) -> Ended | None:
+    """Says which ranks of a group have ended, where they have met; the backend's own group knows."""
     if (ended := getattr(group, "ended", None)) is not None:
         return cast(Ended, ended)
-    if not dist.is_initialized() or (ended := getattr(dist.group.WORLD, "ended", None)) is None:
+    return _met[group].ended if group is not None and group in _met else None
+
+
+def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | None) -> Ended | None:
+    """Says which ranks of a group have ended, where they have met already: in it, or all ranks in the default one."""
+    if (ended := _ended_of(group)) is not None:
+        return ended
+    if not dist.is_initialized() or (ended := _ended_of(dist.group.WORLD)) is None:
         return None
     if global_ranks is None:
         global_ranks = dist.get_process_group_ranks(group) if group is not None and is_known(group) else ()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.door import Ended
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.elastic.survive import Survivor
@@ -33,7 +34,7 @@ TELL_SECONDS = 0.2
 that is waited for."""
 
 
-def agreement_of(store: Store, rank: int, size: int, timeout: timedelta) -> Agreement:
+def agreement_of(store: Store, rank: int, size: int, timeout: timedelta, ended: Ended | None = None) -> Agreement:
     """What ranks tell each other about exchanges: few words, in rounds that all of them take part in.
 
     Args:
@@ -41,8 +42,9 @@ def agreement_of(store: Store, rank: int, size: int, timeout: timedelta) -> Agre
         rank: This one.
         size: How many there are.
         timeout: For the last rank to speak.
+        ended: As of an `Agreement`.
     """
-    return Agreement(store, rank, size, "Outer", timeout, "make Outer, load its state and synchronize it")
+    return Agreement(store, rank, size, "Outer", timeout, "make Outer, load its state and synchronize it", ended)
 
 
 @dataclass(slots=True)
@@ -134,7 +136,11 @@ class FragmentAveraging:
         self.communicator = communicator
         self.compression = compression
         self.agreement = agreement or agreement_of(
-            communicator.plain_store, communicator.rank, communicator.size, communicator.config.timeout
+            communicator.plain_store,
+            communicator.rank,
+            communicator.size,
+            communicator.config.timeout,
+            communicator.awaited().among,
         )
         self.alone = alone or communicator.size == 1
         self.words = Words(communicator)

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from gradwire.comms.attach import attach, look_inside
 from gradwire.comms.bootstrap.agree import Agreement
-from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, timeout_of
 from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.checkpoint import JOB, OUTER, Checkpoint, normalize, refuse_other_owner, unpack
-from gradwire.comms.communicator import Communicator, Oversight
+from gradwire.comms.communicator import Communicator, Oversight, meet
 from gradwire.comms.config import (
     AUTO,
     COMPRESSION,
@@ -293,8 +293,9 @@ class Outer(Face[AveragingSession]):
         world = dist.group.WORLD
         config = config.with_timeout_of(timeout_of(world, local_of(trained[0][1]).device))
         super().__init__(replace(config, plan="hierarchical") if config.plan == "auto" else config)
-        store = PrefixStore(f"gradwire/{SessionRanks.name_in(world, COUNCIL)}", store_of(world))
-        agreement = agreement_of(store, world.rank(), world.size(), config.timeout)
+        ranks = meet(world, config)
+        store = PrefixStore(SessionRanks.name_in(world, COUNCIL), ranks.plain_store)
+        agreement = agreement_of(store, ranks.rank, ranks.size, config.timeout, ranks.awaited().among)
         facts = facts_of(self.settings, inside, model, trained) | {name: repr(value) for name, value in said.items()}
         agreement.compare(
             facts,

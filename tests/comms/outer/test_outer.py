@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -324,7 +326,7 @@ def lose(rank: int, compressor: str, options: dict[str, Any]) -> dict[str, Any]:
     report = outer.report()
     gc.collect()
     epochs = [each for each in gc.get_objects() if isinstance(each, Communicator)]
-    assert len(epochs) == 1, epochs  # those that are over are let go of
+    assert len(epochs) == 2, epochs  # beside all that began; those that are over are let go of
     result = {"flat": flat(model), "mean": model[1].running_mean, "units": units, "exchanges": report.exchanges}  # type: ignore[index]
     outer.close()
     return result
@@ -390,6 +392,30 @@ def test_who_has_ended_is_not_waited_for_in_the_end(processes: Processes) -> Non
     """Law: it is named within seconds; torch's time-out is half an hour."""
     found = processes(4, dies_before_the_end, nodes=NODES, lost=[2], agent=True)
     assert all("rank 2 of 4 is missing" in text for rank, text in enumerate(found) if rank != 2), found
+
+
+def dies_in_the_constructor(rank: int, before: str) -> str:
+    """Rank 2 is killed where the others make Outer; what those are told that wait for it."""
+    dist.init_process_group("gloo")
+    model, place = build(), f"gradwire.comms.outer.outer.{before}"
+    with patch(place, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)) if rank == 2 else nullcontext():
+        try:
+            gradwire.Outer(model, optimizer_of(model), every=2, fragments=1, delay=0)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("before", "waiting", "named"),
+    [("_peers", (0, 1, 3), 2), ("_copy_from_rank_0", (0, 1, 3), 2), ("attach", (3,), 0)],  # the last in its unit
+)
+def test_who_has_ended_is_not_waited_for_where_others_make_outer(
+    processes: Processes, before: str, waiting: Sequence[int], named: int
+) -> None:
+    """Law: it is named within seconds; torch's time-out is half an hour."""
+    found = processes(4, dies_in_the_constructor, before, nodes=NODES, lost=[2], agent=True)
+    assert all(f"rank {named} has ended" in found[rank] for rank in waiting), found
 
 
 def test_units_train_and_exchange(processes: Processes) -> None:
