@@ -203,7 +203,7 @@ class Communicator:
     def awaited(self) -> Awaited:
         """What looks whether other ranks have ended, or given up, while all do what an executor hears nothing of."""
         found = self._groups.awaited(range(self.size))
-        found.tell = self._board.warn
+        found.tell = self._board.warn_each
         return found
 
     @property

@@ -105,6 +105,10 @@ class Board(ABC):
         """Raises the alarm, and waits for nobody: the other ranks give up with this reason."""
         self.losses.take(Loss(reason, FAILED))
 
+    def warn_each(self, reason: str) -> None:
+        """As `warn`, so that they hear it, too, where what the alarm is raised through ends with this rank."""
+        self.warn(reason)
+
     @abstractmethod
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
@@ -215,6 +219,15 @@ class FailureBoard(Board):
             log.debug("the store was gone before rank %d could say that it lives: %s", self.rank, error)
         super().warn(reason)
 
+    def warn_each(self, reason: str) -> None:
+        """See `Board.warn_each`: this rank may serve the store, so it calls some ranks at their doors besides."""
+        try:
+            directory = self._doors_of(range(self._size), range(self._size))
+        except StoreUnreachableError:
+            directory = self._directory
+        self.warn(reason)
+        directory.tell(directory.choice(()), Loss(reason, FAILED))
+
     @property
     def plain_store(self) -> Store:
         """What else the ranks tell each other goes through, below a prefix of its own."""
@@ -238,10 +251,15 @@ class FailureBoard(Board):
         everybody = range(self._size)
 
         def ended(ranks: Sequence[int]) -> list[int]:
-            return self._doors_of(ranks, everybody).ended(ranks)
+            try:
+                return self._doors_of(ranks, everybody).ended(ranks)
+            except StoreUnreachableError:
+                if self.alarm() is None:
+                    raise
+                return []  # who served the store has told why, and ended
 
         found = Awaited(everybody, self.rank, ended, self.alarm)
-        found.tell = self.warn
+        found.tell = self.warn_each
         return found
 
     def publish(self, start: str) -> None:
