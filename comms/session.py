@@ -145,6 +145,8 @@ class AveragingSession:
         self.group = ranks.group
         self._config = config
         self._oversight = ranks.oversight
+        self._called = None if ranks.board is None or ranks.group is None else dist.get_process_group_ranks(ranks.group)
+        """What the ranks are called in messages: by the numbers of all ranks that the board is for."""
         self._sizes: Sequence[int] = ()
         self.compression: Compression | None = previous.compression if previous else _compression(config, numels, ranks)
         self.communicator = Communicator(
@@ -193,7 +195,7 @@ class AveragingSession:
             own = self._oversight.polling(ranks.plain_store)
         else:
             own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
-        return Agreement(own, ranks.rank, ranks.size, name, timeout, ended=ranks.awaited().among)
+        return Agreement(own, ranks.rank, ranks.size, name, timeout, ended=ranks.awaited().among, names=self._called)
 
     @property
     def last_sizes(self) -> Sequence[int]:

@@ -584,3 +584,23 @@ def of_crossing_groups(rank: int) -> None:
 
 def test_groups_with_one_first_rank_are_not_mixed_up(processes: Processes) -> None:
     processes(4, of_crossing_groups, nodes="aabb")
+
+
+def of_another_replica(rank: int) -> str:
+    """The second replica loads an older state, of a compressor between replicas; what all ranks are told."""
+    with job() as grid:
+        model, state = applied(grid, compressor="int4")
+        saved = []
+        for step in range(2):
+            plain_step(model, step)
+            saved.append(state.state_dict())
+        again, other = applied(grid, compressor="int4")
+        other.load_state_dict(saved[0 if rank > 1 else 1])
+        with pytest.raises(ValueError) as caught:
+            plain_step(again, 9)
+    return str(caught.value)
+
+
+def test_a_replica_that_loads_another_state_is_named_by_its_number_in_the_job(processes: Processes) -> None:
+    for rank, text in enumerate(processes(4, of_another_replica, nodes="aabb")):
+        assert f"is 1 on rank {rank % 2 + 2} and 2 on rank {rank % 2};" in text, text
