@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from gradwire.comms.checkpoint import Checkpoint
     from gradwire.comms.compression import Compression
     from gradwire.comms.loss_scale import LossScale, LossScaler
+    from gradwire.comms.step.loaded import Loaded
     from gradwire.compressors.optim.first_step import Check, HasParameters
 
 _numbers: "dict[tuple[str, str], count[int]]" = {}
@@ -182,10 +183,18 @@ class AveragingSession:
             self.observer.follow(previous.observer)
         weakref.finalize(self, self.observer.close)
 
-    def compare_loaded(self, *, changed: bool = False) -> None:
-        """Has the ranks compare, as steps begin, what they have loaded; where they have changed, from now on."""
-        if self.compression is not None:
-            compare_loaded(self.listeners, self.communicator, self.compression, self._consensus, changed=changed)
+    def compare_loaded(self, *, changed: bool = False, beside: "Loaded | None" = None, kept: str = "") -> None:
+        """Has the ranks compare, as steps begin, what they have loaded; where they have changed, from now on.
+
+        Args:
+            changed: They have.
+            beside: What is loaded into where they have no compressor; None: nothing is.
+            kept: See `features.compare_loaded`.
+        """
+        source = beside if self.compression is None else self.compression
+        if source is not None:
+            ranks, consensus = self.communicator, self._consensus
+            compare_loaded(self.listeners, ranks, source, consensus, changed=changed, kept=kept)
 
     def _consensus(self, name: str, timeout: timedelta) -> "Agreement":
         from gradwire.comms.bootstrap.agree import Agreement  # here: fixed plans need no decisions

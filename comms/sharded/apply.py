@@ -27,8 +27,8 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import AUTO, ELASTIC, FUSION, MEASURING, SUMMING, Config
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
-from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LoadedRows
-from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
+from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LeftOut, LoadedRows
+from gradwire.comms.sharded.collectives import CARRIED, SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import find_nodes
 from gradwire.comms.sharded.overlap import Overlap
@@ -148,6 +148,13 @@ def apply(
     totals, carried = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
     overlap = Overlap(units) if device.type == "cpu" else None
+    rows = [rows for link in links.made.values() for rows in link.loaded.values()]
+    if shards == CARRIED and state._connection is not None and state._connection.compression is None:
+        rows.append(LoadedRows())  # between replicas, where no compressor's state is compared
+        for key, each in carried.items():
+            if isinstance(each, LeftOut):
+                rows[-1].add(key, each)
+        state._connection.compare_loaded(beside=rows[-1], kept=links.nodes)
     state._take_shards(
         ShardTraffic(
             tuple(links.communicators),
@@ -158,7 +165,7 @@ def apply(
             torchs,
             links.nodes if carried else "",
             carried,
-            tuple(rows for link in links.made.values() for rows in link.loaded.values()),
+            tuple(rows),
         )
     )
     return state

@@ -187,16 +187,16 @@ class LoadedRows:
     not have, or whole rows where they wait for differences. What was left out at another moment is of other weights.
 
     Args:
-        alike: Makes what has the ranks compare.
+        alike: Makes what has the ranks compare; None: others do.
 
     Attributes:
         loaded: What they must have alike; see `Compression.loaded`.
     """
 
-    def __init__(self, alike: Callable[[Loaded], LoadedAlike]) -> None:
+    def __init__(self, alike: Callable[[Loaded], LoadedAlike] | None = None) -> None:
         self.loaded: Mapping[str, str] = {"state": "not loaded"}
         self._rows: dict[str, LeftOut | SentRows] = {}
-        self._alike = alike(self)
+        self._alike = None if alike is None else alike(self)
 
     def add(self, unit: str, rows: LeftOut | SentRows) -> None:
         """Takes in the rows of a unit; what they are saved under ends with `unit`."""
@@ -208,4 +208,5 @@ class LoadedRows:
 
     def compare(self) -> None:
         """Has the ranks compare; see `LoadedAlike.compare`."""
-        self._alike.compare()
+        if self._alike is not None:
+            self._alike.compare()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gradwire.comms.bootstrap.agree import Agreement
     from gradwire.comms.compression import Compression
     from gradwire.comms.fusion import Fusion
+    from gradwire.comms.step.loaded import Loaded
     from gradwire.comms.step.samples import SampleWeights
 
 MakesAgreement = Callable[[str, timedelta], "Agreement"]
@@ -58,27 +59,31 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
 def compare_loaded(
     listeners: Listeners,
     communicator: Communicator,
-    compression: "Compression",
+    source: "Loaded",
     consensus: MakesAgreement,
     *,
     changed: bool = False,
+    kept: str = "",
 ) -> None:
     """Has the ranks compare what they have loaded.
 
     Args:
         listeners: Of the communicator.
         communicator: Of the ranks.
-        compression: What is loaded into.
+        source: What is loaded into.
         consensus: Makes what they decide by.
         changed: Other ranks were there before: those that join have loaded nothing, so only what is loaded from now on
             is compared.
+        kept: What this rank keeps, in a word: ranks are compared with those alone that keep the same.
     """
     if communicator.size > 1:
         from gradwire.comms.step.loaded import LoadedAlike
 
         different = consensus("load_state_dict()", communicator.config.timeout)
-        compared = compression.loaded if changed else None
-        listeners.add(order.LOADED, LoadedAlike(communicator, compression, different, compared=compared))
+        said = different.gather(kept) if kept else []
+        like = [said.index(each) for each in said] or None
+        compared = source.loaded if changed else None
+        listeners.add(order.LOADED, LoadedAlike(communicator, source, different, like, compared))
 
 
 def choose_compressors(

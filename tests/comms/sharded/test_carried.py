@@ -586,21 +586,31 @@ def test_groups_with_one_first_rank_are_not_mixed_up(processes: Processes) -> No
     processes(4, of_crossing_groups, nodes="aabb")
 
 
-def of_another_replica(rank: int) -> str:
-    """The second replica loads an older state, of a compressor between replicas; what all ranks are told."""
+def of_another_replica(rank: int, hosts: str, options: dict[str, Any]) -> str:
+    """The second replica loads an older state; what all ranks are told."""
     with job() as grid:
-        model, state = applied(grid, compressor="int4")
+        model, state = applied(grid, hostname=hosts[rank], **options)
         saved = []
         for step in range(2):
             plain_step(model, step)
             saved.append(state.state_dict())
-        again, other = applied(grid, compressor="int4")
+        again, other = applied(grid, hostname=hosts[rank], **options)
         other.load_state_dict(saved[0 if rank > 1 else 1])
-        with pytest.raises(ValueError) as caught:
+        try:
             plain_step(again, 9)
-    return str(caught.value)
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
-def test_a_replica_that_loads_another_state_is_named_by_its_number_in_the_job(processes: Processes) -> None:
-    for rank, text in enumerate(processes(4, of_another_replica, nodes="aabb")):
+@pytest.mark.parametrize("options", [{"compressor": "int4"}, {"shards": CARRIED}])
+def test_a_replica_that_loads_another_state_is_named_by_its_number_in_the_job(
+    processes: Processes, options: dict[str, Any]
+) -> None:
+    for rank, text in enumerate(processes(4, of_another_replica, "abcd", options)):
         assert f"is 1 on rank {rank % 2 + 2} and 2 on rank {rank % 2};" in text, text
+
+
+def test_replicas_that_keep_other_things_load_what_they_have(processes: Processes) -> None:
+    """One lies on a node, and leaves nothing out."""
+    assert processes(4, of_another_replica, "abcc", {"shards": CARRIED}) == [""] * 4
