@@ -648,16 +648,18 @@ DEFAULT_SHARDED_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 def sharded_units(model: torch.nn.Module) -> list[ShardedUnit]:
     """What FSDP2 has made of a model, in the model's order; empty where `fully_shard` was not called."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
     units: dict[int, ShardedUnit] = {}
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            state: Any = module._get_fsdp_state()
-            for group in state._fsdp_param_groups:
-                units.setdefault(id(group), ShardedUnit(module, group, state))
+    for module in _sharded_modules(model):
+        state = module._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            units.setdefault(id(group), ShardedUnit(module, group, state))
     return list(units.values())
+
+
+def _sharded_modules(model: torch.nn.Module) -> list[Any]:
+    """Those that `fully_shard` was called on; also those whose parameters are all in others: they make no unit."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def root_sharded_modules() -> list[torch.nn.Module]:
@@ -680,14 +682,17 @@ def sharded_roots(model: torch.nn.Module) -> int:
     return sum(sharded_roots(child) for child in model.children())
 
 
-def at_end_of_sharded_backward(units: Sequence[ShardedUnit], callback: Callable[[], None]) -> None:
+def at_end_of_sharded_backward(model: torch.nn.Module, callback: Callable[[], None]) -> None:
     """Has `callback()` run when FSDP2 is through with a backward pass; pipeline schedules call the same end themselves.
 
+    The end is that of the module whose output backward comes to first: mostly the outermost, also without parameters.
+
     Args:
-        units: All of a model.
+        model: All of it.
         callback: Runs behind torch's own end, once.
     """
-    for state in {id(unit._state): unit._state for unit in units}.values():
+    states = [module._get_fsdp_state() for module in _sharded_modules(model)]
+    for state in {id(each): each for each in states}.values():
         ended = state._root_post_backward_final_callback
 
         def end(ended: Callable[[], None] = ended) -> None:

@@ -156,6 +156,7 @@ def apply(
                 rows[-1].add(key, each)
         state._connection.compare_loaded(beside=rows[-1], kept=links.nodes)
     state._take_shards(
+        model,
         ShardTraffic(
             tuple(links.communicators),
             tuple(totals),
@@ -166,7 +167,7 @@ def apply(
             links.nodes if carried else "",
             carried,
             tuple(rows),
-        )
+        ),
     )
     return state
 

@@ -160,7 +160,7 @@ class FsdpState(Face[AveragingSession]):
             self._connect(replicas, units[0].device, board)
             for unit in units:
                 unit.set_hook(lambda flat, unit=unit: self._reduce(unit, flat))  # type: ignore[misc]
-            at_end_of_sharded_backward(units, self._end_backward)
+            at_end_of_sharded_backward(model, self._end_backward)
 
     def _connect(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
         ranks = SessionRanks.of(group, "sharded", board=board.of_group(dist.get_process_group_ranks(group)))
@@ -170,11 +170,11 @@ class FsdpState(Face[AveragingSession]):
         connection.compare_loaded()
         connection.watch_steps()
 
-    def _take_shards(self, shards: "ShardTraffic") -> None:
+    def _take_shards(self, model: nn.Module, shards: "ShardTraffic") -> None:
         """Takes in what goes on between the ranks that share parameters."""
         self._shards = shards
         if shards.overlap is not None:
-            at_end_of_sharded_backward(self._units, self._settle_shards)
+            at_end_of_sharded_backward(model, self._settle_shards)
         if self._compresses_replicas or self._shards.left_out:
             self._check_optimizers(self._names)
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradwire.fsdp
 from gradwire.comms.checkpoint import SHARDS, Checkpoint, pack
+from gradwire.comms.sharded.overlap import Overlap
 from support.processes import Processes
 from support.sharded import (
     Tiny,
@@ -25,6 +26,7 @@ from support.sharded import (
     gradients,
     job,
     local,
+    mesh_of,
     plain_step,
     sharded,
     train,
@@ -105,6 +107,7 @@ def exact_cases(rank: int) -> None:
         tied_weights(mesh)
         activation_checkpointing(mesh)
         two_units_in_one_module(mesh)
+        outermost_without_parameters(mesh)
 
 
 def tied_weights(mesh: DeviceMesh) -> None:
@@ -151,6 +154,36 @@ def two_units_in_one_module(mesh: DeviceMesh) -> None:
     train(ours)
     assert not differs(weights(ours), weights(native))
     assert "6 all-reduces in 3 steps" in str(state.report())
+
+
+class Doubled(Tiny):
+    """Computes behind its last layer."""
+
+    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        """(batch, 16) -> (batch, 33)."""
+        return 2 * super().forward(x, spare)
+
+
+def outermost_without_parameters(mesh: DeviceMesh) -> None:
+    """All are in units inside it, and yet torch ends a backward pass there."""
+
+    def layers_of(on: DeviceMesh) -> Tiny:
+        model = Doubled()
+        for each in (model.inside, *model.blocks, model.spare, model.outside):
+            fully_shard(each, mesh=on)
+        return sharded_whole(model, on)
+
+    one_dimension = mesh_of(1, 4)["shard"]
+    native, ours, torchs, alone = map(layers_of, (mesh, mesh["shard"], one_dimension, one_dimension))
+    state = gradwire.fsdp.apply(ours, replicas=mesh["replicate"])
+    gradwire.fsdp.apply(alone, shards="bf16")
+    for model in native, ours, torchs:
+        train(model, take=with_spare)
+    with patch.object(Overlap, "submit", lambda overlap, work: overlap._jobs.add(work)):  # who waits does it
+        train(alone, take=with_spare)
+    assert not differs(weights(ours), weights(native))
+    assert error_of(weights(alone), weights(torchs)) < 1e-3
+    assert state.steps == 3
 
 
 def test_exact_gives_the_bits_of_native_hsdp(processes: Processes) -> None:
