@@ -664,12 +664,16 @@ def _sharded_modules(model: torch.nn.Module) -> list[Any]:
 
 def root_sharded_modules() -> list[torch.nn.Module]:
     """FSDP2's modules of this process, inside no other one, that have begun a forward pass. Any thread."""
+    return [each for each in _all_sharded_modules() if each._get_fsdp_state()._is_root is True]
+
+
+def _all_sharded_modules() -> list[Any]:
+    """Those of this process that `fully_shard` was called on. Any thread."""
     fsdp, states = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed._composable_state")
     if fsdp is None or states is None:
         return []
     modules = [each() for each in states._module_state_mapping.keyrefs()]
-    found = [each for each in modules if isinstance(each, fsdp.FSDPModule)]
-    return [each for each in found if each._get_fsdp_state()._is_root is True]
+    return [each for each in modules if isinstance(each, fsdp.FSDPModule)]
 
 
 def sharded_roots(model: torch.nn.Module) -> int:
@@ -688,10 +692,11 @@ def at_end_of_sharded_backward(model: torch.nn.Module, callback: Callable[[], No
     The end is that of the module whose output backward comes to first: mostly the outermost, also without parameters.
 
     Args:
-        model: All of it.
+        model: All of it, or a part of what is sharded.
         callback: Runs behind torch's own end, once.
     """
-    states = [module._get_fsdp_state() for module in _sharded_modules(model)]
+    around = [each for each in _all_sharded_modules() if any(inner is model for inner in each.modules())]
+    states = [module._get_fsdp_state() for module in (*_sharded_modules(model), *around)]
     for state in {id(each): each for each in states}.values():
         ended = state._root_post_backward_final_callback
 

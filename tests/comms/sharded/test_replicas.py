@@ -175,10 +175,17 @@ def outermost_without_parameters(mesh: DeviceMesh) -> None:
 
     one_dimension = mesh_of(1, 4)["shard"]
     native, ours, torchs, alone = map(layers_of, (mesh, mesh["shard"], one_dimension, one_dimension))
+    part = layers_of(mesh["shard"])
+    around = nn.Sequential(part, nn.Identity(), nn.Flatten(0))
+    fully_shard(around, mesh=mesh["shard"])
     state = gradwire.fsdp.apply(ours, replicas=mesh["replicate"])
+    gradwire.fsdp.apply(part, replicas=mesh["replicate"])
     gradwire.fsdp.apply(alone, shards="bf16")
     for model in native, ours, torchs:
         train(model, take=with_spare)
+    train(around, take=plain_step)
+    train(native_again := layers_of(mesh), take=plain_step)
+    assert not differs(weights(part), weights(native_again))
     with patch.object(Overlap, "submit", lambda overlap, work: overlap._jobs.add(work)):  # who waits does it
         train(alone, take=with_spare)
     assert not differs(weights(ours), weights(native))
