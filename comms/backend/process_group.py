@@ -116,10 +116,16 @@ class GradwireGroup(DelegatingGroup):
             self._planned = PlannedAllReduce(options, self.config, self.inner)
             options = replace(options, store=self._planned.store)
         self._sockets = sockets = GlooSockets()
-        self._backends = sockets.opened_by(lambda: register_backends([self, self.inner], options))
         if self._planned:
             self.communicator = self._planned.on_cpu
             self.communicator.executor.failures.wake = sockets.shut_down
+        try:
+            self._backends = sockets.opened_by(lambda: register_backends([self, self.inner], options))
+        except RuntimeError as error:
+            if self.communicator is None or self.communicator.awaited().alarm(at_once=True) is None:
+                raise
+            # A rank that was through has given up, and shut its sockets down: gloo's words are of those alone.
+            raise self.communicator.executor.failures.declare("connecting", (), error) from None
         if self._planned and len(self._planned.cluster.nodes) == 1:
             store = PrefixStore("gradwire/node", options.store)
             self._node = NodeCollectives(self._planned.on_cpu, store, f"gradwire {options.group_id}")

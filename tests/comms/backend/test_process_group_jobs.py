@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from gradwire.bench.emulation.launch import held_port
+from gradwire.comms.backend import process_group
 from gradwire.comms.backend.node_collectives import NodeCollectives
 from gradwire.comms.backend.process_group import GradwireGroup
+from gradwire.comms.bootstrap.compat import GroupOptions, Store, register_backends
 from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
@@ -302,10 +305,12 @@ def gives_up(rank: int, broadcasts: bool) -> str:
     start(rank)
     store = _get_default_store()
     if rank == 0:
+        store.wait(["made/1", "made/2"], timedelta(seconds=60))
         assert isinstance(dist.group.WORLD, GradwireGroup)
         dist.group.WORLD.abort()
         store.wait(["leaves/1", "leaves/2"], timedelta(seconds=60))  # it serves the store
         return ""
+    store.set(f"made/{rank}", "")
     tensor = torch.ones(LARGE)
     with pytest.raises(RuntimeError) as caught:
         dist.broadcast(tensor, 0) if broadcasts else dist.all_reduce(tensor)
@@ -320,6 +325,38 @@ def test_who_waits_for_a_first_connection_hears_that_a_rank_has_given_up(
     """Law: before the time-out, as in every other wait; the rank's process lives on, and is not missing."""
     for text in processes(3, gives_up, broadcasts, nodes=nodes, seconds=50.0)[1:]:
         assert "rank 0 has aborted the process group" in text and "missing" not in text, text
+
+
+def gives_up_before_others_are_through(rank: int) -> str:
+    """Rank 0 has made the group and aborts it, so that gloo fails on rank 1 as it connects; returns what that says."""
+    stores: list[Store] = []
+
+    def register(groups: list[dist.ProcessGroup], options: GroupOptions) -> list[object]:
+        made, store = register_backends(groups, options), options.store
+        stores.append(store)
+        if rank == 1:
+            store.wait(["aborted"], timedelta(seconds=60))
+            raise RuntimeError("Connection closed by peer")
+        return made
+
+    with patch.object(process_group, "register_backends", register):
+        if rank == 1:
+            with pytest.raises(RuntimeError) as caught:
+                start(rank)
+            stores[0].set("leaves", "")
+            return str(caught.value)
+        start(rank)
+    assert isinstance(dist.group.WORLD, GradwireGroup)
+    dist.group.WORLD.abort()
+    stores[0].set("aborted", "")
+    stores[0].wait(["leaves"], timedelta(seconds=60))
+    return ""
+
+
+def test_who_still_makes_the_group_hears_why_another_rank_has_given_up(processes: Processes) -> None:
+    """Law: instead of what gloo says of a connection that was closed."""
+    _, text = processes(2, gives_up_before_others_are_through, nodes="aa", seconds=50.0)
+    assert "rank 0 has aborted the process group" in text and "missing" not in text, text
 
 
 def gives_up_while_gloo_waits(rank: int, receives: bool) -> str:
