@@ -670,11 +670,8 @@ def _present(old: str, *, variable: bool) -> str:
     option, value = OLD_NAMES[old]
     if not variable:
         return f"`{old}` is now written {option}={value!r}"
-    text = (
-        json.dumps(value)
-        if isinstance(value, dict)
-        else ":".join(map(str, value if isinstance(value, tuple) else [value]))
-    )
+    parts = value if isinstance(value, tuple) else (value,)
+    text = json.dumps(value) if isinstance(value, dict) else ":".join(map(str, parts))
     return f"`{ENVIRONMENT_PREFIX}{old.upper()}` is now written {ENVIRONMENT_PREFIX}{option.upper()}='{text}'"
 
 

@@ -37,6 +37,7 @@ _AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
 """Has Python leave a descriptor's mode alone, whatever `setdefaulttimeout` says: it is shared with torch's."""
 
 _TCP_INFO = struct.Struct("=2xB21xI72xI16xQ20xI4xI8xQQQ24xI")
+"""The fields of `TcpInfo`, in their order; the four times in microseconds."""
 _UNKNOWN_TRIP = 2**32 - 1
 _SO_MAX_PACING_RATE = 47
 _MOST_PACED = 2**32 - 2

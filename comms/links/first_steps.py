@@ -6,7 +6,6 @@ here on price plans and advice; they choose nothing, because a plan that a clock
 in every run.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -112,7 +111,7 @@ class FirstSteps(StepListener):
         levels = list(priced.levels)
         outer = levels[self._outermost]
         if outer.unit_rates:
-            slower = seconds[0] / math.fsum(_link_seconds(priced, self._outermost, each.plan) for each in ended)
+            slower = seconds[0] / sum(_link_seconds(priced, self._outermost, each.plan) for each in ended)
             levels[self._outermost] = outer.with_rates([rate / slower for rate in outer.unit_rates])
         else:
             link = replace(outer.link, bytes_per_second=sent / seconds[0], presumed=False)
