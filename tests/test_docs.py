@@ -199,38 +199,15 @@ def test_the_site_begins_with_the_readme_and_is_made_again_when_that_changes(mon
 
 
 FOR_USERS = ("start", "how-to", "reference", "explanation")
-MOST_WORDS, MOST_WORDS_OF_A_HOW_TO = 28_000, 800
-"""What a reader is asked to read: all pages for users, and one that answers one question. CONTRIBUTING says both."""
 
 
-def _words(page: Path) -> int:
-    """What has a letter or a digit: the bars and rules of tables, and other signs, are no words."""
-    return sum(any(map(str.isalnum, each)) for each in page.read_text().split())
-
-
-def test_pages_for_users_stay_short() -> None:
-    words = {page: _words(page) for page in PAGES[1:] if page.parent.name in FOR_USERS}
-    how_tos = {page.name: count for page, count in words.items() if page.parent.name == "how-to"}
-    found = [
-        f"{name} is {count - MOST_WORDS_OF_A_HOW_TO} words too long"
-        for name, count in how_tos.items()
-        if count > MOST_WORDS_OF_A_HOW_TO
-    ]
-    excess = sum(words.values()) - MOST_WORDS
-    found += [f"all pages for users together are {excess} words too long"] if excess > 0 else []
-    assert not found, f"{'; '.join(found)}: move what was measured to docs/results, what is built to docs/develop"
-
-
-def test_pages_for_users_begin_with_a_sentence_and_how_tos_with_what_for() -> None:
-    """Not with a heading, code or a table; a how-to says `To ...`, or asks its one question."""
+def test_pages_for_users_begin_with_a_sentence() -> None:
+    """The first thing below the title is prose: not a heading, code or a table."""
     for page in (page for page in PAGES[1:] if page.parent.name in FOR_USERS):
         title, _, rest = page.read_text().partition("\n")
         first = rest.strip().partition("\n\n")[0]
         assert title.startswith("# ") and re.match(r"[`*\[]*\w", first), f"{page.name} begins with {first[:40]!r}"
         assert not first.startswith("```"), f"{page.name} begins with code"
-        if page.parent.name == "how-to":
-            sentence = re.split(r"(?<=[.:?])\s", first)[0]
-            assert sentence.startswith("To ") or sentence.endswith("?"), f"{page.name} begins with {sentence!r}"
 
 
 def _texts_of_the_code() -> str:

@@ -53,12 +53,6 @@ FACTORIES = {
 }
 """Functions of torch whose tensors go to the default device where none is named."""
 
-PREPOSITIONS = re.compile(
-    r"(of|to|for|by|from|in|on|at|behind|after|before|between|among|under|over|within|into|through|against|beside|since"
-    r"|until|per|below|above|around|towards|without|with)\b",
-    re.IGNORECASE,
-)
-
 
 def python_files() -> list[Path]:
     files = [file for folder in (*ALLOWED, "gradwire") for file in (ROOT / folder).rglob("*.py")]
@@ -296,17 +290,6 @@ def test_plans_ask_no_compressor_for_its_class() -> None:
             if is_call_of(node, "isinstance") and "compressor" in ast.unparse(node.args[0]):
                 asked = {name.strip() for name in ast.unparse(node.args[1]).split("|")}
                 assert asked <= apart, f"{file.relative_to(ROOT)}:{node.lineno} asks for {sorted(asked - apart)}"
-
-
-def test_docstrings_say_first_what_a_thing_is() -> None:
-    """`Seconds between two looks`, not `Between two looks`: who reads a docstring alone must know what it is of."""
-    for file in (file for file in FILES if not file.is_relative_to(ROOT / "bench" / "studies")):
-        for node in nodes_of(file):
-            body = getattr(node, "body", None)
-            for each in body if isinstance(body, list) else []:
-                text = each.value.value if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) else ""
-                begins = PREPOSITIONS.match(str(text).lstrip())
-                assert not begins, f"{file.relative_to(ROOT)}:{each.lineno} begins with a preposition: {text!r}"
 
 
 def test_warnings_name_the_users_line() -> None:
