@@ -37,17 +37,21 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line of the user's that has led here; where none has, at the thread's first one.
+    """Issue a warning that points at the line of the user's script from which gradwire was called.
+
+    If no frame of this thread is the user's, the warning points at the thread's outermost frame. Since Python 3.12
+    `warnings.warn(skip_file_prefixes=...)` does the same.
 
     Args:
-        text: What is wrong, and what to do.
-        category: As for `warnings.warn`, whose `skip_file_prefixes` does this since Python 3.12.
+        text: What is wrong and what to do; `gradwire: ` is put before it.
+        category: Class of the warning.
     """
     frames = [*_outwards(sys._getframe(1))]
     outside = (each for each in frames if not _is_in(Path(each.f_code.co_filename), _OURS))
     frame = next((each for each in outside if is_users(each.f_code.co_filename)), frames[-1])
     said = frame.f_globals.setdefault("__warningregistry__", {})
     name = str(frame.f_globals.get("__name__", "<unknown>"))
+    text = text if text.startswith("gradwire") else f"gradwire: {text}"
     warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, name, said)
 
 

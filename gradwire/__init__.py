@@ -1,4 +1,4 @@
-"""Gradients on the wire, and as little else as possible.
+"""Faster data-parallel PyTorch training on slow networks.
 
 Two lines in a training script::
 
@@ -15,6 +15,7 @@ torch is already there; with TORCH_DEVICE_BACKEND_AUTOLOAD=0, at the first use o
 """
 
 import importlib
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,16 @@ __all__ = [
     "wrap",
 ]
 
+
+def _name_the_sender(record: logging.LogRecord) -> bool:
+    """Prefix a log message with `gradwire: `: without a handler of the script's, Python prints the bare message."""
+    if not str(record.msg).startswith("gradwire"):
+        record.msg = f"gradwire: {record.msg}"
+    return True
+
+
+# All modules of gradwire log to this one logger.
+logging.getLogger("gradwire").addFilter(_name_the_sender)
 
 _ADAPTERS = ("accelerate", "data", "fsdp", "lightning", "transformers")
 """Modules that import what they are for, when they are first named: `gradwire.lightning.Callback`."""

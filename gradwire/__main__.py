@@ -15,27 +15,15 @@ from gradwire.comms.bootstrap.requirement import require_torch
 from gradwire.topology.printable import printable
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "bench": (
-        "gradwire.bench.nccl_tests.command",
-        "nccl-tests for plans and compressors; bench kernels, bench codecs",
-    ),
-    "compare": (
-        "gradwire.bench.compare.command",
-        "plain DDP, torch's hooks, plans and compressors side by side",
-    ),
-    "doctor": (
-        "gradwire.bench.doctor.command",
-        "why is it slow: what is wrong, what it costs, what to type",
-    ),
-    "emulate": ("gradwire.bench.emulation.command", "run a command on a cluster of network namespaces on this machine"),
-    "gdr-check": ("gradwire.cli.gdr_check", "is GPUDirect RDMA possible, configured, in use?"),
-    "plot": ("gradwire.bench.plot.command", "draw what bench, compare and hook_speed wrote as JSON"),
-    "predict": ("gradwire.cli.predict", "which plan, how long, and whether to compress at all"),
-    "selftest": (
-        "gradwire.bench.selftest.command",
-        "do kernels, NCCL and short trainings work on this machine?",
-    ),
-    "topo": ("gradwire.cli.topo", "what does this machine look like: tree, matrix, picture"),
+    "doctor": ("gradwire.bench.doctor.command", "find out why a multi-node job is slow, and what to type"),
+    "predict": ("gradwire.cli.predict", "predict step times on a cluster, recommend plan and compressor"),
+    "topo": ("gradwire.cli.topo", "show CPUs, GPUs, NICs and links of this machine"),
+    "gdr-check": ("gradwire.cli.gdr_check", "check the GPUDirect RDMA configuration"),
+    "selftest": ("gradwire.bench.selftest.command", "check kernels, NCCL and short trainings on this machine"),
+    "bench": ("gradwire.bench.nccl_tests.command", "time collectives (flags of nccl-tests), kernels and codecs"),
+    "compare": ("gradwire.bench.compare.command", "compare plain DDP, torch's hooks and gradwire in one run"),
+    "emulate": ("gradwire.bench.emulation.command", "run a command on an emulated cluster (network namespaces)"),
+    "plot": ("gradwire.bench.plot.command", "draw the JSON output of bench, compare, predict and traces"),
 }
 """Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""
 
@@ -44,9 +32,13 @@ NEED_TORCH = ("bench", "compare", "predict", "selftest")
 
 
 def usage() -> str:
-    """Returns the help text that lists every sub-command."""
-    rows = "\n".join(f"  {name:<10} {line}" for name, (_, line) in sorted(COMMANDS.items()))
-    return f"usage: gradwire COMMAND [options]\n\ncommands:\n{rows}\n\n`gradwire COMMAND --help` explains one of them."
+    """Return the help text that lists every sub-command."""
+    rows = "\n".join(f"  {name:<10} {line}" for name, (_, line) in COMMANDS.items())
+    return (
+        "gradwire: faster data-parallel PyTorch training on slow networks\n\n"
+        "usage: gradwire COMMAND [options]    (gradwire --version)\n\n"
+        f"{rows}\n\n`gradwire COMMAND --help` explains one of them."
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -39,7 +39,7 @@ def test_where_no_line_is_the_users_a_warning_names_the_first_one() -> None:
     """As in `python -c`; torch is not needed, which commands do without."""
     script = "import sys; sys.modules['torch'] = None\nfrom gradwire.compressors.callers import warn\n\nwarn('so')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr.startswith("<string>:4: UserWarning: so")
+    assert done.stderr.startswith("<string>:4: UserWarning: gradwire: so")
 
 
 def test_a_filter_goes_by_the_users_module() -> None:
@@ -48,4 +48,4 @@ def test_a_filter_goes_by_the_users_module() -> None:
     script = "from gradwire.compressors.callers import warn\nwarn('so')"
     command = [sys.executable, "-W", "error::UserWarning:__main__", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "UserWarning: so" in done.stderr
+    assert done.returncode == 1 and "UserWarning: gradwire: so" in done.stderr

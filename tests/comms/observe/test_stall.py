@@ -117,7 +117,7 @@ def test_real_ranks_say_who_is_late_and_that_it_goes_on(caplog: pytest.LogCaptur
     assert said is not None
     assert said.startswith(LATE[0])
     assert [part for part in LATE if part not in said] == []
-    assert any(record.getMessage() == f"stall: {said}" for record in caplog.records)
+    assert any(record.getMessage() == f"gradwire: stall: {said}" for record in caplog.records)
 
 
 class Counted(PollingStore):

@@ -159,7 +159,7 @@ def test_one_long_wait_is_explained_and_names_nobody_for_good(long: int, caplog:
     assert (once.ranks, once.since_step, once.bucket) == ((2,), long, 1)
     assert once.seconds == pytest.approx(2.97, abs=0.01)
     assert not job.found
-    assert [str(once)] == [record.getMessage() for record in caplog.records]
+    assert [f"gradwire: {once}"] == [record.getMessage() for record in caplog.records]
 
 
 @pytest.mark.parametrize("size", [2, 4])

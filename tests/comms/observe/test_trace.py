@@ -185,7 +185,7 @@ def test_a_trace_whose_steps_do_not_come_is_warned_of(tmp_path: Path, caplog: py
 
     on_ranks("ab", body, stall_seconds=0.0, trace=(str(file), 20))
     said = [record.getMessage() for record in caplog.records if "trace" in record.getMessage()]
-    assert said == [f"the trace {file} is not written: training ended after 3 of its 20 steps"]
+    assert said == [f"gradwire: the trace {file} is not written: training ended after 3 of its 20 steps"]
     assert not file.exists()
 
 
