@@ -1,12 +1,11 @@
 """One frozen `Config`: everything a user can set, checked in one place; the only reader of the environment."""
 
 import dataclasses
-import functools
 import json
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
@@ -445,7 +444,8 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
     def from_env(cls, **options: object) -> "Config":
         """The configuration that `options` and the environment give; an option wins over its variable.
 
-        So does `compressor=None`: exact, whatever GRADWIRE_COMPRESSOR says, and that is logged.
+        So does `compressor=None`: exact, whatever GRADWIRE_COMPRESSOR says, and that is logged. `elastic=True` leaves
+        open which job is joined: there a HOST:PORT of GRADWIRE_ELASTIC counts.
 
         Every field has a variable: `GRADWIRE_<NAME>`, and `GRADWIRE_TIMEOUT_SECONDS` for `timeout`. An empty one counts
         as unset.
@@ -459,8 +459,8 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         """
         known = {known_field.name for known_field in dataclasses.fields(cls)}
         for name in options:
-            if name not in known and name not in OLD_NAMES:
-                raise TypeError(f"`{name}` is no option of gradwire; wanted one of {', '.join(sorted(known))}")
+            if name not in known:
+                raise TypeError(_unknown(name, sorted(known)))
         values: dict[str, object] = {}
         for name, (entry, convert) in _VARIABLES.items():
             text = os.environ.get(ENVIRONMENT_PREFIX + name)
@@ -470,13 +470,9 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
                 except ValueError as error:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}; wanted {error}") from None
         _warn_of_misspelt()
-        said = {name for name in values if name in OLD_NAMES and name not in options and _says(options, name)}
-        given = {name: value for name, value in values.items() if name not in said} | options
-        if "join" in values and "join" not in options and given.get("elastic") is True:
-            given["elastic"] = given.pop("join")  # the variable stays: a newcomer is started as all others are
-        if given.get("compressor") != AUTO and "error_budget" not in options:
-            given.pop("error_budget", None)  # is of GRADWIRE_COMPRESSOR or GRADWIRE_HOOK, which do not count here
-        given = with_present_names(given, values.keys() - options.keys())
+        given = values | options
+        if options.get("elastic") is True and isinstance(values.get("elastic"), str):
+            given["elastic"] = values["elastic"]  # a newcomer runs the same script, and its variable names the job
         if given.get("compressor") is None and options.get("compressor_options"):
             raise ValueError(
                 f"`compressor_options` is {options['compressor_options']!r}, and no compressor is given; wanted "
@@ -524,7 +520,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
                 _check_compressor(name)
         except ValueError as error:
             raise ValueError(f"{error}".replace("`compressor`", f"`{AUTOMATIC}`")) from None
-        if name == AUTO and not os.environ.get(f"{ENVIRONMENT_PREFIX}ERROR_BUDGET"):
+        if name == AUTO:
             raise ValueError(
                 f"`{AUTOMATIC}` is auto and names no budget; wanted your word on how much error it may make: auto:int8 "
                 "for no more than that compressor everywhere, or auto:1e-3, the squared error over the gradient's "
@@ -551,50 +547,8 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         return {name: _plain(bool(value) if name in switches else value) for name, value in values.items()}
 
 
-OLD_NAMES: dict[str, tuple[str, object]] = {
-    "error_budget": ("compressor", "auto:int8"),
-    "fusion_mb": ("fusion", 25.0),
-    "average": ("reduction", {"average": False}),
-    "predivide": ("reduction", {"predivide": 8}),
-    "sum_dtype": ("reduction", {"sum_dtype": "float32"}),
-    "sparse_as_dense": ("reduction", {"sparse_as_dense": True}),
-    "trace_steps": ("trace", ("steps.json", 40)),
-    "tune_profile": ("tune", "tuned.json"),
-    "nic_per_rank": ("nics", NIC_PER_RANK),
-    "connections": ("transport", "gloo:8"),
-    "nvtx": ("trace", NVTX),
-    "join": ("elastic", "host0:29400"),
-}
-"""Options of 0.1 that are parts of others now -> whose, and a value; accepted until 0.2, with a warning."""
-
-_SUMS = ("average", "predivide", "sum_dtype", "sparse_as_dense")
-
-
-def _says(options: Mapping[str, object], old: str) -> bool:
-    """Whether options under their present names say themselves what an old variable says: then it does not count."""
-    option, _ = OLD_NAMES[old]
-    if option not in options:
-        return False
-    value = options[option]
-    match old:
-        case "error_budget":
-            return value != AUTO
-        case "connections":
-            return ":" in str(value)
-        case "trace_steps":
-            return isinstance(value, tuple)
-        case "fusion_mb":
-            return value not in (AUTO_FUSION, BUCKET, "fixed")
-        case "tune_profile" | "join":
-            return value is not True
-        case _ if old in _SUMS:
-            return isinstance(value, Reduction) or (isinstance(value, Mapping) and old in value)
-        case _:
-            return True
-
-
 _warned: set[str] = set()
-"""Old names, and misspelt variables, that the user has been told of."""
+"""Misspelt variables that the user has been told of."""
 
 
 def _warn_of_misspelt() -> None:
@@ -604,111 +558,24 @@ def _warn_of_misspelt() -> None:
         name = variable.removeprefix(ENVIRONMENT_PREFIX)
         if name == variable or name in own:
             continue
-        begun = [each for each in own if each.startswith(f"{name}_")]  # TIMEOUT for TIMEOUT_SECONDS
-        if near := begun or get_close_matches(name, own, 1, NEARLY):
+        if near := _nearest(name, own):
             _warned.add(variable)
-            log.warning("`%s` is set, and nothing reads it; wanted `%s%s`?", variable, ENVIRONMENT_PREFIX, near[0])
+            log.warning("`%s` is set, and nothing reads it; wanted `%s%s`?", variable, ENVIRONMENT_PREFIX, near)
 
 
-def with_present_names(options: Mapping[str, object], variables: Collection[str] = ()) -> dict[str, object]:
-    """Options under the names that they have now.
-
-    Args:
-        options: Old names among them are warned of, each once a process.
-        variables: Those of the options that the environment has given.
-
-    Raises:
-        ValueError: Two of them contradict each other, or a value does not fit.
-        TypeError: A value's type does not fit.
-    """
-    found = {name: value for name, value in options.items() if name not in OLD_NAMES}
-    old = {name: value for name, value in options.items() if name in OLD_NAMES}
-    if found.get("fusion") == "fixed":
-        found["fusion"] = BUCKET
-    if not old:
-        return found
-    if new := sorted(old.keys() - _warned):
-        _warned.update(new)
-        from gradwire.compressors.callers import warn  # here: most have nothing to be warned of
-
-        said = "; ".join(_present(name, variable=name in variables) for name in new)
-        warn(f"gradwire 0.2 will not know these options any more: {said}", FutureWarning)
-    if sums := {name: old[name] for name in _SUMS if name in old}:
-        whole = Reduction.of(found.get("reduction", Reduction()))
-        found["reduction"] = dataclasses.replace(whole, **sums)  # type: ignore[arg-type]  # checked there
-    if old.get("error_budget") is not None:
-        found["compressor"] = _within(found.get("compressor"), old["error_budget"])
-    if "fusion_mb" in old:
-        found["fusion"] = _joined(found.get("fusion", BUCKET), old["fusion_mb"])
-    if old.get("tune_profile") is not None and found.get("tune"):
-        found["tune"] = str(old["tune_profile"])
-    if old.get("nic_per_rank"):
-        if found.get("nics", NIC_PER_RANK) != NIC_PER_RANK:
-            raise ValueError(f"`nic_per_rank` is set and `nics` is {found['nics']!r}; wanted one of them alone")
-        found["nics"] = NIC_PER_RANK
-    if old.get("connections"):
-        found["transport"] = _over(found.get("transport", "auto"), old["connections"])
-    if old.get("nvtx"):
-        if found.get("trace", NVTX) != NVTX:
-            raise ValueError(f"`nvtx` is set and `trace` is {found['trace']!r}; wanted one of them alone")
-        found["trace"] = NVTX
-    if "trace_steps" in old and found.get("trace") not in (None, NVTX):
-        if isinstance(found["trace"], tuple):
-            raise ValueError(
-                f"`trace_steps` is {old['trace_steps']} and `trace` is {found['trace']!r}; wanted one of them alone"
-            )
-        found["trace"] = found["trace"], old["trace_steps"]
-    if old.get("join") is not None:
-        if not found.get("elastic"):
-            raise ValueError("`join` is given but `elastic` is not set: pass elastic=True, too")
-        found["elastic"] = old["join"]
-    return found
+def _unknown(name: str, known: Sequence[str]) -> str:
+    """The message about an option that does not exist: the nearest name first, then all of them."""
+    near = _nearest(name, known)
+    return f"`{name}` is no option of gradwire; {f'did you mean `{near}`? It is' if near else 'wanted'} one of " + (
+        ", ".join(known)
+    )
 
 
-def _present(old: str, *, variable: bool) -> str:
-    """How an old option, or its variable, is written now."""
-    option, value = OLD_NAMES[old]
-    if not variable:
-        return f"`{old}` is now written {option}={value!r}"
-    parts = value if isinstance(value, tuple) else (value,)
-    text = json.dumps(value) if isinstance(value, dict) else ":".join(map(str, parts))
-    return f"`{ENVIRONMENT_PREFIX}{old.upper()}` is now written {ENVIRONMENT_PREFIX}{option.upper()}='{text}'"
-
-
-def _over(transport: object, connections: object) -> str:
-    """A transport over so many connections, each given by an option of its own."""
-    name, _, number = str(transport).partition(":")
-    if name not in TCP_TRANSPORTS:
-        return str(transport)  # has no connections of ours: a number meant nothing there
-    if number and number != str(connections):
-        raise ValueError(f"`connections` is {connections!r} and `transport` is {transport!r}; wanted one of them alone")
-    return f"{name}:{connections}"
-
-
-def _within(compressor: object, budget: object) -> str:
-    """What `compressor` is where `error_budget` was given beside it."""
-    if compressor != AUTO:
-        raise ValueError(
-            f'`error_budget` is {budget!r} and `compressor` is {compressor!r}; wanted "auto": a budget is for what is '
-            "chosen within it"
-        )
-    if isinstance(budget, bool) or not isinstance(budget, str | float | int):
-        raise TypeError(f"`error_budget` is {budget!r}; wanted a compressor's name, or a number between 0 and 1")
-    return f"{AUTO}:{budget}"
-
-
-def _joined(fusion: object, mebibytes: object) -> object:
-    """What `fusion` is where `fusion_mb` was given beside it."""
-    if isinstance(mebibytes, bool) or not isinstance(mebibytes, int | float) or not 0 <= mebibytes < float("inf"):
-        raise ValueError(f"`fusion_mb` is {mebibytes}; wanted a number of MiB >= 0")
-    if fusion == DELAYED and mebibytes:
-        raise ValueError(
-            "`fusion` is delayed, and `fusion_mb` is set, which cuts the step's gradients otherwise; wanted one of "
-            "them alone"
-        )
-    if fusion == AUTO_FUSION and mebibytes:
-        return f"{AUTO_FUSION}:{mebibytes:g}"
-    return mebibytes if fusion == BUCKET and mebibytes else fusion
+def _nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that a misspelt one probably stands for, by its letters or its first words; None without one."""
+    begun = [each for each in known if each.startswith(f"{name}_")]  # TIMEOUT for TIMEOUT_SECONDS
+    near = begun or get_close_matches(name, known, 1, NEARLY)
+    return next(iter(near or [each for each in known if name.startswith(f"{each}_")]), None)
 
 
 def _check_fusion(fusion: str) -> None:
@@ -722,19 +589,6 @@ def _check_fusion(fusion: str) -> None:
             return
     if fusion not in FUSIONS:
         raise ValueError(f"`fusion` is {fusion!r}; wanted one of {', '.join(FUSIONS)}, or a number of MiB")
-
-
-def _accept_old_names(cls: type[Config]) -> None:
-    """Has `Config(...)` take the names of 0.1, too."""
-    made = cls.__init__
-
-    def init(self: Config, **options: object) -> None:
-        made(self, **with_present_names(options))  # type: ignore[arg-type]  # as in `from_env`
-
-    cls.__init__ = functools.wraps(made)(init)  # type: ignore[method-assign]
-
-
-_accept_old_names(Config)
 
 
 def asks(name: str, value: object) -> bool:
@@ -1026,10 +880,6 @@ def _switch(text: str) -> bool:
     raise ValueError("1, true, yes or on; or 0, false, no or off")
 
 
-def _auto_or_switch(text: str) -> bool | str:
-    return "auto" if text.lower() == "auto" else _switch(text)
-
-
 def _none_or_switch(text: str) -> bool | None:
     try:
         return None if text.lower() == "auto" else _switch(text)
@@ -1096,37 +946,25 @@ def _json(text: str, wanted: str) -> object:
 _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "PLAN": ("plan", str),
     "CHUNKS": ("chunks", _whole_number),
-    "CONNECTIONS": ("connections", _whole_number),
     "COMPRESSOR": ("compressor", str),
     "COMPRESSOR_OPTIONS": ("compressor_options", _compressor_options),
-    "ERROR_BUDGET": ("error_budget", _number_or_word),
     "RULES": ("rules", _rules),
     "TRANSPORT": ("transport", str),
-    "FUSION_MB": ("fusion_mb", _number),
     "FUSION": ("fusion", _number_or_word),
-    "AVERAGE": ("average", _switch),
-    "PREDIVIDE": ("predivide", _number),
-    "SUM_DTYPE": ("sum_dtype", str),
     "REDUCTION": ("reduction", _reduction),
-    "SPARSE_AS_DENSE": ("sparse_as_dense", _auto_or_switch),
     "PROBE": ("probe", _none_or_switch),
     "TUNE": ("tune", _switch_or_file),
-    "TUNE_PROFILE": ("tune_profile", str),
     "ELASTIC": ("elastic", _switch_or_address),
-    "JOIN": ("join", str),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),
     "LOCATION": ("location", _units),
     "NIC_BYTES_PER_SECOND": ("nic_bytes_per_second", _number),
-    "NIC_PER_RANK": ("nic_per_rank", _switch),
     "NICS": ("nics", str),
     "STRAGGLER_EVERY": ("straggler_every", _whole_number),
     "STALL_SECONDS": ("stall_seconds", _number),
     "TRACE": ("trace", _trace),
-    "TRACE_STEPS": ("trace_steps", _whole_number),
-    "NVTX": ("nvtx", _switch),
 }
-"""Name behind the prefix -> (field, what its text becomes); one for each field of `Config`, and for each old name."""
+"""Name behind the prefix -> (field, what its text becomes); one for each field of `Config`."""
 
 _OTHER_VARIABLES = ("HOOK", "PURE", "WATCH", "WATCH_JSON", "WATCH_METRICS", "WATCH_STALL_SECONDS", "WATCH_TRACE")
 """Names behind the prefix that are no field of `Config`."""

@@ -58,7 +58,7 @@ PYTHON_REDUCER = (
 
 JOINED = (
     "`state` is loaded by a process that has just joined a running job, which has given it the model, what `carries` "
-    "holds and the compressor's counters: load no checkpoint where GRADWIRE_JOIN is set"
+    "holds and the compressor's counters: load no checkpoint where GRADWIRE_ELASTIC names a job"
 )
 
 UNNAMED = (

@@ -75,7 +75,7 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
 
     signal.signal(signal.SIGUSR1, cut)
     torch.set_num_threads(1)
-    if "GRADWIRE_JOIN" in environment:
+    if ":" in environment.get("GRADWIRE_ELASTIC", ""):
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -328,7 +328,7 @@ class Job:
         if self._logical:
             environment["GRADWIRE_HOSTNAME"] = f"node{place}"
         if rank is None:
-            environment["GRADWIRE_JOIN"] = f"{self._host}:{self._port}"
+            environment["GRADWIRE_ELASTIC"] = f"{self._host}:{self._port}"
         else:
             environment |= {"MASTER_ADDR": self._host, "MASTER_PORT": str(self._port)}
             environment |= {"RANK": str(rank), "WORLD_SIZE": str(self.size), PORT_OF_AGENT: "True"}

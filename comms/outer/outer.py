@@ -31,7 +31,6 @@ from gradwire.comms.config import (
     PLANNING,
     Config,
     asks,
-    with_present_names,
 )
 from gradwire.comms.elastic.membership import View
 from gradwire.comms.elastic.survive import Survivor, first_membership, first_oversight, unheld
@@ -262,11 +261,7 @@ class Outer(Face[AveragingSession]):
         )
         if inside not in INSIDE:
             raise ValueError(f"`inside` is {inside!r}; wanted one of {', '.join(INSIDE)}")
-        chosen = (
-            with_present_names(options)
-            if config is None
-            else {each.name: getattr(config, each.name) for each in fields(Config)}
-        )
+        chosen = options if config is None else {each.name: getattr(config, each.name) for each in fields(Config)}
         config = config_of(config, options)
         refuse_unfit(config)
         if config.elastic and len(given) < len(CHOSEN):

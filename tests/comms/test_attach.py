@@ -204,8 +204,6 @@ def test_a_budget_is_asked_for_by_its_variable(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("GRADWIRE_HOOK", "auto")
     with pytest.raises(ValueError, match="`GRADWIRE_HOOK` is auto and names no budget"):
         gradwire.Config.automatic()
-    monkeypatch.setenv("GRADWIRE_ERROR_BUDGET", "int8")  # as 0.1 had it
-    assert (config := gradwire.Config.automatic()) is not None and config.compressor == "auto:int8"
     monkeypatch.setenv("GRADWIRE_HOOK", "auto:1e-3")
     assert (config := gradwire.Config.automatic()) is not None and config.compressor == "auto:1e-3"
 

@@ -2,17 +2,11 @@
 
 import dataclasses
 import re
-import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-import gradwire
-from gradwire.comms import config
 from gradwire.comms.config import (
     COMPRESSION,
     ELASTIC,
@@ -93,7 +87,7 @@ def test_defaults_ask_for_nothing() -> None:
         ({"stall_seconds": float("inf")}, "`stall_seconds` is inf"),
         ({"trace": ("steps.json", 0)}, "`trace` is of 0 steps"),
         ({"trace": ("nvtx", 5)}, "`trace` is ('nvtx', 5); wanted nvtx alone"),
-        ({"connections": 8, "transport": "nccl:8"}, "`transport` is 'nccl:8'"),
+        ({"transport": "nccl:8"}, "`transport` is 'nccl:8'"),
         ({"elastic": "host"}, "`elastic` is 'host'; wanted True, or HOST:PORT"),
         ({"fusion": "auto:many"}, "`fusion` is 'auto:many'; wanted one of bucket"),
         ({"fusion": -1.0}, "`fusion` is -1.0; wanted a number of MiB >= 0"),
@@ -103,7 +97,6 @@ def test_defaults_ask_for_nothing() -> None:
         ({"reduction": {"sparse_as_dense": "no"}}, "`sparse_as_dense` is 'no'; wanted auto, True or False"),
         ({"reduction": {"predivide": 0.0}}, "`predivide` is 0.0; wanted a number > 0, or None"),
         ({"reduction": {"predivide": 2.0, "average": False}}, "`predivide` is given and `average` is off"),
-        ({"fusion": "delayed", "fusion_mb": 8.0}, "`fusion` is delayed, and `fusion_mb` is set"),
         ({"fusion": "delayed", "tune": True}, "`fusion` is delayed, and `tune` is set"),
         (
             {"reduction": {"sum_dtype": "float32"}, "compressor": "int8"},
@@ -135,6 +128,15 @@ def test_an_unknown_compressor_is_refused_with_all_that_are_accepted() -> None:
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     with pytest.raises(TypeError, match=r"`colour` is no option of gradwire; wanted one of chunks"):
         Config.from_env(colour="red")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("compresor", "compressor"), ("fusion_mb", "fusion"), ("tune_profil", "tune"), ("trace_steps", "trace")],
+)
+def test_an_unknown_option_is_refused_with_the_nearest_one(name: str, near: str) -> None:
+    with pytest.raises(TypeError, match=f"`{name}` is no option of gradwire; did you mean `{near}`\\? It is one of "):
+        Config.from_env(**{name: 1})
 
 
 def test_variables_are_read_and_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +201,6 @@ def test_the_probe_has_three_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GRADWIRE_PROBE", "maybe", "1, true, yes or on; or 0, false, no or off; or auto"),
         ("GRADWIRE_TUNE", "maybe", "1, true, yes or on; or 0, false, no or off; or a .json file"),
         ("GRADWIRE_REDUCTION", "{", "sum, adasum, or a JSON object such as"),
-        ("GRADWIRE_NIC_PER_RANK", "2", "1, true, yes or on; or 0, false, no or off"),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "rank=2", 'a JSON object such as {"rank": 2} (Expecting value'),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "[2]", 'a JSON object such as {"rank": 2}'),
         ("GRADWIRE_RULES", "head.*", 'a JSON list of objects such as [{"pattern": "head.*"}] (Expecting value'),
@@ -229,19 +230,6 @@ def test_a_budget_stands_behind_auto(text: str, budget: object) -> None:
 def test_auto_needs_a_budget_that_makes_sense(text: str) -> None:
     with pytest.raises(ValueError, match=r"`compressor` |`candidates` "):
         Config(compressor=text)
-
-
-def test_a_budget_of_the_environment_counts_for_its_compressor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADWIRE_COMPRESSOR", "auto")
-    monkeypatch.setenv("GRADWIRE_ERROR_BUDGET", "1e-3")
-    assert Config.from_env().compressor == "auto:0.001"
-    assert Config.from_env(compressor=None).compressor is None  # as the backend asks
-    assert Config.from_env(compressor="int8").compressor == "int8"
-    assert Config.from_env(compressor="auto", error_budget="int8").compressor == "auto:int8"
-    with pytest.raises(ValueError, match="`error_budget` is 'int8' and `compressor` is None"):
-        Config.from_env(compressor=None, error_budget="int8")
-    with pytest.raises(TypeError, match="`error_budget` is True"):
-        Config(compressor="auto", error_budget=True)  # type: ignore[call-arg]
 
 
 def test_the_reference_lists_every_field_with_its_variable() -> None:
@@ -281,152 +269,17 @@ def test_a_compressor_of_none_wins_over_the_environment_and_says_so(
     assert "compressor=None: exact; GRADWIRE_COMPRESSOR=int8 does not count here" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({"fusion_mb": 25.0}, {"fusion": 25.0}),
-        ({"fusion_mb": 0.0, "fusion": "fixed"}, {}),
-        ({"fusion_mb": 0.5, "fusion": "auto"}, {"fusion": "auto:0.5"}),
-        ({"average": False}, {"reduction": {"average": False}}),
-        ({"predivide": 8.0, "sum_dtype": "float32"}, {"reduction": {"predivide": 8.0, "sum_dtype": "float32"}}),
-        ({"sparse_as_dense": True}, {"reduction": {"sparse_as_dense": True}}),
-        ({"average": False, "reduction": "adasum"}, {"reduction": {"kind": "adasum", "average": False}}),
-        ({"trace": "steps.json", "trace_steps": 5}, {"trace": ("steps.json", 5)}),
-        ({"tune": True, "tune_profile": "tuned.json"}, {"tune": "tuned.json"}),
-        ({"connections": 8}, {"transport": "auto:8"}),
-        ({"connections": 1, "transport": "gloo"}, {"transport": "gloo:1"}),
-        ({"connections": 8, "transport": "mpi"}, {"transport": "mpi"}),
-        ({"connections": 0, "nvtx": True}, {"trace": "nvtx"}),
-        ({"nvtx": True, "trace_steps": 40}, {"trace": "nvtx"}),
-        ({"elastic": True, "join": "host:1"}, {"elastic": "host:1"}),
-    ],
-)
-def test_old_names_mean_what_they_meant_and_are_warned_of_once(
-    old: dict[str, object], new: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config, "_warned", set())
-    names = [name for name in old if name in config.OLD_NAMES]
-    with pytest.warns(FutureWarning, match="gradwire 0.2 will not know") as said:
-        assert Config.from_env(**old) == Config.from_env(**new)
-    assert len(said) == 1 and all(f"`{name}` is now written" in str(said[0].message) for name in names)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert Config(**old) == Config(**new)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("face", "refusal"),
-    [
-        (lambda: Config(fusion_mb=25.0), None),  # type: ignore[call-arg]
-        (lambda: Config.from_env(fusion_mb=25.0), None),
-        (lambda: gradwire.HookState(fusion_mb=25.0), None),
-        (lambda: gradwire.wrap(nn.Linear(2, 2), fusion_mb=25.0), ValueError),
-        (lambda: gradwire.fsdp.apply(nn.Linear(2, 2), fusion_mb=25.0), RuntimeError),
-        (lambda: gradwire.Outer(nn.Linear(2, 2), None, fusion_mb=25.0), TypeError),  # type: ignore[arg-type]
-    ],
-)
-def test_an_old_name_is_warned_of_at_the_users_line(
-    face: Callable[[], object], refusal: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config, "_warned", set())
-    with pytest.warns(FutureWarning) as said, pytest.raises(refusal) if refusal else nullcontext():
-        face()
-    assert [(each.filename, each.lineno) for each in said] == [(__file__, face.__code__.co_firstlineno)]
-
-
-def test_old_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "_warned", set())
-    for name, text in (("FUSION_MB", "25"), ("AVERAGE", "off"), ("TRACE_STEPS", "5"), ("TRACE", "steps.json")):
-        monkeypatch.setenv(f"GRADWIRE_{name}", text)
-    with pytest.warns(FutureWarning, match="`GRADWIRE_FUSION_MB` is now written GRADWIRE_FUSION='25.0'"):
-        found = Config.from_env()
-    assert (found.fusion, found.sums.average, found.trace) == (25.0, False, ("steps.json", 5))
-
-
-@pytest.mark.parametrize(
-    ("variable", "text", "options"),
-    [
-        ("CONNECTIONS", "8", {"transport": "gloo:4"}),
-        ("NVTX", "1", {"trace": "steps.json"}),
-        ("TRACE_STEPS", "7", {"trace": ("steps.json", 5)}),
-        ("NIC_PER_RANK", "1", {"nics": "one"}),
-        ("FUSION_MB", "25", {"fusion": "delayed"}),
-        ("ERROR_BUDGET", "int8", {"compressor": "auto:onebit"}),
-        ("TUNE_PROFILE", "a.json", {"tune": "b.json"}),
-        ("JOIN", "host:1", {"elastic": "other:2"}),
-        ("JOIN", "host:1", {"elastic": False}),
-        ("AVERAGE", "0", {"reduction": {"average": True}}),
-        ("PREDIVIDE", "8", {"reduction": {"predivide": 2}}),
-    ],
-)
-def test_an_option_wins_over_the_old_variable_of_its_part(
-    variable: str, text: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = Config.from_env(**options)
-    monkeypatch.setenv(f"GRADWIRE_{variable}", text)
-    assert Config.from_env(**options) == alone
-
-
-@pytest.mark.parametrize("old", config.OLD_NAMES)
-def test_what_is_said_of_an_old_name_can_be_set(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    option, value = config.OLD_NAMES[old]
-    variable, text = re.search(r"(GRADWIRE_\w+)='(.*)'$", config._present(old, variable=True)).groups()  # type: ignore[union-attr]
-    wanted = Config.from_env(**{option: value})
-    assert config._present(old, variable=False) == f"`{old}` is now written {option}={value!r}"
-    monkeypatch.setenv(variable, text)
-    assert Config.from_env() == wanted
-
-
-@pytest.mark.parametrize(
-    ("variable", "text", "options", "same"),
-    [
-        ("CONNECTIONS", "8", {"transport": "gloo"}, {"transport": "gloo:8"}),
-        ("TRACE_STEPS", "7", {"trace": "steps.json"}, {"trace": ("steps.json", 7)}),
-        ("FUSION_MB", "25", {"fusion": "auto"}, {"fusion": "auto:25"}),
-        ("ERROR_BUDGET", "int8", {"compressor": "auto"}, {"compressor": "auto:int8"}),
-        ("TUNE_PROFILE", "a.json", {"tune": True}, {"tune": "a.json"}),
-        ("JOIN", "host:1", {"elastic": True}, {"elastic": "host:1"}),
-        ("AVERAGE", "0", {"reduction": "adasum"}, {"reduction": {"kind": "adasum", "average": False}}),
-    ],
-)
-def test_an_old_variable_says_what_the_option_leaves_open(
-    variable: str, text: str, options: dict[str, object], same: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = Config.from_env(**same)
-    monkeypatch.setenv(f"GRADWIRE_{variable}", text)
-    assert Config.from_env(**options) == wanted
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"connections": 8, "transport": "gloo:4"},
-        {"nvtx": True, "trace": "steps.json"},
-        {"trace_steps": 40, "trace": ("steps.json", 5)},
-    ],
-)
-def test_an_old_name_that_contradicts_the_new_one_is_refused(
-    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config, "_warned", set())
-    old, new = options
-    with pytest.raises(ValueError, match=f"`{old}` is .* and `{new}` is "), pytest.warns(FutureWarning):
-        Config.from_env(**options)
-
-
 @pytest.mark.parametrize("trace", [7, (None, 5), ("steps.json", True), (("steps.json", 5), 9), ("steps.json",)])
 def test_a_timeline_is_a_file_and_a_number_of_steps(trace: object) -> None:
     with pytest.raises(TypeError, match=r"`trace` is .*; wanted a file, or \(file, steps\)"):
         Config(trace=trace)  # type: ignore[arg-type]
 
 
-def test_a_newcomer_is_told_by_a_variable_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADWIRE_JOIN", "host:29500")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert Config.from_env(elastic=True).join == "host:29500"
-    with pytest.raises(ValueError, match="`join` is given but `elastic` is not set"):
-        Config.from_env()
+def test_the_variable_says_which_job_an_elastic_script_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_ELASTIC", "host:29500")
+    assert Config.from_env(elastic=True).join == "host:29500"
+    assert Config.from_env(elastic="other:2").join == "other:2"
+    assert Config.from_env(elastic=False).join is None
 
 
 def test_what_one_rank_is_told_is_no_difference() -> None:

@@ -75,14 +75,6 @@ def test_a_name_that_is_not_there_is_an_error(host: Path) -> None:
         own_cards(FOUND, Config(nics="eth0,ens5"), host)
 
 
-@pytest.mark.filterwarnings("ignore:gradwire 0.2:FutureWarning")
-def test_the_name_of_the_option_before_is_taken() -> None:
-    assert Config(nic_per_rank=True) == Config(nics="per_rank")  # type: ignore[call-arg]
-    assert Config(nic_per_rank=False) == Config()  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="`nic_per_rank` is set and `nics` is 'one'; wanted one of them alone"):
-        Config(nic_per_rank=True, nics="one")  # type: ignore[call-arg]
-
-
 def test_only_whether_ranks_listen_on_their_own_has_to_agree() -> None:
     assert Config(nics="eth0,eth1").shared() == Config(nics="one").shared() != Config(nics="per_rank").shared()
 

@@ -71,7 +71,7 @@ def train(rank: int, kind: str) -> tuple[int, int, int] | str:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     module, state_of = RUNNING.get(kind, (nn.Linear(4, 4), lambda: {"number": 1.0}))
     if rank == 2:
-        os.environ["GRADWIRE_JOIN"] = f"{host}:{port}"
+        os.environ["GRADWIRE_ELASTIC"] = f"{host}:{port}"
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         module = JOINING[kind][0]()
     else:

@@ -96,7 +96,7 @@ def test_a_rank_that_is_lost_while_they_compare_is_survived(processes: Processes
 def join(rank: int) -> None:
     """Two ranks go on from a state, a third one joins them, which has loaded nothing; then all load what they saved."""
     if rank == 2:
-        os.environ["GRADWIRE_JOIN"] = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        os.environ["GRADWIRE_ELASTIC"] = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     else:
         os.environ["WORLD_SIZE"] = "2"

@@ -49,7 +49,7 @@ def train(
     """Trains, and dies so many seconds after the beginning of a step where told so; `joins` come from outside."""
     if rank in joins:
         store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        os.environ |= {"GRADWIRE_JOIN": store}
+        os.environ |= {"GRADWIRE_ELASTIC": store}
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     else:
         os.environ["WORLD_SIZE"] = str(int(os.environ["WORLD_SIZE"]) - len(joins))
