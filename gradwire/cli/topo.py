@@ -25,7 +25,7 @@ from gradwire.topology.labels import nic_name
 from gradwire.topology.printable import printable
 from gradwire.topology.readers.detect import LIVE, detect_machine
 from gradwire.topology.readers.files import read_file
-from gradwire.topology.show import draw, json_form, nccl_xml_write
+from gradwire.topology.show import draw, json_form
 from gradwire.topology.show.svg import svg
 from gradwire.topology.visible import visible_gpus
 
@@ -43,7 +43,6 @@ def parser() -> CommandParser:
     options.add_argument("--matrix", action="store_true", help="distances of all GPUs and NICs, as nvidia-smi topo -m")
     options.add_argument("--json", action="store_true", help="everything, for programs")
     options.add_argument("--svg", metavar="FILE", type=Path, help="write a picture")
-    options.add_argument("--nccl-xml", metavar="FILE", type=Path, help="write a file for NCCL_TOPO_FILE")
     source = options.add_mutually_exclusive_group()
     source.add_argument(
         "--from",
@@ -92,10 +91,11 @@ def show_machine(argv: list[str]) -> int:
     """
     options = parser().parse_naming(argv, "--from")
     check_output("--svg", options.svg)
-    check_output("--nccl-xml", options.nccl_xml)
     with working("reading the machine"):
         machine = read_file(options.description) if options.description is not None else detect_machine(options.root)
-    _write_files(machine, options.svg, options.nccl_xml)
+    if options.svg is not None:
+        options.svg.write_text(svg(machine), encoding="utf-8")
+        print(printable(f"wrote {options.svg}"), file=sys.stderr)
     with reader_may_leave():
         _print(machine, options)
     return 0
@@ -107,24 +107,9 @@ def _print(machine: Machine, options: argparse.Namespace) -> None:
         print(json_form.write(machine))
     if options.matrix:
         print(printable(draw.matrix(machine)))
-    if not (options.json or options.matrix or options.svg or options.nccl_xml):
+    if not (options.json or options.matrix or options.svg):
         width = fitting_width(PIPE_WIDTH)
         CleanConsole(highlight=False, emoji=False, width=width).print(draw.tree(machine))  # 0000:cd:00.0 is no disc
-
-
-def _write_files(machine: Machine, picture: Path | None, nccl_xml: Path | None) -> None:
-    """Writes the files that were asked for, and says so on stderr."""
-    if picture is not None:
-        picture.write_text(svg(machine), encoding="utf-8")
-        print(printable(f"wrote {picture}"), file=sys.stderr)
-    if nccl_xml is not None:
-        text = nccl_xml_write.write(machine)
-        nccl_xml.write_text(text, encoding="utf-8")
-        count = nccl_xml_write.element_count(text)
-        limit = nccl_xml_write.NCCL_MAX_NODES
-        over = f"; NCCL refuses more than {limit} elements, this has {count}" if count > limit else ""
-        said = f"wrote {nccl_xml}: {len(machine.gpus)} GPUs, {len(machine.nics)} NICs{over}"
-        print(printable(said), file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)

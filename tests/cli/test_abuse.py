@@ -74,7 +74,6 @@ OUTPUTS = {
     f"{PREDICT} --plot": ".png",
     "plot good.json -o": ".png",
     "topo --svg": "",
-    "topo --nccl-xml": "",
     "gdr-check --example --capture": "",
 }
 """Words -> how the file's name has to end."""

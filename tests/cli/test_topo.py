@@ -15,7 +15,6 @@ from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.graph import Gpu, Machine
 from gradwire.topology.labels import nic_name
 from gradwire.topology.presets import dgx_a100
-from gradwire.topology.readers.files import read_file
 from gradwire.topology.show import draw, json_form
 
 
@@ -38,11 +37,10 @@ def test_matrix_and_json_and_files(described: str, tmp_path: Path, capsys: pytes
     assert draw.matrix(dgx_a100()) in capsys.readouterr().out
     assert main(["--from", described, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["n_gpu"] == 8
-    picture, file = tmp_path / "a.svg", tmp_path / "a.xml"
-    assert main(["--from", described, "--svg", str(picture), "--nccl-xml", str(file)]) == 0
+    picture = tmp_path / "a.svg"
+    assert main(["--from", described, "--svg", str(picture)]) == 0
     assert capsys.readouterr().out == ""
     ElementTree.fromstring(picture.read_text())
-    assert len(read_file(file).gpus) == 8
 
 
 def test_a_bus_id_is_no_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

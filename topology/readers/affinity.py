@@ -19,18 +19,6 @@ def cores_of_mask(mask: str) -> str | None:
     return ranges([core for core in range(bits.bit_length()) if bits >> core & 1]) or None
 
 
-def mask_of_cores(cores: str) -> str:
-    """Returns the mask of a list of ranges, in groups of eight digits.
-
-    Args:
-        cores: What `cores_of_mask` returns.
-    """
-    bits = sum(1 << core for core in members(cores))
-    groups = max(1, (bits.bit_length() + 31) // 32)
-    digits = f"{bits:0{8 * groups}x}"
-    return ",".join(digits[start : start + 8] for start in range(0, len(digits), 8))
-
-
 def members(cores: str) -> list[int]:
     """Returns the cores of a list of ranges; malformed parts are left out.
 

@@ -36,11 +36,9 @@ OTHER_FILES = {
 """Root element of files that people mistake for a topology -> what they are."""
 
 
-HIDDEN_PEER = "fffffff:ffff:ff"
-"""Target that a virtual machine sees instead of the switch's bus id. Source: NCCL src/graph/xml.cc."""
-
 _HIDDEN = "fffffff:ff"
-"""How it begins in every release: some write a bus id of all ones."""
+"""How the target begins that a virtual machine sees instead of the switch's bus id; some releases write a bus id of all
+ones. Source: NCCL src/graph/xml.cc."""
 
 NCCL_SPEEDS = (
     "2.5 GT/s", "5 GT/s", "8 GT/s", "16 GT/s", "32 GT/s",

@@ -9,7 +9,6 @@ from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.presets import dgx_h100
 from gradwire.topology.readers.detect import PROVIDED, detect_machine
 from gradwire.topology.readers.merge import merge
-from gradwire.topology.show import nccl_xml_write
 
 if TYPE_CHECKING:
     from topology.conftest import SysTree
@@ -57,7 +56,12 @@ def test_a_providers_file_gives_a_virtual_machine_its_switches(systree: "SysTree
         kind = 0x030200 if device in whole.gpus else 0x020700
         systree.device("pci0000:00", device.key, kind=kind, vendor=0x10DE if kind == 0x030200 else 0x15B3, numa=numa)
     before = detect_machine(systree.root)
-    systree.write(PROVIDED, nccl_xml_write.write(whole))
+    below = "".join(
+        f'<pci busid="{gpu.parent}" class="0x060400"><pci busid="{gpu.bus}" class="0x030200"><gpu dev="{gpu.index}" '
+        f'sm="90"/></pci><pci busid="{nic.bus}" class="0x020700"/></pci>'
+        for gpu, nic in zip(whole.gpus, whole.nics[:8], strict=True)
+    )
+    systree.write(PROVIDED, f'<system version="1"><cpu numaid="0">{below}</cpu></system>')
     after = detect_machine(systree.root)
     assert Distances(before).nearest_nics(before.gpus[0])[0] is PathType.PHB
     assert Distances(after).nearest_nics(after.gpus[0])[0] is PathType.PIX
