@@ -27,12 +27,14 @@
 # make mutations-on-gpu-standin   the same, of faults that the drawn schedules of the GPU of host memory must show
 #
 # PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
-# TORCH_INDEX=address of a package index with CPU builds of torch, where pip's own configuration knows none.
+# TORCH_INDEX=address of a package index with CPU builds of torch; without it PyTorch's own is asked if pip's configuration has none.
+# TORCH_BUILD=any takes the build for CUDA if no CPU build is found: 3 GB to download, 5 GB on disk. DEVICE=cuda implies it.
 # WORKERS=0 runs the tests in one process: to debug one, or with --pdb.
 # REQUIRE=netns makes the tests of the emulated cluster fail where they would be skipped.
 
 # Many tests wait, on emulated links and for time-outs: on 2 cores `make test` takes 6 to 7 minutes with 4 workers.
 WORKERS ?= 4
+TORCH_BUILD ?= $(if $(filter cuda,$(DEVICE)),any)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -231,31 +233,44 @@ $(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)
 
 ifeq ($(PYTHON),)
 releases := $(shell sed -n 's/^# torch: //p' constraints.txt)
+# PyTorch's own index of CPU builds, asked if pip's configuration and TORCH_INDEX know none.
+cpu_index := https://download.pytorch.org/whl/cpu
 # `pip index` heeds no constraint of the user's own, which a dry run does; neither downloads torch, but its metadata.
-# The progress is shown: torch is by far the largest download.
+# The progress is shown: torch is by far the largest download. PyPI has CPU builds for machines other than x86-64.
 $(stamp)torch: constraints.txt | $(python)
 	@$(prerequisites)
-	@found=$$($(python) -m pip index versions torch $(TORCH_INDEX:%=--extra-index-url %) 2>/dev/null || true); \
-	allowed() { $(pip) --dry-run --no-deps $(TORCH_INDEX:%=--extra-index-url %) -c constraints.txt "$$1" >/dev/null 2>&1; }; \
-	torch=; \
-	for release in $(releases); do \
-	  if [ -z "$$torch" ] && grep -qwF "$$release+cpu" <<<"$$found" && allowed torch==$$release+cpu; then \
-	    torch=torch==$$release+cpu; \
-	  fi; \
-	done; \
+	@index="$(TORCH_INDEX:%=--extra-index-url %)"; torch=; \
+	find_cpu_build() { \
+	  local found; \
+	  found=$$($(python) -m pip index versions torch $$index "$$@" 2>/dev/null || true); \
+	  for release in $(releases); do \
+	    if grep -qwF "$$release+cpu" <<<"$$found" && allowed torch==$$release+cpu; then torch=torch==$$release+cpu; return; fi; \
+	  done; \
+	}; \
+	allowed() { $(pip) --dry-run --no-deps $$index -c constraints.txt "$$1" >/dev/null 2>&1; }; \
+	find_cpu_build; \
+	if [ -z "$$torch" ] && [ -z "$(TORCH_INDEX)" ] && [ "$(TORCH_BUILD)" != any ]; then \
+	  index="--extra-index-url $(cpu_index)"; \
+	  find_cpu_build --timeout 5 --retries 0; \
+	  [ -n "$$torch" ] || index=; \
+	fi; \
 	if [ -n "$$torch" ]; then \
 	  echo "installing $$torch into .venv, once: about 0.2 GB to download, 1 GB on disk ..."; \
-	else \
+	elif [ "$(TORCH_BUILD)" = any ] || [ "$$(uname -m)" != x86_64 ]; then \
 	  for release in $(releases); do \
 	    if [ -z "$$torch" ] && allowed torch==$$release; then torch=torch==$$release; fi; \
 	  done; \
 	  torch=$${torch:-torch==$(firstword $(releases))}; \
-	  echo "pip finds no CPU build of torch for this Python, so it takes the build that the index has. For"; \
-	  echo "Linux that is PyPI's for CUDA with its nvidia-* packages: about 3 GB to download, 5 GB on disk. For the CPU"; \
-	  echo "build, 0.2 GB, stop here and say where it is: \`make TORCH_INDEX=ADDRESS\`, the index that pytorch.org"; \
-	  echo "names for pip and CPU (or PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder of wheels)."; \
+	  echo "installing $$torch as the index has it into .venv, once. PyPI's for x86-64 is for CUDA and brings nvidia-*"; \
+	  echo "packages: about 3 GB to download, 5 GB on disk."; \
+	else \
+	  echo "no CPU build of torch was found for this Python: neither by pip's configuration nor at $(cpu_index)."; \
+	  echo "Choose one: \`make run TORCH_INDEX=ADDRESS\`, an index with CPU builds (or PIP_FIND_LINKS=FOLDER with wheels);"; \
+	  echo "\`make run TORCH_BUILD=any\`, PyPI's build for CUDA: about 3 GB to download, 5 GB on disk;"; \
+	  echo "\`make run PYTHON=/path/to/python\`, an environment that has torch."; \
+	  exit 1; \
 	fi; \
-	$(python) -m pip install --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %) -c constraints.txt \
+	$(python) -m pip install --disable-pip-version-check $$index -c constraints.txt \
 	    $$torch numpy
 	@$(note_torch) > $@
 
