@@ -38,8 +38,8 @@ it."""
 class ElementScale(ElementStore):
     """Sums of magnitudes until `freeze`, units from then on: powers of two around 1 in each shard.
 
-    The same bits on all ranks of a group: sums and products of two floats are rounded alike by every processor, and the
-    means, whose order of summation is not fixed, enter as powers of two too.
+    The same bits on all ranks of a group: sums and products of two floats are rounded alike by every processor, and
+    the means are sums in a fixed order (`fixed_order_sum`).
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,9 @@ def _write_units(sums: Tensor, runs: Sequence[tuple[int, int]], units: Tensor) -
     """
     if not sums.numel():
         return
-    means = torch.stack([part.mean(dtype=torch.float64) for part in (sums, *(sums[i:j] for i, j in runs))])
+    totals = torch.stack([fixed_order_sum(sums[start:stop]) for start, stop in runs])
+    counts = [sums.numel(), *(stop - start for start, stop in runs)]
+    means = torch.cat([fixed_order_sum(totals)[None], totals]) / totals.new_tensor(counts)
     above = _power_of_two_above(means)
     whole = torch.where(means[0] > 0.0, above[0], 1.0)
     floors = torch.where(means[1:] > 0.0, FLOOR * above[1:] / whole, 1.0)  # zeros end as 1
@@ -132,6 +134,23 @@ def _write_units(sums: Tensor, runs: Sequence[tuple[int, int]], units: Tensor) -
     for (start, stop), floor in zip(runs, floors, strict=True):
         units[start:stop].add_(floor)
     power_of_two_(units)
+
+
+def fixed_order_sum(values: Tensor) -> Tensor:
+    """Returns the sum in float64, 0-dim, with the same bits on every processor.
+
+    The second half is added to the first until one number is left. `Tensor.sum` and `mean` add in an order that depends
+    on the instruction set and the number of threads: a mean next to a power of two could then give ranks other units.
+
+    Args:
+        values: 1-D floating-point; read.
+    """
+    total = values.to(torch.float64, copy=True)
+    while total.numel() > 1:
+        half = (total.numel() + 1) // 2
+        total[: total.numel() - half] += total[half:]
+        total = total[:half]
+    return total.sum()
 
 
 def _power_of_two_above(means: Tensor) -> Tensor:

@@ -238,11 +238,17 @@ class Fragment:
         torch._foreach_add_(parameters, self.views(self.anchor))
 
     def update(self, mean: Tensor, settings: OuterSettings | None) -> None:
-        """One step of the outer SGD on `anchor`, in place; `mean` (numel) is the averaged pseudo-gradient.
+        """Takes one step of the outer SGD on `anchor`, in place.
 
-        Without settings the anchor becomes the average of the units' parameters, and the momentum stays as it is.
+        Every product and every sum is rounded by itself. Torch's `alpha=` is one fused rounding on some instruction
+        sets and two on others, so anchors of unlike processors would drift apart.
 
-        Source: torch.optim.SGD with dampening 0, which is arXiv 2501.18512's OuterOpt.
+        Args:
+            mean: (numel) the averaged pseudo-gradient, the same bits on all ranks.
+            settings: Rates of the outer SGD; None makes the anchor the average of the parameters and leaves the
+                momentum as it is.
+
+        Source: torch.optim.SGD with dampening 0, which is OuterOpt of arXiv 2501.18512.
         """
         if settings is None:
             self.anchor.sub_(mean)
@@ -250,8 +256,8 @@ class Fragment:
         step = mean
         if self.momentum is not None:
             self.momentum.mul_(settings.momentum).add_(mean)
-            step = mean.add(self.momentum, alpha=settings.momentum) if settings.nesterov else self.momentum
-        self.anchor.sub_(step, alpha=settings.lr)
+            step = self.momentum.mul(settings.momentum).add_(mean) if settings.nesterov else self.momentum
+        self.anchor.sub_(step if settings.lr == 1.0 else step.mul(settings.lr))
 
     def keep(self, flat: Tensor) -> Tensor:
         """Returns a (numel) tensor, whose views are made once: memory that is used again and again."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.codecs.onebit import OneBit
-from gradwire.compressors.element_scale import FLOOR, ElementScale
+from gradwire.compressors.element_scale import FLOOR, ElementScale, fixed_order_sum
 from gradwire.compressors.optim.peers import carry_out
 from support.threads import ThreadGroup, take_turns
 
@@ -125,3 +125,14 @@ def test_small_elements_are_not_drowned_by_their_block() -> None:
     largest = {steps: float((first_compressed(steps).abs() / SIZES).max()) for steps in (0, WARMUP)}
     assert 0.5 < median[WARMUP] < 4.0 < median[0]
     assert largest[WARMUP] < 0.2 * largest[0]
+
+
+@pytest.mark.parametrize("numel", [1, 2, 3, 1000, 4097])
+def test_means_are_summed_in_one_order_on_every_processor(numel: int) -> None:
+    """Law: half onto half, as these lines of Python do it; torch's own sums go by the instruction set."""
+    values = torch.rand(numel, generator=torch.Generator().manual_seed(numel))
+    left = values.double().tolist()
+    while len(left) > 1:
+        half = (len(left) + 1) // 2
+        left = [one + (left[half + at] if half + at < len(left) else 0.0) for at, one in enumerate(left[:half])]
+    assert fixed_order_sum(values).item() == left[0]
