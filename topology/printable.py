@@ -14,3 +14,17 @@ def printable(text: str) -> str:
         text: Any, of one line or more.
     """
     return _NOT_PRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def shortened(text: str, most: int = 240) -> str:
+    """Returns a quotation that is cut at a blank and marked with `...` where it is too long.
+
+    A cut inside a number would show another number.
+
+    Args:
+        text: What is quoted.
+        most: Characters that are kept.
+    """
+    if len(text) <= most:
+        return text
+    return f"{text[:most].rpartition(' ')[0] or text[:most]} ..."

@@ -8,12 +8,12 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from gradwire.bench.doctor.checks.basis import BASES
-from gradwire.bench.doctor.checks.settings import WANTED_HERE
 from gradwire.bench.doctor.checks.steps import step_split
 from gradwire.bench.doctor.checks.words import nbytes, rate, seconds
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
 from gradwire.bench.terminal import right_columns
 from gradwire.comms.plan import overlap
+from gradwire.topology.nccl_variables import WANTED_HERE
 
 MOST_PAIRS = 15
 

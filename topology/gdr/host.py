@@ -203,5 +203,12 @@ class Host:
 
     @property
     def gdr_level(self) -> str:
-        """The level in force: the variable's, else NCCL's default."""
-        return parse_level(self.setting("NCCL_NET_GDR_LEVEL") or "") or default_level(self.nccl_version)
+        """The level in force: the variable's, else NCCL's default.
+
+        Source: NCCL user guide, NCCL_NET_GDR_C2C, which 2.26 brought, overrides the level for cards at P2C.
+        """
+        level = parse_level(self.setting("NCCL_NET_GDR_LEVEL") or "")
+        over_c2c = self.setting("NCCL_NET_GDR_C2C")
+        if over_c2c is not None and level in (None, "PIX", "PXB", "P2C") and (self.nccl_version or (2, 26)) >= (2, 26):
+            return "P2C" if over_c2c == "1" else level if level in ("PIX", "PXB") else "PXB"
+        return level or default_level(self.nccl_version)

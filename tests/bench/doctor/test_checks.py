@@ -15,7 +15,6 @@ from gradwire.bench.doctor import checks, show
 from gradwire.bench.doctor.checks import diagnose
 from gradwire.bench.doctor.checks.basis import BASES
 from gradwire.bench.doctor.checks.network import doubtful_pairs
-from gradwire.bench.doctor.checks.settings import HARMFUL, NCCL_GUIDE, HarmfulVariable
 from gradwire.bench.doctor.checks.steps import WASTES
 from gradwire.bench.doctor.facts import (
     BackendTime,
@@ -26,6 +25,7 @@ from gradwire.bench.doctor.facts import (
     UnreachedPair,
 )
 from gradwire.bench.doctor.script import judge
+from gradwire.topology.nccl_variables import HARMFUL, NCCL_GUIDE, HarmfulVariable
 from support.doctor import everywhere, healthy, interface, on_node, slowed
 
 SEEDS = range(20)

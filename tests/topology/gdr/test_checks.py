@@ -290,3 +290,31 @@ def test_a_level_that_was_lowered_is_raised_and_no_card_is_moved(tmp_path: Path)
     machine = ExampleMachine(tmp_path)
     variable("NCCL_NET_GDR_LEVEL", "LOC")(machine)
     assert "env -u NCCL_NET_GDR_LEVEL" in remedy_of("V2", machine)
+
+
+@pytest.mark.parametrize(
+    ("version", "variables", "outcome"),
+    [
+        ("2.21.5", {}, CheckOutcome.FAIL),
+        ("2.26.2", {}, CheckOutcome.FAIL),
+        ("2.26.2", {"NCCL_NET_GDR_C2C": "1"}, CheckOutcome.PASS),
+        ("2.27.3", {"NCCL_NET_GDR_C2C": "0"}, CheckOutcome.FAIL),
+        ("2.21.5", {"NCCL_NET_GDR_LEVEL": "PHB"}, CheckOutcome.PASS),
+    ],
+)
+def test_nobody_is_told_to_move_a_card_that_is_soldered_on(
+    version: str, variables: dict[str, str], outcome: CheckOutcome, tmp_path: Path
+) -> None:
+    """A GB200: the card is on the GPU's own CPU, so what helps is NCCL's release or a variable."""
+    machine = ExampleMachine(tmp_path)
+    for bus_id, port in ((GPU, GPU_PORT), (NIC, NIC_PORT)):
+        machine.functions[port] = replace(machine.functions[port], parents=())
+        machine.functions[bus_id] = replace(machine.functions[bus_id], parents=(port,))
+    machine.facts["gpus"][0]["c2c"] = True  # type: ignore[index]
+    machine.facts["nccl_version"] = version
+    machine.environment = variables
+    finding = next(check for check in CHECKS if check.name == "V2").find(machine.host())
+    assert finding.outcome is outcome, finding
+    if outcome is CheckOutcome.FAIL:
+        assert "NCCL 2.27" in finding.remedy and "NCCL_NET_GDR_C2C=1" in finding.remedy
+        assert "move" not in finding.remedy

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from gradwire.topology.gdr.inputs.nccl_warnings import KnownWarning, read_warning
+from gradwire.topology.gdr.inputs.nccl_warnings import SPEAKS, KnownWarning, read_warning
 from gradwire.topology.gdr.nccl import Version, named_distance, parse_level, parse_version, within
 from gradwire.topology.readers.kinds import HEAD_CHARACTERS, tool_of
 
@@ -18,8 +18,8 @@ _MAX_SECONDS = 20.0
 _SAY_EVERY_LINES = 1 << 16
 _MAX_LINE = 4096
 _OF_INTEREST = re.compile(
-    rb"NCCL version|Using network|GPU Direct|via (?:NET|P2P|SHM|NVLS)/|(?:GPU|NET)/|set by environment|ACS is enabled"
-    rb"|NCCL WARN|Watchdog caught|eligible provider|isabling GDR|GDR disabled|NET plugin|libnccl-net"
+    rf"[NR]CCL version|Using network|GPU Direct|via (?:NET|P2P|SHM|NVLS)/|(?:GPU|NET)/|NCCL_\w+ set |ACS is enabled"
+    rf"|{SPEAKS}".encode()
 )
 """One of these stands in every line that `_read_line` makes something of, and in few of the others."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -34,15 +34,21 @@ _HCA = re.compile(
 _PAIR = re.compile(r"GPU Direct RDMA (Enabled|Disabled) for GPU[ /].{1,160}?distance (\d{1,2}) (?:>|<)=? (\d{1,2})\b")
 """`GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance 7 > 4)`, and 2.30's form with ranks and PXN."""
 _CHANNEL = re.compile(
-    r"Channel \d+(?:/\d+)? : (\d+)\[[0-9a-fx]*\] -> (\d+)\[[0-9a-fx]*\] \[(send|receive)\] via (NET/.{1,80})"
+    r"(?:Channel|Ring) \d+(?:/\d+)? : (\d+)(?:\[[0-9a-fx]*\])? -> (\d+)(?:\[[0-9a-fx]*\])? \[(send|receive)\] via "
+    r"(NET/.{1,80})"
 )
-_LOCAL_CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : \d+\[.{0,20}?\] -> \d+\[.{0,20}?\] via (?:P2P|SHM)")
+"""NCCL before 2.6 calls a channel a ring, and before 2.4 and in 2.5 leaves out the bus ids."""
+_LOCAL_CHANNEL = re.compile(
+    r"(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[.{0,20}?\])? -> \d+(?:\[.{0,20}?\])? via (P2P/MNNVL|P2P|SHM|direct)"
+)
+"""`P2P/MNNVL`: over NVLink, also between hosts of one NVLink domain. Source: NCCL v2.30 src/transport/p2p.cc."""
 _HOST = re.compile(r"^(?:\[[^\]]{1,40}\] ?)?([\w.-]{1,64}):\d+:\d+ ")
 """`node1:123:456 [0] NCCL INFO`, behind a time stamp where NCCL_DEBUG_TIMESTAMP_FORMAT asks for one."""
 _MAX_WARNINGS = 16
 _PATH_LINE = re.compile(r"(GPU|NET)/\S+ ?:")
 _PATH_ENTRY = re.compile(r"(GPU|NET)/(\S+) \(\d+/[\d.]+/([A-Z0-9]{2,4})\)")
-_OVERRIDE = re.compile(r"(NCCL_NET_GDR_(?:LEVEL|READ|C2C)) set by environment to (\S{1,20})")
+_OVERRIDE = re.compile(r"(NCCL_[A-Z0-9_]{2,40}) set (?:by environment )?to (\S{1,200})")
+_MAX_OVERRIDES = 64
 _PATHS = ("PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _IB_DEVICES = re.compile(r"NET/IB : Using .*")
 
@@ -57,6 +63,8 @@ class NcclLog:
     other_tool: str = ""
     """What the file looks like instead, where NCCL wrote none of it; empty where nobody knows."""
     version: Version | None = None
+    is_rccl: bool = False
+    """Whether AMD's RCCL wrote it, which speaks as NCCL does."""
     networks: set[str] = field(default_factory=set)
     hosts_without_device: set[str] = field(default_factory=set)
     """Hosts that said `NET/IB : No device found.`; "" where lines do not say whose they are."""
@@ -66,6 +74,8 @@ class NcclLog:
     """Hosts with a channel over a network."""
     local_channels: int = 0
     """Channels inside a host: peer-to-peer or shared memory."""
+    nvlink_channels: int = 0
+    """Those of them over NVLink that may join hosts (P2P/MNNVL)."""
     hosts_with_local: set[str] = field(default_factory=set)
     """Hosts with such a channel."""
     warnings: dict[str, KnownWarning | None] = field(default_factory=dict)
@@ -87,6 +97,7 @@ class NcclLog:
     nearest: str | None = None
     """Nearest GPU-NIC path in the tables that NCCL prints."""
     overrides: dict[str, str] = field(default_factory=dict)
+    """Variables that the log says are set -> their values."""
     relaxed_ordering: bool | None = None
     acs_hint: bool = False
     truncated: bool = False
@@ -106,7 +117,7 @@ class NcclLog:
     def fatal(self) -> tuple[str, KnownWarning] | None:
         """The first warning that ends a job, with what it means; one that follows from others where it is alone."""
         found = [(text, known) for text, known in self.warnings.items() if known is not None and known.ends_job]
-        return min(found, key=lambda each: each[1].follows, default=None)
+        return min(found, key=lambda each: each[1].kind == "follows", default=None)
 
     @property
     def reasons(self) -> list[str]:
@@ -118,8 +129,23 @@ class NcclLog:
         for distance, level in sorted(self.far_pairs):
             names = named_distance(distance, level, self.version, level_name)
             found.append(f"path {names[0]} is beyond level {names[1]}")
-        found += [known.cause for known in self.warnings.values() if known is not None and not known.ends_job]
+        found += [known.cause for known in self.warnings.values() if known is not None and known.kind == "gdr"]
         return found
+
+    @property
+    def switched_off(self) -> str:
+        """The variable that the log names and that keeps NCCL from RDMA, with its value; empty where there is none.
+
+        Source: NCCL user guide, NCCL_IB_DISABLE, NCCL_NET, NCCL_NET_PLUGIN, NCCL_IB_HCA.
+        """
+        off: dict[str, Callable[[str], bool]] = {
+            "NCCL_IB_DISABLE": lambda value: value != "0",
+            "NCCL_NET": lambda value: value.lower() == "socket",
+            "NCCL_NET_PLUGIN": lambda value: value == "none",
+            "NCCL_IB_HCA": lambda _: bool(self.hosts_without_device),
+        }
+        set_ones = ((name, self.overrides[name], hurts) for name, hurts in off.items() if name in self.overrides)
+        return next((f"{name}={value}" for name, value, hurts in set_ones if hurts(value)), "")
 
 
 def parse_nccl_log(lines: Iterable[str]) -> NcclLog:
@@ -138,7 +164,7 @@ def parse_nccl_log(lines: Iterable[str]) -> NcclLog:
             line = _ANSI.sub("", line)
         log.lines += 1
         log.spoken += "NCCL" in line
-        if "NCCL" in line or "GPU Direct" in line or "via " in line:
+        if "NCCL" in line or "RCCL" in line or "GPU Direct" in line or "via " in line:
             _read_line(log, line)
     return log
 
@@ -180,7 +206,9 @@ def merged_logs(logs: Sequence[NcclLog]) -> NcclLog | None:
         whole.hosts_without_device |= log.hosts_without_device
         whole.hosts_with_gdr |= log.hosts_with_gdr
         whole.hosts_on_network |= log.hosts_on_network
+        whole.is_rccl |= log.is_rccl
         whole.local_channels += log.local_channels
+        whole.nvlink_channels += log.nvlink_channels
         whole.hosts_with_local |= log.hosts_with_local
         whole.warnings = log.warnings | whole.warnings
         whole.hcas |= {name: able and whole.hcas.get(name, True) for name, able in log.hcas.items()}
@@ -239,14 +267,18 @@ def _read_line(log: NcclLog, line: str) -> None:
         log.version = parse_version(match[1])
     elif match := _NETWORK.search(line):
         log.networks.add(match[1])
+    elif "RCCL version" in line:
+        log.is_rccl = True
     elif match := _OVERRIDE.search(line):
-        log.overrides[match[1]] = match[2]
+        if len(log.overrides) < _MAX_OVERRIDES:
+            log.overrides[match[1]] = match[2].rstrip(".")
     elif _IB_DEVICES.search(line):
         log.relaxed_ordering = "[RO]" in line
     elif "NET/IB : No device found" in line:
         log.hosts_without_device.add(_host(line))
-    elif _LOCAL_CHANNEL.search(line):
+    elif match := _LOCAL_CHANNEL.search(line):
         log.local_channels += 1
+        log.nvlink_channels += match[1] == "P2P/MNNVL"
         log.hosts_with_local.add(_host(line))
     elif warning := read_warning(line):
         _keep_warning(log, *warning)

@@ -6,6 +6,7 @@ look healthy.
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +18,25 @@ class KnownWarning:
         cause: What it means.
         remedy: What to look at or type; it holds where the cause does.
         source: Where cause and remedy can be read.
-        ends_job: The job does not survive it; otherwise it explains why GPUDirect RDMA is not used.
-        follows: Of something else that ended the job, and is the cause where nothing else is in the log.
+        kind: `ends`: the job does not survive it; `follows`: it follows from another error, and counts where nothing
+            else is in the log; `gdr`: it explains why GPUDirect RDMA is not used; `remark`: the job goes on.
     """
 
     pattern: str
     cause: str
     remedy: str
     source: str
-    ends_job: bool = True
-    follows: bool = False
+    kind: Literal["ends", "follows", "gdr", "remark"] = "ends"
+
+    @property
+    def ends_job(self) -> bool:
+        """Whether the job does not survive it."""
+        return self.kind in ("ends", "follows")
 
 
-_STATUS = r"Got completion from peer.*(?:status=(?:\w+\()?|with error )"
-"""Pattern of what precedes the number of an ibv_wc_status; NCCL before 2.20 called it an error."""
+_STATUS = r"Got completion .*?(?:status=(?:\w+\()?|with error )"
+"""Pattern of what precedes the number of an ibv_wc_status; NCCL before 2.20 called it an error, before 2.12 without the
+peer's name."""
 
 KNOWN_WARNINGS = (
     KnownWarning(
@@ -98,13 +104,40 @@ KNOWN_WARNINGS = (
         "a card dropped what was queued after another error; the first one counts",
         "the first WARN line of all ranks",
         "ibv_poll_cq(3), IBV_WC_WR_FLUSH_ERR",
-        follows=True,
+        kind="follows",
     ),
     KnownWarning(
         rf"{_STATUS}(?:9|10|11)\b",
         "the peer's card refused a transfer, as where its GPU memory is not registered",
         "see M1 on the peer; all hosts with one driver and one NCCL",
         "ibv_poll_cq(3), IBV_WC_REM_ACCESS_ERR and its neighbours",
+    ),
+    KnownWarning(
+        rf"{_STATUS}13\b",
+        "a peer's card was not ready to receive for too long: its process had stopped, or had ended",
+        "the first error of the peer's host, in its own output",
+        "ibv_poll_cq(3), IBV_WC_RNR_RETRY_EXC_ERR",
+    ),
+    KnownWarning(
+        rf"{_STATUS}\d",
+        "a transfer between two cards failed",
+        "the meaning of the number: ibv_poll_cq(3), enum ibv_wc_status; then counters of the port (ethtool -S)",
+        "ibv_poll_cq(3); verbs.h, enum ibv_wc_status",
+    ),
+    KnownWarning(
+        r"[Aa]sync event ?: ?GID table change|GID table changed?\b",
+        "the addresses of a card changed while the job ran: connections that use a GID that is gone will fail",
+        "keep addresses as they are while jobs run (NetworkManager, DHCP, containers that start); show_gids before and "
+        "after; NCCL 2.21 or later without NCCL_IB_GID_INDEX",
+        "ibv_get_async_event(3), IBV_EVENT_GID_CHANGE; NCCL user guide, NCCL_IB_GID_INDEX",
+        kind="remark",
+    ),
+    KnownWarning(
+        r"Unable to use GIN: Peermem is not supported, nor DMA-BUF",
+        "neither peer memory nor dma-buf is there to register GPU memory with",
+        "load nvidia_peermem (M1), or make dma-buf work (M3)",
+        "NCCL src/transport/net_ib (ncclGinIbGdrSupport)",
+        kind="gdr",
     ),
     KnownWarning(
         r"async fatal event",
@@ -165,28 +198,28 @@ KNOWN_WARNINGS = (
         "the plug-in for EFA or Slingshot found no provider of libfabric and left NCCL to sockets",
         "fi_info -p efa -c FI_HMEM; the interface with EFA, its security group, libfabric of the plug-in's release",
         "aws-ofi-nccl README; libfabric fi_efa(7)",
-        ends_job=False,
+        kind="gdr",
     ),
     KnownWarning(
         r"HMEM, disabling GDR|GDR disabled on GDR-supported instance type|[Dd]isabling GDR",
         "the plug-in switched GPUDirect RDMA off: libfabric cannot use GPU memory here",
         "fi_info -p efa -c FI_HMEM; libfabric and plug-in of one release, built with CUDA",
         "aws-ofi-nccl src/nccl_ofi_ofiutils.cpp; libfabric fi_efa(7)",
-        ends_job=False,
+        kind="gdr",
     ),
     KnownWarning(
         r"Failed to initialize any NET plugin|Plugin load .*returned|No plugin found \(libnccl-net",
         "the network plug-in was not loaded",
         "ldconfig -p | grep libnccl-net; LD_LIBRARY_PATH of the job; NCCL_NET_PLUGIN",
         "NCCL user guide, NCCL_NET_PLUGIN",
-        ends_job=False,
+        kind="gdr",
     ),
     KnownWarning(
         r"NET/OFI .*(?:failed|could not|Couldn't|Failed)",
         "the plug-in for EFA or Slingshot failed",
         "fi_info -p efa -c FI_HMEM; the plug-in's lines with NCCL_DEBUG_SUBSYS=INIT,NET",
         "aws-ofi-nccl README; libfabric fi_efa(7)",
-        ends_job=False,
+        kind="gdr",
     ),
     KnownWarning(
         r"Duplicate GPU detected",
@@ -213,18 +246,31 @@ KNOWN_WARNINGS = (
         "github.com/NVIDIA/nccl/issues/1197; NCCL user guide, NCCL_NVLS_ENABLE",
     ),
     KnownWarning(
+        r"[Cc]uda failure",
+        "a call of CUDA failed inside NCCL: another kernel's error, a GPU that fell off the bus, or an old driver",
+        "the error's own words behind the number; dmesg | grep -i xid; CUDA_LAUNCH_BLOCKING=1 for one run",
+        "CUDA runtime API, cudaError_t; NCCL user guide, Errors, ncclUnhandledCudaError",
+    ),
+    KnownWarning(
         r"Connection closed by remote peer|Connection reset by peer|socketPollConnect.*(?:refused|retr)",
         "another rank had ended before, and this one lost it",
         "the first error of that host, in its own output: grep -nE 'Error|WARN|Killed|out of memory' of all ranks",
         "NCCL user guide, Errors, ncclRemoteError",
-        follows=True,
+        kind="follows",
     ),
     KnownWarning(
         r"Watchdog caught collective operation timeout",
         "a collective timed out: a rank did not come to it, or a link hangs",
         "GRADWIRE_WATCH=1 says which rank, and where it is; the rank with the lowest SeqNum is the one that is behind",
         "documentation of torch.distributed, init_process_group, timeout",
-        follows=True,
+        kind="follows",
+    ),
+    KnownWarning(
+        r"DistBackendError: NCCL error",
+        "torch reports that NCCL failed",
+        "the first NCCL WARN line of all ranks: NCCL_DEBUG=WARN prints it",
+        "documentation of torch.distributed, Debugging; NCCL user guide, Errors",
+        kind="follows",
     ),
 )
 """The first that fits counts.
@@ -233,15 +279,16 @@ Source: NCCL 2.30 src/misc/ibvwrap.cc, src/transport/net_ib/p2p.cc and common.h 
 src/os/linux.cc; aws-ofi-nccl src/nccl_ofi_ofiutils.cpp, nccl_ofi_rdma.cpp, platform-aws.cpp; verbs.h (ibv_wc_status).
 """
 
-TORCH_SPEAKS = "Watchdog caught"
-"""How a line of torch's begins that belongs to a log of NCCL."""
+TORCH_SPEAKS = ("Watchdog caught", "DistBackendError: NCCL error")
+"""How lines of torch's begin that belong to a log of NCCL."""
 
-_MESSAGE = re.compile(rf"NCCL (WARN|INFO) (.*)|()({TORCH_SPEAKS} .*)")
-_SPEAKS = re.compile(
-    r"NCCL WARN|Watchdog caught|eligible provider|isabling GDR|GDR disabled|NET plugin|libnccl-net"
-    r"|NET/OFI .*(?:ailed|ould)"
+SPEAKS = (
+    rf"NCCL WARN|{'|'.join(TORCH_SPEAKS)}|eligible provider|isabling GDR|GDR disabled|NET plugin|libnccl-net|use GIN"
+    r"|GID table change"
 )
-"""Pattern of what is in every line that may be one of the table."""
+"""Pattern of what is in every line that may be one of the table, but for those of the plug-in for libfabric."""
+_MESSAGE = re.compile(rf"NCCL (WARN|INFO) (.*)|()((?:{'|'.join(TORCH_SPEAKS)}).*)")
+_SPEAKS = re.compile(rf"{SPEAKS}|NET/OFI .*(?:ailed|ould)")
 
 
 def read_warning(line: str) -> tuple[str, KnownWarning | None] | None:

@@ -26,28 +26,9 @@ from gradwire.topology.gdr.nccl import (
     without_level,
 )
 from gradwire.topology.gdr.stages.stage4_path import domain_type
+from gradwire.topology.nccl_variables import CURES, KNOWN, RENAMED
 from gradwire.topology.pci_ids import AMAZON
-
-_DOCUMENTED = """IB_DISABLE NET NET_PLUGIN IB_HCA NET_GDR_LEVEL NET_GDR_READ NET_GDR_C2C DMABUF_ENABLE IB_GID_INDEX
-P2P_DISABLE SHM_DISABLE P2P_LEVEL SOCKET_IFNAME TOPO_FILE TOPO_DUMP_FILE DEBUG DEBUG_SUBSYS DEBUG_FILE IB_TC IB_SL
-IB_TIMEOUT IB_RETRY_CNT IB_QPS_PER_CONNECTION IB_SPLIT_DATA_ON_QPS IB_PCI_RELAXED_ORDERING IB_ADAPTIVE_ROUTING
-IB_ROCE_VERSION_NUM IB_ADDR_FAMILY IB_ADDR_RANGE IB_CUDA_SUPPORT IB_MERGE_VFS IB_MERGE_NICS IB_DATA_DIRECT
-IB_ECE_ENABLE SOCKET_FAMILY SOCKET_NTHREADS NSOCKS_PERTHREAD CROSS_NIC PXN_DISABLE P2P_PXN_LEVEL P2P_DIRECT_DISABLE
-BUFFSIZE NTHREADS MIN_NCHANNELS MAX_NCHANNELS MIN_CTAS MAX_CTAS CGA_CLUSTER_SIZE ALGO PROTO NVLS_ENABLE NVB_DISABLE
-IGNORE_CPU_AFFINITY IGNORE_DISABLED_P2P CONF_FILE COMM_ID COMM_BLOCKING LAUNCH_MODE CHECK_POINTERS COLLNET_ENABLE
-COLLNET_NODE_THRESHOLD GRAPH_FILE GRAPH_DUMP_FILE GRAPH_REGISTER GRAPH_MIXING_SUPPORT TUNER_PLUGIN TUNER_CONFIG_PATH
-PROFILER_PLUGIN MNNVL_ENABLE MNNVL_UUID MNNVL_CLIQUE_ID CUMEM_ENABLE CUMEM_HOST_ENABLE LOCAL_REGISTER
-NET_SHARED_BUFFERS NET_SHARED_COMMS SINGLE_RING_THRESHOLD OOB_NET_ENABLE OOB_NET_IFNAME SET_THREAD_NAME SET_STACK_SIZE
-SET_CPU_STACK_SIZE NVLSTREE_MAX_CHUNKSIZE WORK_FIFO_BYTES RAS_ENABLE RAS_ADDR PROGRESS_APPENDOP_FREQ GDRCOPY_ENABLE
-GDRCOPY_SYNC_ENABLE GDRCOPY_FLUSH_ENABLE GDR_FLUSH_DISABLE HOSTID NETDEVS_POLICY SYM_CTAS WIN_ENABLE RUNTIME_CONNECT
-NET_OVERHEAD IB_AR_THRESHOLD IB_FIFO_TC IB_PKEY IB_USE_INLINE IB_WARN_RAIL_LOCAL LL_BUFFSIZE LL128_BUFFSIZE
-TOPO_DUMP_FILE_RANK UNPACK_MEM DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS WARN_ENABLE_DEBUG_INFO
-ALLOC_P2P_NET_LL_BUFFERS LEGACY_CUDA_REGISTER CREATE_THREAD_CONTEXT DUMP_TOPO VERSION IB_SUBNET_AWARE_ROUTING
-P2P_NET_CHUNKSIZE NCHANNELS_PER_NET_PEER P2P_READ_ENABLE THREAD_THRESHOLDS CHUNK_SIZE BLOCKING_WAIT
-ASYNC_ERROR_HANDLING TIMEOUT DESYNC_DEBUG TRACE_BUFFER_SIZE ENABLE_MONITORING USE_TENSOR_REGISTER_ALLOCATOR_HOOK
-NVLS_NCHANNELS FASTRAK_CTRL_DEV FASTRAK_IFNAME"""
-KNOWN = frozenset(f"NCCL_{word}" for word in _DOCUMENTED.split())
-"""Names that NCCL, its plugins or torch read. Source: NCCL user guide and src/**/*.cc (NCCL_PARAM)."""
+from gradwire.topology.printable import shortened
 
 
 def rdma_switched_off(host: Host) -> Finding:
@@ -59,18 +40,17 @@ def rdma_switched_off(host: Host) -> Finding:
     if host.setting("NCCL_IB_DISABLE") not in (None, "0"):
         return failed(
             _shown(host, "NCCL_IB_DISABLE"),
-            "unset it for one run with a time limit: it may be there because the cards do not reach the other nodes",
+            f"one run without it, with a time limit: {CURES['ib']}",
         )
     if (host.setting("NCCL_NET") or "").lower() == "socket":
         return failed(
             _shown(host, "NCCL_NET"),
-            "unset it, or name the RDMA network (IB), for one run with a time limit: it may be there because the cards "
-            "do not reach the other nodes",
+            f"one run without it, or with the RDMA network (IB), with a time limit: {CURES['ib']}",
         )
     if host.setting("NCCL_NET_PLUGIN") == "none" and any(nic.function.vendor == AMAZON for nic in host.nics):
         return failed(
             f"{_shown(host, 'NCCL_NET_PLUGIN')}: EFA needs the plugin",
-            "unset it for one run with a time limit: a plugin built for another NCCL may have been the reason",
+            f"one run without it, with a time limit: {CURES['plugin']}",
         )
     value, names = host.setting("NCCL_IB_HCA"), [d.name for d in host.rdma_devices or () if d.verbs]
     if value and names and not any(name_matches(value, name) for name in names):
@@ -83,7 +63,7 @@ def rdma_switched_off(host: Host) -> Finding:
 def _shown(host: Host, name: str) -> str:
     """`NAME=value (from where)`."""
     found = (host.settings or {})[name]
-    return f"{name}={found.value[:80]} ({found.source})"
+    return f"{name}={shortened(found.value, 80)} ({found.source})"
 
 
 def gdr_level(host: Host) -> Finding:
@@ -108,15 +88,29 @@ def gdr_level(host: Host) -> Finding:
         path is not None and not within(path, level) and within(path, standard) for path in host.distances.values()
     )
     moved = f"{host.to_bring_up}move the card, or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
-    finding = judge_pairs(host, judge, without_level(standard) if lowered else moved)
+    coherent = any(host.distances[pair] == "P2C" for pair in host.best_pairs)
+    finding = judge_pairs(host, judge, without_level(standard) if lowered else _OVER_C2C if coherent else moved)
     doubt = _doubt_about_level(host, value, level)
     if finding.outcome is CheckOutcome.PASS and doubt:
         return Finding(CheckOutcome.WARN, *doubt, finding.pairs)
     return finding
 
 
+_OVER_C2C = (
+    "the card is on the GPU's own CPU, over a chip-to-chip link: NCCL 2.27 or later uses GPUDirect RDMA there by "
+    "default, 2.26 with NCCL_NET_GDR_C2C=1, earlier releases with NCCL_NET_GDR_LEVEL=PHB"
+)
+"""Source: NCCL user guide, NCCL_NET_GDR_C2C."""
+
+
 def _doubt_about_level(host: Host, value: str | None, level: str) -> tuple[str, str] | None:
     """What is odd about the variables, and the remedy."""
+    for old in ("NCCL_IB_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"):
+        if value is None and host.setting(old) is not None:
+            return (
+                f"{_shown(host, old)} {RENAMED[old].words}",
+                f"the default level is {level}",
+            )
     if value is not None and parse_level(value) is None:
         return f"{_shown(host, 'NCCL_NET_GDR_LEVEL')} is no level: NCCL ignores it", f"one of {', '.join(LEVELS)}"
     if host.setting("NCCL_NET_GDR_READ") == "0":
@@ -144,7 +138,7 @@ def dmabuf_switched_off(host: Host) -> Finding:
             return warned(f"{_shown(host, loose)}: a missing GDR goes unnoticed", "unset it")
         return passed("dma-buf is not switched off")
     if peermem_path(host):
-        return warned(f"{_shown(host, off[0])}: peer memory is all that is left", "unset it")
+        return passed(f"{_shown(host, off[0])}: peer memory works and is used instead ({CURES['dmabuf']})")
     if chain_state(dmabuf_chain(host)) is None and not peermem_known(host):
         return unknown(f"{_shown(host, off[0])}; whether dma-buf is the only way is not known", "unset it")
     return failed(f"{_shown(host, off[0])}, and there is no peer memory", "unset it")
@@ -225,17 +219,18 @@ def socket_interface(host: Host) -> Finding:
 
 
 def spelling(host: Host) -> Finding:
-    """No variable is a near miss of one that NCCL reads.
+    """Every variable that looks like NCCL's is one that is read: no near miss, no name that was given up.
 
     Command: `env | grep -E "CCL_"`
-    Source: NERSC podman-hpc issue 136 (`CCL_NET_GDR_LEVEL`).
+    Source: NCCL user guide, Environment Variables (old names); NERSC podman-hpc issue 136 (`CCL_NET_GDR_LEVEL`).
     """
     odd = []
     for name in host.settings or {}:
-        if name in KNOWN or not re.match(r"N?CCL_", name):
-            continue
-        near = difflib.get_close_matches(f"N{name}" if name.startswith("CCL_") else name, KNOWN, 1, 0.9)
-        odd += [f"{name} (is {near[0]} meant?)"] if near else []
+        if (renamed := RENAMED.get(name)) is not None:
+            odd.append(f"{name} {renamed.words}")
+        elif name not in KNOWN and re.match(r"N?CCL_", name):
+            near = difflib.get_close_matches(f"N{name}" if name.startswith("CCL_") else name, KNOWN, 1, 0.9)
+            odd += [f"{name} (is {near[0]} meant?)"] if near else []
     return warned(", ".join(odd[:4]), "NCCL ignores names it does not know") if odd else passed("no near miss")
 
 

@@ -2,25 +2,29 @@
 
 import errno
 import os
+import re
+from dataclasses import replace
 
 from gradwire.topology.gdr.compare import differences
 from gradwire.topology.gdr.glue import no_gpu_has_gdr
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.inputs.facts import Registration
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog
-from gradwire.topology.gdr.inputs.nccl_warnings import TORCH_SPEAKS
+from gradwire.topology.gdr.inputs.nccl_warnings import TORCH_SPEAKS, KnownWarning
 from gradwire.topology.gdr.model import (
     CheckOutcome,
     Finding,
     GdrCheck,
     Verdict,
     failed,
+    informed,
     judge_pairs,
     passed,
     unknown,
     warned,
 )
 from gradwire.topology.gdr.nccl import parse_level, within, without_level
+from gradwire.topology.printable import shortened
 
 _HOST_SHARE = 0.8  # of the host-memory rate; redirected traffic loses about half (nccl-tests issue 112)
 _NOISE_SHARE = 0.95
@@ -29,6 +33,14 @@ _HCA_REMEDY = (
     "(M3); NCCL before 2.23.4 looks for peer memory only below /sys/kernel/mm/memory_peers (M4). GB10, GeForce and "
     "soft RoCE have no GPUDirect RDMA: nothing helps there (G2, R6)"
 )
+_RCCL_REMEDY = (
+    "AMD GPUs: amdgpu-dkms built where MLNX_OFED was installed before it, or the module ib_peer_mem (RCCL looks for "
+    "/sys/kernel/mm/memory_peers/amdkfd/version, /sys/kernel/memory_peers, /sys/memory_peers); or dma-buf in the "
+    "kernel, with NCCL_DMABUF_ENABLE=1"
+)
+"""Source: RCCL src/transport/net_ib (ncclIbGdrSupport); github.com/ROCm/amdgpu/issues/102."""
+_OF_NVIDIA = re.compile(r"\bM[1-7]\b|nvidia|GeForce", re.IGNORECASE)
+"""Pattern of a remedy that is for NVIDIA's driver alone."""
 _NO_GDR_REMEDY = "none: no GPU of this machine has GPUDirect RDMA (G2)"
 _LEVEL_REMEDY = "P1: a card near the GPU; or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
 _ERRNO_NAMES = {
@@ -101,17 +113,36 @@ def nccl_log(host: Host) -> Finding:
     if log.fatal is not None:
         text, known = log.fatal
         who = "torch" if text.startswith(TORCH_SPEAKS) else "NCCL WARN"
-        return failed(f"the job failed: {known.cause} ({who}: {text[:100]})", f"{known.remedy} [{known.source}]")
+        found = f"the job failed: {known.cause} ({who}: {shortened(text)})"
+        return failed(found, _for_vendor(log, f"{known.remedy} [{known.source}]"))
     finding = _by_channels(host, log)
-    unclear = next((text for text, known in log.warnings.items() if known is None), None)
-    if unclear is not None and finding.outcome in (CheckOutcome.PASS, CheckOutcome.UNKNOWN):
-        return warned(f"{finding.text}; but NCCL warned: {unclear[:120]}", "look it up: grep 'NCCL WARN' LOG")
-    return finding
+    finding = replace(finding, remedy=_for_vendor(log, finding.remedy))
+    said = [(text, known) for text, known in log.warnings.items() if known is None or known.kind == "remark"]
+    return _with_warning(finding, *said[0]) if said else finding
+
+
+def _for_vendor(log: NcclLog, remedy: str) -> str:
+    """The remedy, or AMD's where RCCL wrote the log and the remedy is for NVIDIA's driver."""
+    return _RCCL_REMEDY if log.is_rccl and _OF_NVIDIA.search(remedy) else remedy
+
+
+def _with_warning(finding: Finding, text: str, known: KnownWarning | None) -> Finding:
+    """The finding with a warning of the log that explains nothing of it: what passed is then a warning."""
+    said = f"{finding.text}; but NCCL warned: {shortened(text)}" + (f" ({known.cause})" if known else "")
+    if finding.outcome in (CheckOutcome.FAIL, CheckOutcome.WARN):
+        return replace(finding, text=said)
+    return warned(said, f"{known.remedy} [{known.source}]" if known else "look it up: grep 'NCCL WARN' LOG")
 
 
 def _by_channels(host: Host, log: NcclLog) -> Finding:
     """What the lines about channels prove, or why there are none."""
     remedy = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH; then the first failed check above"
+    if log.nvlink_channels and not log.network_channels and len(log.hosts_with_local) > 1:
+        hosts = len(log.hosts_with_local)
+        return informed(
+            f"{log.nvlink_channels} channels of {hosts} hosts go over NVLink between hosts (MNNVL), none over a "
+            "network: inside one NVLink domain GPUDirect RDMA is not needed"
+        )
     if log.local_channels and not log.network_channels:
         between = "; between hosts this NCCL would use sockets" if log.networks == {"Socket"} else ""
         return unknown(
@@ -125,7 +156,8 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
         found = f"No device found{where}; " if lacking else ""
         there = where if log.gdr_channels else ""
         said = f"{found}network is Socket{there}: RDMA is not used {'there' if there else 'at all'}"
-        return failed("; ".join([said, *log.reasons]), _sockets(log))
+        off = [f"the log has {log.switched_off}"] if log.switched_off else []
+        return failed("; ".join([said, *off, *log.reasons]), _sockets(log))
     if not log.network_channels:
         return _without_channels(log, remedy)
     if not log.gdr_channels:
@@ -159,12 +191,16 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
 
 def _sockets(log: NcclLog) -> str:
     """What to do where sockets are used: what a plug-in's own note asks for comes first."""
-    return _notes(log) or "see R1, R2, R3, V1"
+    name, _, value = log.switched_off.partition("=")
+    if name == "NCCL_IB_HCA":
+        return f"name cards that exist and are up in place of {value}: ibv_devices; or one run without NCCL_IB_HCA"
+    return _notes(log) or (f"one run without {name}, with a time limit (V1)" if name else "see R1, R2, R3, V1")
 
 
 def _notes(log: NcclLog) -> str:
     """What the first note of a plug-in, or warning, asks for; empty where there is none."""
-    found = (f"{known.remedy} [{known.source}]" for known in log.warnings.values() if known is not None)
+    known_ones = [known for known in log.warnings.values() if known is not None and known.kind != "remark"]
+    found = (f"{known.remedy} [{known.source}]" for known in known_ones)
     return next(found, "")
 
 

@@ -371,3 +371,98 @@ def test_a_plug_ins_note_brings_its_own_remedy(tmp_path: Path) -> None:
     lines = ["n0:1:2 [0] NCCL INFO NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR",
              channel(0, 1, "send", "NET/AWS Libfabric/0")]  # fmt: skip
     assert judged(lines, tmp_path).remedy.startswith("fi_info -p efa -c FI_HMEM")
+
+
+AT = "hostA:100:200 [0]"
+RCCL = "RCCL version 2.7.8+hip3.9"
+STAGED = [channel(0, 1, "send", "NET/IB/0"), channel(1, 0, "receive", "NET/IB/0")]
+SOCKETS = [channel(0, 1, "send", "NET/Socket/0"), channel(1, 0, "receive", "NET/Socket/0")]
+GID = f"{AT} transport/net_ib.cc:123 NCCL WARN NET/IB : mlx5_0:1 Got async event : GID table change"
+GIN = f"{AT} NCCL INFO Unable to use GIN: Peermem is not supported, nor DMA-BUF."
+VENDOR = "Got completion from peer 10.1.0.2<36315> with status=12 opcode=32698 len=32696 vendor err 129 (Send)"
+
+STATED = {
+    "a completion error of NCCL 2.8, without the peer": (
+        [*HEALTHY_CHANNELS, f"{AT} net_ib.cc:818 NCCL WARN NET/IB : Got completion with error 4, opcode 8983, len 0"],
+        CheckOutcome.FAIL, "the job failed: the card could not reach GPU memory", "P5",
+    ),
+    "a status that no entry names": (
+        [*HEALTHY_CHANNELS, f"{AT} NCCL WARN NET/IB : Got completion from peer 10.0.0.2<4> with status=7 opcode=0"],
+        CheckOutcome.FAIL, "a transfer between two cards failed", "ibv_wc_status",
+    ),
+    "rings of NCCL 2.4": (
+        ["h:1:2 [7] NCCL INFO Ring 00 : 7[7000] -> 8[4000] [send] via NET/IB/0",
+         "h:1:2 [0] NCCL INFO Ring 00 : 7[7000] -> 8[4000] [receive] via NET/IB/0"],
+        CheckOutcome.FAIL, "0 of 2 network channels use GDRDMA", "",
+    ),
+    "rings of NCCL 2.5, without bus ids": (
+        ["h:1:2 [0] NCCL INFO Ring 00 : 1 -> 0 [receive] via NET/IB/0/GDRDMA",
+         "h:1:2 [1] NCCL INFO Ring 00 : 1 -> 0 [send] via NET/IB/0/GDRDMA"],
+        CheckOutcome.PASS, "all 2 network channels of 2 ranks", "",
+    ),
+    "an AMD GPU without peer memory": (
+        ["br1:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB ; OOB eth0:10.1.0.1<0>", RCCL, hca("Disabled for {}", 0),
+         *STAGED],
+        CheckOutcome.FAIL, "Disabled for HCA mlx5_0", "amdgpu",
+    ),
+    "an AMD GPU whose memory cannot be registered": (
+        [RCCL, f"{AT} NCCL WARN Call to ibv_reg_mr failed with error Bad address"],
+        CheckOutcome.FAIL, "could not be registered", "amdgpu",
+    ),
+    "the number behind the error": (
+        [f"{AT} ibp_plugin.c:900 NCCL WARN NET/IBP:{VENDOR}"], CheckOutcome.FAIL, "vendor err 129 (Send)", "",
+    ),
+    "NVLink between hosts": (
+        [f"g{1 + rank // 4}:1:2 [0] NCCL INFO Channel 00/0 : {rank}[0] -> {(rank + 4) % 8}[0] via P2P/MNNVL"
+         for rank in range(8)],
+        CheckOutcome.INFO, "8 channels of 2 hosts go over NVLink between hosts", "",
+    ),
+    "a reason of NCCL 2.29": ([GIN, *STAGED], CheckOutcome.FAIL, "neither peer memory nor dma-buf", "nvidia_peermem"),
+    "a variable that names no card": (
+        [f"{AT} NCCL INFO NCCL_IB_HCA set to mlx5_9", f"{AT} NCCL INFO NET/IB : No device found.", *SOCKETS],
+        CheckOutcome.FAIL, "the log has NCCL_IB_HCA=mlx5_9", "in place of mlx5_9",
+    ),
+    "a variable that switches RDMA off": (
+        [f"{AT} NCCL INFO NCCL_IB_DISABLE set by environment to 1.", *SOCKETS],
+        CheckOutcome.FAIL, "the log has NCCL_IB_DISABLE=1", "without NCCL_IB_DISABLE",
+    ),
+    "addresses that changed": ([*HEALTHY_CHANNELS, GID], CheckOutcome.WARN, "addresses of a card changed", "show_gids"),
+    "a warning beside a failure": (
+        [*STAGED, f"{AT} NCCL WARN The frobnicator gave up"], CheckOutcome.FAIL, "The frobnicator gave up", "",
+    ),
+    "what torch says of it": (
+        ["torch.distributed.DistBackendError: NCCL error in: ../ProcessGroupNCCL.cpp:1970, unhandled system error"],
+        CheckOutcome.FAIL, "torch reports that NCCL failed", "NCCL_DEBUG",
+    ),
+    "another CUDA error": (
+        [*HEALTHY_CHANNELS, f"{AT} enqueue.cc:1 NCCL WARN Cuda failure 700 'an illegal memory access was encountered'"],
+        CheckOutcome.FAIL, "a call of CUDA failed", "xid",
+    ),
+}  # fmt: skip
+"""Case -> lines of a log, the outcome, words of the finding, words of the remedy."""
+
+
+@pytest.mark.parametrize("case", STATED)
+def test_what_the_log_states_is_used(case: str, tmp_path: Path) -> None:
+    lines, outcome, said, remedy = STATED[case]
+    for host, suffix in ((judged(lines, tmp_path / "lines"), ""), (_from_file(lines, tmp_path), " from a file")):
+        assert host.outcome is outcome, (case + suffix, host)
+        assert said in host.text and remedy in host.remedy, (case + suffix, host)
+        if RCCL in lines:
+            assert "nvidia" not in host.remedy.lower() and "M1" not in host.remedy, host
+
+
+def _from_file(lines: list[str], folder: Path) -> Finding:
+    """The finding of the same lines read from a file, where lines without interest are skipped."""
+    (folder / "log").write_text("\n".join(lines))
+    host = ExampleMachine(folder / "file").host()
+    host.log = read_nccl_log(folder / "log")
+    return nccl_log(host)
+
+
+def test_a_long_quotation_is_cut_at_a_blank_and_marked(tmp_path: Path) -> None:
+    words = " ".join(f"word{number}" for number in range(100, 200))
+    text = judged([f"{AT} NCCL WARN {words}"], tmp_path).text
+    quoted = text.partition("NCCL warned: ")[2]
+    assert quoted.endswith(" ...") and quoted.removesuffix(" ...") in words
+    assert set(quoted.removesuffix(" ...").split()) <= set(words.split())
