@@ -17,12 +17,11 @@ from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.resume import COLUMNS, to_rows
 from gradwire.comms.run.launches import Bucket
 from gradwire.comms.streams import LateFlag
-from gradwire.compressors.adaptive import AUTO, Adaptive
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue, planned
 from gradwire.compressors.compiled import native
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
-from gradwire.compressors.rules import Rule, rules_from
+from gradwire.compressors.rules import Rule
 
 KINDS: Mapping[str, type | UnionType] = {
     PREFIX + "dirty": int,
@@ -47,7 +46,6 @@ class Compression:
         rules: Which parameters travel otherwise; the default ones come after them.
         rank: This rank.
         size: Number of ranks.
-        budget: What the compressor "auto" chooses within.
 
     Attributes:
         loss_scale: Of the gradients; what the compressor holds back follows it.
@@ -65,13 +63,8 @@ class Compression:
         rules: Sequence[Rule | Mapping[str, object]],
         rank: int,
         size: int,
-        budget: str | float | None = None,
     ) -> None:
-        self.compressor: Compressor
-        if name == AUTO:
-            self.compressor = Adaptive(budget, options, rules_from(rules))
-        else:
-            self.compressor = make_routed(name, options, rules)
+        self.compressor: Compressor = make_routed(name, options, rules)
         self.flushing = False
         self.left_alone: Collection[str] = ()
         self.seats, self.alike = "", True

@@ -27,8 +27,6 @@ TCP_TRANSPORTS = ("auto", "gloo")
 """Those that may be given a number of connections."""
 ALL_NICS, ONE_NIC, NIC_PER_RANK = "auto", "one", "per_rank"
 ENVIRONMENT_PREFIX = "GRADWIRE_"
-AUTO = "auto"
-"""The compressor that is chosen for each layer while training runs, within the budget behind a colon."""
 
 NEARLY = 0.8
 """How alike a misspelt name is to the one that was meant, by difflib: 0.86 for COMPRESSION, 0.95 for COMPRESOR."""
@@ -205,8 +203,8 @@ class Measuring:
     """True measures latency and bandwidth of every level before the first step (two to five seconds on 200 Mbit/s), and
     plans go by it: their last bits may then differ from run to run. None takes a quick look (0.1 to 0.9 s where links
     have 10 Mbit/s or more, 1.1 to 2.7 at 1 Mbit/s) at links between nodes of CPUs that nobody knows, which prices plans
-    and gives nodes their shares, and changes no bit; not with `elastic`. False sends nothing to measure. `tune`,
-    `fusion="auto"` and `compressor="auto"` measure in any case."""
+    and gives nodes their shares, and changes no bit; not with `elastic`. False sends nothing to measure. `tune`
+    and `fusion="auto"` measure in any case."""
 
     def __post_init__(self) -> None:
         if self.probe is not None and not isinstance(self.probe, bool):
@@ -218,9 +216,7 @@ class Compressing:
     """What travels as what between nodes."""
 
     compressor: str | None = None
-    """Name of the compressor of the phase between nodes; None is exact. `auto:BUDGET` consents to be lossy, and takes
-    what is fastest within the budget: a compressor's name for no more error than that one everywhere, or the squared
-    error allowed over the gradient's squared norm. See docs/how-to/let_it_choose.md."""
+    """Name of the compressor of the phase between nodes; None is exact."""
 
     compressor_options: "Mapping[str, Option]" = field(default_factory=dict)
     """Options of that compressor, as its documentation names them."""
@@ -230,26 +226,8 @@ class Compressing:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", self.rules or ())
-        if self.compressor_name == AUTO:
-            _check_auto(self.compressor_options, self.error_budget)
-        elif self.compressor is not None:
+        if self.compressor is not None:
             _check_compressor(self.compressor)
-
-    @property
-    def compressor_name(self) -> str | None:
-        """The compressor without a budget."""
-        return AUTO if isinstance(self.compressor, str) and _is_auto(self.compressor) else self.compressor
-
-    @property
-    def error_budget(self) -> str | float | None:
-        """What "auto" chooses within: a compressor's name or a squared error; None where nothing is chosen."""
-        if self.compressor is None or not _is_auto(self.compressor):
-            return None
-        text = self.compressor.partition(":")[2]
-        try:
-            return float(text)
-        except ValueError:
-            return text or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,11 +378,6 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
     def __post_init__(self) -> None:
         for part in (Planning, Measuring, Compressing, Summing, Fusing, Watching, Surviving):
             part.__post_init__(self)
-        if self.elastic and self.compressor_name == AUTO:
-            raise ValueError(
-                '`elastic` is set and `compressor` is "auto"; wanted one compressor by name: what is chosen is not '
-                "carried over to other ranks yet"
-            )
         if self.elastic and self.transport_name == "mpi":
             raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
         self._check_sums()
@@ -516,16 +489,9 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         if other != name:
             raise ValueError(f"`{AUTOMATIC}` is {name!r}, but `GRADWIRE_COMPRESSOR` is {other!r}: set one of them")
         try:
-            if not _is_auto(name):
-                _check_compressor(name)
+            _check_compressor(name)
         except ValueError as error:
             raise ValueError(f"{error}".replace("`compressor`", f"`{AUTOMATIC}`")) from None
-        if name == AUTO:
-            raise ValueError(
-                f"`{AUTOMATIC}` is auto and names no budget; wanted your word on how much error it may make: auto:int8 "
-                "for no more than that compressor everywhere, or auto:1e-3, the squared error over the gradient's "
-                "squared norm. Without it nothing is made lossy"
-            )
         return cls.from_env(compressor=name)
 
     def asked_for(self, names: Sequence[str]) -> list[str]:
@@ -817,20 +783,7 @@ def _check_compressor(name: str) -> None:
         options_of,  # here: it needs torch, and commands without torch read this file
     )
 
-    try:
-        options_of(name)
-    except ValueError as error:
-        raise ValueError(f"{error}; or {AUTO}:BUDGET, such as {AUTO}:int8") from None
-
-
-def _is_auto(name: str) -> bool:
-    return name.partition(":")[0] == AUTO
-
-
-def _check_auto(options: "Mapping[str, Option]", budget: str | float | None) -> None:
-    from gradwire.compressors.adaptive import check_auto  # here: as above
-
-    check_auto(options, budget)
+    options_of(name)
 
 
 def _check_nics(nics: object) -> None:

@@ -108,84 +108,6 @@ def duration(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerChoice:
-    """What `compressor="auto"` has chosen for one layer, and why.
-
-    Attributes:
-        name: Of the parameter.
-        compressor: `none` or a candidate, as it was written.
-        error: Squared error over the squared norm of the layer's gradient, as far as it is known.
-        nbytes: That a node sends for it in a step.
-        exact_nbytes: That it would send exactly.
-        why: In a few words.
-    """
-
-    name: str
-    compressor: str
-    error: float
-    nbytes: float
-    exact_nbytes: float
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What `compressor="auto"` has chosen.
-
-    Attributes:
-        step: The finite step after which it was chosen.
-        layers: In the order in which they travel.
-        error: Squared error over the squared norm of all gradients that are planned.
-        budget: What was allowed of that.
-        seconds: From the first gradient to the last that is through, as predicted.
-        uniform: The same for each candidate everywhere, by its name; with its error.
-        planning_seconds: What the choice took.
-        measuring_seconds: Processor time that measuring the errors took on the slowest rank.
-    """
-
-    step: int
-    layers: tuple[LayerChoice, ...]
-    error: float
-    budget: float
-    seconds: float
-    uniform: tuple[tuple[str, float, float], ...]
-    planning_seconds: float
-    measuring_seconds: float
-
-    def __str__(self) -> str:
-        counts: dict[str, list[LayerChoice]] = {}
-        for layer in self.layers:
-            counts.setdefault(layer.compressor, []).append(layer)
-        kinds = "; ".join(
-            f"{name}: {len(layers)} layers, {sum(layer.nbytes for layer in layers) / 1e6:.3g} MB of "
-            f"{sum(layer.exact_nbytes for layer in layers) / 1e6:.3g}"
-            for name, layers in counts.items()
-        )
-        rivals = ", ".join(f"{name} {duration(seconds)}" for name, seconds, _ in self.uniform)
-        lines = [
-            f"auto, chosen after step {self.step}: {kinds}",
-            f"  predicted {duration(self.seconds)} from the first gradient to the last (everywhere the same: {rivals})",
-            (
-                f"  squared error {self.error:.3g} of the gradient's, {self.budget:.3g} allowed; measured in "
-                f"{duration(self.measuring_seconds)}, chosen in {duration(self.planning_seconds)}"
-            ),
-        ]
-        largest = sorted(self.layers, key=lambda layer: -layer.exact_nbytes)[:LISTED]
-        lines += [
-            f"  {layer.name}: {layer.compressor}, error {layer.error:.2g}, {layer.nbytes / 1e6:.3g} MB of "
-            f"{layer.exact_nbytes / 1e6:.3g}: {layer.why}"
-            for layer in largest
-        ]
-        if len(self.layers) > LISTED:
-            lines.append(f"  and {len(self.layers) - LISTED} smaller layers (`report().choices.layers` has all)")
-        return "\n".join(lines)
-
-
-LISTED = 10
-"""Layers that a printed report names, the largest first."""
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """What `HookState.report()` gives; `print` it, or read its fields.
 
@@ -202,7 +124,6 @@ class Report:
         stall: What the last stall warning said, on the rank that gave it and those that waited; None before one.
         stalls: How many there were.
         rank: Whose report this is, in its group.
-        choices: What `compressor="auto"` has chosen; None with another one, and before its first choice.
         summary: The plans and the reason in two lines, without what differs from bucket to bucket.
         one_node: All ranks are on one node: nothing travels between nodes, whatever the plan.
         alone: There is one rank.
@@ -218,7 +139,6 @@ class Report:
     stall: str | None = None
     stalls: int = 0
     rank: int = 0
-    choices: Choices | None = None
     summary: tuple[str, ...] = ()
     one_node: bool = False
     alone: bool = False
@@ -301,7 +221,6 @@ class Report:
 
     def _findings(self) -> list[str]:
         return [
-            *([str(self.choices)] if self.choices is not None else []),
             *(f"waited for: {each}" for each in self.stragglers),
             *([f"last stall: {self.stall}"] if self.stall else []),
         ]

@@ -28,7 +28,6 @@ from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.step.features import (
-    choose_compressors,
     compare_loaded,
     measure_links,
     tune,
@@ -289,8 +288,6 @@ class GradientSession(AveragingSession):
         else:
             measure_links(self.listeners, self.communicator, config, consensus)
         self.connect(threshold_nbytes or BUCKET_NBYTES)
-        if self.compression is not None:
-            choose_compressors(self.listeners, self.communicator, self.compression, consensus)
         self.compare_loaded(changed=previous is not None or joined)
         self.scale, self.after = _factors(config, self.communicator)
         """Factors on every rank's gradients, and on their sum."""
@@ -456,7 +453,7 @@ class Face(Generic[S]):
         )  # behind a checkpoint none is in use
         if name is None:
             name = routes.unlisted(max(connection.last_sizes) // GRADIENT_NBYTES, torch.float32).plan.name
-        running = Running(name, self.config.compressor_name or "none")
+        running = Running(name, self.config.compressor or "none")
         return advise_job(
             routes.links.priced, connection.last_sizes, observed, optimizer, routes.library, running, accumulate
         )
@@ -672,9 +669,9 @@ class Face(Generic[S]):
         def averaged() -> bool:
             return (state := this()) is not None and (state.steps > 0 or bool(state._starts_anew()))
 
-        name = config.compressor_name or "none"
+        name = config.compressor or "none"
         options, rules = config.compressor_options, config.rules
-        self._check = check_at_first_step(model, name, options, rules, config.error_budget, resumed, averaged)
+        self._check = check_at_first_step(model, name, options, rules, resumed, averaged)
 
     def _check_no_optimizers(self, model: "HasParameters") -> None:
         """Takes back what `_check_optimizers` has begun."""
@@ -722,13 +719,11 @@ def _compresses(config: Config) -> bool:
 
 
 def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks) -> "Compression | None":
-    if not _compresses(config) or config.compressor_name is None:
+    if not _compresses(config) or config.compressor is None:
         return None
     from gradwire.comms.compression import Compression  # here: exact gradients need no compressor
 
-    compression = Compression(
-        config.compressor_name, config.compressor_options, config.rules, ranks.rank, ranks.size, config.error_budget
-    )
+    compression = Compression(config.compressor, config.compressor_options, config.rules, ranks.rank, ranks.size)
     compression.compressor.bind_model(numels)
     return compression
 

@@ -79,10 +79,6 @@ class Member:
     """Share of a payload's bytes that more work on the same values must save, to take less time on these links than
     it costs the processor; 0 where nothing is known of them, above 1 where it never pays. The same on all ranks, and no
     part of the identity: it changes when links become known, and what is kept for a member stays."""
-    dtype: torch.dtype = torch.float32
-    """Dtype of the bucket that the shard is of, whatever it was widened to: the result is rounded to it in the end."""
-    scale: float = 1.0
-    """What every rank's values of `dtype` were multiplied with in float32, to give the shard; > 0, alike on all."""
 
 
 @dataclass(frozen=True, slots=True)

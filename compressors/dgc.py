@@ -27,7 +27,7 @@ from gradwire.compressors.codecs.cast import CAST_DTYPES
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
 from gradwire.compressors.stateful import Stateful
-from gradwire.compressors.two_stage import MEASURED_NUMEL, SHARD_ALIGN, TwoStage
+from gradwire.compressors.two_stage import SHARD_ALIGN, TwoStage
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 """Source: Lin et al., ICLR 2018, section 3.3: four epochs of rising sparsity before the final one."""
@@ -35,8 +35,6 @@ INDEX_NBYTES = 4
 """Bytes of an index, an int32."""
 WINDOW = 1 << 16
 """Elements of a shard whose places differ in two bytes alone."""
-SAMPLED_NUMEL = 1 << 16
-"""Elements that a threshold is estimated from: 1 % of them are 655, which puts it within 4 % of that share."""
 
 
 class DGC(Stateful):
@@ -151,29 +149,6 @@ class DGC(Stateful):
             codec.decode(row[places.numel() :].clone(), rest)
             theirs = unpack_places(row[: places.numel()], indices.numel(), shard.numel())
             KERNELS_ON[shard.device.type].scatter_add(theirs, rest, shard)
-
-    def left_out(self, flat: Tensor, item: Slice) -> Tensor:
-        """See `Measurable.left_out` (adaptive.py); the threshold is taken from a sample, as large as a cache.
-
-        Source of the sampling: Lin et al., ICLR 2018, section 3.1 (hierarchical sampling).
-        """
-        norm = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
-        sample = flat[:: max(1, flat.numel() // SAMPLED_NUMEL)].abs()
-        share = self._count(item) / flat.numel()
-        threshold = sample.topk(min(sample.numel(), max(1, round(share * sample.numel())))).values[-1]
-        kept = torch.zeros_like(norm)
-        count = torch.zeros_like(norm)
-        for start in range(0, flat.numel(), MEASURED_NUMEL):
-            run = flat[start : start + MEASURED_NUMEL]
-            large = run.abs() >= threshold
-            count += large.sum()
-            kept += torch.linalg.vector_norm(run * large, dtype=torch.float64).square()
-        # of more than are sent, the smallest stay behind: no more than their share of the norm
-        kept *= (share * flat.numel() / count.clamp(min=1.0)).clamp(max=1.0)
-        if self.inner is not None:
-            chosen = flat[flat.abs() >= threshold]
-            kept -= (self.inner.left_out(chosen, item)).clamp(max=kept) if chosen.numel() else 0.0
-        return torch.where(norm.isfinite(), (norm - kept).clamp(min=0.0), norm)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`: the total is the residual."""

@@ -8,9 +8,8 @@ outputs is the same, and the residual stays bounded.
 Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithms 1 and 2.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,9 +35,6 @@ from gradwire.compressors.matrices import MatrixSlice, as_matrix, cut_between
 from gradwire.compressors.residual import keep_until_read
 from gradwire.compressors.stateful import Stateful
 from gradwire.compressors.two_stage import Parts, Residuals, TwoStage, two_stage, two_stage_nbytes
-
-MEASURED_ROUNDS = 2
-"""Rounds of power iteration, where only the error is wanted: as good as a warm start of some steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,64 +156,6 @@ class PowerSGD(Stateful):
         yield from self._reduce_q(q_own, q_total, group, codec)
         kernels.powersgd_restore_many(shard, new_residual, matrices, p, q_own, q_total)
         self._staged_factors[parts.names] = parts, began, q_total
-
-    def left_out(self, flat: Tensor, item: Slice) -> Tensor:
-        """See `Measurable.left_out` (adaptive.py): of two rounds of power iteration, where training has a warm start.
-
-        A part of a matrix gets its share of the rank: the parts' errors then add up to no less than the whole's.
-        """
-        return self.left_out_beside(self.measured_factor(flat, item), flat, item)
-
-    def measured_factor(self, flat: Tensor, item: Slice) -> Tensor:
-        """Returns the factor that a slice would be sent as: (rank, columns), of unencoded elements, and no state.
-
-        No rows where the slice is no matrix, or so small a part of one that no rank is left for it. Compressors of one
-        rank and seed find the same.
-
-        Args:
-            flat: As for `left_out`.
-            item: Which.
-        """
-        numel = math.prod(item.shape)
-        whole = self.matrix(replace(item, parameter_start=0, numel=numel))
-        if whole is None:
-            return flat.new_empty(0, 1)
-        skipped = -item.parameter_start % whole.columns
-        rows = (item.numel - skipped) // whole.columns
-        rank = min(whole.rank * item.numel // numel, rows)
-        if rank < 1:
-            return flat.new_empty(0, whole.columns)
-        matrix = flat[skipped : skipped + rows * whole.columns].view(rows, whole.columns)
-        transposed = hash_uniforms(mix_key(self.random_seed, 0, name_key(item.name)), rank * whole.columns, flat.device)
-        factor = transposed.view(rank, whole.columns) - 0.5
-        for _ in range(MEASURED_ROUNDS):
-            basis, _upper = torch.linalg.qr((factor @ matrix.t()).t())
-            factor = basis.t().contiguous() @ matrix
-        return factor
-
-    def left_out_beside(self, factor: Tensor, flat: Tensor, item: Slice) -> Tensor:
-        """Returns what `left_out` does.
-
-        Args:
-            factor: What `measured_factor` has found, of this compressor or of one of the same rank and seed.
-            flat: As for `left_out`.
-            item: Which.
-        """
-        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
-        if self.matrix(replace(item, parameter_start=0, numel=math.prod(item.shape))) is None:
-            return torch.zeros_like(norm)
-        if not factor.numel():
-            return norm
-        captured = torch.linalg.vector_norm(factor, dtype=torch.float64).square()
-        rest = (norm - captured).clamp_(min=0.0)
-        if self.codec is not None:
-            decoded = torch.empty_like(factor)
-            for source, target in zip(factor, decoded, strict=True):
-                payload = torch.empty(self.codec.wire_nbytes(source.numel()), dtype=torch.uint8, device=flat.device)
-                self.codec.encode(source, payload)
-                self.codec.decode(payload, target)
-            rest = rest + torch.linalg.vector_norm(factor - decoded, dtype=torch.float64).square()
-        return torch.where(norm.isfinite(), rest, norm)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from gradwire.compressors.registry import Option
 
 SEPARATOR = "|"
-CHOSEN = "auto/"
-"""The prefix of the keys of what compressor="auto" has chosen, in a state."""
 """The separator between a route's number and a key in a state dict; parameter names are attribute paths and cannot hold
 it."""
 
@@ -342,8 +340,6 @@ def make_routed(
 
 
 def saved_by(state: Mapping[str, StateValue]) -> str:
-    """Which compressor has saved a state, in words: `'auto'`, or those of its routes."""
-    if any(key.startswith(CHOSEN) for key in state):
-        return "'auto'"
+    """Which compressors have saved a state, in words."""
     named = (str(value) for key, value in state.items() if key.rpartition(SEPARATOR)[2] == "compressor")
     return ", ".join(map(repr, dict.fromkeys(named))) or "None"

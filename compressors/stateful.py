@@ -91,25 +91,6 @@ class Stateful(Planned):
             square += float(torch.linalg.vector_norm(flat)) ** 2
         return square
 
-    def held_squares(self, names: Collection[str]) -> dict[str, Tensor]:
-        """The squared norms of what this rank holds back of some parameters; nothing is changed, nobody waits.
-
-        Args:
-            names: Of the parameters.
-
-        Returns:
-            0-dim float64 by parameter, in units of gradients, on the device, the stores' added up; none for one of
-            which nothing is held.
-        """
-        units = [unit for unit in self.element_units() if unit.name in names]
-        found: dict[str, Tensor] = {}
-        for field in sorted(HELD_BACK & self.fields.keys()):
-            for piece in self.fields[field].pieces():
-                if piece.name in names:
-                    square = torch.linalg.vector_norm(_in_units(piece, units), dtype=torch.float64).square()
-                    found[piece.name] = found[piece.name] + square if piece.name in found else square
-        return found
-
     def held(self) -> Iterator[HeldRun]:
         """See `Compressor.held`."""
         for store in self.fields.values():
@@ -206,14 +187,3 @@ class Stateful(Planned):
                 f"`state[{key!r}]`: parameter {name!r} has {self._numels[name]} elements, the state "
                 f"reaches to {stop}; the state is another model's"
             )
-
-
-def _in_units(piece: Piece, units: Iterable[Piece]) -> Tensor:
-    """Returns the elements of a piece times their units, where there are any; the piece itself stays as it is."""
-    value = piece.value
-    for unit in units:
-        first, last = max(piece.start, unit.start), min(piece.stop, unit.stop)
-        if unit.name == piece.name and first < last:
-            value = value.clone() if value is piece.value else value
-            value[first - piece.start : last - piece.start] *= unit.value[first - unit.start : last - unit.start]
-    return value

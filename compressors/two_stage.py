@@ -23,7 +23,6 @@ from gradwire.compressors.base import (
     Layout,
     Member,
     Request,
-    Slice,
     check_gradient,
     equal_bounds,
     refuse_capture,
@@ -38,10 +37,6 @@ PART_ALIGN = 64
 
 SHARD_ALIGN = 1024
 """Shards are cut at multiples of the largest block of any codec here, so that few blocks are cut short."""
-
-MEASURED_NUMEL = 1 << 20
-"""Elements that are encoded at a time where only the error is wanted: what is needed beside the gradient stays in a
-processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,20 +290,6 @@ class TwoStage(Stateful):
 
     def observe(self, total: Tensor, layout: Layout) -> None:
         """Is called with the sum of every dense step at the start, 1-D float32, the same bits on all ranks."""
-
-    def left_out(self, flat: Tensor, item: Slice) -> Tensor:
-        """See `Measurable.left_out` (adaptive.py)."""
-        total = torch.zeros((), dtype=torch.float64, device=flat.device)
-        payload = torch.empty(
-            self.codec.wire_nbytes(min(flat.numel(), MEASURED_NUMEL)), dtype=torch.uint8, device=flat.device
-        )
-        difference = torch.empty(min(flat.numel(), MEASURED_NUMEL), dtype=torch.float32, device=flat.device)
-        for start in range(0, flat.numel(), MEASURED_NUMEL):
-            run = flat[start : start + MEASURED_NUMEL]
-            rest = difference[: run.numel()]
-            self.codec.encode_residual(run, None, rest, payload[: self.codec.wire_nbytes(run.numel())])
-            total += torch.linalg.vector_norm(rest, dtype=torch.float64).square()
-        return total
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`; both residuals count."""

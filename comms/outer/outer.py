@@ -24,7 +24,6 @@ from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.checkpoint import JOB, OUTER, Checkpoint, normalize, refuse_other_owner, unpack
 from gradwire.comms.communicator import Communicator, Oversight, meet
 from gradwire.comms.config import (
-    AUTO,
     COMPRESSION,
     ENVIRONMENT_PREFIX,
     NVTX,
@@ -652,11 +651,6 @@ def refuse_unfit(config: Config) -> None:
     if config.join is not None:
         raise ValueError(
             f"`elastic` is {config.join!r}, and nobody can join Outer's exchanges while they run: leave it out"
-        )
-    if config.compressor_name == AUTO:
-        raise ValueError(
-            '`compressor` is "auto", which weighs what gradients of every step cost; Outer exchanges parameters now '
-            'and then: name one compressor, such as "int4"'
         )
     if not config.sums.average or config.sums.kind != "sum":
         raise ValueError(f"`reduction` is {config.reduction!r}, and Outer averages parameters: leave it out")

@@ -6,7 +6,7 @@ what a plan depends on is added up by `math.fsum`.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -304,83 +304,6 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
                 "latency" if 2 * latency > busy else "processor" if level == PROCESSOR else cluster.levels[level].name
             )
             yield Plan(name, phases, count, nbytes, alone + (count - 1) * busy, traffic, "", limit, count * busy)
-
-
-@dataclass(frozen=True, slots=True)
-class ByteCosts:
-    """What a byte of a bucket occupies, where one phase is compressed: for parts of a bucket that travel differently.
-
-    Attributes:
-        resource: What the compressed phase occupies: a level's number, or `PROCESSOR`.
-        across: Seconds of that for each byte of bucket, uncompressed.
-        others: Seconds for each byte that the other phases occupy each resource.
-        encoded: Part of the bucket that one rank encodes.
-        single: How many times as long the compressed phase takes where one rank of each node stands for all of a
-            bucket: 1 where they share a card.
-        message_seconds: Of the compressed phase's messages, however small they are.
-    """
-
-    resource: int
-    across: float
-    others: tuple[tuple[int, float], ...]
-    encoded: float
-    single: float = 1.0
-    message_seconds: float = 0.0
-
-    def seconds(
-        self,
-        nbytes: float,
-        ratio: float,
-        price: CodecPrice,
-        *,
-        part: float = 1.0,
-        whole: bool = False,
-        core: float = 1.0,
-    ) -> float:
-        """How long what limits `nbytes` of a bucket is occupied.
-
-        Args:
-            nbytes: Of gradient.
-            ratio: Bytes on the wire over those of an exact all-reduce.
-            price: Of the compressor; its own ratio does not count.
-            part: Of its bucket: so much of the bucket's calls and messages it pays for.
-            whole: Whether all of it must lie with one rank of each node.
-            core: Share of a core that a rank has where all of them compute, as `price` counts: the more of them idle,
-                the more has the one that does not.
-        """
-        lone = whole and part > self.encoded
-        encoded = max(self.encoded, min(1.0, core)) if lone else self.encoded
-        across = self.across * ratio * (self.single if lone else 1.0)
-        codec = price.seconds_per_byte * encoded
-        _, busy = busiest_resource([*self.others, (self.resource, across), (PROCESSOR, codec)])
-        return nbytes * busy + part * (price.call_seconds + self.message_seconds)
-
-
-def byte_costs(cluster: Cluster, name: str, price: CodecPrice) -> ByteCosts:
-    """What each byte of a bucket occupies in a plan, and how long the compressed phase's messages take.
-
-    Args:
-        cluster: Where the ranks are and what the links give.
-        name: Of the plan: `flat`, `hierarchical` or `leader`.
-        price: Of the compressor of the phase over the slowest level.
-    """
-    phases = make_phases(cluster, name, price.name, owned=price.owned > 0)
-    costs, shares = _costs(cluster, name, owned=0.0 if price.name == EXACT.name else price.owned)
-    others: list[tuple[int, float]] = []
-    resource, across, encoded, single, message = PROCESSOR, 0.0, 0.0, 1.0, 0.0
-    for phase, plain, share in zip(phases, costs, shares, strict=True):
-        cost = plain
-        if phase.compressor is not None and price.name != EXACT.name:
-            cost = compressed_cost(cluster, phase, plain, replace(price, ratio=1.0))
-        seconds = cost.byte_seconds(1.0) * cost.byte_share
-        if phase.compressor is not None:
-            resource, across, encoded = _taken(cluster, phase), seconds, share
-            message = cost.alpha_seconds
-            link = cluster.levels[phase.level].link
-            single = 1.0 if phase.whole else link.rate(max(1, round(1 / share))) / link.rate(1)
-        else:
-            others.append((_taken(cluster, phase), seconds))
-    return ByteCosts(resource, across, tuple(others), encoded, single, message)
 
 
 def _taken(cluster: Cluster, phase: Phase) -> int:

@@ -24,7 +24,7 @@ from gradwire.comms.bootstrap.compat import (
 from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import AUTO, ELASTIC, FUSION, MEASURING, SUMMING, Config
+from gradwire.comms.config import ELASTIC, FUSION, MEASURING, SUMMING, Config
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
 from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LeftOut, LoadedRows
@@ -326,11 +326,6 @@ def unfit_option(config: Config) -> str | None:
     """Which option asks for what sharded models do not have, in words; None where there is none."""
     for name in config.asked_for([*FUSION, *MEASURING]):
         return f"`{name}` is {getattr(config, name)!r}; FSDP2 says what travels together, by its units: leave it out"
-    if config.compressor_name == AUTO:
-        return (
-            '`compressor` is "auto", which goes by the moments at which DDP hands over its buckets; wanted one by name '
-            "with FSDP2"
-        )
     for name in config.asked_for(SUMMING):
         return (
             f"`{name}` is {getattr(config, name)!r}, which is for the hook of a DDP model; sharded gradients are "

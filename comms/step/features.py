@@ -9,17 +9,16 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import AUTO, SAMPLES, Config
+from gradwire.comms.config import SAMPLES, Config
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.step import listeners as order
-from gradwire.comms.step.listeners import CHOOSER, FIRST_STEPS, OBSERVER, STEP_WATCH, TUNER, UNIT_RATES, Listeners
+from gradwire.comms.step.listeners import FIRST_STEPS, OBSERVER, STEP_WATCH, TUNER, UNIT_RATES, Listeners
 from gradwire.comms.step.stepwatch import StepWatch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from gradwire.comms.bootstrap.agree import Agreement
-    from gradwire.comms.compression import Compression
     from gradwire.comms.fusion import Fusion
     from gradwire.comms.step.loaded import Loaded
     from gradwire.comms.step.samples import SampleWeights
@@ -37,7 +36,7 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
         from gradwire.comms.autotune.card_trial import try_cards
 
         try_cards(communicator)
-    if config.learns_cuts or config.probe or config.compressor_name == AUTO:
+    if config.learns_cuts or config.probe:
         from gradwire.comms.links.probe import probe
         from gradwire.comms.links.unit_rates import UnitRates, measure_units
 
@@ -84,17 +83,6 @@ def compare_loaded(
         like = [said.index(each) for each in said] or None
         compared = source.loaded if changed else None
         listeners.add(order.LOADED, LoadedAlike(communicator, source, different, like, compared))
-
-
-def choose_compressors(
-    listeners: Listeners, communicator: Communicator, compression: "Compression", consensus: MakesAgreement
-) -> None:
-    """Chooses each layer's compressor while training runs (with `compressor="auto"`)."""
-    if communicator.config.compressor_name == AUTO:
-        from gradwire.comms.autotune.choose import LayerChooser
-
-        choice = consensus("choice", communicator.config.timeout)
-        listeners.add(CHOOSER, LayerChooser(communicator, compression, choice))
 
 
 def weigh_by_samples(listeners: Listeners, communicator: Communicator, config: Config) -> "SampleWeights | None":

@@ -11,11 +11,10 @@ from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket
 from gradwire.compressors.base import Layout
 
-LOADED, UNIT_RATES, FIRST_STEPS, CHOOSER, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER, SAMPLES = ORDER = (
+LOADED, UNIT_RATES, FIRST_STEPS, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER, SAMPLES = ORDER = (
     "loaded",
     "unit_rates",
     "first_steps",
-    "chooser",
     "step_watch",
     "residual_notes",
     "observer",
@@ -27,8 +26,6 @@ LOADED, UNIT_RATES, FIRST_STEPS, CHOOSER, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, 
 - `loaded` comes first: ranks that go on from unlike states send each other unlike messages, whatever is sent.
 - `unit_rates` and `first_steps` come next at a begin: they change the links' rates, which all that follows plans by,
   and measure while nothing is in flight.
-- `chooser` comes before whatever starts collectives at an end: it reads what the compressor has just held back, and on
-  a CPU nothing may be in flight then. What it measures at its begin it must have said before the first launch.
 - `step_watch` comes before the observer and the tuner, whose exchanges take time that is none of the step's.
 - `residual_notes` reads residuals, so it comes before the observer's exchange is in flight.
 - `observer` comes before `tuner`: its exchange belongs to the step that has ended, and travels by that step's plan.

@@ -48,7 +48,6 @@ def check_at_first_step(
     compressor_name: str,
     options: Mapping[str, Option],
     rules: Sequence[Rule | Mapping[str, object]] = (),
-    budget: str | float | None = None,
     resumed: Resumed | None = None,
     averaged: Averaged = lambda: True,
 ) -> Check:
@@ -63,7 +62,6 @@ def check_at_first_step(
         compressor_name: As in `compressor=`.
         options: The compressor's options.
         rules: As in `rules=`.
-        budget: What stands behind `auto:`.
         resumed: Called once, before the first step of training on the model's parameters, where the optimizer's state
             was loaded.
         averaged: Tells a step of training from others: torch.distributed.checkpoint takes one to make the state into
@@ -72,7 +70,7 @@ def check_at_first_step(
     Returns:
         What `withdraw` takes back.
     """
-    check = _checks[model] = CompressorUse(compressor_name, options, budget=budget), rules_from(rules)
+    check = _checks[model] = CompressorUse(compressor_name, options), rules_from(rules)
     if resumed is not None:
         _resumed[model] = resumed, averaged
     watch_optimizers()

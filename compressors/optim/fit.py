@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.optim import SGD, Optimizer
 
-from gradwire.compressors.adaptive import AUTO, EXACT, candidates_of
 from gradwire.compressors.callers import warn
 from gradwire.compressors.registry import Option, options_of
 
@@ -61,8 +60,6 @@ class CompressorUse:
     """Those that the user gave."""
     pattern: str | None = None
     """Pattern of the rule that named it; None for the main compressor."""
-    budget: str | float | None = None
-    """What stands behind `auto:`: the compressor that it names is a candidate, too."""
 
     def __str__(self) -> str:
         rule = "" if self.pattern is None else f" of the rule with pattern {self.pattern!r}"
@@ -100,10 +97,6 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
     Raises:
         ValueError: The pair is known to fail; the message says what to use instead, and names the rule.
     """
-    if use.name == AUTO:
-        for spec in candidates_of(use.options, EXACT if use.budget is None else use.budget):
-            check_groups(CompressorUse(spec.name, spec.options, use.pattern), optimizer, groups)
-        return
     chosen = {**options_of(use.name), **use.options}
     kind = type(optimizer).__name__
     cost = known_to_end_behind(use.name, chosen, kind)

@@ -105,9 +105,6 @@ class Rotated(TwoStage):
         """Whose bases this step has brought up to date."""
         self._matrices: dict[Layout, tuple[Matrix, ...]] = {}
 
-    left_out = None  # type: ignore[assignment]
-    """It is not `Measurable` (adaptive.py), so no candidate of auto: what a payload leaves out depends on the bases."""
-
     @property
     def has_owners(self) -> bool:
         """See `Stateful.has_owners`: of equal parts only."""

@@ -200,14 +200,6 @@ def test_complex_parameters_may_be_compressed(processes: Processes) -> None:
     assert any(not torch.equal(value, wanted) for value, wanted in zip(first, exact, strict=True))
 
 
-def test_a_budget_is_asked_for_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADWIRE_HOOK", "auto")
-    with pytest.raises(ValueError, match="`GRADWIRE_HOOK` is auto and names no budget"):
-        gradwire.Config.automatic()
-    monkeypatch.setenv("GRADWIRE_HOOK", "auto:1e-3")
-    assert (config := gradwire.Config.automatic()) is not None and config.compressor == "auto:1e-3"
-
-
 def resumed(_: int) -> list[list[str]]:
     """What is warned of where an optimizer goes on: without a state of the hook, and with it."""
     dist.init_process_group("gloo")

@@ -130,7 +130,6 @@ LOSSY: dict[str, dict[str, Any]] = {
     "int4": {},
     "dgc": {"density": 0.05, "momentum": 0.0, "warmup_steps": 0},
     "powersgd": {"rank": 1, "warmup_steps": 0},
-    "auto:0.5": {"first_plan": 2, "plan_every": 2},
 }
 
 

@@ -160,8 +160,6 @@ def wrapped_by_the_user(rank: int) -> None:
         gradwire.Outer(compiled, optimizer_of(everywhere))
     with pytest.raises(ValueError, match="holds a DistributedDataParallel as `0`"):
         gradwire.Outer(nn.Sequential(everywhere), optimizer_of(everywhere))
-    with pytest.raises(ValueError, match='`compressor` is "auto"'):
-        gradwire.Outer(model, optimizer, compressor="auto:int8")
     with pytest.raises(ValueError, match=r"`reduction` is \{'average': False\}"):
         gradwire.Outer(model, optimizer, reduction={"average": False})
     with pytest.raises(ValueError, match="`optimizer` trains no parameter"):

@@ -6,7 +6,6 @@ import pytest
 
 from gradwire.comms.report import Report
 from gradwire.comms.step.listeners import (
-    CHOOSER,
     FIRST_STEPS,
     LOADED,
     OBSERVER,
@@ -46,7 +45,6 @@ def test_the_order_is_declared_and_kept() -> None:
         LOADED,  # what is sent at all goes by what was loaded
         UNIT_RATES,  # measures links, with nothing in flight
         FIRST_STEPS,  # changes the rates that all that follows plans by
-        CHOOSER,  # reads what has just been held back, before anything is in flight again
         STEP_WATCH,  # notes the step's length, without what the others exchange
         RESIDUAL_NOTES,  # reads residuals, before anything is in flight again
         OBSERVER,  # its exchange travels by the plan of the step that has ended
@@ -69,7 +67,7 @@ def test_who_is_not_asked_for_is_not_called() -> None:
     listeners.add(TUNER, Noting(TUNER, heard))
     listeners.add(STEP_WATCH, Noting(STEP_WATCH, heard))
     assert listeners.names == (STEP_WATCH, TUNER)
-    assert listeners.get(CHOOSER) is None
+    assert listeners.get(OBSERVER) is None
     listeners.add_to(Report("a cluster", (), (), 0))
     assert heard == [f"{STEP_WATCH} reported", f"{TUNER} reported"]
 

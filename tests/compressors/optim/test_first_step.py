@@ -47,16 +47,6 @@ def test_signs_and_selections_are_refused_under_adaptive_optimizers(compressor: 
     assert torch.equal(model.weight, before)
 
 
-def test_what_an_error_budget_names_is_checked_as_the_other_candidates_are() -> None:
-    model = model_with_gradients()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    check_at_first_step(model, "auto", {}, budget="dgc(density=0.01)")
-    with pytest.raises(ValueError, match="AdamW with compressor 'dgc'"):
-        optimizer.step()
-    check_at_first_step(model, "auto", {}, budget=0.01)
-    take_steps(optimizer)
-
-
 @pytest.mark.parametrize("compressor", names())
 def test_momentum_on_both_sides_is_refused_until_it_is_moved(compressor: str) -> None:
     model = model_with_gradients()
