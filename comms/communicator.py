@@ -30,7 +30,7 @@ from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoar
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.config import ALL_NICS, NIC_PER_RANK, Config, job_is_on_one_host
+from gradwire.comms.config import NIC_PER_RANK, Config, job_is_on_one_host
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
@@ -45,7 +45,6 @@ from gradwire.topology.cluster import Cluster
 from gradwire.topology.host_summary import Hardware
 
 if TYPE_CHECKING:  # each is loaded where it is asked for
-    from gradwire.comms.bootstrap.cards import Cards
     from gradwire.comms.bootstrap.liveness import LivenessRing
     from gradwire.comms.migration import HeldState
     from gradwire.comms.streams import Clock
@@ -152,10 +151,6 @@ class Communicator:
             from gradwire.comms.bootstrap.nics import interface_of  # here: gloo takes one for all, where nobody asks
 
             interface = interface_of(presences, rank, config)
-        self.cards = _cards(presences, rank, config)
-        """This host's network cards, where large messages go over several; None where they do not."""
-        if self.cards is not None and interface is None:
-            interface = self.cards.gloo_interface
         self._groups = Groups(
             store,
             rank,
@@ -163,11 +158,10 @@ class Communicator:
             cluster.share_a_node,
             config.transport_name,
             config.timeout,
-            _alarm(board, self.cards),
+            board.alarm,
             interface,
             nccl_groups=_nccl_groups(name, cluster, device, group, global_ranks) if device.type == "cuda" else None,
-            connections=_connections(config, self.routes, self.cards),
-            cards=self.cards,
+            connections=_connections(config, self.routes),
             ended=None if directory is None else directory.ended,
         )
         self._connected = False
@@ -414,10 +408,7 @@ class Communicator:
         plans = dict.fromkeys(describe_plans(in_use, self.cluster.level_names))
         if self.compressor is not None:
             plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
-        cards = () if self.cards is None else (self.cards.describe(),)
-        all_used = self.cards is not None and self.cards.are_used
-        nics = describe_nics(self.presences, self.config, all_used=all_used)
-        links = (self.routes.links.describe(), *cards, *nics)
+        links = (self.routes.links.describe(), *describe_nics(self.presences, self.config))
         totals = self.executor.ledger.totals()
         return Report(
             self.cluster.describe(),
@@ -625,29 +616,10 @@ def _held_state(compressor: Compressor | None, *, loaded: bool, alike: bool = Tr
     return HeldState(planned(compressor).dtypes, loaded=loaded, alike=alike)
 
 
-def _cards(presences: Presences, rank: int, config: Config) -> "Cards | None":
-    """This host's network cards, where several reach all ranks; used where they are named, or once they were tried."""
-    if not all(presence.cards for presence in presences):
-        return None
-    from gradwire.comms.bootstrap.cards import Cards  # here: most hosts have one
-
-    found = Cards.of([(presence.cards, presence.host) for presence in presences], rank)
-    if found is not None:
-        found.are_used = config.nics != ALL_NICS
-    return found
-
-
-def _alarm(board: Board, cards: "Cards | None") -> Callable[[], str | None]:
-    """Why what is waited for cannot come: another rank has given up, or this host's link has gone."""
-    if cards is None:
-        return board.alarm
-    return lambda: board.alarm() or cards.trouble()
-
-
-def _connections(config: Config, routes: Routes, cards: "Cards | None") -> Callable[[float], int] | None:
+def _connections(config: Config, routes: Routes) -> Callable[[float], int] | None:
     """How many connections large messages between two nodes take, from the round trip; None leaves it to gloo."""
     if config.connections == 1:
-        return None if cards is None else lambda _: 1
+        return None
     if config.connections:
         return lambda _: config.connections
 

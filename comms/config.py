@@ -25,7 +25,7 @@ SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
 TCP_TRANSPORTS = ("auto", "gloo")
 """Those that may be given a number of connections."""
-ALL_NICS, ONE_NIC, NIC_PER_RANK = "auto", "one", "per_rank"
+NICS = GLOOS_NIC, NIC_PER_RANK = "auto", "per_rank"
 ENVIRONMENT_PREFIX = "GRADWIRE_"
 
 NEARLY = 0.8
@@ -156,13 +156,10 @@ class Planning:
     Nodes with slower links then own less of what is exchanged; None takes the card's where every rank knows its own,
     else the cost model's default."""
 
-    nics: str = ALL_NICS
-    """Network cards of this host that large messages between nodes of CPUs are dealt over, by what each gives (own on
-    every rank). `auto` takes all whose networks reach every rank, if a trial before the hook's first step
-    shows that they carry more than gloo's one; not where GLOO_SOCKET_IFNAME has one name, with `elastic`, or with
-    `probe=False`. `eth0,eth1` takes these, `one` leaves all to gloo's. With `per_rank` (on all
-    ranks) gloo listens on the card that the topology gives each local rank, whatever GLOO_SOCKET_IFNAME says. No bit
-    depends on it."""
+    nics: str = GLOOS_NIC
+    """The network interface that gloo listens on, on CPUs: `auto` leaves it to gloo (GLOO_SOCKET_IFNAME, else the one
+    that the hostname resolves to), `per_rank` takes the one that the topology gives each local rank, whatever
+    GLOO_SOCKET_IFNAME says. To send one rank's messages over several, bond them, or use MPTCP."""
 
     def __post_init__(self) -> None:
         _check_kinds(self, {"chunks": int, "transport": str, "timeout": timedelta})
@@ -170,7 +167,7 @@ class Planning:
         _check_transport(self.transport)
         if not 0 <= self.chunks <= MOST_CHUNKS:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses), or 1 to {MOST_CHUNKS}")
-        _check_nics(self.nics)
+        _check_choice("nics", self.nics, NICS)
         if self.timeout < timedelta(0):
             raise ValueError(
                 f"`timeout` is {self.timeout}; wanted a positive duration, or 0 for that of the process group"
@@ -509,7 +506,6 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         """The fields that must agree on all ranks, as text."""
         own, switches = {"hostname", "location", "nic_bytes_per_second"}, {"tune", "elastic"}
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name not in own}
-        values["nics"] = NIC_PER_RANK if self.nics == NIC_PER_RANK else f"not {NIC_PER_RANK}"  # names are a host's own
         return {name: _plain(bool(value) if name in switches else value) for name, value in values.items()}
 
 
@@ -784,12 +780,6 @@ def _check_compressor(name: str) -> None:
     )
 
     options_of(name)
-
-
-def _check_nics(nics: object) -> None:
-    names = nics.split(",") if isinstance(nics, str) else []
-    if nics not in (ALL_NICS, ONE_NIC, NIC_PER_RANK) and (len(set(names)) < max(2, len(names)) or not all(names)):
-        raise ValueError(f"`nics` is {nics!r}; wanted auto, one, per_rank, or names of two cards or more: eth0,eth1")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -116,11 +116,6 @@ def _address(message: bytes) -> Iterator[HostAddress]:
         yield HostAddress(index, socket.inet_ntop(family, own), prefix)
 
 
-def has_several_networks(found: Iterable[HostAddress]) -> bool:
-    """Whether interfaces have addresses for other hosts on more than one of them."""
-    return len({each.index for each in found if is_outside(each.address)}) > 1
-
-
 def _aligned(nbytes: int) -> int:
     return (nbytes + 3) & ~3
 

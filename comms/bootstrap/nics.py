@@ -15,13 +15,12 @@ UNKNOWN = "?"
 Nodes = Sequence[Sequence[Presence]]
 
 
-def describe_nics(presences: Sequence[Presence], config: Config, *, all_used: bool = False) -> tuple[str, ...]:
+def describe_nics(presences: Sequence[Presence], config: Config) -> tuple[str, ...]:
     """A line with the NICs by local rank, and one for each thing to mend; where no NIC is known, why, if that is known.
 
     Args:
         presences: Of all ranks, in rank order.
         config: Says whether gloo uses them.
-        all_used: Large messages go over several of them anyway.
     """
     found: dict[object, list[Presence]] = defaultdict(list)
     for presence in presences:
@@ -33,7 +32,7 @@ def describe_nics(presences: Sequence[Presence], config: Config, *, all_used: bo
         _by_local_rank(nodes),
         *_unknown(presences),
         *_shared(nodes),
-        *(() if all_used else _unused_by_gloo(nodes, config)),
+        *_unused_by_gloo(nodes, config),
     )
 
 
@@ -112,6 +111,6 @@ def _unused_by_gloo(nodes: Nodes, config: Config) -> list[str]:
     ]
     line = (
         f'node {", ".join(several)}: gloo takes the same interface for all ranks: nics="per_rank" gives each its own, '
-        "where the networks reach each other"
+        "where the networks reach each other; for one rank to use both, bond them (ip link ... type bond) or use MPTCP"
     )
     return [line] if several else []

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradwire.comms.bootstrap.addresses import has_several_networks, host_addresses
 from gradwire.comms.bootstrap.hardware import hardware
 from gradwire.comms.bootstrap.kernel import host_identity, own_kernel
 from gradwire.comms.config import Config, local_rank
@@ -41,7 +40,6 @@ class Presence:
         port: Where it can be called; 0 where it cannot.
         addresses: Of its host, the best one first.
         kernel: That its process runs on; empty where it does not say.
-        cards: Its host's network cards, `eth0 10.77.0.1/16`, where there are several to send over.
     """
 
     rank: int
@@ -56,7 +54,6 @@ class Presence:
     port: int = 0
     addresses: tuple[str, ...] = ()
     kernel: str = ""
-    cards: tuple[str, ...] = ()
 
     @classmethod
     def here(
@@ -82,17 +79,7 @@ class Presence:
             config.shared(),
             config.nic_bytes_per_second,
             kernel=own_kernel(),
-            cards=_cards_of_this_host(config) if device.type == "cpu" else (),
         )
-
-
-def _cards_of_this_host(config: Config) -> tuple[str, ...]:
-    found = host_addresses()
-    if not has_several_networks(found):
-        return ()
-    from gradwire.comms.bootstrap.cards import own_cards  # here: most hosts have one
-
-    return own_cards(found, config)
 
 
 def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:

@@ -473,7 +473,6 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "host": tuple,
     "location": tuple,
     "addresses": tuple,
-    "cards": tuple,
     "hardware": _hardware,
 }
 """Field -> what reads its value from parsed JSON."""

@@ -195,17 +195,6 @@ class Meeting:
             wrong = not self._carry_out("a trial sum", lambda: sums_as_rings(rail))
         return not _told(self._communicator, _numbers(wrong)).any()
 
-    def carry_out_by_nodes(self, what: str, call: Callable[[GlooTransport], object]) -> None:
-        """Has the first rank of each node call something with their transport, at the same time.
-
-        Args:
-            what: In words, for an error.
-            call: A collective of these ranks.
-        """
-        line_up(self._communicator)
-        if (rail := self._rail) is not None:
-            self._carry_out(what, lambda: rail.listening(lambda: call(rail)))
-
     def partner(self, pairs: Sequence[tuple[int, int]]) -> int | None:
         """The node that this one meets in some pairs; None where it pauses."""
         own = next((pair for pair in pairs if self._own in pair), None)
@@ -236,7 +225,7 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
         rail: The ranks.
         other: Index of the other one.
         nbytes: From each to the other.
-        saved_nbytes: That the link of one network card may let pass at once: they are swapped before.
+        saved_nbytes: That the link may let pass at once: they are swapped before.
     """
 
     def swap(numel: int) -> float:
@@ -244,8 +233,7 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
         rail.swap(other, received[:numel], sent[:numel]).wait()
         return time.perf_counter() - began
 
-    cards = 1 if rail.over_cards is None else len(rail.over_cards.cards_in_use)
-    saved, numel = -(-saved_nbytes * cards // 4), max(nbytes // 4, 1)
+    saved, numel = -(-saved_nbytes // 4), max(nbytes // 4, 1)
     sent = torch.zeros(max(saved, numel), dtype=torch.float32, device="cpu")
     received = torch.empty_like(sent)
     swap(1)

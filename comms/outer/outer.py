@@ -309,10 +309,6 @@ class Outer(Face[AveragingSession]):
         if not config.elastic and config.probe is not False:
             from gradwire.comms.links.quick_probe import quick_probe  # here: with rates that were given nobody asks
 
-            if communicator.cards is not None:
-                from gradwire.comms.autotune.card_trial import try_cards
-
-                try_cards(communicator)
             quick_probe(communicator)
         self._units = (
             _units(communicator.cluster, inside) if own_unit is None else _units_of(group, own_unit, agreement)

@@ -32,10 +32,6 @@ def measure_links(listeners: Listeners, communicator: Communicator, config: Conf
 
     Not for ranks that go on in elastic training: those that have learned the links have said what they give.
     """
-    if communicator.cards is not None and config.probe is not False and not config.elastic:
-        from gradwire.comms.autotune.card_trial import try_cards
-
-        try_cards(communicator)
     if config.learns_cuts or config.probe:
         from gradwire.comms.links.probe import probe
         from gradwire.comms.links.unit_rates import UnitRates, measure_units

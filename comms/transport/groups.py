@@ -23,7 +23,6 @@ from gradwire.comms.transport.torch_group import CLOSE_SECONDS, Alarm, GlooTrans
 from gradwire.compressors.base import Collective, Work
 
 if TYPE_CHECKING:  # each is loaded where ranks are connected by it
-    from gradwire.comms.bootstrap.cards import Cards
     from gradwire.comms.transport.nccl import NcclGroups, NcclTransport
 
 
@@ -167,7 +166,6 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         interface: Network interface that gloo is to use; None leaves it to gloo.
         nccl_groups: Names, global ranks and the user's own group, for CUDA.
         connections: As for `GlooTransport`.
-        cards: This host's network cards, where there are several to send over.
         ended: Says which ranks have ended, for those that wait for them to connect.
     """
 
@@ -184,7 +182,6 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         *,
         nccl_groups: "NcclGroups | None" = None,
         connections: Callable[[float], int] | None = None,
-        cards: "Cards | None" = None,
         ended: Ended | None = None,
     ) -> None:
         super().__init__()
@@ -198,7 +195,6 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             connect_gloo, timeout=timeout, alarm=alarm, interface=interface, connections=connections
         )
         self._alarm = alarm
-        self._cards = cards
         self.ended = ended
         self._nccl = nccl_groups
         self._connecting: NcclTransport | None = None
@@ -318,10 +314,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
         store = PrefixStore(f"gloo/{name}", self._store)
         threads = RETURN_THREADS if lane[1] < 0 else None
-        rail = None if self._cards is None else self._cards.rail(members, index)
-        return self._connect_gloo(
-            store, index, size, threads=threads, rail=rail, awaited=partial(self.awaited, members)
-        )
+        return self._connect_gloo(store, index, size, threads=threads, awaited=partial(self.awaited, members))
 
     @staticmethod
     def _name_of(lane: Lane, members: tuple[int, ...]) -> str:

@@ -145,7 +145,6 @@ def connect(
     count: int,
     deadline: float,
     alarm: Alarm | None,
-    source: str = "",
 ) -> list[socket.socket]:
     """Opens connections to a rank that listens; all of them are under way together.
 
@@ -158,7 +157,6 @@ def connect(
         count: Connections.
         deadline: Monotonic seconds.
         alarm: As for `StreamListener.accept`.
-        source: Address of this rank that they leave from; empty leaves it to the kernel.
 
     Raises:
         PeerError: Another rank has given up.
@@ -169,8 +167,6 @@ def connect(
     try:
         for each in made:
             each.setblocking(False)
-            if source:
-                each.bind((source, 0))
             if (error := each.connect_ex((address, port))) not in (0, errno.EINPROGRESS):
                 raise _unreached(address, error)
         for each in made:
@@ -272,16 +268,6 @@ class Line:
         self.parked = False
         """Its next chunk is of a message that this rank has not asked for yet."""
 
-    def has_to_send(self, peer: "StreamedPeer") -> bool:
-        """Whether it has something to send to the rank at its end, or may be given it."""
-        return bool(self.outgoing or peer.outgoing)
-
-    def has_sent(self) -> None:
-        """Counts what it was given, all of which the kernel has."""
-        if self.sending is not None:
-            self.sending.book(self.payload_left)
-            self.sending = None
-
 
 class StreamedPeer:
     """The messages to and from one rank."""
@@ -308,18 +294,13 @@ class Streams:
         alarm: Asked about once a second while an exchange is waited for.
     """
 
-    PACES = True
-    """Whether all connections are one path, whose rate they are held to; see `gradwire.comms.transport.pacing`."""
-    PEER: type[StreamedPeer] = StreamedPeer
-    MESSAGE: type[StreamedMessage] = StreamedMessage
-
     def __init__(
         self, connections: Mapping[int, Sequence[socket.socket]], timeout: timedelta, alarm: Alarm | None
     ) -> None:
         self._timeout = timeout
         self.alarm = alarm
-        self._peers = {rank: self.PEER() for rank in connections}
-        self._lines = [self._line(each, rank) for rank, sockets in connections.items() for each in sockets]
+        self._peers = {rank: StreamedPeer() for rank in connections}
+        self._lines = [Line(each, rank) for rank, sockets in connections.items() for each in sockets]
         for line in self._lines:
             line.connection.setblocking(False)
             line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -336,11 +317,8 @@ class Streams:
         self._poll = select.poll()
         self.by_descriptor = {line.connection.fileno(): line for line in self._lines}
         """All connections, for who ends them from outside."""
-        self._pacing = Pacing() if self.PACES else None
+        self._pacing = Pacing()
         BackgroundThread("gradwire streams", self._run, end=self.close).start()
-
-    def _line(self, connection: socket.socket, rank: int) -> Line:
-        return Line(connection, rank)
 
     @property
     def count(self) -> int:
@@ -410,8 +388,10 @@ class Streams:
             messages = self._numbered(early, before)
             numbered = self._numbered(late, after)
             empty = memoryview(b"")
-            answers = [self.MESSAGE(each.peer, each.number, each.sent, empty, after) for each in numbered if each.sent]
-            awaited = [self.MESSAGE(each.peer, each.number, empty, each.received, after) for each in numbered]
+            answers = [
+                StreamedMessage(each.peer, each.number, each.sent, empty, after) for each in numbered if each.sent
+            ]
+            awaited = [StreamedMessage(each.peer, each.number, empty, each.received, after) for each in numbered]
             self._submit([*messages, *awaited], before, after)
         self._nudge()
         return self._pending(before, after)
@@ -422,7 +402,7 @@ class Streams:
         messages = []
         for rank, sent, received in views:
             peer = self._peers[rank]
-            messages.append(self.MESSAGE(rank, peer.numbered, sent, received, exchange))
+            messages.append(StreamedMessage(rank, peer.numbered, sent, received, exchange))
             peer.numbered += 1
         return messages
 
@@ -473,15 +453,11 @@ class Streams:
         for line in self._lines:
             self._poll.register(line.connection, select.POLLIN)
         while not self._closed:
-            for descriptor, events in self._events():
+            for descriptor, events in self._poll.poll():
                 if descriptor not in self.by_descriptor:
                     self._take_up()
                 else:
                     self._serve(self.by_descriptor[descriptor], events)
-
-    def _events(self) -> list[tuple[int, int]]:
-        """(descriptor, what it is ready for), once there is something."""
-        return self._poll.poll()
 
     def _serve(self, line: Line, events: int) -> None:
         """Receives and sends what a connection is ready for."""
@@ -519,7 +495,8 @@ class Streams:
 
     def _watch(self, line: Line) -> None:
         reads = 0 if line.parked else select.POLLIN
-        self._poll.modify(line.connection, reads | (select.POLLOUT if line.has_to_send(self._peers[line.peer]) else 0))
+        writes = select.POLLOUT if line.outgoing or self._peers[line.peer].outgoing else 0
+        self._poll.modify(line.connection, reads | writes)
 
     def _send(self, line: Line) -> None:
         if not line.outgoing and not self._load(line):
@@ -533,8 +510,9 @@ class Streams:
             taken -= len(line.outgoing.pop(0))
         if line.outgoing:
             line.outgoing[0] = line.outgoing[0][taken:]
-        else:
-            line.has_sent()
+        elif line.sending is not None:
+            line.sending.book(line.payload_left)
+            line.sending = None
 
     def _load(self, line: Line) -> bool:
         """Gives a connection its next chunk; whether there was one."""
@@ -547,7 +525,7 @@ class Streams:
         start, stop = message.next_chunk(nbytes)
         if message.left == 0:
             peer.outgoing.popleft()
-            if self._pacing is not None and not any(each.outgoing for each in self._peers.values()):
+            if not any(each.outgoing for each in self._peers.values()):
                 self._pacing.end()
         header = HEADER.pack(message.number, start, stop - start)
         line.outgoing = [memoryview(header), message.sent[start:stop]]
@@ -565,10 +543,6 @@ class Streams:
                 return
         nbytes = self._read(line, line.target)
         line.target = line.target[nbytes:]
-        self._has_received(line, nbytes)
-
-    def _has_received(self, line: Line, nbytes: int) -> None:
-        """Bytes of a connection's chunk lie where they belong."""
         assert line.receiving is not None
         receiving, line_is_done = line.receiving, not line.target
         if line_is_done:
@@ -620,10 +594,10 @@ class Streams:
             raise Ended(closed_by(rank))
 
 
-def pace(pacing: Pacing | None, lines: Sequence[Line], peers: Mapping[int, StreamedPeer]) -> None:
+def pace(pacing: Pacing, lines: Sequence[Line], peers: Mapping[int, StreamedPeer]) -> None:
     """Has the connections that have something to send share the rate of the path."""
     sending = [line.connection for line in lines if line.is_open and peers[line.peer].outgoing]
-    if pacing is not None and sending:
+    if sending:
         pacing.begin(sending)
 
 

@@ -48,8 +48,6 @@ from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
 if TYPE_CHECKING:
-    from gradwire.comms.bootstrap.cards import Rail
-    from gradwire.comms.transport.cards import CardStreams
     from gradwire.comms.transport.streams import Streams
 
 Result = TypeVar("Result")
@@ -259,7 +257,6 @@ class GlooTransport(TorchTransport):
         connections: From the round trip in seconds between the farthest two ranks, how many connections large messages
             between two of them travel over; the largest answer of all ranks counts. Below 2 they are gloo's. None: 1.
         timeout: For what those connections carry.
-        rail: The ranks' network cards, where there are several to send over.
     """
 
     sums_as_rings = True
@@ -273,18 +270,14 @@ class GlooTransport(TorchTransport):
         *,
         connections: Callable[[float], int] | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        rail: "Rail | None" = None,
     ) -> None:
         self._sockets = GlooSockets()
         self._connect = connect
         super().__init__(self._sockets.opened_by(lambda: connect("first")), rank, size, alarm)
         self._downwards: TorchGroup | None = None
-        self._choose = self._given = connections
+        self._choose = connections
         self._timeout = timeout
-        self._rail = rail
         self._streams: Streams | None = None
-        self.over_cards: CardStreams | None = None
-        """What large messages travel over, where that is several network cards."""
         self._adds_as_ring = False
         """Whether gloo's ring was seen to add in the order of `ring_runs`; alike on all ranks."""
 
@@ -384,10 +377,8 @@ class GlooTransport(TorchTransport):
         Args:
             other: Index of the other rank, which calls it too.
             received: Takes what the other one has sent; as large as that.
-            sent: What is sent; what is no single element goes over several network cards where they are in use.
+            sent: What is sent.
         """
-        if self.over_cards is not None and sent.numel() > 1:
-            return self.over_cards.exchange([(other, sent, received)])
         upwards, downwards = (cast(PairwiseGroup, group) for group in (self._group, self.connect_both_ways()))
         sending, receiving = (upwards, downwards) if other > self.rank else (downwards, upwards)
         coming = receiving.recv([received], other, 0)
@@ -476,7 +467,7 @@ class GlooTransport(TorchTransport):
                 weakref.finalize(self, made.close)
                 if self.size > 2 and knows_gloo_sums():
                     self._adds_as_ring = all(each for (each,) in self._told(struct.pack("?", sums_as_rings(self)), "?"))
-        return self._streams if nbytes >= (FAR_NBYTES if self.over_cards is None else LARGE_NBYTES) else None
+        return self._streams if nbytes >= FAR_NBYTES else None
 
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
         """Tells all ranks the round trip, the choice and where to connect; and connects, if it is to be several."""
@@ -484,13 +475,6 @@ class GlooTransport(TorchTransport):
         from gradwire.comms.transport import streams  # here: most networks have short round trips
 
         own, trip = self._farthest()
-        if self._rail is not None and self._rail.cards.are_used:
-            from gradwire.comms.transport.cards import open_streams  # here: most hosts have one card
-
-            gloos = "" if own is None else own[1]
-            self.over_cards = open_streams(self._rail, gloos, self._told, choose(trip), self._timeout, self._alarm)
-            if self.over_cards is not None:
-                return self.over_cards
         listener = None if own is None else streams.StreamListener(*own, backlog=MOST_CONNECTIONS * self.size)
         try:
             trips = sorted(each for (each, *_) in self._told(struct.pack("d", trip), "d"))
@@ -514,24 +498,6 @@ class GlooTransport(TorchTransport):
             if listener is not None:
                 listener.close()
         return streams.Streams(found, self._timeout, self._alarm)
-
-    def open_cards(self) -> "CardStreams | None":
-        """The connections over several network cards, opened if they are not yet; None where there are none.
-
-        Every rank calls it at the same point of the sequence of collectives.
-        """
-        if self._rail is not None and self._rail.cards.are_used:
-            self._streams_for(LARGE_NBYTES)
-        return self.over_cards
-
-    def leave_cards(self) -> None:
-        """Closes the connections over several network cards; with nothing under way, every rank.
-
-        Large messages travel from now on as they would with one card: the cards are not used any more.
-        """
-        if self._streams is not None:
-            self._streams.close()
-        self._streams, self.over_cards, self._choose = None, None, self._given
 
     def _farthest(self) -> tuple[tuple[int, str] | None, float]:
         """This rank's family and address on gloo's interface, and the longest of the round trips to the others."""
@@ -571,7 +537,6 @@ def connect_gloo(
     interface: str | None = None,
     threads: int | None = None,
     connections: Callable[[float], int] | None = None,
-    rail: "Rail | None" = None,
     awaited: Callable[[], Awaited] | None = None,
 ) -> GlooTransport:
     """Connects `size` ranks over TCP; returns when all of them have joined.
@@ -588,7 +553,6 @@ def connect_gloo(
         interface: Name of a network interface of this host, `eth0`.
         threads: Collectives that may be under way at a time; None leaves it to torch, which has two.
         connections: See `GlooTransport`.
-        rail: See `GlooTransport`.
         awaited: Makes what looks whether the other ranks have ended, or given up, while they connect; None: the alarm
             alone is asked.
 
@@ -603,7 +567,7 @@ def connect_gloo(
         others = Awaited(range(size), rank, None, alarm) if awaited is None else awaited()
         return _within(timeout, others, lambda: make_gloo(own, rank, size, timeout, interfaces, threads))
 
-    return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout, rail=rail)
+    return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout)
 
 
 def _within(timeout: timedelta, awaited: Awaited, connect: Callable[[], TorchGroup]) -> TorchGroup:

@@ -12,8 +12,6 @@ WORTH = 0.1
 ANOTHER = 1.4
 """Multiple of that rate above which the other card is the one to use, and the interface is named as the wrong one."""
 
-HOOK = "GRADWIRE_HOOK"
-
 
 def idle_card(facts: JobFacts) -> Iterator[Diagnosis]:
     """A card that leads to the other nodes, beside the one in use: what both together would give."""
@@ -50,10 +48,8 @@ def idle_card(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _gloo_takes(first: RankFacts, interface: str) -> bool:
-    """Whether a job on gloo sends over an interface besides: as gloo is told, or by gradwire's hook."""
-    given = [name for name in first.variables.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    one = first.variables.get("GRADWIRE_NICS") == "one" or len(given) == 1
-    return interface in given or (bool(first.variables.get(HOOK)) and not given and not one)
+    """Whether gloo is told to send over an interface besides."""
+    return interface in first.variables.get("GLOO_SOCKET_IFNAME", "").split(",")
 
 
 def _nccl_takes(first: RankFacts, interface: str) -> bool:
@@ -67,7 +63,7 @@ def _why(first: RankFacts, on_gpus: bool) -> str:
         return f"NCCL_SOCKET_IFNAME={first.variables.get('NCCL_SOCKET_IFNAME')} leaves it out"
     if given := first.variables.get("GLOO_SOCKET_IFNAME"):
         return f"GLOO_SOCKET_IFNAME={given} leaves it out"
-    return "gloo takes one interface; gradwire's hook deals what it sends over all of them"
+    return "gloo takes one interface, and nothing has joined the two"
 
 
 def _remedy(first: RankFacts, card: str, other: str, on_gpus: bool) -> tuple[str, ...]:
@@ -76,11 +72,10 @@ def _remedy(first: RankFacts, card: str, other: str, on_gpus: bool) -> tuple[str
             f"export NCCL_SOCKET_IFNAME={card},{other}   # or unset it: NCCL then takes all that lead out",
             "RDMA: export NCCL_IB_HCA=... with the devices of both cards, or unset it",
         )
-    variable = "GLOO_SOCKET_IFNAME"
-    unset = "unset GLOO_SOCKET_IFNAME" if first.variables.get(variable) else "gradwire.HookState(model)"
     return (
-        f"with gradwire's hook: {unset}   # it sends over both, by what each gives",
-        f"with gloo alone: export {variable}={card},{other}   # in turns, as if they were alike",
+        f"bond them on every node: ip link add bond0 type bond; ip link set {card} master bond0, and {other}",
+        f"or MPTCP (Linux 5.6, mptcpd): ip mptcp endpoint add ADDRESS dev {other} subflow; mptcpize run torchrun ...",
+        f"with gloo alone: export GLOO_SOCKET_IFNAME={card},{other}   # in turns, as if they were alike",
     )
 
 

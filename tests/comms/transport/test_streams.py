@@ -259,7 +259,7 @@ def test_their_number_goes_by_the_rate_that_was_seen() -> None:
     unseen = Link(1e-4, 1.25e9, presumed=True)
     cluster = Cluster(((0,), (1,)), (Level(LEVEL_NAMES[0], unseen), Level(LEVEL_NAMES[1], unseen)))
     routes = Routes(cluster, 0, "cpu", Config(), None)
-    choose = _connections(Config(), routes, None)
+    choose = _connections(Config(), routes)
     assert choose is not None
     assert choose(0.02) == connections_for(0.02, UNSEEN_RATE)
     seen = replace(unseen, bytes_per_second=14e6, presumed=False)
