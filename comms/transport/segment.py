@@ -38,6 +38,9 @@ LONGEST_LOOK_SECONDS = 0.25
 LATE_SECONDS = 5.0
 """Seconds beyond the time-out, for the first rank to say who is missing."""
 
+_CREDENTIALS = struct.Struct("iII")
+"""What SO_PEERCRED gives, `struct ucred`: process, user, group. Ids are unsigned (Linux include/linux/socket.h)."""
+
 MESSAGE_NBYTES = 1 << 16
 """Most bytes of what ranks say to each other here; a line each."""
 
@@ -120,7 +123,7 @@ class _Line:
         self.socket = connection
         self._heard = b""
         self.ended = False
-        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.getuid():
             raise PermissionError(errno.EPERM, f"a process of user {uid} has called; this one is of user {os.getuid()}")
 
