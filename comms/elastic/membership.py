@@ -324,8 +324,8 @@ class Membership:
         self.said.update(word["joined"])
         if view.rank not in left:
             raise GivenUpError(
-                f"rank {view.rank} was given up by the others, which heard nothing of it for {SILENCE_SECONDS:g} s: "
-                "start it anew to join them"
+                f"rank {view.rank} was given up by the others, which heard nothing of it for at least "
+                f"{SILENCE_SECONDS:g} s: start it anew to join them"
             )
         members = (*(view.members[rank] for rank in left), *joined)
         lost = tuple(name for name in view.members if name not in members)
