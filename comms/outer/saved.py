@@ -159,11 +159,11 @@ def _flat(fragment: Fragment, kind: str, state: StateDict) -> Tensor:
     flat = torch.empty_like(fragment.anchor)
     for name, view in zip(fragment.names, fragment.views(flat), strict=True):
         value = state.get(f"{kind}{SEPARATOR}{name}")
-        if not isinstance(value, Tensor) or value.shape != view.shape:
-            found = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "none"
+        if not isinstance(value, Tensor) or value.shape != view.shape or value.dtype != view.dtype:
+            found = f"one of {value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else "none"
             raise ValueError(
-                f"`state` holds {found} as the {kind} of `{name}`; wanted shape {tuple(view.shape)}: load the "
-                "state of this model, saved by this rank with the same settings"
+                f"`state` holds {found} as the {kind} of `{name}`; wanted {view.dtype}, shape {tuple(view.shape)}: "
+                "load the state of this model, saved by this rank with the same settings"
             )
         refuse_not_finite({f"{kind}{SEPARATOR}{name}": value})
         view.copy_(value)
@@ -184,6 +184,7 @@ def _pending(state: StateDict, fragments: Sequence[Fragment]) -> Pending | None:
         or not isinstance(flat, Tensor)
         or not isinstance(sent, Tensor)
         or not flat.shape == sent.shape == fragments[number].anchor.shape
+        or not flat.dtype == sent.dtype == fragments[number].anchor.dtype
     ):
         raise ValueError("`state` holds an exchange under way that does not fit this model: it is damaged")
     like = fragments[number].anchor
