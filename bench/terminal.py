@@ -21,6 +21,7 @@ from rich.segment import Segment
 from rich.table import Column
 
 from gradwire.bench.pipe import print_nowhere, reader_may_leave
+from gradwire.comms.boundary.files import replace_text
 from gradwire.topology.printable import printable
 
 STDOUT = Path("-")
@@ -206,7 +207,7 @@ def write_json(target: Path | None, record: object) -> None:
             sys.stdout.write(text)
     elif target is not None:
         with writing("--json", target):
-            target.write_text(text)
+            replace_text(target, text)
 
 
 def _finite(value: object) -> object:

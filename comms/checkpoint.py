@@ -11,10 +11,11 @@ Each rank's value states what belongs to it, so that a checkpoint which lost res
 would go on without them, and nothing would show it.
 """
 
+import io
 import json
 import logging
-import pickle
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -28,6 +29,9 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.threads import in_thread, outcome_of
+from gradwire.comms.boundary.files import replace_file
+from gradwire.comms.boundary.gathering import gather_bytes
+from gradwire.comms.boundary.messages import Count, Message, MessageError
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import StateDict, StateValue
 
@@ -37,12 +41,17 @@ PREFIX = "gradwire/"
 """The prefix of the hook's own keys, in a checkpoint and in an entry."""
 JOB = PREFIX + "job"
 """Key of what all ranks know alike: `size`, the number of ranks, `dirty`, whether residuals are held back, `format`."""
-FORMAT = 2
-"""Version of the values: since 2 each rank's list its entries; 1, which does not say so, is read too, unchecked."""
+FORMAT = 3
+"""Version of the values. Since 3 each rank's lists its entries with a checksum of each; 2 lists their elements alone, 1
+lists nothing. Both are read, too, with a warning that damage to them may go unnoticed."""
 NAMED = PREFIX + "named"
 """Key in an entry: 1 where parameters go by their names in the model, 0 where they are numbered."""
 ENTRIES = PREFIX + "entries"
-"""Key in an entry: JSON, each key that was saved -> elements of its tensor, null for a number or a string."""
+"""Key in an entry: JSON, the entry's own key and, for each key that was saved, the elements of its tensor (null for a
+number or a string) and the CRC-32 of its value; before it, in hexadecimal digits, the CRC-32 of that JSON. In format 2
+it is JSON, key -> elements."""
+CHECK = "check"
+"""Key in `JOB`: the CRC-32 of what it holds besides."""
 
 Entry = tuple[tuple[str, StateValue], ...]
 """A state dict as one value. Plain tuples, so that `torch.load(weights_only=True)` takes it."""
@@ -91,8 +100,12 @@ def pack(state: Mapping[str, StateValue], rank: int, size: int, dirty: bool) -> 
         dirty: Whether residuals are held back; the same on all ranks.
     """
     own = tuple((key, value.cpu() if isinstance(value, Tensor) else value) for key, value in state.items())
-    stated = (ENTRIES, json.dumps({key: _numel(value) for key, value in own}, separators=(",", ":")))
-    return {JOB: (("size", size), ("dirty", int(dirty)), ("format", FORMAT)), rank_key(rank): (*own, stated)}
+    text = json.dumps([rank_key(rank), {key: [_numel(each), _crc(each)] for key, each in own}], separators=(",", ":"))
+    job = (("size", size), ("dirty", int(dirty)), ("format", FORMAT))
+    return {
+        JOB: (*job, (CHECK, _crc(repr(job)))),
+        rank_key(rank): (*own, (ENTRIES, f"{_crc(text):08x} {text}")),
+    }
 
 
 def normalize(saved: Mapping[str, object]) -> Checkpoint:
@@ -123,10 +136,16 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
         raise ValueError(
             f"`state` is of format {number!r}, this gradwire reads up to {FORMAT}: use the one that saved it"
         )
+    if number < FORMAT and CHECK not in job and not any(_has_checksums(entry) for entry in found.values()):
+        log.warning(
+            "`state` is of format %d, which has no checksums: damage to it may go unnoticed; save it again", number
+        )
+    elif number < FORMAT or job.pop(CHECK, None) != _crc(repr(tuple(job.items()))):
+        raise ValueError(f"`state[{JOB!r}]` is not what was saved: it is damaged; {INSTEAD}")
     if number > 1:  # of all ranks, where they are here: then all refuse it alike
         for key, entry in found.items():
             if key != JOB:
-                _check_complete(key, dict(entry))
+                _check_complete(key, dict(entry), number)
     return found
 
 
@@ -171,29 +190,68 @@ def without_job(saved: Checkpoint) -> list[StateDict]:
     return [dict(part) for key, part in saved.items() if key != JOB]
 
 
-def _check_complete(key: str, entry: Mapping[str, StateValue]) -> None:
-    """Refuses a rank's part that lacks entries it was saved with, or elements of them."""
-    stated = entry.get(ENTRIES)
+def _has_checksums(entry: Entry) -> bool:
+    return not str(dict(entry).get(ENTRIES, "{")).startswith("{")  # format 2 has an object there
+
+
+_Stated = Mapping[str, tuple[Count | None, Count | None]]
+"""Key of a value -> elements of its tensor, and its checksum; None where there is none."""
+_STATED: Message[tuple[str, _Stated]] = Message(tuple[str, _Stated], most_nbytes=1 << 28)
+_STATED_IN_2: Message[Mapping[str, Count | None]] = Message(Mapping[str, Count | None], most_nbytes=1 << 28)
+
+
+def _stated(key: str, said: object, number: int) -> _Stated:
+    """What a rank's part says that it was saved with.
+
+    Raises:
+        MessageError: It does not say so, or is damaged.
+    """
+    if not isinstance(said, str):
+        raise MessageError("a rank's part does not list its entries")
+    if number == 2:
+        return {name: (numel, None) for name, numel in _STATED_IN_2.read(said).items()}
+    crc, _, text = said.partition(" ")
+    if crc != f"{_crc(text):08x}":
+        raise MessageError("a rank's list of its entries has another checksum")
+    of, found = _STATED.read(text)
+    if of != key:
+        raise MessageError("a rank's list of its entries is of another rank")
+    return found
+
+
+def _check_complete(key: str, entry: Mapping[str, StateValue], number: int) -> None:
+    """Refuses a rank's part that lacks entries it was saved with, or elements of them, or holds other values."""
     try:
-        wanted = json.loads(stated) if isinstance(stated, str) else None
-    except ValueError:
-        wanted = None
-    if not isinstance(wanted, dict):
-        raise ValueError(  # noqa: TRY004 - the content of a file is a value, whatever its type
-            f"`state[{key!r}]` does not state its entries as it was saved with: it is damaged; {INSTEAD}"
-        )
+        wanted = _stated(key, entry.get(ENTRIES), number)
+    except MessageError as error:
+        raise ValueError(
+            f"`state[{key!r}]` does not state its entries as it was saved with ({error}): it is damaged; {INSTEAD}"
+        ) from None
     lacking = [name for name in wanted if name not in entry]
     if lacking:
         raise ValueError(
             f"`state[{key!r}]` lacks {len(lacking)} of the {len(wanted)} entries that it was saved with, "
             f"{lacking[0]!r} for one: it is damaged; {INSTEAD}"
         )
-    for name, numel in wanted.items():
+    for name, (numel, crc) in wanted.items():
         if _numel(entry[name]) != numel:
             raise ValueError(
                 f"`state[{key!r}]` was saved with {_elements(numel)} under {name!r} and holds "
                 f"{_elements(_numel(entry[name]))}: it is damaged; {INSTEAD}"
             )
+        if crc is not None and crc != _crc(entry[name]):
+            raise ValueError(
+                f"`state[{key!r}]` holds another value under {name!r} than it was saved with (its CRC-32 differs): it "
+                f"is damaged; {INSTEAD}"
+            )
+
+
+def _crc(value: StateValue) -> int:
+    """The CRC-32 of a value with its type, and of a tensor with its shape; `value` is on the CPU."""
+    if not isinstance(value, Tensor):
+        return zlib.crc32(repr(value).encode(errors="surrogatepass"))
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data, zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode()))
 
 
 def _numel(value: StateValue) -> int | None:
@@ -267,34 +325,47 @@ def gather(
     Raises:
         PeerError: A rank has ended, or has given up.
     """
-    parts: list[Checkpoint | None] = [None] * group.size()
+    packed = io.BytesIO()
+    torch.save(own, packed)
     if isinstance(group, GathersBytes):
-        parts = [pickle.loads(each) for each in group.gather_bytes(pickle.dumps(own))]
-    elif on_all_ranks:
-        _watched(lambda: dist.all_gather_object(parts, own, group=group), awaited)
+        parts = group.gather_bytes(packed.getvalue())
     else:
-        receiver, received = dist.get_global_rank(group, 0), parts if group.rank() == 0 else None
-        _watched(lambda: dist.gather_object(own, received, dst=receiver, group=group), awaited)
+        receiver = None if on_all_ranks else 0
+        parts = _watched(lambda: gather_bytes(packed.getvalue(), group, receiver), awaited)
     merged = dict(own)
     if on_all_ranks or group.rank() == 0:
         for part in parts:
-            merged |= part or {}
+            merged |= _part(part)
     return merged
 
 
-def _watched(collect: Callable[[], None], awaited: Callable[[], Awaited] | None) -> None:
+def _part(said: bytes) -> Checkpoint:
+    """What another rank has put into a checkpoint: tensors and plain values, no code.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    try:
+        found: object = torch.load(io.BytesIO(said), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"a rank has given no state: {f'{error}'.partition(chr(10))[0]}") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(NOT_OURS)  # noqa: TRY004 - bytes of another rank are a value, whatever their type
+    return {str(key): _entry(value) for key, value in found.items()}
+
+
+def _watched(collect: Callable[[], list[bytes]], awaited: Callable[[], Awaited] | None) -> list[bytes]:
     """Has a thread collect, and waits for that as long as no rank is known to have ended.
 
     Torch's own words for one that is lost name nobody, and some ranks hear of it at the time-out alone.
     """
     if awaited is None:
-        collect()
-        return
+        return collect()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
-    def run() -> None:
+    def run() -> list[bytes]:
         with nullcontext() if device is None else torch.cuda.device(device):  # each thread has its own
-            collect()
+            return collect()
 
     others = awaited()
     told = in_thread(run, "gradwire gathers")
@@ -323,12 +394,18 @@ def rank_file(place: str, rank: int) -> str:
 def save_file(state: Checkpoint, path: str) -> None:
     """Writes one rank's file into a local folder, which is made where it is missing.
 
+    A failure, a full disk for one, or the end of the process leaves the file that was there before as it was.
+
     Args:
         state: What `pack` returned.
         path: What `rank_file` returned.
+
+    Raises:
+        OSError: The file cannot be written.
+        RuntimeError: As above, in torch's words.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
+    replace_file(Path(path), lambda file: torch.save(state, file))
 
 
 def load_file(path: str) -> dict[str, object]:
@@ -339,6 +416,10 @@ def load_file(path: str) -> dict[str, object]:
     """
     saved: dict[str, object] = torch.load(path, map_location="cpu", weights_only=True)
     return saved
+
+
+_FOUND: Message[tuple[bool, str]] = Message(tuple[bool, str])
+"""Whether a rank has a file, and why it cannot be read; empty where it can."""
 
 
 def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -> dict[str, object] | None:
@@ -369,8 +450,8 @@ def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -
         except Exception as error:  # noqa: BLE001 - of many types; raised where the others are told
             unread = f"{path} cannot be read on rank {dist.get_rank()} ({f'{error}'.partition(chr(10))[0]}): {INSTEAD}"
             break
-    everywhere: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (saved is not None, unread))
+    own = json.dumps([saved is not None, unread]).encode()
+    everywhere = [_FOUND.read(each) for each in gather_bytes(own, dist.group.WORLD)]
     for _, said in everywhere:
         if said:
             raise ValueError(said)

@@ -26,6 +26,7 @@ import gradwire
 from gradwire.bench.contender import Contender, take_turns
 from gradwire.bench.train.model import ByteTransformer, loss_in_nats
 from gradwire.bench.train.text import batch_at, library_text, split_text
+from gradwire.comms.boundary.files import replace_text
 from gradwire.comms.config import launcher_variables
 
 PEAK_LEARNING_RATE = 3e-3
@@ -422,7 +423,7 @@ def main(argv: list[str]) -> int:
             if result.report is not None:
                 print(f"{result.hook}:\n{result.report}", flush=True)
         if options.json is not None:
-            options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+            replace_text(options.json, json.dumps([asdict(result) for result in results], indent=2) + "\n")
     # Rank 0 serves the store: nobody may still need it when it leaves.
     dist.barrier()
     dist.destroy_process_group()

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.comms.boundary.files import replace_text
+from gradwire.comms.boundary.messages import parsed
 from gradwire.comms.fusion import FusionPlan
 
 log = logging.getLogger("gradwire")
@@ -70,12 +72,9 @@ def fingerprint(*facts: object) -> str:
 
 
 def save(file: Path, key: dict[str, object], setting: TunerSetting, step_seconds: float) -> None:
-    """Writes a profile in one move, so that a reader never sees half of one."""
+    """Writes a profile, whole or not at all."""
     document = {"version": VERSION, "key": key, "setting": asdict(setting), "step_seconds": step_seconds}
-    text = json.dumps(document | {"digest": fingerprint(document)}, indent=1)
-    beside = file.with_name(f"{file.name}.new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(file)
+    replace_text(file, json.dumps(document | {"digest": fingerprint(document)}, indent=1))
 
 
 def load(file: Path, key: dict[str, object]) -> TunerSetting | None:
@@ -88,12 +87,12 @@ def load(file: Path, key: dict[str, object]) -> TunerSetting | None:
     if not file.exists():
         return None
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = parsed(file.read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.get("version") != VERSION:
             raise ValueError(f"its version is not {VERSION}")
         if document.pop("digest", None) != fingerprint(document):
             raise ValueError("its content does not match its digest")
-        other = sorted(name for name in key if document["key"].get(name) != json.loads(json.dumps(key[name])))
+        other = sorted(name for name in key if document["key"].get(name) != parsed(json.dumps(key[name])))
         if other:
             raise ValueError(f"it was made for another {', '.join(other)}")
         return setting_from(document["setting"])

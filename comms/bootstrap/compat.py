@@ -171,6 +171,11 @@ def flight_records(*, collectives: bool, stacks: bool) -> dict[str, dict[str, An
     return {key: pickle.loads(dump(collectives, stacks, False)) for key, dump in dumps.items()}
 
 
+def device_types_of(group: dist.ProcessGroup) -> set[str]:
+    """The types of the devices whose tensors a group takes: `cpu`, `cuda`."""
+    return {each.type for each in group._device_types}
+
+
 def bucket_parameters(model: DistributedDataParallel) -> list[list[tuple[str, int]]]:
     """The parameters of each bucket of a DDP model as (name, elements), in the order in which buckets are reduced.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.boundary.files import replace_text
 
 log = logging.getLogger("gradwire")
 
@@ -64,7 +65,7 @@ class Metrics:
         if not 0 <= every_seconds < math.inf:
             raise ValueError(f"`every_seconds` is {every_seconds}; wanted a number of seconds, or 0 for each step")
         if file is not None:
-            file.write_text("")
+            replace_text(file, "", lasting=False)
         if port is not None:
             self._serve(port, address)
         if file is not None:
@@ -112,10 +113,8 @@ class Metrics:
     def _export(self, report: Exported) -> None:
         self._text = report.to_prometheus()
         if self._file is not None:
-            beside = self._file.with_name(self._file.name + ".new")
             try:
-                beside.write_text(self._text)
-                beside.replace(self._file)
+                replace_text(self._file, self._text, lasting=False)
             except OSError as error:
                 log.warning("metrics cannot be written to %s any more: %s", self._file, error.strerror)
                 self._file = None

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from gradwire.comms.boundary.files import replace_text
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.observe.recorder import Note, Recorder
 from gradwire.comms.observe.share import Shared
@@ -243,7 +244,7 @@ class Trace:
         }
         text = json.dumps(chrome(notes, communicator.hostnames, about))
         try:
-            self._file.write_text(text)
+            replace_text(self._file, text)
         except OSError as error:
             log.error("the trace cannot be written to %s: %s", self._file, error.strerror)
             return

@@ -9,17 +9,25 @@ import json
 import secrets
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Annotated
 
 import torch.distributed as dist
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.boundary.gathering import gather_bytes
+from gradwire.comms.boundary.messages import Message, Most, Rank
 
 ROUNDS = 2
 """Rounds in which every rank hears of every other one: a step along the grid's row, and one along its column."""
 
 OK, ERROR = "ok ", "error "
+
+_START: Message[str] = Message(Annotated[str, Most(64)])
+"""A name that a rank proposes for the start."""
+_RANKS: Message[tuple[int, ...]] = Message(tuple[Rank, ...])
+"""The ranks of a rank's row and column."""
 
 
 def agree_on_grid(
@@ -85,9 +93,7 @@ def board_of_grid(
     """
     start = secrets.token_hex(8)  # a store may hold what an earlier start of the same job has left
     for group in groups:
-        starts: list[str] = [start] * group.size()
-        dist.all_gather_object(starts, start, group=group)
-        start = min(starts)
+        start = min(map(_START.read, gather_bytes(json.dumps(start).encode(), group)))
     rank = dist.get_rank()
     polling = PollingStore(PrefixStore(f"gradwire/sharded/{name}/{start}", store), timeout)
     polling.set(f"peers/{rank}", json.dumps(sorted({*peers, rank})))
@@ -96,7 +102,7 @@ def board_of_grid(
         found, todo = {rank}, [rank]
         while todo:
             key = f"peers/{todo.pop()}"
-            known = set(json.loads(polling.get(key))) if polling.check([key]) else set()
+            known = set(_RANKS.read(polling.get(key))) if polling.check([key]) else set()
             todo += known - found
             found |= known
         return found

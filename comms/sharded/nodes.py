@@ -5,6 +5,7 @@ exact; only counterparts exchange what is compressed. So a byte crosses a node's
 send it once for each rank of the node.
 """
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.bootstrap.kernel import host_identity
+from gradwire.comms.boundary.gathering import gather_bytes
+from gradwire.comms.boundary.messages import Message
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.sharded.turns import TorchGroups
 from gradwire.comms.transport.groups import Transport
@@ -23,6 +26,9 @@ log = logging.getLogger("gradwire")
 
 _all_gather = dist.all_gather_single
 _reduce_scatter = dist.reduce_scatter_single
+
+_HOST: Message[tuple[str, str, str]] = Message(tuple[str, str, str])
+"""What `host_identity` returns."""
 
 LANES = {"inside": (-1, 0), "between": (-2, 0)}
 """Lanes of the two steps, in a communicator whose plans have lanes from (0, 0) on."""
@@ -201,8 +207,7 @@ def find_nodes(
     if communicator is not None:
         hosts: list[object] = [communicator.cluster.unit(rank, 0) for rank in range(group.size())]
     else:
-        hosts = [None] * group.size()
-        dist.all_gather_object(hosts, host_identity(hostname), group=group)
+        hosts = [_HOST.read(each) for each in gather_bytes(json.dumps(host_identity(hostname)).encode(), group)]
     members = arrange(range(group.size()) if flat else hosts)
     rank = group.rank()
     node = next(indices for indices in members if rank in indices)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from gradwire.comms.boundary.files import replace_text
 from gradwire.comms.watch.board import WatchBoard
 
 log = logging.getLogger("gradwire")
@@ -59,10 +60,8 @@ class TimelineWriter:
             return
         from gradwire.comms.watch.timeline import timeline  # and with it what the hook needs
 
-        part = self._file.with_name(f"{self._file.name}.part")  # so that there is a whole file whenever the job ends
         try:
-            part.write_text(json.dumps(timeline(parts, hosts)))
-            part.replace(self._file)
+            replace_text(self._file, json.dumps(timeline(parts, hosts)), lasting=False)  # whole, whenever the job ends
         except OSError as error:
             log.error("the watch's timeline cannot be written to %s: %s", self._file, error.strerror)
             self._file = None

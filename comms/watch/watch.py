@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.threads import BackgroundThread, in_thread, outcome_of
+from gradwire.comms.boundary.files import replace_text
 from gradwire.comms.config import (
     FLIGHT_RECORDER_SIZE,
     WATCH,
@@ -115,7 +116,7 @@ class Watch:
         log.warning("watch: %s", report)
         if self._json is not None:
             try:
-                self._json.write_text(report.to_json() + "\n")
+                replace_text(self._json, report.to_json() + "\n")
             except OSError as error:
                 log.error("the watch's report cannot be written to %s: %s", self._json, error.strerror)
 

@@ -1,6 +1,7 @@
 """Every rank's state comes back from the checkpoints that people write: of all ranks, of rank 0, of a killed job."""
 
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -25,6 +26,7 @@ from gradwire.comms.checkpoint import (
     OWNERS,
     SHARDS,
     find_own,
+    gather,
     normalize,
     pack,
     rank_file,
@@ -312,8 +314,58 @@ def test_a_state_that_lost_anything_on_the_way_is_refused_on_every_rank() -> Non
         normalize(saved | {rank_key(0): tuple((whole | {"0|residual/0/0.weight": torch.ones(2)}).items())})
     with pytest.raises(ValueError, match="does not state its entries"):
         normalize(saved | {rank_key(1): ()})
-    with pytest.raises(ValueError, match="format 3, this gradwire reads up to 2"):
-        normalize(saved | {JOB: (("size", 2), ("dirty", 1), ("format", 3))})
+    with pytest.raises(ValueError, match="format 4, this gradwire reads up to 3"):
+        normalize(saved | {JOB: (("size", 2), ("dirty", 1), ("format", 4))})
+
+
+def test_another_value_than_was_saved_is_refused() -> None:
+    parts: StateDict = {
+        "0|compressor": "int8",
+        "0|step": 2,
+        "0|x": torch.ones(3),
+        "0|y": torch.zeros((), dtype=torch.int8),
+    }
+    saved = pack(parts, 0, 2, True)
+    others: StateDict = {
+        "0|compressor": "int4",
+        "0|step": 2.0,
+        "0|x": torch.tensor([1.0, 1.0, 1.0000001]),
+        "0|y": torch.zeros((), dtype=torch.uint8),
+    }
+    for key, other in others.items():
+        changed = {**dict(saved[rank_key(0)]), key: other}
+        with pytest.raises(ValueError, match=r"another value under '0\|\w+' than it was saved with .*is damaged"):
+            normalize(saved | {rank_key(0): tuple(changed.items())})
+    with pytest.raises(ValueError, match=r"does not state its entries .*of another rank"):
+        normalize({JOB: saved[JOB], rank_key(1): saved[rank_key(0)]})
+    for job in ("size", 3), ("dirty", 0), ("format", 2), ("format", 1), ("check", 5):
+        with pytest.raises(ValueError, match=r"state\['gradwire/job'\]` is not what was saved"):
+            normalize(saved | {JOB: tuple((dict(saved[JOB]) | dict([job])).items())})
+
+
+def test_what_is_no_state_of_a_rank_is_refused_where_states_are_gathered() -> None:
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 2
+
+        def gather_bytes(self, own: bytes) -> list[bytes]:
+            return [own, pickle.dumps(os.getcwd)]
+
+    with pytest.raises(ValueError, match="a rank has given no state"):
+        gather(pack({"x": torch.ones(3)}, 0, 2, True), Group(), on_all_ranks=True)  # type: ignore[arg-type]
+
+
+def test_a_state_from_before_there_were_checksums_loads_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    job = (("size", 1), ("dirty", 1), ("format", 2))
+    saved = {JOB: job, rank_key(0): (("x", torch.ones(3)), (ENTRIES, '{"x":3}'))}
+    found = unpack(normalize(saved), 0, 1)
+    assert found is not None and torch.equal(found["x"], torch.ones(3))  # type: ignore[arg-type]
+    assert "has no checksums" in caplog.text
+    with pytest.raises(ValueError, match="saved with 4 elements"):
+        normalize({JOB: job, rank_key(0): (("x", torch.ones(3)), (ENTRIES, '{"x":4}'))})
 
 
 def test_a_state_from_before_entries_were_stated_loads() -> None:

@@ -1,0 +1,55 @@
+"""Gathers bytes of different lengths from the ranks of torch's groups.
+
+Torch's collectives of objects send pickles, with which a rank, or whoever passes for one, can run code on all others.
+What is gathered here are bytes, which `messages` or `torch.load(weights_only=True)` reads.
+"""
+
+import torch
+import torch.distributed as dist
+
+from gradwire.comms.bootstrap.compat import device_types_of
+from gradwire.comms.boundary.messages import MessageError
+
+MOST_NBYTES = 1 << 40
+"""Bytes of one rank at most."""
+
+
+def gather_bytes(own: bytes, group: dist.ProcessGroup | None, receiver: int | None = None) -> list[bytes]:
+    """Gathers what each rank of a group gives; all of them call it.
+
+    Args:
+        own: This rank's, of any length.
+        group: The ranks; None takes the default group.
+        receiver: The group's rank that gets them; None gives them to all.
+
+    Returns:
+        Each rank's bytes, in the order of the group's ranks; nothing on ranks that do not receive.
+
+    Raises:
+        MessageError: A rank names a length that cannot be.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    device = _device_of(group)
+    # First the lengths, then the bytes, filled up to the longest.
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    dist.all_gather(counts, torch.tensor([len(own)], dtype=torch.int64, device=device), group=group)
+    nbytes = [int(each.item()) for each in counts]
+    if not all(0 <= each <= MOST_NBYTES for each in nbytes):
+        raise MessageError(f"the ranks give {nbytes} bytes; wanted numbers from 0 to {MOST_NBYTES}")
+    longest = max(*nbytes, 1)
+    padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+    if receiver is None:
+        rows = [torch.empty_like(padded) for _ in nbytes]
+        dist.all_gather(rows, padded, group=group)
+    else:
+        rows = [torch.empty_like(padded) for _ in nbytes] if group.rank() == receiver else []
+        dist.gather(padded, rows or None, dst=dist.get_global_rank(group, receiver), group=group)
+    return [row[:count].cpu().numpy().tobytes() for row, count in zip(rows, nbytes, strict=bool(rows))]
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where a group takes tensors: on the CPU if it does there."""
+    if "cpu" in device_types_of(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
