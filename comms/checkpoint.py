@@ -31,7 +31,7 @@ from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.threads import in_thread, outcome_of
 from gradwire.comms.boundary.files import replace_file
 from gradwire.comms.boundary.gathering import gather_bytes
-from gradwire.comms.boundary.messages import Count, Message, MessageError
+from gradwire.comms.boundary.messages import Count, MessageError, MessageType
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import StateDict, StateValue
 
@@ -196,8 +196,8 @@ def _has_checksums(entry: Entry) -> bool:
 
 _Stated = Mapping[str, tuple[Count | None, Count | None]]
 """Key of a value -> elements of its tensor, and its checksum; None where there is none."""
-_STATED: Message[tuple[str, _Stated]] = Message(tuple[str, _Stated], most_nbytes=1 << 28)
-_STATED_IN_2: Message[Mapping[str, Count | None]] = Message(Mapping[str, Count | None], most_nbytes=1 << 28)
+_STATED: MessageType[tuple[str, _Stated]] = MessageType(tuple[str, _Stated], most_nbytes=1 << 28)
+_STATED_IN_2: MessageType[Mapping[str, Count | None]] = MessageType(Mapping[str, Count | None], most_nbytes=1 << 28)
 
 
 def _stated(key: str, said: object, number: int) -> _Stated:
@@ -418,7 +418,7 @@ def load_file(path: str) -> dict[str, object]:
     return saved
 
 
-_FOUND: Message[tuple[bool, str]] = Message(tuple[bool, str])
+_FOUND: MessageType[tuple[bool, str]] = MessageType(tuple[bool, str])
 """Whether a rank has a file, and why it cannot be read; empty where it can."""
 
 

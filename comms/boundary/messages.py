@@ -1,8 +1,8 @@
 """The one parser of what other processes say: JSON of a declared type, of bounded size and depth, with finite numbers.
 
-A message is declared by a type, as a dataclass declares its fields: `Message(tuple[Port, tuple[str, ...], str])`.
-Whatever the bytes are, `Message.read` either returns a value of exactly that type or raises a `MessageError`, which a
-caller answers by dropping who has said it. `inflated` does the same for compressed bytes.
+A message is declared by a type, as a dataclass declares its fields: `MessageType(tuple[Port, tuple[str, ...], str])`.
+Whatever the bytes are, `MessageType.read` either returns a value of exactly that type or raises a `MessageError`, which
+a caller answers by dropping who has said it. `inflated` does the same for compressed bytes.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ _Check = Callable[[object, str], Any]
 """Returns the value as the declared type has it, or raises a `MessageError` that names the place."""
 
 
-class Message(Generic[T]):
+class MessageType(Generic[T]):
     """What one kind of message is.
 
     Args:

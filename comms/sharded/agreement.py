@@ -17,16 +17,16 @@ from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.boundary.gathering import gather_bytes
-from gradwire.comms.boundary.messages import Message, Most, Rank
+from gradwire.comms.boundary.messages import MessageType, Most, Rank
 
 ROUNDS = 2
 """Rounds in which every rank hears of every other one: a step along the grid's row, and one along its column."""
 
 OK, ERROR = "ok ", "error "
 
-_START: Message[str] = Message(Annotated[str, Most(64)])
+_START: MessageType[str] = MessageType(Annotated[str, Most(64)])
 """A name that a rank proposes for the start."""
-_RANKS: Message[tuple[int, ...]] = Message(tuple[Rank, ...])
+_RANKS: MessageType[tuple[int, ...]] = MessageType(tuple[Rank, ...])
 """The ranks of a rank's row and column."""
 
 

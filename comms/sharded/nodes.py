@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.boundary.gathering import gather_bytes
-from gradwire.comms.boundary.messages import Message
+from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.sharded.turns import TorchGroups
 from gradwire.comms.transport.groups import Transport
@@ -27,7 +27,7 @@ log = logging.getLogger("gradwire")
 _all_gather = dist.all_gather_single
 _reduce_scatter = dist.reduce_scatter_single
 
-_HOST: Message[tuple[str, str, str]] = Message(tuple[str, str, str])
+_HOST: MessageType[tuple[str, str, str]] = MessageType(tuple[str, str, str])
 """What `host_identity` returns."""
 
 LANES = {"inside": (-1, 0), "between": (-2, 0)}

@@ -29,7 +29,7 @@ def test_no_pickle_comes_from_another_rank() -> None:
     assert {"all_gather_object", "gather_object", "broadcast_object_list"} <= of_objects
     for file in COMMS.rglob("*.py"):
         where, found = str(file.relative_to(COMMS)), names_of(file)
-        assert not found & of_objects, f"{where} has {found & of_objects}: use gather_bytes and a Message"
+        assert not found & of_objects, f"{where} has {found & of_objects}: use gather_bytes and a MessageType"
         assert where in OWN_BYTES or not found & {"pickle", "cPickle", "dill", "marshal", "shelve"}, where
 
 
