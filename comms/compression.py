@@ -77,6 +77,11 @@ class Compression:
         self._saved_transfers: Tensor | None = None
         self._dirty = False
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the ranks sit so that nothing is compressed, whatever the compressor: all on one node."""
+        return self.seats.startswith(IDLE)
+
     def renumber(self, rank: int, size: int) -> None:
         """Notes that this rank is another one, of others, from now on."""
         self._rank, self._size = rank, size
@@ -202,7 +207,7 @@ class Compression:
         refuse_odd_scale(float(state[PREFIX + "loss_scale"]))
         refuse_not_finite(state)
         seats = str(state.get(PREFIX + "seats", self.seats))
-        if state[PREFIX + "dirty"] and self.seats.startswith(IDLE) and not seats.startswith(IDLE):
+        if state[PREFIX + "dirty"] and self.is_idle and not seats.startswith(IDLE):
             raise ValueError(
                 f"`state` was saved by ranks that compressed ({seats}) and holds residuals that would be lost: here "
                 f"nothing is compressed ({self.seats}), as all ranks are on one node. Resume on several nodes, or with "

@@ -299,6 +299,8 @@ class HookState(Face[GradientSession]):
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
             if self._used_map is not None:
                 self._used_map.bucket_came(bucket.parameters(), flat)
+            if connection.returned is not None:
+                connection.returned.bucket_came(layout, bucket.parameters())
         index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
             contents[index] = flat.numel(), self.names.known(bucket.parameters())

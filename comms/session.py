@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from gradwire.comms.compression import Compression
     from gradwire.comms.loss_scale import LossScale, LossScaler
     from gradwire.comms.step.loaded import Loaded
+    from gradwire.comms.step.returned import ReturnedGradients
     from gradwire.compressors.optim.first_step import Check, HasParameters
 
 _numbers: "dict[tuple[str, str], count[int]]" = {}
@@ -288,6 +289,8 @@ class GradientSession(AveragingSession):
         else:
             measure_links(self.listeners, self.communicator, config, consensus)
         self.connect(threshold_nbytes or BUCKET_NBYTES)
+        self.returned: ReturnedGradients | None = previous.returned if previous else _returned(self.compression)
+        """Refuses gradients that hold an earlier average; None if no compressor keeps a momentum."""
         self.compare_loaded(changed=previous is not None or joined)
         self.scale, self.after = _factors(config, self.communicator)
         """Factors on every rank's gradients, and on their sum."""
@@ -726,6 +729,14 @@ def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks)
     compression = Compression(config.compressor, config.compressor_options, config.rules, ranks.rank, ranks.size)
     compression.compressor.bind_model(numels)
     return compression
+
+
+def _returned(compression: "Compression | None") -> "ReturnedGradients | None":
+    if compression is None:
+        return None
+    from gradwire.comms.step.returned import ReturnedGradients, keeps_momentum  # here: most compressors keep none
+
+    return ReturnedGradients(compression) if keeps_momentum(compression) else None
 
 
 def _reduction(config: Config) -> Compressor | None:

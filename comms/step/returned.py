@@ -1,0 +1,192 @@
+"""Refuses gradients that hold an average which the hook has returned before, if a compressor keeps a momentum.
+
+Without `no_sync`, a second backward pass before `zero_grad` hands the hook the first pass's average plus its own
+gradient. Of a sum that is right: the mean of an average that all ranks share is that average. A compressor that folds
+in the optimizer's momentum returned a momentum, and would add it to that momentum again: training diverges, by a
+factor of about six a step for four passes with a momentum of 0.9.
+
+DDP reads `.grad` behind autograd's accumulation, so the hook cannot see what was there before. Two facts tell it:
+
+- `zero_grad()` sets `.grad` to None, so the next pass makes a new tensor. As long as each pass does, nothing else is
+  looked at. A tensor that is still the same, and was changed by DDP's copy of the average and by one accumulation alone
+  (`Tensor._version`), holds the average.
+- Otherwise (`set_to_none=False`, clipping, passes in `no_sync`, gradients that are views of DDP's buckets) the versions
+  do not tell. From then on a hook of each parameter's AccumulateGrad node looks at `.grad` before the first
+  accumulation into it: zeros were cleared.
+
+Source: torch/csrc/autograd/functions/accumulate_grad.h and torch/csrc/distributed/c10d/reducer.cpp,
+`mark_variable_ready_dense` and `finalize_bucket_dense` (torch 2.13 to 2.15).
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from gradwire.compressors.base import Layout, planned
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from gradwire.comms.compression import Compression
+
+COPY_AND_ACCUMULATE = 2
+"""Changes of a `.grad` that holds an average and the gradient of one more pass: DDP's copy, and autograd's sum."""
+
+HOLDS_AVERAGE = (
+    "`.grad` of {names} still holds the average that an earlier backward pass returned, and compressor {compressor!r} "
+    "keeps the optimizer's momentum: it would add that average to the momentum once more, which diverges. Put every "
+    "backward pass of an optimizer step but the last, and its forward pass, into\n    with model.no_sync():\nor call "
+    "optimizer.zero_grad() before each backward pass, or call backward() once on the sum of several losses. Without "
+    "`no_sync` such passes are right if the optimizer has the momentum, not the compressor: "
+    'compressor_options={{"momentum": 0.0}}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """A parameter's `.grad` as the bucket that held it was handed over.
+
+    Attributes:
+        parameter: The parameter.
+        grad: Its `.grad`, which does not live longer by it.
+        version: `grad`'s version, before DDP copied the average into it.
+        view: `grad` again, if it is a view of DDP's bucket, which lives as long as the bucket anyway.
+    """
+
+    parameter: Tensor
+    grad: "weakref.ref[Tensor]"
+    version: int
+    view: Tensor | None
+
+    @classmethod
+    def of(cls, parameter: Tensor, grad: Tensor) -> "_Returned":
+        return cls(parameter, weakref.ref(grad), grad._version, grad if grad._is_view() else None)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether `.grad` is still the tensor handed over: neither None nor one that the script has put there."""
+        grad = self.parameter.grad
+        if grad is None or self.view is None or grad is self.view:
+            return grad is not None and grad is self.grad()
+        # DDP rebuilds its buckets once, with a copy of each `.grad` in them.
+        return grad._is_view() and torch.equal(grad, self.view)
+
+
+class ReturnedGradients:
+    """Follows which parameters' `.grad` holds an average that the hook has returned.
+
+    Invariant: a parameter is in `_returned` from the hand-over of its bucket until `.grad` is first accumulated into or
+    handed over again.
+
+    Args:
+        compression: The compressor whose momentum counts.
+    """
+
+    def __init__(self, compression: "Compression") -> None:
+        self._compression = compression
+        self._returned: dict[int, _Returned] = {}
+        self._watched: dict[Layout, tuple[bool, ...]] = {}
+        self._handles: dict[int, RemovableHandle] = {}
+        self._found: list[Tensor] = []
+        self._flags: list[tuple[Tensor, Tensor]] = []
+        """(Parameter, 0-dim bool on a CUDA device: it holds an average), not read yet."""
+        self._watches = False
+        weakref.finalize(self, _remove, self._handles)
+
+    def bucket_came(self, layout: Layout, parameters: Sequence[Tensor]) -> None:
+        """Notes the gradients of a bucket, which DDP replaces by their averages.
+
+        Args:
+            layout: Layout of the bucket.
+            parameters: The bucket's parameters, in the layout's order.
+
+        Raises:
+            RuntimeError: One of them holds an average, and its compressor keeps a momentum.
+        """
+        if self._compression.is_idle:
+            return
+        if layout not in self._watched:
+            self._watched[layout] = self._with_momentum(layout)
+        kept = [each for each, counts in zip(parameters, self._watched[layout], strict=True) if counts]
+        # Judge what earlier passes left, before this bucket's own gradients are noted.
+        found = [each for each in kept if self._holds_average(each)]
+        found += self._found
+        if self._flags and not found:  # one wait for the device in each pass that clears gradients by zeros
+            found = [each for each, flag in self._flags if bool(flag)]
+        self._found, self._flags = [], []
+        if found:
+            named = {id(each): item.name for each, item in zip(parameters, layout.slices, strict=True)}
+            known = [f"`{named[id(each)]}`" for each in found if id(each) in named][:2]
+            rest = f" and {len(found) - len(known)} more" if len(found) > len(known) else ""
+            raise RuntimeError(
+                HOLDS_AVERAGE.format(
+                    names=f"{', '.join(known)}{rest}" if known else f"{len(found)} parameters",
+                    compressor=self._compression.compressor.name,
+                )
+            )
+        for each in kept:
+            if each.grad is not None:
+                noted = self._returned[id(each)] = _Returned.of(each, each.grad)
+                self._watches |= noted.view is not None
+            if self._watches and id(each) not in self._handles:
+                self._watch(each)
+
+    def _with_momentum(self, layout: Layout) -> tuple[bool, ...]:
+        """Whether a momentum is kept of each parameter of a layout."""
+        folded = {
+            item.name
+            for compressor, part in planned(self._compression.compressor).parts(layout)
+            if getattr(compressor, "momentum", 0.0)
+            for item in part.slices
+        }
+        return tuple(item.name in folded for item in layout.slices)
+
+    def _holds_average(self, parameter: Tensor) -> bool:
+        """Whether a parameter whose bucket is handed over holds the average of an earlier pass."""
+        before = self._returned.pop(id(parameter), None)
+        if before is None or not before.is_kept:
+            return False
+        assert parameter.grad is not None
+        if id(parameter) in self._handles:  # it was not accumulated into since: this pass did not use it
+            return bool(parameter.grad.any())
+        if parameter.grad._is_view() or parameter.grad._version - before.version > COPY_AND_ACCUMULATE:
+            self._watches = True
+            return False
+        return bool(parameter.grad.any())
+
+    def _watch(self, parameter: Tensor) -> None:
+        """Has `_before_accumulation` called before each accumulation into a parameter's `.grad`."""
+        # The node refers to its hooks from C++, which the garbage collector does not follow: no hook may hold `self`.
+        node: Any = get_gradient_edge(parameter).node
+        own, key = weakref.ref(self), id(parameter)
+
+        def hook(gradients: Sequence[Tensor]) -> None:
+            if (returned := own()) is not None and key in returned._returned:
+                returned._before_accumulation(returned._returned.pop(key))
+
+        self._handles[key] = node.register_prehook(hook)
+
+    def _before_accumulation(self, before: _Returned) -> None:
+        """Looks at a `.grad` that is about to be accumulated into for the first time since it was returned."""
+        parameter, grad = before.parameter, before.parameter.grad
+        if grad is None or not before.is_kept:
+            return
+        if grad.is_cuda:
+            self._flags.append((parameter, grad.any()))
+        elif bool(grad.any()):
+            self._found.append(parameter)
+
+
+def keeps_momentum(compression: "Compression") -> bool:
+    """Whether a compressor folds in the optimizer's momentum, of whatever parameters."""
+    return any(getattr(each, "momentum", 0.0) for each in planned(compression.compressor).every())
+
+
+def _remove(handles: "dict[int, RemovableHandle]") -> None:
+    for handle in handles.values():
+        handle.remove()
