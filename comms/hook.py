@@ -26,7 +26,7 @@ from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
-from gradwire.comms.session import Face, GradientSession, SessionRanks, refused
+from gradwire.comms.session import GradientSession, GradientState, SessionRanks
 from gradwire.comms.step.life import StepLife, StepState, is_timed
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.comms.streams import Mark
@@ -99,7 +99,7 @@ def _say_samples(state: "HookState", count: int) -> None:
     state._samples = count
 
 
-class HookState(Face[GradientSession]):
+class HookState(GradientState[GradientSession]):
     """What the hook keeps between steps. One for each model.
 
     Args:
@@ -123,7 +123,6 @@ class HookState(Face[GradientSession]):
     NOT_CONNECTED = "this state has not seen a bucket yet: call {call} after the first backward pass"
 
     samples = property(_samples, _say_samples)
-    synchronize = refused("the ranks of a DDP model hold the same parameters after every step, without a call")
 
     def __init__(
         self,

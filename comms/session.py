@@ -1,8 +1,9 @@
-"""One session, three faces: what the states for DDP (`HookState`), FSDP2 (`FsdpState`) and `Outer` have in common.
+"""What the states for DDP (`HookState`), FSDP2 (`FsdpState`) and `Outer` have in common.
 
-An `AveragingSession` has the ranks average named tensors, step by step: the communicator, what compresses, who listens.
-A face has one from the moment at which its ranks have connected; in elastic training one after the other. `Face` is
-what a user asks of any of them: advice, a timeline, metrics, a checkpoint. What one cannot do it names as `refused`.
+An `AveragingSession` is the connected side: the communicator, the compressor and the listeners of named tensors that
+ranks average step by step. A state has one from the moment at which its ranks have connected; in elastic training, one
+after the other. `TrainingState` is the user's side of all three: a timeline, metrics, a checkpoint. `GradientState`
+adds what only gradients of every step have: advice, loss scales, flushing, the check of optimizers.
 """
 
 import logging
@@ -112,7 +113,7 @@ class SessionRanks:
 
 
 class AveragingSession:
-    """What a face has once its ranks have connected: the ranks, what compresses between them, and who listens.
+    """The connected ranks of a state: their communicator, compressor and listeners.
 
     Args:
         ranks: That connect.
@@ -356,67 +357,55 @@ class GradientSession(AveragingSession):
         self.fusion.change(plan)
 
 
-class Refused:
-    """A name that other faces have and this one cannot have.
+def refused(name: str, why: str) -> Any:
+    """Makes a property that raises when it is read or set, for an attribute that users may take over from `HookState`.
+
+    Without it `state.samples = 8` on a state that has no samples would be accepted and change nothing.
 
     Args:
-        why: And what to do instead.
+        name: Name of the attribute.
+        why: Reason, and what to do instead.
+
+    Raises:
+        AttributeError: In each access, with `name` and `why`.
     """
 
-    def __init__(self, why: str) -> None:
-        self.why = why
-        self._name = ""
+    def refuse(state: object, value: object = None) -> Any:
+        raise AttributeError(f"`{name}` is not there for {type(state).__name__}: {why}")
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, face: object, owner: type) -> "Refused":
-        """Raises where a face is asked for it.
-
-        Raises:
-            AttributeError: With the name in it, and why it is not there.
-        """
-        if face is None:
-            return self
-        raise AttributeError(f"`{self._name}` is not there for {owner.__name__}: {self.why}")
-
-    def __set__(self, face: object, value: object) -> None:
-        """Raises where a face is given it; see `__get__`."""
-        self.__get__(face, type(face))
-
-
-def refused(why: str) -> Any:
-    """A member of a face that refuses to be asked for; see `Refused`."""
-    return Refused(why)
+    return property(refuse, refuse)
 
 
 S = TypeVar("S", bound=AveragingSession)
 
 
-class Face(Generic[S]):
-    """What a user asks of any state: advice, a timeline, metrics, a checkpoint.
+class TrainingState(Generic[S]):
+    """Base class of what users hold: a configuration, a session once the ranks have connected, and its checkpoint.
+
+    It has what every state has: a timeline, metrics, saving and loading. `GradientState` adds what needs gradients of
+    every step.
 
     Args:
         config: The configuration.
-        awaited: Makes what looks for ranks that end while states are gathered; None: once they have connected, their
-            communicator does.
+        awaited: Makes the check for ranks that exit while states are gathered; None uses the communicator's, once the
+            ranks have connected.
 
     Attributes:
         config: The configuration.
-        steps: That have ended.
+        steps: Number of finished steps.
 
     Raises:
         RuntimeError: `transport` is mpi, which this process cannot have.
     """
 
     OPTIONS: ClassVar[tuple[str, ...]]
-    """Fields of `Config` that it takes; others it refuses by name."""
+    """Fields of `Config` that the class takes; `unfit_option` and the like refuse the others by name."""
 
     MARK: ClassVar[str] = ""
-    """What begins a key in its states alone; see `checkpoint.OWNERS`."""
+    """Prefix of keys that only this class has in its entries of a checkpoint; see `checkpoint.OWNERS`."""
 
     NOT_CONNECTED: ClassVar[str]
-    """Why there is no session, where a call needs one; `{call}` stands for that."""
+    """Message of the error of a call that needs a session before there is one; `{call}` is replaced by the call."""
 
     def __init__(self, config: Config, awaited: "Callable[[], Awaited] | None" = None) -> None:
         check_transport(config.transport_name)
@@ -429,37 +418,6 @@ class Face(Generic[S]):
         """A state that was loaded before the ranks had connected."""
         self._loaded = False
         """Whether a state was loaded."""
-        self._check: Check | None = None
-        """What looks at the model's optimizers, where gradients are compressed."""
-
-    def advise(self, optimizer: str = "any", accumulate: int = 1) -> "JobAdvice":
-        """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
-
-        Args:
-            optimizer: `sgd`, `adam`, ...: what ends behind with it is not recommended; `any`: with either of these.
-            accumulate: How many of the steps as they are shall be one, as micro-batches that are accumulated.
-
-        Raises:
-            RuntimeError: The ranks have not connected, or fewer than three steps have been seen.
-            ValueError: `accumulate` is less than one.
-        """
-        connection = self._connected("advise()")
-        observed = connection.watch.observed()
-        if observed is None:
-            raise RuntimeError("this state has seen fewer than three steps: call advise() later")
-        from gradwire.comms.autotune.job_advice import Running, advise_job  # here: it knows every compressor
-
-        routes = connection.communicator.routes
-        largest = max(routes.plans(), key=lambda plan: plan.nbytes, default=None)
-        name = (
-            largest.name if largest is not None else routes.chooser.compressed_name()
-        )  # behind a checkpoint none is in use
-        if name is None:
-            name = routes.unlisted(max(connection.last_sizes) // GRADIENT_NBYTES, torch.float32).plan.name
-        running = Running(name, self.config.compressor or "none")
-        return advise_job(
-            routes.links.priced, connection.last_sizes, observed, optimizer, routes.library, running, accumulate
-        )
 
     def trace(self, file: str | Path, steps: int = 20) -> None:
         """Writes a timeline of all ranks' next steps into one file; every rank calls it between the same two steps.
@@ -506,48 +464,6 @@ class Face(Generic[S]):
         """
         observer = self._connected("export_metrics()").observer
         return observer.export_metrics(None if file is None else Path(file), port, address, every_seconds)
-
-    def watch(self, scaler: "LossScaler") -> None:
-        """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
-
-        Raises:
-            ValueError: There is no compressor, or no model yet.
-            TypeError: `scaler` has no scale.
-        """
-        if not callable(getattr(scaler, "get_scale", None)):
-            raise TypeError(f"`scaler` is a {type(scaler).__name__}; wanted a torch.amp.GradScaler")
-        for each in self._loss_scales("watch()"):
-            each.watch(scaler)
-
-    def set_loss_scale(self, scale: float) -> None:
-        """Sets the factor that the next gradients carry, where no GradScaler does; call it before backward.
-
-        Raises:
-            ValueError: There is no compressor, or no model yet; or `scale` is not a positive number.
-            TypeError: `scale` is no number.
-        """
-        for each in self._loss_scales("set_loss_scale()"):
-            each.set(scale)
-
-    def _loss_scales(self, call: str) -> "list[LossScale]":
-        """Those that what is held back of gradients follows; `call` is who asks."""
-        return [self._compressed(call).loss_scale]
-
-    def flush(self) -> None:
-        """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.
-
-        To be called on all ranks before the same step; before a checkpoint that is to be loaded on other ranks. Weights
-        of sharded models that travel as differences are sent exactly then: call it after they were changed by hand.
-
-        Raises:
-            ValueError: There is no compressor, or no model yet.
-        """
-        if not self._flush_shards() or _compresses(self.config):
-            self._compressed("flush()").flushing = True
-
-    def _flush_shards(self) -> bool:
-        """Whether anything is kept, and sent now, of what travels between the ranks that share parameters."""
-        return False
 
     @property
     def dirty(self) -> bool:
@@ -655,6 +571,94 @@ class Face(Generic[S]):
         if own is not None:
             self._connection.load_state_dict(own)
 
+    def _connected(self, call: str) -> S:
+        if self._connection is None:
+            raise RuntimeError(self.NOT_CONNECTED.format(call=call))
+        return self._connection
+
+
+class GradientState(TrainingState[S]):
+    """Base class of the states that average gradients at every step: `HookState` and `FsdpState`.
+
+    See `TrainingState` for the arguments.
+    """
+
+    def __init__(self, config: Config, awaited: "Callable[[], Awaited] | None" = None) -> None:
+        super().__init__(config, awaited)
+        self._check: Check | None = None
+        """Check of the model's optimizers, if gradients are compressed."""
+
+    def advise(self, optimizer: str = "any", accumulate: int = 1) -> "JobAdvice":
+        """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
+
+        Args:
+            optimizer: `sgd`, `adam`, ...: what ends behind with it is not recommended; `any`: with either of these.
+            accumulate: How many of the steps as they are shall be one, as micro-batches that are accumulated.
+
+        Raises:
+            RuntimeError: The ranks have not connected, or fewer than three steps have been seen.
+            ValueError: `accumulate` is less than one.
+        """
+        connection = self._connected("advise()")
+        observed = connection.watch.observed()
+        if observed is None:
+            raise RuntimeError("this state has seen fewer than three steps: call advise() later")
+        from gradwire.comms.autotune.job_advice import Running, advise_job  # here: it knows every compressor
+
+        routes = connection.communicator.routes
+        largest = max(routes.plans(), key=lambda plan: plan.nbytes, default=None)
+        name = (
+            largest.name if largest is not None else routes.chooser.compressed_name()
+        )  # behind a checkpoint none is in use
+        if name is None:
+            name = routes.unlisted(max(connection.last_sizes) // GRADIENT_NBYTES, torch.float32).plan.name
+        running = Running(name, self.config.compressor or "none")
+        return advise_job(
+            routes.links.priced, connection.last_sizes, observed, optimizer, routes.library, running, accumulate
+        )
+
+    def watch(self, scaler: "LossScaler") -> None:
+        """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
+
+        Raises:
+            ValueError: There is no compressor, or no model yet.
+            TypeError: `scaler` has no scale.
+        """
+        if not callable(getattr(scaler, "get_scale", None)):
+            raise TypeError(f"`scaler` is a {type(scaler).__name__}; wanted a torch.amp.GradScaler")
+        for each in self._loss_scales("watch()"):
+            each.watch(scaler)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Sets the factor that the next gradients carry, where no GradScaler does; call it before backward.
+
+        Raises:
+            ValueError: There is no compressor, or no model yet; or `scale` is not a positive number.
+            TypeError: `scale` is no number.
+        """
+        for each in self._loss_scales("set_loss_scale()"):
+            each.set(scale)
+
+    def _loss_scales(self, call: str) -> "list[LossScale]":
+        """Those that what is held back of gradients follows; `call` is who asks."""
+        return [self._compressed(call).loss_scale]
+
+    def flush(self) -> None:
+        """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.
+
+        To be called on all ranks before the same step; before a checkpoint that is to be loaded on other ranks. Weights
+        of sharded models that travel as differences are sent exactly then: call it after they were changed by hand.
+
+        Raises:
+            ValueError: There is no compressor, or no model yet.
+        """
+        if not self._flush_shards() or _compresses(self.config):
+            self._compressed("flush()").flushing = True
+
+    def _flush_shards(self) -> bool:
+        """Whether anything is kept, and sent now, of what travels between the ranks that share parameters."""
+        return False
+
     def _check_optimizers(self, model: "HasParameters") -> None:
         """Has each optimizer checked before its first step on the model's parameters.
 
@@ -700,11 +704,6 @@ class Face(Generic[S]):
             return ""
         kept = any(isinstance(value, Tensor) for value in compression.compressor.state_dict().values())
         return str(self.config.compressor) if kept else ""
-
-    def _connected(self, call: str) -> S:
-        if self._connection is None:
-            raise RuntimeError(self.NOT_CONNECTED.format(call=call))
-        return self._connection
 
     def _compressed(self, call: str) -> "Compression":
         if not _compresses(self.config):

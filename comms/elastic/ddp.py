@@ -71,7 +71,7 @@ class Averaging(Protocol):
         """Holds nothing back any more of what the step has launched so far."""
 
 
-class TrainingState:
+class CarriedState:
     """What a process that joins takes over from one that trains.
 
     Args:
@@ -146,7 +146,7 @@ class ElasticTraining:
     def __init__(self, state: Averaging, carries: Sequence[Carried], on_change: OnChange | None) -> None:
         self.survivor: Survivor | None = None
         self._state: Averaging = weakref.proxy(state)
-        self._own = TrainingState(self._state, carries)
+        self._own = CarriedState(self._state, carries)
         self._on_change = on_change
         self._kept: GradientBackup | None = None
         self._told: View | None = None

@@ -40,7 +40,7 @@ from gradwire.comms.outer.exchange import OuterExchange
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of, wire_nbytes_of
 from gradwire.comms.outer.steps import OptimizerSteps, left_alone, optimizers_from
 from gradwire.comms.report import Report, in_columns
-from gradwire.comms.session import AveragingSession, Face, SessionRanks, refused
+from gradwire.comms.session import AveragingSession, SessionRanks, TrainingState, refused
 from gradwire.comms.transport.launch_order import devices
 from gradwire.compressors.base import StateDict
 from gradwire.compressors.rules import warn_of_idle
@@ -67,10 +67,6 @@ DEFAULT_COMPRESSOR = "waterfill2"
 """The compressor between units: it ends where int4 ends, with half of its bytes, and nothing sparser came within 0.06
 bits of exact averages (docs/results/outer.md). What holds of gradients at every step under AdamW, where it ends behind,
 does not hold here: what is averaged goes through no AdamW."""
-
-NO_GRADIENTS = "Outer exchanges parameters, which carry no loss scale: leave it out"
-GRADIENTS_INSIDE = "it is of the gradients inside a unit: ask `outer.hook`, where there is one"
-FIXED_UNITS = "Outer's ranks cannot change but by losses, and nobody joins them: print `outer.report()`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +150,7 @@ class OuterReport:
         return f"{traffic}{exchanged:.3g} MB" + (f"; {extra:.3g} MB in synchronize()" if extra else "")
 
 
-class Outer(Face[AveragingSession]):
+class Outer(TrainingState[AveragingSession]):
     """Trains a model in units that exchange what they have learned now and then: for links that are slow.
 
     A unit averages its gradients at every step and exchanges its parameters' progress (the pseudo-gradient) with the
@@ -218,18 +214,7 @@ class Outer(Face[AveragingSession]):
     MARK = OUTER
     NOT_CONNECTED = "Outer has not connected its ranks: {call} has nothing to say yet"
 
-    advise = refused(GRADIENTS_INSIDE + "; `gradwire predict` weighs Outer against other ways")
-    fuse = refused(GRADIENTS_INSIDE)
-    reduce = refused(GRADIENTS_INSIDE)
-    watch = refused(NO_GRADIENTS)
-    set_loss_scale = refused(NO_GRADIENTS)
-    flush = refused("call synchronize(), which averages parameters with all that is held back")
-    bind = refused("Outer is made with its model, once")
-    unbind = refused("Outer is made with its model, once; close() ends the exchanges")
-    samples = refused("units exchange parameters, and weigh as many as their ranks; deal them equal shares")
-    view = refused(FIXED_UNITS)
-    changes = refused(FIXED_UNITS)
-    take_in = refused(FIXED_UNITS)
+    samples = refused("samples", "exchanges weigh all ranks alike; deal them equal shares of the data")
 
     def __init__(
         self,

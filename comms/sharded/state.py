@@ -36,7 +36,7 @@ from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.run.ledger import PhaseTotals
-from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, Face, SessionRanks, refused
+from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, GradientState, SessionRanks, refused
 from gradwire.comms.sharded.carried import CARRIED_ON, LEFT_OUT, SUMS_OF, LeftOut, LoadedRows, SentRows
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
@@ -64,9 +64,6 @@ SCALE_OF = PREFIX + "loss_scale/"
 
 OF_SHARDS = ", of the ranks that share parameters"
 """Suffix of a level's name in a report's rows."""
-
-BOUND = "gradwire.fsdp.apply(model, ...) has bound it to its model for good"
-LOST = "`elastic` is refused for sharded models: a lost rank's shards are lost with it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ class ShardTraffic:
         return [each for each in self.carried.values() if isinstance(each, LeftOut)]
 
 
-class FsdpState(Face[AveragingSession]):
+class FsdpState(GradientState[AveragingSession]):
     """The gradients, and what is held back of them, of one sharded model; `gradwire.fsdp.apply` makes it.
 
     Args:
@@ -121,15 +118,7 @@ class FsdpState(Face[AveragingSession]):
     MARK = SHARDS
     NOT_CONNECTED = "`replicas` is not set: {call} has nothing to say about torch's own collectives"
 
-    bind = refused(BOUND)
-    unbind = refused(BOUND + "; close() puts torch's collectives back")
-    reduce = refused("FSDP2 hands over its units by itself")
-    fuse = refused("FSDP2 says what travels together, by its units")
-    view = refused(LOST)
-    changes = refused(LOST)
-    take_in = refused(LOST)
-    samples = refused("FSDP2 averages over ranks; deal equal shares, or train with DDP and HookState")
-    synchronize = refused("replicas hold the same parameters after every step, without a call")
+    samples = refused("samples", "FSDP2 averages over ranks; deal equal shares, or train with DDP and HookState")
 
     def __init__(
         self,

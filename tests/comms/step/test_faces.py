@@ -1,4 +1,4 @@
-"""One session, three faces: every public name of one works on the others, or they refuse it by name."""
+"""What the states of DDP, FSDP2 and Outer share: one base class, which has nothing that one of them must take back."""
 
 import dataclasses
 import json
@@ -14,32 +14,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.comms.checkpoint import rank_key
-from gradwire.comms.session import Face, Refused
+from gradwire.comms.session import GradientState, TrainingState
 from gradwire.comms.sharded.apply import unfit_option
 from gradwire.fsdp import FsdpState
 from support.processes import Processes
 from support.sharded import Tiny, batch, mesh_of, sharded
 
 FACES: list[type[Any]] = [gradwire.HookState, FsdpState, gradwire.Outer]
-NAMES = sorted({name for face in FACES for name in dir(face) if not name.startswith("_") and not name.isupper()})
-"""Of all methods and properties of the three."""
-
-ALIKE = {
-    "report", "trace", "export_metrics", "dirty", "state_dict", "load_state_dict", "gathered_state_dict", "close",
-}  # fmt: skip
-"""What none of them may refuse."""
+SHARED = {"trace", "export_metrics", "dirty", "state_dict", "load_state_dict", "gathered_state_dict"}
+"""Public names of `TrainingState`."""
+OF_GRADIENTS = {"advise", "watch", "set_loss_scale", "flush"}
+"""Public names that `GradientState` adds."""
 
 
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_of_one_face_is_there_or_refused_by_name(face: type[Any], name: str) -> None:
-    found = getattr(face, name)  # AttributeError: this face knows nothing of it
-    if isinstance(found, Refused):
-        assert name not in ALIKE
-        with pytest.raises(AttributeError, match=rf"`{name}` is not there for {face.__name__}: .*\w"):
-            getattr(object.__new__(face), name)
-    else:
-        assert callable(found) or isinstance(found, property)
+def test_a_base_class_has_only_what_its_subclasses_have() -> None:
+    """Nothing has to be taken back: Outer, which sees no gradients, inherits what it has."""
+
+    def public(kind: type[Any]) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_") and not name.isupper()}
+
+    assert (public(TrainingState), public(GradientState)) == (SHARED, OF_GRADIENTS)
+    for face in FACES:
+        assert issubclass(face, GradientState) == (face is not gradwire.Outer)
+        for name in ("report", "close", *SHARED):
+            assert callable(getattr(face, name)) or isinstance(vars(TrainingState).get(name), property)
+    assert not any(hasattr(gradwire.Outer, name) for name in OF_GRADIENTS)
 
 
 ASKED = {"fusion": 25.0, "tune": True, "probe": True, "reduction": "adasum", "elastic": True}
@@ -60,7 +59,7 @@ def test_what_faces_share_is_written_once() -> None:
     """A face may add to what is shared, and says so by calling it; `report` differs in kind."""
     for name in ("advise", "trace", "export_metrics", "watch", "set_loss_scale", "flush", "load_state_dict"):
         owners = [face for face in FACES[:2] if name in vars(face)]
-        assert not owners and name in vars(Face), f"{name} is written again in {owners}"
+        assert not owners and name in SHARED | OF_GRADIENTS, f"{name} is written again in {owners}"
 
 
 def model_of(kind: str) -> tuple[nn.Module, Any, Callable[[int], None]]:
