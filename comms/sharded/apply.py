@@ -1,4 +1,4 @@
-"""Puts gradwire under a model that `fully_shard` has sharded."""
+"""Puts gradwire under a model that `fully_shard` has sharded, or `replicate()` of FSDP2 has replicated."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
 from gradwire.comms.bootstrap.agree import Agreement
-from gradwire.comms.bootstrap.compat import (
-    DEFAULT_SHARDED_COMMS,
-    PrefixStore,
-    ShardedUnit,
-    sharded_roots,
-    sharded_units,
-    store_of,
-    timeout_of,
-)
+from gradwire.comms.bootstrap.compat import PrefixStore, store_of, timeout_of
 from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.communicator import Communicator
@@ -34,6 +26,7 @@ from gradwire.comms.sharded.nodes import find_nodes
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.state import FsdpState, ShardTraffic, shard_groups
 from gradwire.comms.sharded.turns import TorchGroups
+from gradwire.comms.sharded.units import DEFAULT_SHARDED_COMMS, ShardedUnit, sharded_roots, sharded_units
 from gradwire.comms.step.loaded import LoadedAlike
 from gradwire.comms.transport.launch_order import TakesTurns
 from gradwire.compressors.rules import rules_from, warn_of_idle
@@ -44,7 +37,8 @@ _applied = count()
 """Numbers of the calls of `apply`, in the same order on all ranks of a model."""
 
 NOT_SHARDED = (
-    "`model` has no module that torch.distributed.fsdp.fully_shard (FSDP2) was called on: call fully_shard on its "
+    "`model` has no module that torch.distributed.fsdp.fully_shard (FSDP2), or replicate of "
+    "torch.distributed._composable.replicate_with_fsdp, was called on: call fully_shard on its "
     "blocks and on the model itself first, then gradwire.fsdp.apply(model, ...). FullyShardedDataParallel (FSDP1) has "
     "no such hooks; for DistributedDataParallel use gradwire.attach(model)"
 )
@@ -60,15 +54,17 @@ def apply(
     config: Config | None = None,
     **options: object,
 ) -> FsdpState:
-    """Takes over collectives of a model that FSDP2 shards: call it after all `fully_shard`, before the first step.
+    """Takes over collectives of a model of FSDP2: call it after all `fully_shard` or `replicate()`, before a step.
 
     All ranks of the model call it, with the same arguments.
 
     Args:
-        model: On which, and on whose blocks, `fully_shard(..., mesh=mesh["shard"])` was called.
+        model: On which, and on whose blocks, `fully_shard(..., mesh=mesh["shard"])` was called; or `replicate()` of
+            torch.distributed._composable.replicate_with_fsdp.
         replicas: The other dimension of the mesh, `mesh["replicate"]`: the ranks that hold the same shards. Their
             gradients are averaged by the cheapest plan, or compressed. None: there is no second dimension, or torch
-            averages over it (a two-dimensional mesh was given to `fully_shard`).
+            averages over it (a two-dimensional mesh was given to `fully_shard`). It can be left out if all of the
+            model is replicated: then it is the mesh of `replicate()`.
         shards: What gradients travel as between nodes in the reduce-scatter over the ranks that share parameters:
             "exact", "bf16", "int8", "int4" or "waterfill4". Exact ones are planned on CPUs, where that beats the
             library, on whatever backend; on CUDA they are torch's own, as they are with `plan="flat"`. In fewer bits:
@@ -94,7 +90,7 @@ def apply(
 
     Raises:
         TypeError: An option has an unknown name, or `replicas` is no mesh.
-        ValueError: On all ranks alike: `model` is not sharded by FSDP2, its mesh or `replicas` do not fit, or a value
+        ValueError: On all ranks alike: `model` is not one of FSDP2, its mesh or `replicas` do not fit, or a value
             does not fit or differs between the ranks.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
@@ -117,8 +113,9 @@ def apply(
             names = _names(model, units)
         except ValueError as failed:
             error = str(failed)
+    replica_ranks = _replica_ranks(units, replicas)
     wanted = (
-        f"replicas of {0 if replicas is None else replicas.size()} ranks, shards={shards!r}, weights={weights!r}, "
+        f"replicas of {len(replica_ranks)} ranks, shards={shards!r}, weights={weights!r}, "
         f"seed={seed}, {_shapes(units, names)}"
     )
     config = config.with_timeout_of(timeout_of(dist.group.WORLD, units[0].device if units else CPU))
@@ -127,7 +124,7 @@ def apply(
         store_of(dist.group.WORLD),
         number,
         dist.get_rank(),
-        _peers(units, replicas),
+        _peers(units) | replica_ranks,
         wanted,
         error,
         config.timeout,
@@ -137,12 +134,13 @@ def apply(
         warn_of_idle(config.rules, names.numels(), "Patterns are shell-style, of the whole name.")
     for unit in units:
         unit.note_present()
-    groups = [*shard_groups(units), *([] if replicas is None or replicas.size() == 1 else [replicas.get_group()])]
-    board = board_of_grid(store_of(dist.group.WORLD), number, groups, _peers(units, replicas), config.timeout)
+    between = _group_between(units) if replicas is None else replicas.get_group()
+    groups = [*shard_groups(units), *([] if between is None or between.size() == 1 else [between])]
+    board = board_of_grid(store_of(dist.group.WORLD), number, groups, _peers(units) | replica_ranks, config.timeout)
     device, few_bits = units[0].device, shards != "exact" or weights != "exact"
-    beside = device.type == "cuda" and (few_bits or replicas is not None)
+    beside = device.type == "cuda" and (few_bits or between is not None)
     torchs = TorchGroups(device) if beside else None  # before the first communicator is made
-    state = FsdpState(model, units, names, None if replicas is None else replicas.get_group(), config, board)
+    state = FsdpState(model, units, names, between, config, board)
     links = ShardLinks(device, config, board, torchs, few_bits=few_bits)
     rounding = Rounding(seed, dist.get_rank())
     totals, carried = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
@@ -269,6 +267,11 @@ def _error_of_choices(shards: str, weights: str, units: Sequence[ShardedUnit]) -
     for name, value, choices in (("shards", shards, SHARD_CHOICES), ("weights", weights, WEIGHT_CHOICES)):
         if value not in choices:
             return f"`{name}` is {value!r}; wanted one of {', '.join(choices)}"
+        if value != "exact" and units and all(unit.shard_group is None for unit in units):
+            return (
+                f"`{name}` is {value!r}, and `model` is replicated: no parameter of it is sharded. Leave it out; "
+                "`compressor` is for gradients between replicas"
+            )
     if weights != "exact" and any(one.gathers_itself for unit in units for one in unit.parameters):
         return (
             f"`weights` is {weights!r}, and `model` has weights that bring an all-gather of their own (float8, say): "
@@ -307,7 +310,13 @@ def _error_of(
         )
     if (unfit := unfit_option(config)) is not None:
         return unfit
-    if replicas is None:
+    if replicas is None and (ranks := _replicated_over(units)):
+        if len(ranks) > 1:
+            return (
+                f"`model` has modules that replicate() was called on over different ranks, {_listed(ranks)}; wanted "
+                "the same mesh for all of them"
+            )
+    elif replicas is None:
         if config.compressor not in (None, "none"):
             return (
                 f"`compressor` is {config.compressor!r}, which is for gradients between replicas, and `replicas` is "
@@ -318,8 +327,14 @@ def _error_of(
                 f"`trace` is {config.trace!r}, which is for what travels between replicas, and `replicas` is "
                 "not given: " + _how_to_replicate(units)
             )
-        return None
-    return _error_of_replicas(units, replicas)
+    elif (found := _error_of_replicas(units, replicas)) is not None:
+        return found
+    if any(unit.offloads for unit in units) and (replicas is not None or _replicated_over(units)):
+        return (
+            "`model` has CPUOffloadPolicy, which is not safe together with replicas: the copy of a gradient to the "
+            "host may read memory that has been used anew (pytorch issue 180665); leave the policy out"
+        )
+    return None
 
 
 def unfit_option(config: Config) -> str | None:
@@ -328,20 +343,20 @@ def unfit_option(config: Config) -> str | None:
         return f"`{name}` is {getattr(config, name)!r}; FSDP2 says what travels together, by its units: leave it out"
     for name in config.asked_for(SUMMING):
         return (
-            f"`{name}` is {getattr(config, name)!r}, which is for the hook of a DDP model; sharded gradients are "
+            f"`{name}` is {getattr(config, name)!r}, which is for the hook of a DDP model; gradients of FSDP2 are "
             "averaged: leave it out (FSDP2 has reduce_dtype and set_gradient_divide_factor)"
         )
     for name in config.asked_for(ELASTIC):
         return (
-            f"`{name}` is {getattr(config, name)!r}, and a sharded model cannot go on without a rank, whose shards are "
-            "lost with it: leave it out, and resume from a checkpoint"
+            f"`{name}` is {getattr(config, name)!r}, and a model of FSDP2 cannot go on without a rank: its groups stay "
+            "as they were made, and shards are lost with a rank. Leave it out, and resume from a checkpoint"
         )
     return None
 
 
 def _error_of_replicas(units: Sequence[ShardedUnit], replicas: DeviceMesh) -> str | None:
     rank = dist.get_rank()
-    if any(unit.replicates for unit in units):
+    if _is_native(units):
         return "`replicas` is given, but torch averages over the replicas itself: " + _how_to_replicate(units)
     if replicas.ndim != 1:
         return (
@@ -351,6 +366,12 @@ def _error_of_replicas(units: Sequence[ShardedUnit], replicas: DeviceMesh) -> st
     ranks = set(replicas.mesh.flatten().tolist())
     if rank not in ranks:
         return f"`replicas` is of ranks {sorted(ranks)}, without rank {rank}: give each rank its own, mesh['replicate']"
+    if others := [each for each in _replicated_over(units, some=True) if each != ranks]:
+        return (
+            f"`replicas` of rank {rank} is of ranks {sorted(ranks)}, and replicate() was called over "
+            f"{_listed(others)}: "
+            'give both the same mesh, mesh["replicate"]; without sharded modules `replicas` can be left out'
+        )
     for unit in units:
         sharers = _ranks(unit.shard_group)
         if sharers & ranks - {rank}:
@@ -359,20 +380,46 @@ def _error_of_replicas(units: Sequence[ShardedUnit], replicas: DeviceMesh) -> st
                 f"{sorted(sharers)}: the two must have this rank alone in common; give mesh['shard'] to fully_shard "
                 "and mesh['replicate'] as `replicas`"
             )
-    if any(unit.offloads for unit in units):
-        return (
-            "`model` has CPUOffloadPolicy, which is not safe together with replicas: the copy of a gradient to the "
-            "host may read memory that has been used anew (pytorch issue 180665); leave the policy out"
-        )
     return None
 
 
+def _is_native(units: Sequence[ShardedUnit]) -> bool:
+    """Whether torch shards over one dimension of a mesh and averages over the other one itself: native HSDP."""
+    return any(unit.shard_group is not None and unit.replica_group is not None for unit in units)
+
+
+def _replicated_over(units: Sequence[ShardedUnit], *, some: bool = False) -> list[set[int]]:
+    """The ranks of each group that `replicate()` was called over; none if a module is sharded, but for `some`."""
+    found: list[set[int]] = []
+    for unit in units:
+        if unit.shard_group is not None:
+            if not some:
+                return []
+        elif (ranks := _ranks(unit.replica_group)) and ranks not in found:
+            found.append(ranks)
+    return found
+
+
+def _listed(ranks: Sequence[set[int]]) -> str:
+    return " and ".join(str(sorted(each)) for each in ranks)
+
+
+def _group_between(units: Sequence[ShardedUnit]) -> dist.ProcessGroup | None:
+    """The group over which gradwire averages if `replicas` is not given: that of `replicate()`."""
+    return units[0].replica_group if _replicated_over(units) else None
+
+
 def _how_to_replicate(units: Sequence[ShardedUnit]) -> str:
-    if any(unit.replicates for unit in units):
+    if _is_native(units):
         return (
             "the mesh given to fully_shard replicates too (native HSDP). Shard over one dimension, "
             'fully_shard(module, mesh=mesh["shard"]), and give the other one here: '
             'gradwire.fsdp.apply(model, replicas=mesh["replicate"], ...)'
+        )
+    if _replicated_over(units, some=True):
+        return (
+            "some modules of `model` are sharded, and replicate() was called on others. Give the mesh of the latter, "
+            'replicas=mesh["replicate"]'
         )
     return 'make a mesh of two dimensions, fully_shard(module, mesh=mesh["shard"]), and replicas=mesh["replicate"] here'
 
@@ -387,9 +434,14 @@ def _ranks(group: dist.ProcessGroup | None) -> set[int]:
     return set() if group is None else set(dist.get_process_group_ranks(group))
 
 
-def _peers(units: Sequence[ShardedUnit], replicas: DeviceMesh | None) -> set[int]:
-    peers = set().union(*(_ranks(unit.shard_group) for unit in units))
-    return peers | (set() if replicas is None else set(replicas.mesh.flatten().tolist()))
+def _peers(units: Sequence[ShardedUnit]) -> set[int]:
+    return set().union(*(_ranks(unit.shard_group) for unit in units))
+
+
+def _replica_ranks(units: Sequence[ShardedUnit], replicas: DeviceMesh | None) -> set[int]:
+    if replicas is not None:
+        return set(replicas.mesh.flatten().tolist())
+    return set().union(*_replicated_over(units))
 
 
 def _shapes(units: Sequence[ShardedUnit], names: ShardNames | None) -> str:

@@ -122,19 +122,15 @@ class LeftOut:
             self.rows = rows.mul_(factor)
 
     def _places(self, present: Sequence[NamedShard]) -> list[tuple[int, int]] | None:
-        """Where the compressed elements of these parameters are among all; None for all of them."""
-        if len(present) == len(self._shards):
+        """Where the compressed elements of these parameters are among all, in this order; None for all as they lie."""
+        if list(present) == list(self._shards):
             return None
-        names = {shard.name for shard in present}
-        places, start = [], 0
+        places, start = {}, 0
         for shard in self._shards:
-            if not runs_of([shard], self._rules).compressed_numel:
-                continue
-            stop = start + shard.padded_numel
-            if shard.name in names:
-                places.append((start, stop))
+            stop = start + runs_of([shard], self._rules).compressed_numel
+            places[shard.name] = start, stop
             start = stop
-        return places
+        return [places[shard.name] for shard in present if places[shard.name][0] < places[shard.name][1]]
 
 
 class SentRows:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
 from gradwire.comms.backend.work import FutureWork
-from gradwire.comms.bootstrap.compat import BackendWork, ShardedUnit
+from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.run.ledger import PhaseTotals
@@ -46,6 +46,7 @@ from gradwire.comms.sharded.rows import (
     scatter_runs,
 )
 from gradwire.comms.sharded.turns import InTurn, TorchGroups
+from gradwire.comms.sharded.units import ShardedUnit
 from gradwire.compressors.codecs.base import FusedCodec
 from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, ShardedParameter, ShardedUnit
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
+from gradwire.comms.sharded.units import ShardedParameter, ShardedUnit
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.rules import Rule, first_match
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import ShardedUnit
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.sharded.collectives import AllGather, Allocating, Job, ReduceScatter
+from gradwire.comms.sharded.units import ShardedUnit
 
 MOST_REDUCING = 1
 """Reduce-scatters that are under way when the next unit's gradients come, as torch allows by default on CUDA

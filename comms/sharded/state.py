@@ -1,10 +1,13 @@
-"""What gradwire keeps for a model that FSDP2 shards, and the step it goes through.
+"""What gradwire keeps for a model that FSDP2 shards or replicates, and the step it goes through.
 
 FSDP2 reduce-scatters a unit's gradients over the ranks that share its parameters; then it calls a hook with this rank's
 row, which the state averages over the replicas. What the hook is given is divided by the number of shards only. torch
 goes on as soon as the hook returns: on CUDA the average is in the order of the stream that the hook runs on. On a CPU
 it is under way until the end of the backward pass, where torch makes nothing but views of it until then; else the hook
 waits for it.
+
+A unit of `replicate()` has no shards: torch is told to leave its all-reduce out, and calls the hook with the whole
+gradients of this rank.
 """
 
 import logging
@@ -19,13 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.comms.bootstrap.compat import (
-    BackendWork,
-    ShardedParameter,
-    ShardedUnit,
-    at_end_of_sharded_backward,
-    sharded_units,
-)
+from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.checkpoint import JOB, PREFIX, SHARDS, Checkpoint, refuse_other_kinds, unpack, without_job
 from gradwire.comms.communicator import Communicator
@@ -42,6 +39,7 @@ from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.turns import TorchGroups
+from gradwire.comms.sharded.units import ShardedParameter, ShardedUnit, at_end_of_sharded_backward, sharded_units
 from gradwire.comms.step.life import is_timed
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import StateDict
@@ -136,7 +134,8 @@ class FsdpState(GradientState[AveragingSession]):
         self._shard_groups = shard_groups(units)
         self._partial: dict[int, tuple[tuple[ShardedParameter, ...], Tensor]] = {}
         """Unit -> whose gradients, and their sum over the micro-batches that have not been averaged."""
-        self._torchs = [(unit.all_gather, unit.reduce_scatter) for unit in units]
+        self._put_back = [unit.remember_collectives() for unit in units]
+        """What `close()` calls, to give torch's collectives back."""
         self._shards = ShardTraffic()
         self._in_step = False
         self._reduced: set[int] = set()
@@ -149,6 +148,8 @@ class FsdpState(GradientState[AveragingSession]):
             self._connect(replicas, units[0].device, board)
             for unit in units:
                 unit.set_hook(lambda flat, unit=unit: self._reduce(unit, flat))  # type: ignore[misc]
+                if unit.replica_group is not None:
+                    self._put_back.append(unit.leave_out_all_reduce())
             at_end_of_sharded_backward(model, self._end_backward)
 
     def _connect(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
@@ -184,13 +185,12 @@ class FsdpState(GradientState[AveragingSession]):
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the model is collected or at exit.
 
-        Torch's own collectives are put back between the ranks that share parameters, so the model can still be
-        evaluated; with `replicas` it can be trained no more.
+        Torch's own collectives are put back. A model of `replicate()` can be trained on with them; a sharded one can
+        still be evaluated, and with `replicas` it can be trained no more.
         """
         self._check_no_optimizers(self._names)
-        for unit, (all_gather, reduce_scatter) in zip(self._units, self._torchs, strict=True):
-            unit.set_all_gather(all_gather)
-            unit.set_reduce_scatter(reduce_scatter)
+        for put_back in self._put_back:
+            put_back()
         if self._connection is not None:
             self._connection.observer.close()
         if self._shards.overlap is not None:
@@ -427,11 +427,12 @@ class FsdpState(GradientState[AveragingSession]):
         connection.listeners.step_began(self.steps)
 
     def _end_backward(self) -> None:
-        """Runs at the end of each backward pass, on all ranks at the same point."""
-        if not self._in_step:
-            return
-        self._end_step(self._connected("backward()"))
-        if self._partial:
+        """Runs at the end of each backward pass, on all ranks at the same point; see `at_end_of_sharded_backward`."""
+        ended = self._in_step
+        if ended:
+            self._end_step(self._connected("backward()"))
+        # By hand a step ends once, behind its last micro-batch: what has not been averaged by then never would be.
+        if self._partial and (ended or self._units[0].finalized_by_hand):
             left = [shard.name for present, _ in self._partial.values() for shard in self._names.of(present)]
             self._partial.clear()
             raise RuntimeError(

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.comms.bootstrap.compat import bucket_parameters, ddp_models, root_sharded_modules, sharded_units
+from gradwire.comms.bootstrap.compat import bucket_parameters, ddp_models
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.sharded.units import root_sharded_modules, sharded_units
 from gradwire.comms.watch.collective import IssuedCollective, title_of
 
 _SIZED = re.compile(r"(?P<operation>\w+) of \[(?P<sizes>\d+(?:, \d+)*)\]")

@@ -26,7 +26,7 @@ from fake_cuda.ranks import FakeProcessGroup
 from fake_cuda.streams import FakeFuture, side_stream
 from fake_cuda.tensor import FakeTensor
 from gradwire.comms.bootstrap.agree import Agreement
-from gradwire.comms.bootstrap.compat import HashStore, ShardedUnit
+from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.config import Config
 from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LoadedRows
@@ -34,6 +34,7 @@ from gradwire.comms.sharded.collectives import Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import ShardNodes, TorchMembers, arrange
 from gradwire.comms.sharded.state import FsdpState
+from gradwire.comms.sharded.units import ShardedUnit
 from gradwire.comms.step.loaded import LoadedAlike
 from gradwire.compressors.rules import rules_from
 

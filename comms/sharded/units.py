@@ -1,0 +1,393 @@
+"""Torch's private objects behind `fully_shard` and `replicate()` (FSDP2), as gradwire uses them.
+
+Written for torch 2.13 to 2.15. Each call of `fully_shard` or `replicate()` makes one FSDPParamGroup, a unit: its
+parameters are gathered and their gradients are reduced together. A unit of `fully_shard` over one dimension
+reduce-scatters its gradients; a unit of `replicate()` all-reduces them; one of `fully_shard` over two dimensions
+(native HSDP) does both.
+
+With comms/bootstrap/compat.py this is the only place with private names of torch.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+
+
+class ShardedParameter:
+    """A parameter of FSDP2 on this rank, by torch's private FSDPParam.
+
+    Attributes:
+        param: torch's.
+    """
+
+    def __init__(self, param: object) -> None:
+        self.param: Any = param
+
+    @property
+    def sharded(self) -> Tensor:
+        """The parameter as the optimizer sees it, a DTensor."""
+        return cast(Tensor, self.param.sharded_param)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter (with tensor parallelism: of this rank's part of it)."""
+        return tuple(self.param._orig_size)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's shard, without padding."""
+        return tuple(self.param.sharded_size)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of a shard with its padding: the same on all ranks."""
+        return int(self.param.padded_sharded_param_size.numel())
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """The dtype of its gradient as the optimizer sees it; None is that of the reduction.
+
+        Torch 2.15 lets a parameter have a `grad_dtype` of its own.
+        """
+        if hasattr(self.param, "sharded_grad_dtype"):
+            return cast("torch.dtype | None", self.param.sharded_grad_dtype)
+        return self.sharded.dtype
+
+    @property
+    def trained(self) -> bool:
+        """Whether it takes a gradient."""
+        return bool(self.param.sharded_param.requires_grad)
+
+    @property
+    def followed(self) -> bool:
+        """Whether a hook of the user's reads its gradient as soon as it is there."""
+        return bool(getattr(self.param.sharded_param, "_post_accumulate_grad_hooks", None))
+
+    @property
+    def gathers_itself(self) -> bool:
+        """Whether its tensor subclass brings an all-gather of its own (float8 weights do)."""
+        return hasattr(self.param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+    def has_gradient(self, unused_too: bool) -> bool:
+        """Whether the next reduction of its unit takes it in, up to torch 2.14.
+
+        Args:
+            unused_too: Parameters without a gradient count as if it were zero.
+        """
+        if not hasattr(self.param, "_unsharded_param"):
+            return False
+        unsharded = self.param._unsharded_param
+        if self.param.unsharded_accumulated_grad is not None or unsharded.grad is not None:
+            return True
+        return unused_too and bool(unsharded.requires_grad)
+
+
+class ShardedUnit:
+    """What FSDP2 gathers and reduces together, by torch's private FSDPParamGroup.
+
+    Attributes:
+        module: That `fully_shard` or `replicate()` was called on.
+        parameters: In the order in which their shards lie in what is gathered.
+        present: Those that the running reduction takes in, in the order in which their gradients lie in it.
+    """
+
+    def __init__(self, module: nn.Module, group: Any, state: Any) -> None:
+        self.module = module
+        self._group = group
+        self._state = state
+        self.parameters = [ShardedParameter(param) for param in group.fsdp_params]
+        self.present: list[ShardedParameter] = []
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share its parameters; None where they are not sharded."""
+        return cast("dist.ProcessGroup | None", getattr(self._group.mesh_info, "shard_process_group", None))
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which torch itself all-reduces its gradients: of `replicate()`, and of native HSDP."""
+        return cast("dist.ProcessGroup | None", getattr(self._group.mesh_info, "replicate_process_group", None))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return cast(torch.device, self._group.device)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether its parameters and gradients live on the CPU between steps."""
+        return type(self._group.offload_policy).__name__ == "CPUOffloadPolicy"
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What the user has set with `set_gradient_divide_factor`."""
+        return cast("float | None", self._group.gradient_divide_factor)
+
+    @property
+    def finalized_by_hand(self) -> bool:
+        """Whether the user ends backward with `finalize_backward()`: torch 2.15, `set_manual_backward_finalization`."""
+        return _finalized_by_hand(self._state)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether this micro-batch is not the last: `set_requires_all_reduce(False)`, `set_is_last_backward(False)`.
+
+        The second one says nothing where the user calls `finalize_backward()`.
+        """
+        last = self._state._state_ctx.is_last_backward or self.finalized_by_hand
+        return not self._group.all_reduce_grads or not last
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether what it gathers now is for the backward pass: weights that the forward pass has computed with."""
+        return cast(str, self._group._training_state.name) == "PRE_BACKWARD"
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a hook has been set that runs behind the reduce-scatter."""
+        return self._group._all_reduce_hook is not None
+
+    @property
+    def comm_names(self) -> tuple[str, str]:
+        """Classes of what carries out its all-gather and its reduce-scatter."""
+        return type(self._group._all_gather_comm).__name__, type(self._group._reduce_scatter_comm).__name__
+
+    def set_hook(self, hook: Callable[[Tensor], None]) -> None:
+        """Has `hook(shard)` run behind each reduce-scatter; torch's own method refuses modules of several units."""
+        self._group._all_reduce_hook = hook
+
+    @property
+    def all_gather(self) -> Callable[..., object]:
+        """What carries out its all-gathers."""
+        return cast(Callable[..., object], self._group._all_gather_comm)
+
+    @property
+    def reduce_scatter(self) -> Callable[..., object]:
+        """What carries out its reduce-scatters."""
+        return cast(Callable[..., object], self._group._reduce_scatter_comm)
+
+    def set_all_gather(self, comm: object) -> None:
+        """Has `comm` carry out the all-gathers."""
+        self._group._all_gather_comm = comm
+
+    def set_reduce_scatter(self, comm: object) -> None:
+        """Has `comm` carry out the reduce-scatters."""
+        self._group._reduce_scatter_comm = comm
+
+    def remember_collectives(self) -> Callable[[], None]:
+        """Returns what puts back the collectives that it has now."""
+        all_gather, reduce_scatter = self.all_gather, self.reduce_scatter
+
+        def undo() -> None:
+            self.set_all_gather(all_gather)
+            self.set_reduce_scatter(reduce_scatter)
+
+        return undo
+
+    def leave_out_all_reduce(self) -> Callable[[], None]:
+        """Has torch leave a `replicate()` unit's all-reduce to the hook of `set_hook`.
+
+        Torch all-reduces what has a DDPMeshInfo. Its base class describes the same mesh, and names no group.
+
+        Returns:
+            Has torch all-reduce again, without the hook.
+        """
+        group, info = self._group, self._group.mesh_info
+        base = _loaded("torch.distributed.fsdp._fully_shard._fsdp_common").DataParallelMeshInfo
+        group.mesh_info = base(**{each.name: getattr(info, each.name) for each in fields(base) if each.init})
+
+        def undo() -> None:
+            group.mesh_info, group._all_reduce_hook = info, None
+
+        return undo
+
+    def keeps(self, reduced: Sequence[ShardedParameter], dtype: torch.dtype) -> bool:
+        """Whether torch will make gradients of what is reduced without reading it before the backward pass ends.
+
+        It reads it to add it to gradients that are there, to cast or to divide it, to copy it to the host, and for
+        hooks that users have set on gradients.
+
+        Args:
+            reduced: Whose gradients.
+            dtype: In which they are reduced.
+        """
+        group = self._group
+        divided = dtype not in (torch.float32, torch.bfloat16) or getattr(group, "force_sum_reduction_for_comms", False)
+        if divided or self.offloads:
+            return False
+        return all(
+            one.gradient_dtype in (None, dtype) and one.sharded.grad is None and not one.followed for one in reduced
+        )
+
+    def reshard(self) -> None:
+        """Puts the shards back in the place of whole parameters."""
+        self._group._to_sharded()
+
+    def note_present(self) -> None:
+        """Keeps `present` up to date from now on: torch tells its hooks how many elements come, but not whose."""
+        taken = getattr(self._group, "_take_unsharded_grads_to_reduce", None)
+        if taken is not None:
+            self._note_taken(taken)
+            return
+        # Up to torch 2.14: the parameters with a gradient, in their own order.
+        post_backward = self._group.post_backward
+
+        def noting(*unused: object) -> None:
+            unused_too = getattr(self._group, "reduce_scatter_unused_params", False)
+            self.present = [one for one in self.parameters if one.has_gradient(unused_too)]
+            post_backward(*unused)
+
+        self._group.post_backward = noting
+
+    def _note_taken(self, take: Callable[[], tuple[list[Any], list[Tensor]]]) -> None:
+        """Torch 2.15 packs gradients by their dtype, and has a method that lists whose they are in that order."""
+        known = {id(one.param): one for one in self.parameters}
+
+        def taking() -> tuple[list[Any], list[Tensor]]:
+            params, gradients = take()
+            self.present = [known[id(param)] for param in params]
+            return params, gradients
+
+        self._group._take_unsharded_grads_to_reduce = taking
+
+
+DEFAULT_SHARDED_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
+"""Classes of what carries out the collectives of FSDP2 where nobody has set anything."""
+
+
+def sharded_units(model: nn.Module) -> list[ShardedUnit]:
+    """What FSDP2 has made of a model, in the model's order.
+
+    Empty if neither `fully_shard` nor `replicate()` of FSDP2 was called on it.
+    """
+    units: dict[int, ShardedUnit] = {}
+    for module in _sharded_modules(model):
+        state = module._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            units.setdefault(id(group), ShardedUnit(module, group, state))
+    return list(units.values())
+
+
+def _sharded_modules(model: nn.Module) -> list[Any]:
+    """Those that `fully_shard` was called on; also those whose parameters are all in others: they make no unit."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def root_sharded_modules() -> list[nn.Module]:
+    """FSDP2's modules of this process, inside no other one, that have begun a forward pass. Any thread."""
+    return [each for each in _all_sharded_modules() if each._get_fsdp_state()._is_root is True]
+
+
+def _all_sharded_modules() -> list[Any]:
+    """Those of this process that `fully_shard` was called on. Any thread."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    modules = [each() for each in _composable_state._module_state_mapping.keyrefs()]
+    return [each for each in modules if isinstance(each, fsdp.FSDPModule)]
+
+
+def sharded_roots(model: nn.Module) -> int:
+    """How many modules of FSDP2 are inside no other one."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return 0
+    if isinstance(model, fsdp.FSDPModule):
+        return 1
+    return sum(sharded_roots(child) for child in model.children())
+
+
+def at_end_of_sharded_backward(model: nn.Module, callback: Callable[[], None]) -> None:
+    """Has `callback()` run when FSDP2 is through with a backward pass; pipeline schedules call the same end themselves.
+
+    The end is that of the module whose output backward comes to first: mostly the outermost, also without parameters.
+    If the user finalizes backward by hand (torch 2.15), it is the end of `finalize_backward()`, or of `wait()` of what
+    `finalize_backward(async_op=True)` has returned.
+
+    Args:
+        model: All of it, or a part of what is sharded.
+        callback: Runs behind torch's own end, once.
+    """
+    around = [each for each in _all_sharded_modules() if any(inner is model for inner in each.modules())]
+    states = [module._get_fsdp_state() for module in (*_sharded_modules(model), *around)]
+    for state in {id(each): each for each in states}.values():
+        _call_behind(state, "_root_post_backward_final_callback", False, callback)
+        if hasattr(state, "wait_for_gradient_reduction"):
+            _call_behind(state, "wait_for_gradient_reduction", True, callback)
+
+
+def at_first_sharded_backward(callback: Callable[[nn.Module], None]) -> None:
+    """Has `callback(model)` run when the first backward pass of each outermost module of FSDP2 begins.
+
+    All ranks of a model come to a backward pass; a forward pass may be one rank's alone.
+
+    FSDP2 takes two seconds to import, so its class is changed when a script imports it: torch's own `_State` is the
+    base of it, and light.
+    """
+    base = _composable_state._State
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if fsdp is not None:
+        _call_before_first(fsdp.FSDPState, callback)
+        return
+
+    def made(kind: Any, /, **options: object) -> None:
+        super(base, kind).__init_subclass__(**options)
+        if _BEGINS in vars(kind):  # FSDPState, whose own subclass for replicate() has none
+            _call_before_first(kind, callback)
+
+    base.__init_subclass__ = classmethod(made)  # type: ignore[assignment]
+
+
+_BEGINS = "_register_root_post_backward_final_callback"
+"""Method of FSDPState that runs first in each backward pass."""
+
+
+def _call_before_first(kind: Any, callback: Callable[[nn.Module], None]) -> None:
+    method = getattr(kind, _BEGINS)
+    begun: WeakSet[Any] = WeakSet()
+
+    def begin(state: Any) -> None:
+        context = state._state_ctx
+        if context not in begun:
+            begun.add(context)
+            callback(context.all_states[0]._modules[0])
+        method(state)
+
+    setattr(kind, _BEGINS, begin)
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether all of FSDP2's modules in a model are those of `replicate()`, and there are some."""
+    units = sharded_units(model)
+    return bool(units) and all(unit.shard_group is None and unit.replica_group is not None for unit in units)
+
+
+def _call_behind(state: Any, name: str, by_hand: bool, callback: Callable[[], None]) -> None:
+    """Has `callback()` run behind a method, where backward is finalized by hand, or where it is not."""
+    method = getattr(state, name)
+
+    def call(*arguments: object) -> None:
+        wanted = _finalized_by_hand(state) is by_hand  # before the method: it ends the step that the mode is of
+        method(*arguments)
+        if wanted:
+            callback()
+
+    setattr(state, name, call)
+
+
+def _finalized_by_hand(state: Any) -> bool:
+    context = state._state_ctx
+    begun = getattr(context, "manual_backward_finalization_active", None)
+    return bool(getattr(context, "manual_backward_finalization", False) if begun is None else begun)
+
+
+def _loaded(module: str) -> Any:
+    return sys.modules[module]
