@@ -1,7 +1,9 @@
 """The hook without a line: with GRADWIRE_HOOK set, every DistributedDataParallel of the process has it from its birth.
 
 DDP takes one hook, once. So what is registered here passes on to the hook that the model's own code registers later, if
-it does. Imported at the end of `import torch`, and only where the variable is set: what is heavy waits for a model.
+it does. A model that `replicate()` of FSDP2 was called on has it from its first backward pass, if the script has not
+called `gradwire.fsdp.apply` by then. Imported at the end of `import torch`, and only if the variable is set: what is
+heavy waits for a model.
 """
 
 import logging
@@ -12,12 +14,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradwire.comms.bootstrap.compat import REGISTER_BUILTIN, GradBucket, comm_hook_name, is_known, rename_comm_hook
 from gradwire.comms.config import AUTOMATIC, Config
+from gradwire.comms.sharded.units import at_first_sharded_backward, is_replicated, sharded_units
 
 if TYPE_CHECKING:
     from gradwire.comms.hook import HookState
@@ -41,6 +45,8 @@ class Automatic:
 
 
 _models: WeakKeyDictionary[DistributedDataParallel, Automatic] = WeakKeyDictionary()
+_replicated = False
+"""Whether gradwire averages for a model of `replicate()`."""
 _said: set[str] = set()
 _looked = False
 """Whether an optimizer has stepped."""
@@ -80,6 +86,7 @@ def install() -> None:
         _replace(model, hooks[kind.name], model.process_group)
 
     register_optimizer_step_pre_hook(_look_for_models)
+    at_first_sharded_backward(_add_replicated)
     for name, method in (("__init__", make), ("register_comm_hook", register_own), (REGISTER_BUILTIN, builtin)):
         setattr(DistributedDataParallel, name, method)
 
@@ -116,12 +123,37 @@ def _add(model: DistributedDataParallel) -> None:
     automatic = Automatic(HookState(model, config=config))
     _original[1](model, automatic, automatic_hook)
     _models[model] = automatic
-    how = (
-        "exactly" if config.compressor == "none" else f"{config.compressor} between the nodes (one node alone: exactly)"
-    )
     _say(
         f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every DistributedDataParallel of this "
-        f"process, {how}; a hook that the script registers replaces it"
+        f"process, {_how(config)}; a hook that the script registers replaces it"
+    )
+
+
+def _add_replicated(model: nn.Module) -> None:
+    """Averages for a model of FSDP2 at its first backward pass, if all of it is `replicate()`'s."""
+    global _replicated
+    config = Config.automatic()
+    if config is None or not is_replicated(model):
+        return
+    _replicated = True
+    if any(unit.hooked for unit in sharded_units(model)):
+        return
+    from gradwire.comms.sharded.apply import apply
+
+    try:
+        apply(model, config=config)
+    except ValueError as error:  # on all ranks alike
+        _say(f"{AUTOMATIC} leaves a model of replicate() alone, and its gradients travel as without: {error}")
+        return
+    _say(
+        f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every model of replicate() (FSDP2), "
+        f"{_how(config)}; gradwire.fsdp.apply() takes its place if the script calls it before the first step"
+    )
+
+
+def _how(config: Config) -> str:
+    return (
+        "exactly" if config.compressor == "none" else f"{config.compressor} between the nodes (one node alone: exactly)"
     )
 
 
@@ -136,17 +168,17 @@ def _why_not(model: DistributedDataParallel) -> str | None:
 
 
 def _look_for_models(optimizer: Optimizer, args: object, named: object) -> None:
-    """Says so where nothing was hooked, as with FSDP, which takes no DDP hook (at the first step of an optimizer)."""
+    """Says so if nothing was hooked, as with FSDP, which takes no DDP hook (at the first step of an optimizer)."""
     global _looked
     if _looked:
         return
     _looked = True
-    if _models or not dist.is_initialized() or dist.get_world_size() == 1 or _said:
+    if _models or _replicated or not dist.is_initialized() or dist.get_world_size() == 1 or _said:
         return
     _say(
         f"{AUTOMATIC} is set, and no DistributedDataParallel has been made before the first step of "
-        f"{type(optimizer).__name__}: gradients travel as without it. FSDP2 and replicate take "
-        "`gradwire.fsdp.apply(model, compressor=...)` after fully_shard; FSDP1 takes nothing of gradwire's"
+        f"{type(optimizer).__name__}: gradients travel as without it. FSDP2 takes "
+        "`gradwire.fsdp.apply(model, ...)` after the last fully_shard; FSDP1 takes nothing of gradwire's"
     )
 
 
