@@ -37,25 +37,55 @@ def fastest_nics(nics: Sequence[Nic]) -> list[Nic]:
 
 
 def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
-    """Returns GPU key -> the card it should drive: the fastest of the nearest, GPUs with the same choice taking turns.
+    """Returns GPU key -> the card it should drive: a fastest one of its nearest, shared by as few GPUs as possible.
 
-    Cards that are down are passed over, as in NCCL, however near they are.
+    Cards that are down are passed over, as in NCCL, however near they are. Of several ways to share the cards equally
+    well, the one in the machine's order is taken.
 
     Args:
         machine: The machine.
 
-    Source: NCCL v2.30 src/transport/net_ib (a port that is not ACTIVE is no device).
+    Source: NCCL v2.30 src/transport/net_ib (a port that is not ACTIVE is no device); Kuhn, "The Hungarian method for
+    the assignment problem", 1955 (augmenting paths).
     """
     distances = Distances(replace(machine, nics=tuple(_usable(machine.nics))))
-    turns: dict[tuple[str, ...], int] = {}
-    chosen: dict[str, Nic | None] = {}
-    for gpu in machine.gpus:
-        candidates = fastest_nics(distances.nearest_nics(gpu)[1])
-        choice = tuple(nic.key for nic in candidates)
-        turn = turns.get(choice, 0)
-        turns[choice] = turn + 1
-        chosen[gpu.key] = candidates[turn % len(candidates)] if candidates else None
-    return chosen
+    choices = {gpu.key: fastest_nics(distances.nearest_nics(gpu)[1]) for gpu in machine.gpus}
+    keys = {gpu: [nic.key for nic in nics] for gpu, nics in choices.items()}
+    cards = {nic.key: nic for nics in choices.values() for nic in nics}
+    chosen = _dealt(keys)
+    return {gpu.key: cards[chosen[gpu.key]] if gpu.key in chosen else None for gpu in machine.gpus}
+
+
+def _dealt(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Deals cards to GPUs so that the card with the most GPUs has as few as possible.
+
+    Args:
+        choices: GPU -> the cards that are as good for it; a GPU without one is left out of the answer.
+    """
+    holders: dict[str, list[str]] = {card: [] for cards in choices.values() for card in cards}
+    waiting = [gpu for gpu in sorted(choices, key=lambda gpu: len(choices[gpu])) if choices[gpu]]
+    room = 0
+
+    def take(gpu: str, tried: set[str]) -> bool:
+        """Gives a GPU one of its cards, if need be by moving another GPU to another card."""
+        free = next((card for card in choices[gpu] if len(holders[card]) < room), None)
+        if free is not None:
+            holders[free].append(gpu)
+            return True
+        for card in choices[gpu]:
+            if card in tried:
+                continue
+            tried.add(card)
+            for other in holders[card]:
+                if take(other, tried):
+                    holders[card][holders[card].index(other)] = gpu
+                    return True
+        return False
+
+    while waiting:
+        room += 1
+        waiting = [gpu for gpu in waiting if not take(gpu, set())]
+    return {gpu: card for card, gpus in holders.items() for gpu in gpus}
 
 
 def gpu_for_local_rank(machine: Machine, local_rank: int, variables: Mapping[str, str] = NO_VARIABLES) -> Gpu | None:

@@ -12,9 +12,12 @@ GIGABYTE = 1e9
 
 NVLINK_PER_LINK = {60: 18.0, 70: 20.0, 80: 20.0, 86: 12.0, 90: 20.6, 100: 40.1}
 """Compute capability -> GB/s of one NVLink; a capability in between takes the entry below it, except 86."""
+UNKNOWN_NVLINKS = frozenset({107})
+"""Compute capabilities in that table's range whose NVLink is another one, without a figure in NCCL 2.30: Rubin."""
 
-XGMI_PER_LINK = {"gfx906": 24.0, "gfx908": 24.0, "gfx90a": 36.0, "910": 36.0, "gfx940": 48.0, "gfx942": 48.0}
-"""AMD architecture -> GB/s of one xGMI link. Source: RCCL src/graph/topo.h (VEGA, MI200 and GFX94X widths)."""
+XGMI_PER_LINK = {"gfx906": 24.0, "gfx908": 24.0, "gfx90a": 36.0, "910": 36.0, "gfx940": 48.0, "gfx942": 48.0,
+                 "gfx950": 48.0}  # fmt: skip
+"""AMD architecture -> GB/s of one xGMI link. Source: RCCL src/graph/topo.h (VEGA, MI200, GFX94X and GFX95X widths)."""
 
 PCIE_PER_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 """GT/s -> 100 Mbit/s steps of one lane; GB/s = lanes * step / 80. Source: NCCL src/graph/topo.cc, kvDictPciGen."""
@@ -48,7 +51,7 @@ def nvlink_bytes_per_second(gpu: Gpu, count: int) -> float | None:
         count: Links in the bundle.
     """
     capability = gpu.compute_capability
-    if capability is None or capability < 60:
+    if capability is None or capability < 60 or capability in UNKNOWN_NVLINKS:
         return None
     best = 86 if capability == 86 else max(known for known in NVLINK_PER_LINK if known <= capability and known != 86)
     return NVLINK_PER_LINK[best] * count * GIGABYTE

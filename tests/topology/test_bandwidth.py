@@ -55,6 +55,11 @@ def test_nvlink_generations(capability: int, count: int, gigabytes: float) -> No
     assert rate == pytest.approx(gigabytes * 1e9)
 
 
+def test_a_generation_without_a_figure_is_unknown() -> None:
+    assert nvlink_bytes_per_second(Gpu(key="rubin", compute_capability=107), 18) is None
+    assert xgmi_bytes_per_second(Gpu(key="mi355x", architecture="gfx950"), 7) == pytest.approx(336e9)
+
+
 def test_unknown_generations_have_no_rate() -> None:
     assert nvlink_bytes_per_second(Gpu(key="g"), 4) is None
     assert nvlink_bytes_per_second(Gpu(key="g", compute_capability=52), 4) is None

@@ -4,7 +4,7 @@ import pytest
 
 from gradwire.topology.assign import gpu_for_local_rank, nic_for_local_rank, nics_of_gpus
 from gradwire.topology.fabric import fabric_of
-from gradwire.topology.graph import DeviceLink, Machine, Nic, Port
+from gradwire.topology.graph import DeviceLink, GivenPath, Gpu, Machine, Nic, Port
 from gradwire.topology.levels import levels_of
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, pcie_box
@@ -156,3 +156,34 @@ def test_a_gpu_whose_near_cards_are_all_down_drives_one_that_is_up() -> None:
     other = replace(machine, nics=tuple(down.get(nic.key, nic) for nic in machine.nics))
     chosen = nics_of_gpus(other)[machine.gpus[0].key]
     assert chosen is not None and chosen.key not in down
+
+
+DEALT: dict[str, tuple[dict[str, str], dict[str, str | None]]] = {
+    "one choice first": ({"a": "1 2", "b": "1"}, {"a": "2", "b": "1"}),
+    "idle cards before shared ones": (
+        {"0": "1", "1": "1 2 3 4", "2": "2", "3": "1 2 3 4"}, {"0": "1", "1": "3", "2": "2", "3": "4"},
+    ),
+    "a card is handed on": ({"a": "1 2", "b": "1 3", "c": "1 3"}, {"a": "2", "b": "3", "c": "1"}),
+    "turns where all are alike": (
+        {"a": "1 2", "b": "1 2", "c": "1 2", "d": "1 2"}, {"a": "1", "b": "2", "c": "1", "d": "2"},
+    ),
+    "two share the only card": ({"a": "1", "b": "1"}, {"a": "1", "b": "1"}),
+    "one without a card": ({"a": "", "b": "1"}, {"a": None, "b": "1"}),
+}  # fmt: skip
+"""Case -> the cards that are as near to each GPU, and the card that each should drive."""
+
+
+@pytest.mark.parametrize("case", DEALT)
+def test_no_gpu_shares_a_card_while_one_as_near_is_idle(case: str) -> None:
+    near, wanted = DEALT[case]
+    cards = sorted({card for cards in near.values() for card in cards.split()})
+    paths = [GivenPath(a=gpu, b=card, name="PIX") for gpu, own in near.items() for card in own.split()]
+    machine = Machine(
+        gpus=tuple(Gpu(key=gpu) for gpu in near), nics=tuple(Nic(key=card) for card in cards), given_paths=tuple(paths)
+    )
+    chosen = {gpu: nic and nic.key for gpu, nic in nics_of_gpus(machine).items()}
+    users = {card: [gpu for gpu, own in chosen.items() if own == card] for card in cards}
+    most = max(len(gpus) for gpus in {card: [g for g, own in wanted.items() if own == card] for card in cards}.values())
+    assert max(map(len, users.values())) == most, chosen
+    assert all(card is None or card in near[gpu].split() for gpu, card in chosen.items())
+    assert chosen == wanted

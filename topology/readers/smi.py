@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, Defect, DeviceLink, GivenPath, Gpu, Machine, Nic, NvSwitch, Port
 from gradwire.topology.paths import path_of_printed
+from gradwire.topology.pci_ids import AMD_GPU, normal_bus_id
 from gradwire.topology.readers.affinity import members
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
@@ -38,6 +39,10 @@ _LEGEND = re.compile(r"(?:^|\s)(NIC\d+):\s*([\w.-]+)")
 _ROCM = re.compile(r"=+ *Link Type between two GPUs *=+")
 _ROCM_NUMA = re.compile(r"GPU\[(\d{1,4})\]\s*: \(Topology\) Numa Node: (\d{1,6})")
 """Source: rocm_smi_lib, python_smi_tools/rocm_smi.py (showTopology)."""
+
+_AMD_SMI = re.compile(r"^LINK TYPE TABLE:[ \t]*$", re.MULTILINE)
+_OTHER_TABLE = re.compile(r"^\w[\w -]* TABLE:", re.MULTILINE)
+"""Source: amdsmi, amdsmi_cli/amdsmi_commands.py (topology): tables by bus id, SELF, XGMI and PCIE in that of links."""
 
 MAX_COLUMNS = 512
 MAX_NVLINKS_OF_A_GPU = 18
@@ -80,7 +85,7 @@ def looks_like_smi(text: str) -> bool:
     Args:
         text: Any text, escapes removed.
     """
-    return any(_header(line) is not None for line in text.splitlines())
+    return _AMD_SMI.search(text) is not None or any(_header(line) is not None for line in text.splitlines())
 
 
 def read(text: str) -> Machine:
@@ -95,6 +100,8 @@ def read(text: str) -> Machine:
     plain = ANSI.sub("", text)
     if _ROCM.search(plain):
         return _read_rocm(plain)
+    if _AMD_SMI.search(plain):
+        return _read_amd_smi(plain)
     matrix, others = _matrix(plain.splitlines())
     gpus = [name for name in matrix.columns if _GPU.fullmatch(name)]
     cpus = _cpus(matrix, gpus)
@@ -139,6 +146,38 @@ def _read_rocm(text: str) -> Machine:
         defects=(*_asymmetric(matrix), *_short(matrix)),
         notes=("rocm-smi shows GPUs alone: network cards are unknown, and so is where PCIe leads.",),
         sources=("rocm-smi --showtopo",),
+    )
+
+
+def _read_amd_smi(text: str) -> Machine:
+    """Returns the machine of `amd-smi topology`: the matrix of link types, by the GPUs' bus ids."""
+    title = _AMD_SMI.search(text)
+    assert title is not None
+    after = text[title.end() :]
+    other = _OTHER_TABLE.search(after)
+    body = after[: other.start()] if other else after
+    first = next((line for line in body.splitlines() if line.strip()), "")
+    buses = [bus for word in first.split() if (bus := normal_bus_id(word)) is not None]
+    if not buses or len(set(buses)) != len(first.split()):
+        raise TopologyError("the LINK TYPE TABLE of `amd-smi topology` has no line of bus ids; expected it whole")
+    number = {bus: f"GPU{index}" for index, bus in enumerate(buses)}
+    words = {"SELF": "X", "PCIE": "?"} | number
+    lines = [
+        re.sub(r"\S+", lambda word: words.get(normal_bus_id(word[0]) or word[0], word[0]), line)
+        for line in body.splitlines()
+    ]
+    matrix, _ = _matrix(lines)
+    named = _paths(matrix)
+    keys = {name: bus for bus, name in number.items()}
+    paths = tuple(GivenPath(a=keys[path.a], b=keys[path.b], name=path.name) for path in named)
+    return Machine(
+        gpus=tuple(Gpu(key=bus, bus=bus, index=index, vendor=AMD_GPU) for index, bus in enumerate(buses)),
+        links=tuple(DeviceLink(a=path.a, b=path.b, kind="xgmi", count=1) for path in paths if path.name == "XGMI"),
+        links_known=True,
+        given_paths=paths,
+        defects=(*_asymmetric(matrix), *_short(matrix)),
+        notes=("amd-smi shows GPUs alone: network cards and NUMA nodes are unknown, and so is where PCIe leads.",),
+        sources=("amd-smi topology",),
     )
 
 
@@ -301,18 +340,22 @@ def _numa(matrix: _Matrix, name: str) -> int | None:
 
 
 def _parent(matrix: _Matrix, name: str) -> str | None:
-    """Returns the key of the CPU a GPU hangs off."""
+    """Returns the key of the CPU a GPU hangs off: by NUMA node, or by cores where the text has no such column."""
     numa = _numa(matrix, name)
-    return None if numa is None else f"numa{numa}"
+    if numa is not None:
+        return f"numa{numa}"
+    cores = None if "NUMA Affinity" in matrix.tail else _tail_cell(matrix, name, "CPU Affinity")
+    return None if cores is None else f"cores {cores}"
 
 
-def _cpus(matrix: _Matrix, gpus: Sequence[str]) -> dict[int, Cpu]:
-    """Returns the NUMA nodes that GPUs name."""
-    cpus: dict[int, Cpu] = {}
+def _cpus(matrix: _Matrix, gpus: Sequence[str]) -> dict[str, Cpu]:
+    """Returns the NUMA nodes that GPUs name, or the sets of cores that tell them apart in texts without NUMA nodes."""
+    cpus: dict[str, Cpu] = {}
     for gpu in gpus:
-        numa = _numa(matrix, gpu)
-        if numa is not None and numa not in cpus:
-            cpus[numa] = Cpu(key=f"numa{numa}", numa=numa, cores=_tail_cell(matrix, gpu, "CPU Affinity"))
+        parent = _parent(matrix, gpu)
+        if parent is not None and parent not in cpus:
+            cores = _tail_cell(matrix, gpu, "CPU Affinity")
+            cpus[parent] = Cpu(key=parent, numa=_numa(matrix, gpu), cores=cores)
     return cpus
 
 

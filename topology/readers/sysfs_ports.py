@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gradwire.topology.graph import Port
-from gradwire.topology.pci_ids import normal_bus_id
+from gradwire.topology.pci_ids import normal_bus_id, role_of_class
 from gradwire.topology.readers.small_files import link_name, names_in, number_of, real_path, text_of
 
 VIRTUAL_DRIVERS = frozenset({"veth", "virtio_net", "vmxnet3", "hv_netvsc", "xen_netfront", "vif", "tun", "macvlan"})
@@ -34,7 +34,8 @@ class FoundPorts:
     lent: dict[str, list[Port]] = field(default_factory=dict)
     """Ports of scalable functions, which share those of the PCI function, by that function."""
     loose: list[Port] = field(default_factory=list)
-    """Ports of no PCI function: virtual interfaces in a container, software RDMA."""
+    """Ports of no PCI network card: adapters on USB, Thunderbolt and USB4, virtual interfaces in a container, software
+    RDMA."""
     notes: list[str] = field(default_factory=list)
 
     def all(self) -> list[Port]:
@@ -147,10 +148,17 @@ def _is_interface(port: Port) -> bool:
 
 
 def _bus_of(path: Path) -> str | None:
-    """Returns the bus id of the PCI function a device link leads to, or into."""
+    """Returns the bus id of the network card's PCI function that a device link leads to, or into.
+
+    An adapter on USB, Thunderbolt or USB4 leads to the function of that controller, which is no network card: None.
+    """
     target = real_path(path)
-    parts = () if target is None else tuple(reversed(target.parts))
-    return next((bus for bus in map(normal_bus_id, parts) if bus is not None), None)
+    for folder in () if target is None else (target, *target.parents):
+        bus = normal_bus_id(folder.name)
+        if bus is not None:
+            code = re.fullmatch(r"0x([0-9a-f]{1,6})", text_of(folder / "class") or "")
+            return bus if code is None or role_of_class(int(code[1], 16)) == "nic" else None
+    return None
 
 
 def _part_of(path: Path) -> str:

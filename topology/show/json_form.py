@@ -94,15 +94,15 @@ def to_object(machine: Machine) -> Object:
         "asymmetric_cells": [defect.where for defect in machine.defects if defect.kind == "asymmetric_cell"],
         "short_rows": [defect.where for defect in machine.defects if defect.kind == "short_row"],
         "unclassified": list(machine.unclassified),
-        "notes": list(machine.notes),
+        "notes": [*machine.notes, *labels.link_notes()],
         "sources": list(machine.sources),
         "graph": to_plain(machine),
     }
 
 
 def _n_numa(machine: Machine) -> int:
-    """Returns the number of NUMA nodes; all that report no number count as one."""
-    return len({cpu.numa for cpu in machine.cpus})
+    """Returns the number of NUMA nodes: by number, else by the cores that tell them apart; the rest counts as one."""
+    return len({cpu.cores if cpu.numa is None else cpu.numa for cpu in machine.cpus})
 
 
 def _flag(value: bool | None) -> str | None:
@@ -154,7 +154,7 @@ def _gpu(gpu: Gpu, labels: Labels, chosen: Nic | None) -> Object:
         "nvlinks": labels.link_count(gpu) if _lists_links(labels.machine) else None,
         "nearest_path": None if path is None else path.name,
         "nearest": [_nets_or_bus(nic) for nic in nearest],
-        "within_default_level": any(distances.qualifies_for_gdr(gpu, nic) for nic in nearest),
+        "within_default_level": _uses_gdr(gpu, labels),
         "gdr_gpu_attr": _flag(gpu.gdr),
         "gdr_net_attr": flags,
         "name": gpu.name,
@@ -164,10 +164,18 @@ def _gpu(gpu: Gpu, labels: Labels, chosen: Nic | None) -> Object:
     }
 
 
+def _uses_gdr(gpu: Gpu, labels: Labels) -> bool | None:
+    """Returns whether NCCL uses GPUDirect RDMA on a GPU's nearest cards; None where no distance to a card is known."""
+    path, nearest = labels.distances.nearest_nics(gpu)
+    if path is None and labels.machine.nics:
+        return None
+    return any(labels.distances.qualifies_for_gdr(gpu, nic) for nic in nearest)
+
+
 def _per_gpu(gpu: Gpu, labels: Labels) -> Object:
     path, nearest = labels.distances.nearest_nics(gpu)
     return {
         "best": None if path is None else path.name,
         "nics": [port.name for nic in nearest for port in nic.ports],
-        "gdr_default": any(labels.distances.qualifies_for_gdr(gpu, nic) for nic in nearest),
+        "gdr_default": _uses_gdr(gpu, labels),
     }

@@ -305,3 +305,70 @@ def test_devices_that_were_cut_off_at_the_right_are_named(columns: int, left_out
     assert len(machine.gpus) + len(machine.nics) == columns
     cut = [note for note in machine.notes if "cut off at the right" in note]
     assert [note.partition(": ")[0] for note in cut] == ([left_out] if left_out else [])
+
+
+IDLE_CARDS = """\tGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV18\tPIX\tNODE\t0-31\t0\t\tN/A
+GPU1\tNV18\t X \tNODE\tNODE\t0-31\t0\t\tN/A
+"""
+
+
+def test_a_gpu_that_is_far_from_all_cards_gets_an_idle_one() -> None:
+    found = to_object(smi.read(IDLE_CARDS))
+    assert [gpu["nic"] for gpu in found["gpus"]] == [["NIC0"], ["NIC1"]]  # type: ignore[attr-defined]
+
+
+def test_sets_of_cores_are_told_apart_where_no_numa_node_is_named() -> None:
+    text = "\tGPU0\tGPU1\tGPU2\tCPU Affinity\nGPU0\t X \tPHB\tSYS\t0-15\nGPU1\tPHB\t X \tSYS\t0-15\n"
+    machine = smi.read(text + "GPU2\tSYS\tSYS\t X \t16-31\n")
+    assert to_object(machine)["n_numa"] == 2
+    assert [gpu.parent for gpu in machine.gpus] == ["cores 0-15", "cores 0-15", "cores 16-31"]
+    assert all(cpu.numa is None for cpu in machine.cpus)
+    assert to_object(smi.read(SMALL))["n_numa"] == 2
+
+
+def test_gdr_is_unknown_where_the_distance_is() -> None:
+    """JSON of a GB200's matrix: SYS says nothing of a coherent GPU."""
+    found = to_object(smi.read(GRACE))
+    for gpu in found["gpus"]:  # type: ignore[attr-defined]
+        assert (gpu["nearest_path"], gpu["within_default_level"]) == (None, None)
+    assert [each["gdr_default"] for each in found["per_gpu"].values()] == [None, None]  # type: ignore[attr-defined]
+
+
+def test_a_gpu_with_fewer_links_is_named_in_json_as_well() -> None:
+    rows = [["X" if a == b else "NV1" if 3 in (a, b) else "NV2" for b in range(4)] for a in range(4)]
+    lines = ["\t".join(["", *(f"GPU{b}" for b in range(4))])]
+    lines += ["\t".join([f"GPU{a}", *row]) for a, row in enumerate(rows)]
+    machine = smi.read("\n".join(lines))
+    (note,) = Labels(machine).link_notes()
+    assert note.startswith("GPU3 has 3 NVLinks where 3 others have 5")
+    assert note in to_object(machine)["notes"]  # type: ignore[operator]
+
+
+AMD_SMI = """ACCESS TABLE:
+             0000:03:00.0 0000:0c:00.0 0000:22:00.0
+0000:03:00.0 ENABLED      ENABLED      ENABLED
+0000:0c:00.0 ENABLED      ENABLED      ENABLED
+0000:22:00.0 ENABLED      ENABLED      ENABLED
+
+LINK TYPE TABLE:
+             0000:03:00.0 0000:0c:00.0 0000:22:00.0
+0000:03:00.0 SELF         XGMI         PCIE
+0000:0c:00.0 XGMI         SELF         PCIE
+0000:22:00.0 PCIE         PCIE         SELF
+
+NUMA BW TABLE:
+             0000:03:00.0 0000:0c:00.0 0000:22:00.0
+0000:03:00.0 N/A          50000-50000  N/A
+"""
+
+
+def test_the_topology_of_amd_smi() -> None:
+    machine = smi.read(AMD_SMI)
+    distances = Distances(machine)
+    assert [(gpu.bus, gpu.index) for gpu in machine.gpus] == [("0000:03:00.0", 0), ("0000:0c:00.0", 1),
+                                                              ("0000:22:00.0", 2)]  # fmt: skip
+    assert distances.gpu_gpu(*machine.gpus[:2]) is PathType.NVL and distances.gpu_gpu(*machine.gpus[1:]) is None
+    assert [(link.a, link.b, link.kind) for link in machine.links] == [("0000:03:00.0", "0000:0c:00.0", "xgmi")]
+    with pytest.raises(TopologyError, match="no line of bus ids"):
+        smi.read("LINK TYPE TABLE:\n\nnothing\n")

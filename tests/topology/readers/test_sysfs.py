@@ -440,3 +440,23 @@ def test_beside_another_makers_gpu_amds_are_not_numbered(systree: "SysTree") -> 
     systree.device(ROOT, "0000:0b:00.0", kind=0x030000, vendor=0x1002)
     kfd(systree, 1, 0x0B00)
     assert [gpu.index for gpu in read(systree.root).gpus] == [None, None]
+
+
+@pytest.mark.parametrize(("name", "below", "code", "speed"), [
+    ("thunderbolt0", "domain0/0-0/0-1/0-1.0", 0x0C0340, "20000"),  # USB4 or Thunderbolt, host interface
+    ("thunderbolt0", "domain0/0-0/0-1/0-1.0", 0x088000, "20000"),  # Thunderbolt 3: a system peripheral
+    ("enx00e04c", "usb4/4-1/4-1:1.0", 0x0C0330, "2500"),  # an adapter on USB 3
+    ("usb0", "usb2/2-1/2-1:1.0", 0x0C0320, "425"),
+])  # fmt: skip
+def test_an_adapter_on_usb_or_thunderbolt_is_a_card(
+    systree: "SysTree", name: str, below: str, code: int, speed: str
+) -> None:
+    """The only link of many a pair of small machines: below a controller that is no network card."""
+    systree.host({0: "0-15"})
+    systree.device("pci0000:00", "0000:c7:00.5", kind=code, vendor=0x1022)
+    systree.device("pci0000:00", "0000:c3:00.0", kind=0x020000, vendor=0x10EC)
+    systree.interface("enp195s0", "pci0000:00", "0000:c3:00.0", speed="5000", driver="r8169")
+    systree.interface(name, "pci0000:00", "0000:c7:00.5", below, speed=speed, driver="thunderbolt-net")
+    machine = read(systree.root)
+    found = {nic.ports[0].name: (nic.parent, nic.ports[0].bits_per_second) for nic in machine.nics}
+    assert found == {"enp195s0": ("numa0", 5e9), name: ("numa0", float(speed) * 1e6)}

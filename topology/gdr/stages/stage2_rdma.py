@@ -72,7 +72,7 @@ def _unmatched(names: list[str]) -> Finding:
 
 _EFA_KINDS = re.compile(
     r"(p4d|p4de|p5|p5e|p5en|p6-\w+|p6e-\w+|trn1|trn1n|trn2|dl1|hpc\w+|g4dn\.(8xlarge|12xlarge|16xlarge|metal)|"
-    r"p3dn\.24xlarge|g5\.(8|12|16|24|48)xlarge|g6e?\.(8|12|16|24|48)xlarge)(\.|$)"
+    r"p3dn\.24xlarge|g5\.(8|12|16|24|48)xlarge|g6e?\.(8|12|16|24|48)xlarge|g7e?\.(8|12|24|48)xlarge)(\.|$)"
 )
 """Instance types with GPUs or accelerators that can have EFA. Source: Amazon EC2 user guide, Elastic Fabric Adapter,
 supported instance types."""
