@@ -34,18 +34,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size as nccl-tests writes it: `8`, `64K`, `1.5G`; the units are powers of 1024.
+    """Bytes of a size as nccl-tests reads it: `8`, `64K`, `1.5G`, `1GB`, `1 MiB`; the units are powers of 1024.
 
     Raises:
         argparse.ArgumentTypeError: It is no size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([kmgKMG]?)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(?:\s*([kmg])(?:i?b|bytes)?)?", text.strip(), re.ASCII | re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"found {text!r}, wanted a number of bytes, with K, M or G for powers of 1024")
-    nbytes = float(match[1]) * _UNITS[match[2].lower()]
+    nbytes = float(match[1]) * _UNITS[(match[2] or "").lower()]
     if nbytes > MOST_NBYTES:
         raise argparse.ArgumentTypeError(f"found {text[:40]!r}, wanted at most {MOST_NBYTES >> 30}G")
     return int(nbytes)
+
+
+def _collective(text: str) -> str:
+    """The collective of its name, or of the name of nccl-tests' program for it: `all_reduce_perf`."""
+    return Path(text).name.removesuffix("_perf")
 
 
 def _at_least(lowest: int, highest: int = _MOST_TIMES) -> "type[int]":
@@ -109,7 +114,8 @@ def build_parser() -> Parser:
         epilog="`gradwire bench kernels` times the compressors' kernels instead.\n"
         "Example: gradwire bench all_reduce -b 8 -e 64M -f 2 -g 4",
     )
-    parser.add_argument("collective", choices=COLLECTIVES, metavar="COLLECTIVE", help=", ".join(COLLECTIVES))
+    names = ", ".join(COLLECTIVES)
+    parser.add_argument("collective", type=_collective, choices=COLLECTIVES, metavar="COLLECTIVE", help=names)
     _add_sizes(parser)
     _add_timing(parser)
     _add_operation(parser)

@@ -60,9 +60,10 @@ def test_defaults_are_those_of_nccl_tests() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("8", 8), ("64K", 65536), ("1.5g", 3 << 29), ("2M", 2 << 20), (".5k", 512)]
-)
+@pytest.mark.parametrize(("text", "nbytes"), [
+    ("8", 8), ("64K", 65536), ("1.5g", 3 << 29), ("2M", 2 << 20), (".5k", 512), ("1GB", 1 << 30), ("4mb", 4 << 20),
+    ("1 MiB", 1 << 20), ("64 K", 65536), ("2gib", 2 << 30),
+])  # fmt: skip
 def test_sizes_are_binary(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
@@ -72,6 +73,9 @@ def test_sizes_are_binary(text: str, nbytes: int) -> None:
     [
         ["-b", "8X"],
         ["-b", ""],
+        ["-b", "8B"],
+        ["-e", "1GX"],
+        ["-e", "1Gbit"],
         ["-b", "-8"],
         ["-e", "1e3"],
         ["-i", "many"],
@@ -133,3 +137,8 @@ def test_an_unknown_collective_is_an_error() -> None:
 )
 def test_rows_go_from_the_smallest_to_the_largest(words: list[str], expected: list[int]) -> None:
     assert sizes(parse(["all_reduce", *words])) == expected
+
+
+@pytest.mark.parametrize("name", ["sendrecv_perf", "all_reduce_perf", "./build/alltoall_perf", "broadcast"])
+def test_a_collective_goes_by_the_name_of_its_program_as_well(name: str) -> None:
+    assert parse([name]).collective == name.removeprefix("./build/").removesuffix("_perf")
