@@ -5,8 +5,9 @@ it there: two GPUs and two NICs below each stack of switches, all at PXB.
 """
 
 from dataclasses import replace
+from itertools import combinations
 
-from gradwire.topology.bandwidth import nvlink_bytes_per_second
+from gradwire.topology.bandwidth import nvlink_bytes_per_second, xgmi_bytes_per_second
 from gradwire.topology.graph import Cpu, DeviceLink, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
 
 GEN3, GEN4, GEN5 = (PcieLink(gigatransfers_per_second=rate, lanes=16) for rate in (8.0, 16.0, 32.0))
@@ -76,6 +77,105 @@ def pcie_box(gpus: int = 4) -> Machine:
     return Machine(
         hostname="pcie_box", cpus=cpus, gpus=tuple(cards), nics=(nic,), links_known=True, sources=("preset",)
     )
+
+
+def dgx_spark() -> Machine:
+    """Returns a DGX Spark: one GB10, and one port of 200 Gb/s of its ConnectX-7.
+
+    The port is two PCIe functions of four lanes each; GB10 has no GPUDirect RDMA. Source: NVIDIA DGX Spark user guide,
+    Hardware overview and Spark stacking.
+    """
+    cpu = Cpu(key="numa0", numa=0, socket=0, architecture="arm64", cores="0-19")
+    gpu = replace(_gpu(0, "000f:01:00.0", "numa0", "NVIDIA GB10", 121, GEN5), gdr=False, pcie=None)
+    port = Port(
+        name="rocep1s0f0", interfaces=("enp1s0f0np0",), link_layer="Ethernet", bits_per_second=200e9, active=True
+    )
+    nic = Nic(
+        key="0000:01:00.0", bus="0000:01:00.0", parent="numa0", vendor=0x15B3, class_code=0x020000, driver="mlx5_core",
+        ports=(port,),
+    )  # fmt: skip
+    return Machine(hostname="dgx_spark", cpus=(cpu,), gpus=(gpu,), nics=(nic,), links_known=True, sources=("preset",))
+
+
+def rtx_pro_6000() -> Machine:
+    """Returns a workstation with 4 RTX PRO 6000 on PCIe 5 without peer-to-peer, and two ports of 25 Gb/s Ethernet."""
+    gpus = tuple(
+        replace(_gpu(i, f"0000:{0x11 + 0x10 * i:02x}:00.0", "numa0", _PRO_6000, 120, GEN5), gdr=False) for i in range(4)
+    )
+    note = "GPUs do not reach each other directly: what they send each other passes through the host's memory."
+    nic = _ethernet("0000:e1:00.0", 25e9, GEN4, "enp225s0f0np0", "enp225s0f1np1")
+    return Machine(
+        hostname="rtx_pro_6000", cpus=(_cpu(0, 0, "AuthenticAMD", 0x11, 32),), gpus=gpus, nics=(nic,), links_known=True,
+        notes=(note,), sources=("preset",),
+    )  # fmt: skip
+
+
+def rtx_5090() -> Machine:
+    """Returns a desktop with 2 RTX 5090 on eight lanes of PCIe 5 each, and 10 Gb/s Ethernet."""
+    lanes = replace(GEN5, lanes=8)
+    gpus = tuple(
+        replace(_gpu(i, f"0000:{i + 1:02x}:00.0", "numa0", "NVIDIA GeForce RTX 5090", 120, lanes), gdr=False)
+        for i in range(2)
+    )
+    nic = _ethernet("0000:0a:00.0", 10e9, replace(GEN4, lanes=4), "enp10s0")
+    return Machine(
+        hostname="rtx_5090", cpus=(_cpu(0, 0, "AuthenticAMD", 0x44, 16),), gpus=gpus, nics=(nic,), links_known=True,
+        sources=("preset",),
+    )  # fmt: skip
+
+
+def strix_halo() -> Machine:
+    """Returns a Ryzen AI Max+ 395: one Radeon 8060S in the processor, and USB4 with its network interface.
+
+    Source: Linux Documentation/admin-guide/thunderbolt.rst, Networking over Thunderbolt cable (20 Gb/s a direction of a
+    USB4 link of 40).
+    """
+    gpu = Gpu(
+        key="0000:c5:00.0", bus="0000:c5:00.0", parent="numa0", index=0, name="Radeon 8060S", vendor=0x1002,
+        class_code=0x030000, architecture="gfx1151", gdr=False,
+    )  # fmt: skip
+    port = Port(
+        name="thunderbolt0", interfaces=("thunderbolt0",), link_layer="Ethernet", bits_per_second=20e9, active=True
+    )
+    nic = Nic(key="thunderbolt0", parent="numa0", driver="thunderbolt-net", ports=(port,))
+    return Machine(
+        hostname="strix_halo", cpus=(_cpu(0, 0, "AuthenticAMD", 0x70, 16),), gpus=(gpu,), nics=(nic,), links_known=True,
+        sources=("preset",),
+    )  # fmt: skip
+
+
+def mi300x() -> Machine:
+    """Returns a server with 8 MI300X, each joined to all others by one xGMI link, and a 400 Gb/s card beside each.
+
+    Source: AMD Instinct MI300X platform data sheet (7 Infinity Fabric links a GPU).
+    """
+    gpus = tuple(
+        Gpu(
+            key=(bus := f"0000:{0x05 + 0x1A * i:02x}:00.0"), bus=bus, parent=f"numa{i // 4}", index=i,
+            name="AMD Instinct MI300X", vendor=0x1002, class_code=0x120000, architecture="gfx942", gdr=True, pcie=GEN5,
+        )
+        for i in range(8)
+    )  # fmt: skip
+    links = tuple(
+        DeviceLink(a=a.key, b=b.key, kind="xgmi", bytes_per_second=xgmi_bytes_per_second(a, 1))
+        for a, b in combinations(gpus, 2)
+    )
+    nics = tuple(_nic(f"mlx5_{i}", f"0000:{0x06 + 0x1A * i:02x}:00.0", f"numa{i // 4}", 400e9, GEN5) for i in range(8))
+    cpus = (_cpu(0, 0, "AuthenticAMD", 0x11, 96), _cpu(1, 1, "AuthenticAMD", 0x11, 96))
+    return Machine(
+        hostname="mi300x", cpus=cpus, gpus=gpus, nics=nics, links=links, links_known=True, sources=("preset",)
+    )
+
+
+_PRO_6000 = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
+
+
+def _ethernet(bus: str, bits_per_second: float, pcie: PcieLink, *names: str) -> Nic:
+    ports = tuple(
+        Port(name=name, interfaces=(name,), link_layer="Ethernet", bits_per_second=bits_per_second, active=True)
+        for name in names
+    )
+    return Nic(key=bus, bus=bus, parent="numa0", vendor=0x8086, class_code=0x020000, ports=ports, pcie=pcie)
 
 
 def cpu_only() -> Machine:

@@ -21,6 +21,7 @@ class PublicModel:
         shapes: Of all parameters that have a gradient, in the order of the model.
         step_seconds: Forward, backward and optimizer of one GPU without communication; an assumption.
         batch: What one GPU takes in that time.
+        assumed: For which device the time is, and from what, in words; empty for the reference device's own.
     """
 
     name: str
@@ -28,6 +29,7 @@ class PublicModel:
     shapes: Shapes
     step_seconds: float
     batch: str
+    assumed: str = ""
 
     @property
     def numel(self) -> int:

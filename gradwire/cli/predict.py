@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gradwire.bench.arguments import CommandParser, check_can_plot, check_number, check_output, read_input
+from gradwire.bench.compare.devices import all_on_machine, on_machine
 from gradwire.bench.compare.public_models import PUBLIC_MODELS, PublicModel
 from gradwire.bench.emulation.paths import parse_loss, parse_seconds
 from gradwire.bench.emulation.rate import parse_rate
@@ -17,37 +18,46 @@ from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import CleanConsole, complain, working, writing
 from gradwire.cli import predict_models, predict_sharded
 from gradwire.cli.predict_show import Answer, Gains, as_json, as_table, draw
+from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.links.distance import MOST_ROUND_TRIP_SECONDS
-from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Workload, advise
+from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Offer, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
+from gradwire.comms.plan.cost import EXACT
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.plan.sharded import FULL
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
+from gradwire.topology import presets
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
-from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, p4d, pcie_box
 from gradwire.topology.readers.files import read_file
 
 PRESETS: dict[str, Callable[[], Machine]] = {
-    "dgx_a100": dgx_a100,
-    "dgx_h100": dgx_h100,
-    "p4d": p4d,
-    "pcie_box": pcie_box,
-    "pcie_box_8": partial(pcie_box, 8),
-    "cpu_only": cpu_only,
+    "dgx_a100": presets.dgx_a100,
+    "dgx_h100": presets.dgx_h100,
+    "dgx_spark": presets.dgx_spark,
+    "mi300x": presets.mi300x,
+    "p4d": presets.p4d,
+    "pcie_box": presets.pcie_box,
+    "pcie_box_8": partial(presets.pcie_box, 8),
+    "rtx_5090": presets.rtx_5090,
+    "rtx_pro_6000": presets.rtx_pro_6000,
+    "strix_halo": presets.strix_halo,
+    "cpu_only": presets.cpu_only,
 }
 ASSUMED = "pcie_box"
 """The machine where none is given: who comes with a slow link has no DGX."""
+MOST_RANKS_OF_A_NODE = 1024
 MOST_RANKS = 2**17
 """Planning for more takes minutes."""
 MOST_MEGABYTES = 1e8
 """25 * 10^12 parameters."""
+GRADIENT_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Dtype of the gradients that DDP reduces -> bytes of an element."""
 BOUNDS = {
     "nodes": (1, MOST_RANKS),
-    "ranks_per_node": (1, 1024),
     "nics_per_node": (1, 1024),
     "backward_ms": (0, 1e9),
     "forward_ms": (0, 1e9),
@@ -67,29 +77,60 @@ class Question:
     options: argparse.Namespace
     layout: Layout
     workload: Workload
+    assumed_compute: str = ""
 
     def cluster(self, nodes: int) -> Cluster:
-        """The cluster with that many nodes."""
-        return cluster_of_machines(
+        """The cluster with that many nodes; fewer than were asked for are the first ones."""
+        rates = self._rates()[:nodes]
+        whole = cluster_of_machines(
             self.machine,
             nodes,
-            ranks_per_node=self.options.ranks_per_node,
-            nic_bits_per_second=self._rate("nic"),
+            ranks_per_node=max(self.options.ranks_per_node[:nodes], default=None),
+            nic_bits_per_second=min(rates, default=None),
             nics_per_node=self.options.nics_per_node,
             intra_bits_per_second=self._rate("intra_node"),
             round_trip_seconds=_round_trip(self.options),
             loss=0.0 if self.options.loss is None else parse_loss(self.options.loss, "--loss"),
         )
+        if len(self.options.ranks_per_node) > 1:
+            counts = self.options.ranks_per_node[:nodes]
+            whole = replace(whole, locations=tuple((node,) for node, count in enumerate(counts) for _ in range(count)))
+        cards = self.options.nics_per_node or 1
+        return with_node_rates(whole, [rate / 8 * cards for rate in rates] if len(set(rates)) > 1 else [])
+
+    def _rates(self) -> list[int]:
+        """Bits per second of a card: of each node, of all alike, or none."""
+        return [parse_rate(word, "--nic") for word in (self.options.nic or "").split(",") if word]
 
     def _rate(self, option: str) -> int | None:
         text = getattr(self.options, option)
         return None if text is None else parse_rate(text, predict_sharded.spelled(option))
 
     def advice(self, cluster: Cluster) -> Advice:
-        """Every plan and compressor priced on a cluster."""
+        """Every plan and compressor priced on a cluster.
+
+        Compressors take float32: of gradients with fewer bytes they send, and compute, as much an element.
+        """
         rate = codec_bytes_per_second(self.machine)
+        wider = ELEMENT_NBYTES / GRADIENT_NBYTES[self.options.gradient_dtype]
         prices = [codec_price(name, self.layout, len(cluster.nodes), rate) for name in registry.names()]
+        prices = [
+            replace(price, ratio=price.ratio * wider, seconds_per_byte=price.seconds_per_byte * wider)
+            for price in prices
+            if price.name != EXACT.name
+        ]
         return advise(cluster, self.workload, prices, library=library_of(self.machine))
+
+    def torch_hook(self, cluster: Cluster) -> Offer | None:
+        """What torch's fp16_compress_hook does: one all-reduce of half as many bytes; None where it saves nothing."""
+        if self.options.gradient_dtype != "float32":
+            return None
+        whole = self.workload
+        half = replace(
+            whole, gradient_nbytes=whole.gradient_nbytes // 2, bucket_nbytes=max(1, whole.bucket_nbytes // 2)
+        )
+        offer = advise(cluster, half, (), library=library_of(self.machine)).offer("flat")
+        return replace(offer, name="torch fp16 hook", compressor="fp16 (torch)")
 
 
 def build_parser() -> CommandParser:
@@ -113,8 +154,18 @@ def build_parser() -> CommandParser:
         help="NCCL topology XML, `nvidia-smi topo -m`, or `gradwire topo --json` of one node",
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes like that (default 1)")
-    parser.add_argument("--ranks-per-node", type=int, metavar="R", help="default: one for each GPU, else CPU socket")
-    parser.add_argument("--nic", metavar="RATE", help="rate of one network card, 25gbit, in place of the machine's own")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=_counts,
+        default=(),
+        metavar="R",
+        help="default: one for each GPU, else CPU socket; 2,1 for nodes with unlike numbers",
+    )
+    parser.add_argument(
+        "--nic",
+        metavar="RATE",
+        help="rate of one network card, 25gbit, in place of the machine's own; 40mbit,40mbit,15mbit for unlike nodes",
+    )
     parser.add_argument(
         "--intra-node", metavar="RATE", help="what one rank has inside its node, 1880gbit, where unknown"
     )
@@ -128,9 +179,7 @@ def build_parser() -> CommandParser:
     )
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--gradient-mb", type=float, metavar="MB", help="size of all gradients, in 10^6 bytes")
-    size.add_argument(
-        "--parameters", type=float, metavar="N", help="number of parameters, 7e9: 4 bytes of gradient each"
-    )
+    size.add_argument("--parameters", type=float, metavar="N", help="number of parameters, 7e9")
     size.add_argument(
         "--model-json",
         type=Path,
@@ -139,6 +188,12 @@ def build_parser() -> CommandParser:
     )
     size.add_argument("--model", choices=sorted(PUBLIC_MODELS), help="a public model, with its backward time assumed")
     size.add_argument("--models", action="store_true", help="all of these by link, on 2 and on 4 nodes, as one table")
+    parser.add_argument(
+        "--gradient-dtype",
+        choices=GRADIENT_NBYTES,
+        default="float32",
+        help="of the gradients that DDP reduces: the parameters' (default float32)",
+    )
     parser.add_argument(
         "--backward-ms",
         type=float,
@@ -172,6 +227,34 @@ def build_parser() -> CommandParser:
     return parser
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    """The ranks of all nodes alike, `2`, or of each, `2,1`."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS_OF_A_NODE for word in words):
+        raise argparse.ArgumentTypeError(
+            f"found {text[:40]!r}; wanted a whole number from 1 to {MOST_RANKS_OF_A_NODE}, or one for each node: 2,1"
+        )
+    return tuple(map(int, words))
+
+
+def _check_nodes(options: argparse.Namespace) -> None:
+    """Refuses lists that do not have one entry for each node.
+
+    Raises:
+        ValueError: One of them does not.
+    """
+    for option, found in (("--nic", (options.nic or "").split(",")), ("--ranks-per-node", options.ranks_per_node)):
+        if len(found) > 1 and len(found) != options.nodes:
+            raise ValueError(
+                f"`{option}` has {len(found)} values and `--nodes` is {options.nodes}; wanted one value for all nodes, "
+                "or one for each"
+            )
+        if len(found) > 1 and options.plot is not None:
+            raise ValueError(
+                f"`{option}` has {len(found)} values with `--plot`; wanted one: it draws other numbers of nodes"
+            )
+
+
 def read_question(options: argparse.Namespace) -> Question:
     """Reads files and checks numbers.
 
@@ -181,6 +264,7 @@ def read_question(options: argparse.Namespace) -> Question:
     """
     for name, (least, most) in BOUNDS.items():
         check_number(predict_sharded.spelled(name), getattr(options, name), least, most)
+    _check_nodes(options)
     check_number("--gradient-mb", options.gradient_mb, ELEMENT_NBYTES / 1e6, MOST_MEGABYTES)
     check_number("--parameters", options.parameters, 1, MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES)
     predict_sharded.check_options(options)
@@ -202,15 +286,30 @@ def read_question(options: argparse.Namespace) -> Question:
             "backward"
         )
     machine = machine_of(options)
-    ranks = options.ranks_per_node or max(1, len(machine.gpus))
-    check_number("--nodes", options.nodes, 1, MOST_RANKS // ranks)
+    check_number("--nodes", options.nodes, 1, MOST_RANKS // ranks_of(machine, options))
     if options.model is not None:
-        return question_about(PUBLIC_MODELS[options.model], machine, options)
+        model = on_machine(PUBLIC_MODELS[options.model], machine, ranks_of(machine, options))
+        return question_about(model, machine, options)
+    element = GRADIENT_NBYTES[options.gradient_dtype]
     layout, nbytes = gradient_of(
         options.model_json,
-        options.gradient_mb if options.parameters is None else options.parameters * ELEMENT_NBYTES / 1e6,
+        options.gradient_mb * ELEMENT_NBYTES / element
+        if options.parameters is None and options.gradient_mb is not None
+        else (options.parameters or 0) * ELEMENT_NBYTES / 1e6,
     )
+    nbytes = nbytes * element // ELEMENT_NBYTES
     return Question(machine, options, layout, _workload(options, nbytes, options.backward_ms / 1e3))
+
+
+def ranks_of(machine: Machine, options: argparse.Namespace) -> int:
+    """Ranks of the fullest node.
+
+    Args:
+        machine: One of the nodes.
+        options: Of the command line.
+    """
+    sockets = len({cpu.socket for cpu in machine.cpus})
+    return max(options.ranks_per_node, default=0) or len(machine.gpus) or sockets or 1
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
@@ -241,7 +340,9 @@ def question_about(model: PublicModel, machine: Machine, options: argparse.Names
     """
     layout = layout_of(model.shapes)
     seconds = options.backward_ms / 1e3 or model.backward_seconds
-    return Question(machine, options, layout, _workload(options, layout.numel * ELEMENT_NBYTES, seconds))
+    nbytes = layout.numel * GRADIENT_NBYTES[options.gradient_dtype]
+    assumed = "" if options.backward_ms else model.assumed
+    return Question(machine, options, layout, _workload(options, nbytes, seconds), assumed)
 
 
 def _workload(options: argparse.Namespace, nbytes: int, backward_seconds: float) -> Workload:
@@ -279,7 +380,10 @@ def main(argv: list[str]) -> int:
             gains = None
             if options.nodes > 1 and question.workload.backward_seconds > 0:
                 gains = Gains.over_one_node(options.nodes, advice, question.advice(question.cluster(1)))
-        answer = Answer(cluster, question.workload, advice, time.perf_counter() - began, gains)
+            hook = question.torch_hook(cluster)
+        answer = Answer(
+            cluster, question.workload, advice, time.perf_counter() - began, gains, hook, question.assumed_compute
+        )
         with reader_may_leave():
             if options.json:
                 print(json.dumps(as_json(answer), indent=1))
@@ -301,6 +405,8 @@ def _answer_models(options: argparse.Namespace) -> None:
                           ("loss", options.loss), ("nics-per-node", options.nics_per_node),
                           ("sharded", options.sharded), ("plot", options.plot), ("backward-ms", options.backward_ms),
                           ("forward-ms", options.forward_ms is not None),
+                          ("gradient-dtype", options.gradient_dtype != "float32"),
+                          ("ranks-per-node", len(options.ranks_per_node) > 1),
                           ("accumulate", options.accumulate != 1)):  # fmt: skip
         if refused:
             raise ValueError(
@@ -316,12 +422,17 @@ def _answer_models(options: argparse.Namespace) -> None:
             question = replace(question, workload=sent)
         bits = parse_rate(rate, "--nic")
         cluster = cluster_of_machines(
-            machine, nodes, ranks_per_node=options.ranks_per_node, nic_bits_per_second=bits, nics_per_node=cards
+            machine,
+            nodes,
+            ranks_per_node=max(options.ranks_per_node, default=None),
+            nic_bits_per_second=bits,
+            nics_per_node=cards,
         )
         return question.advice(cluster)
 
+    models = all_on_machine(list(PUBLIC_MODELS.values()), machine, ranks_of(machine, options))
     with working("pricing every model on every link"):
-        found = list(predict_models.rows(list(PUBLIC_MODELS.values()), ask))
+        found = list(predict_models.rows(models, ask))
     with reader_may_leave():
         if options.json:
             print(json.dumps(predict_models.as_objects(found), indent=1))
@@ -338,7 +449,7 @@ def machine_words(machine: Machine, options: argparse.Namespace) -> str:
         machine: One of the nodes.
         options: Checked.
     """
-    ranks = options.ranks_per_node or max(1, len(machine.gpus))
+    ranks = max(options.ranks_per_node, default=0) or max(1, len(machine.gpus))
     names = sorted({gpu.name for gpu in machine.gpus if gpu.name})
     return f"{ranks} {'GPU' if machine.gpus else 'rank'}{'s' if ranks > 1 else ''}" + (
         f" ({', '.join(names)})" if names else ""

@@ -9,8 +9,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from gradwire.bench.plot.style import BASELINE, PEERS, load_pyplot, save, strip
 from gradwire.comms.plan.advise import SAY_OPTIMIZER, Advice, Offer, Workload, ms
 from gradwire.comms.plan.overlap import least_compute_seconds
+from gradwire.compressors.registry import options_of
 from gradwire.topology.cluster import Cluster
 
 Object = dict[str, object]
@@ -90,6 +92,8 @@ class Answer(Generic[Load, Found]):
         advice: What was found.
         planning_seconds: How long finding it took.
         gains: Of the nodes over one of them, where they are known.
+        torch_hook: What torch's own fp16 hook would take; None where it saves nothing, or is not asked for.
+        assumed_compute: For which device the time of computing was assumed, in words; empty where it was given.
     """
 
     cluster: Cluster
@@ -97,6 +101,8 @@ class Answer(Generic[Load, Found]):
     advice: Found
     planning_seconds: float
     gains: Gains | None
+    torch_hook: Offer | None = None
+    assumed_compute: str = ""
 
     def around(self, rest: Object) -> Object:
         """The answer as a plain dictionary.
@@ -133,13 +139,16 @@ def as_json(answer: Answer[Workload, Advice]) -> Object:
             "gradient_nbytes": workload.gradient_nbytes,
             "forward_seconds": workload.rest_seconds,
             "backward_seconds": workload.backward_seconds,
+            "compute_assumed": answer.assumed_compute or None,
             "accumulate": workload.accumulate,
+            "torch_fp16_hook": None if answer.torch_hook is None else _offer(answer.torch_hook),
             "plans": {offer.name: _offer(offer) for offer in advice.offers},
             "recommend": {
                 "plan": advice.recommend.plan,
                 "compressor": advice.recommend.compressor,
                 "why": advice.recommend.why,
                 "write": advice.recommend.write,
+                "dense_steps": dense_steps(advice.recommend.compressor),
                 "first": None if gains is None or not gains.one_is_faster else RARELY_OR_ALONE,
             },
         }
@@ -162,6 +171,17 @@ def break_even(nodes: int, advice: Advice) -> str:
     best = least_compute_seconds(nodes, recommended.seconds)
     said = f"{nodes} nodes beat one if a step on one node takes more than {ms(flat)} ms with plain DDP"
     return said + (f", {ms(best)} ms with what is recommended" if best < 0.99 * flat else "") + "."
+
+
+def dense_steps(compressor: str) -> int:
+    """How many steps a compressor's gradients travel exactly at first, by its defaults.
+
+    Args:
+        compressor: By name.
+    """
+    steps = options_of(compressor).get("warmup_steps", 0)
+    assert isinstance(steps, int)
+    return steps
 
 
 def exact_offers(advice: Advice) -> list[Offer]:
@@ -207,6 +227,11 @@ def as_table(
         style="" if alone else "bold",
     )
     console.print(f"write: {advice.recommend.write}", markup=False)
+    if dense := dense_steps(chosen.compressor):
+        exact = ms(_best_exact(advice).step_seconds)
+        console.print(
+            f"Its first {dense} steps travel exactly (warmup_steps) and take {exact} ms: a short trial measures those."
+        )
     console.print(f"{chosen.why}\n")
     console.print(
         f"{describe_cluster(cluster)}"
@@ -215,8 +240,14 @@ def as_table(
         + (f", forward {ms(workload.rest_seconds)} ms, backward {ms(workload.backward_seconds)} ms" if known else "")
         + (f", {workload.accumulate} micro-batches a step" if workload.accumulate > 1 else ""),
     )
-    table = table_of("", "plan", "compressor", "step ms", "comm ms", "NIC MB", *(["hidden"] if known else []), "limit")
-    shown = advice.offers if everything else offers_that_matter(advice)
+    if answer.assumed_compute:
+        console.print(
+            f"Computing is assumed: {answer.assumed_compute}. Measure yours, a loss.backward() without DDP, and give "
+            "it as --backward-ms.",
+            markup=False,
+        )
+    table = table_of("", "plan", "compressor", "step ms", "comm ms", "NIC MB", *(["adds ms"] if known else []), "limit")
+    shown = advice.offers if everything else offers_that_matter(advice, answer.torch_hook)
     for offer in sorted(shown, key=lambda offer: (not _is_recommended(offer, advice), offer.step_seconds)):
         table.add_row(*_row(offer, advice, known))
     console.print(table)
@@ -227,11 +258,13 @@ def as_table(
         "comm: one all-reduce of all gradients",
         "NIC: sent by a node",
     ]
-    legend += ["hidden: adds nothing to backward but its last bucket"] if known else []
+    legend += ["adds: what of it does not hide behind backward"] if known else []
+    legend += ["torch fp16 hook: torch's fp16_compress_hook"] if answer.torch_hook in shown else []
     legend += ["!: see the note"] if any(offer.caution for offer in shown) else []
     legend += ["-: for comparison: plan auto takes another"] if everything else []
     console.print("; ".join(legend))
-    notes = [offer.caution for offer in advice.offers if offer.caution and offer.plan.name == "flat"]
+    noted = [offer for offer in shown if offer.caution]
+    notes = list(dict.fromkeys(offer.caution for offer in noted))
     for note in notes:
         console.print(f"note: {note.removesuffix(SAY_OPTIMIZER)}")
     if any(note.endswith(SAY_OPTIMIZER) for note in notes):
@@ -251,7 +284,9 @@ def describe_cluster(cluster: Cluster) -> str:
     """Its nodes and ranks, and what a node has towards the others."""
     nic = cluster.levels[-1].link
     cards = f"{nic.nics} card{'s' if nic.nics > 1 else ''}"
-    return f"{cluster.describe()}, {nic.bytes_per_second * 8 / 1e9:g} Gbit/s a node through {cards}"
+    rates = [f"{rate * 8 / 1e9:g}" for rate in cluster.levels[-1].unit_rates]
+    shown = f"{', '.join(rates)} Gbit/s by node" if rates else f"{nic.bytes_per_second * 8 / 1e9:g} Gbit/s a node"
+    return f"{cluster.describe()}, {shown} through {cards}"
 
 
 def describe_effort(planning_seconds: float, left_out: int) -> str:
@@ -259,33 +294,46 @@ def describe_effort(planning_seconds: float, left_out: int) -> str:
     return f"planned in {planning_seconds * 1e3:.0f} ms" + (f"; --all shows {left_out} more rows" if left_out else "")
 
 
-def offers_that_matter(advice: Advice) -> tuple[Offer, ...]:
-    """What plain DDP does, the best exact plan, and the best plan of each compressor; the recommended one always."""
-    kept = {id(offer): offer for offer in advice.offers if _is_recommended(offer, advice) or offer.name == "flat"}
-    best: dict[str, Offer] = {}
-    for offer in advice.offers:
-        rival = best.get(offer.compressor)
-        if offer.available and (rival is None or offer.step_seconds < rival.step_seconds):
-            best[offer.compressor] = offer
-    kept |= {id(offer): offer for offer in best.values()}
-    return tuple(kept.values())
+def offers_that_matter(advice: Advice, torch_hook: Offer | None) -> tuple[Offer, ...]:
+    """What plain DDP does, torch's fp16 hook, the best exact plan, and what is recommended.
+
+    Args:
+        advice: Everything that was priced.
+        torch_hook: Priced beside it, or None.
+    """
+    kept = [offer for offer in advice.offers if _is_recommended(offer, advice) or offer.name == "flat"]
+    kept += [torch_hook] if torch_hook is not None else []
+    best = _best_exact(advice)
+    return tuple(kept) if best in kept else (*kept, best)
+
+
+def _best_exact(advice: Advice) -> Offer:
+    return min(exact_offers(advice), key=lambda offer: offer.step_seconds)
 
 
 def _is_recommended(offer: Offer, advice: Advice) -> bool:
     verdict = advice.recommend
-    return offer.available and (offer.plan.name, offer.compressor) == (verdict.plan, verdict.compressor)
+    return (
+        offer in advice.offers
+        and offer.available
+        and (offer.plan.name, offer.compressor) == (verdict.plan, verdict.compressor)
+    )
 
 
 def _row(offer: Offer, advice: Advice, known: bool) -> list[str]:
-    mark = "*" if _is_recommended(offer, advice) else "!" if offer.caution else " " if offer.available else "-"
+    hook = offer.name == "torch fp16 hook"
+    mark = (
+        "*" if _is_recommended(offer, advice) and not hook
+        else "!" if offer.caution else " " if offer.available or hook else "-"
+    )  # fmt: skip
     return [
         mark,
-        "flat (as DDP)" if offer.name == "flat" else offer.plan.name,
+        "flat (as DDP)" if offer.name == "flat" else offer.name if hook else offer.plan.name,
         offer.compressor,
         f"{offer.step_seconds * 1e3:.2f}",
         f"{offer.seconds * 1e3:.2f}",
         f"{offer.plan.bytes_by_level.get('inter_node', 0.0) / 1e6:.1f}",
-        *(["yes" if offer.hidden else "no"] if known else []),
+        *([f"{offer.exposed_seconds * 1e3:.2f}"] if known else []),
         offer.limit.removesuffix(" of messages"),
     ]
 
@@ -323,20 +371,28 @@ def draw(file: Path, advice_for: Callable[[int], Advice], nodes: int) -> None:
         RuntimeError: matplotlib is not installed.
         ValueError: matplotlib knows no such kind of picture.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RuntimeError("`--plot` needs matplotlib: install gradwire[plot]") from None
+    pyplot = load_pyplot()
     counts = node_counts(nodes)
     advices = [advice_for(count) for count in counts]
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    known = {offer.name for offer in advices[0].offers}
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    known = {offer.name: offer for offer in advices[0].offers}
     for name in LINES:
-        if name in known:
-            axes.plot(counts, [advice.offer(name).step_seconds * 1e3 for advice in advices], marker=".", label=name)
-    axes.axvline(nodes, color="grey", linewidth=0.8)
-    axes.set(xscale="log", xlabel="nodes", ylabel="step (ms)")
+        if name not in known:
+            continue
+        seconds = [advice.offer(name).step_seconds * 1e3 for advice in advices]
+        warned = " (not recommended)" if known[name].caution else ""
+        label = "flat (as plain DDP)" if name == "flat" else f"{name}{warned}"
+        style = {"color": BASELINE, "linewidth": 2} if name == "flat" else {"linestyle": ":" if warned else "-"}
+        axes.plot(counts, seconds, marker=".", label=label, **style)
+    axes.axvline(nodes, color=PEERS, linewidth=0.8)
+    axes.annotate(f"{nodes} asked for", (nodes, 1), xycoords=("data", "axes fraction"), ha="right", va="top",
+                  rotation=90, fontsize=8, color="#555555")  # fmt: skip
     axes.set_xscale("log", base=2)
-    axes.legend(fontsize="small")
-    figure.savefig(file)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="nodes", ylabel="step, ms", title="Predicted time of a training step")
+    axes.grid(axis="y", color="#eeeeee")
+    strip(axes)
+    axes.legend(fontsize="small", frameon=False)
+    save(figure, file, ["Predicted by gradwire predict, not measured."])

@@ -9,7 +9,6 @@ import pytest
 
 from gradwire.cli.predict import OPTIMIZERS, main
 from gradwire.cli.predict_show import node_counts
-from gradwire.comms.plan.advise import ON_CPUS
 from gradwire.compressors import registry
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 
@@ -53,11 +52,14 @@ def test_people_get_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(limits)]
     assert rows[0][:3] == ["*", "hierarchical", "int8"]
     assert ["flat", "(as", "DDP)", "none"] in [row[:4] for row in rows]
-    assert len(rows) == 1 + len(registry.names()) - len(ON_CPUS)  # plain DDP, and the best plan of each compressor
+    firsts = sorted(" ".join(row[:3]) for row in rows)  # what is recommended, torch's hook, the best exact plan, DDP
+    assert firsts == ["* hierarchical int8", "flat (as DDP)", firsts[2], "torch fp16 hook"], rows
+    assert firsts[2].startswith("hierarchical none")
+    assert "note:" not in text
     assert "halving_doubling" not in text and re.search("--all shows [0-9]+ more rows", text)
     assert main([*AIAK, "--optimizer", "adam", "--all"]) == 0
-    assert "halving_doubling" in capsys.readouterr().out
-    assert "note: dgc requires SGD" in " ".join(text.split())
+    everything = capsys.readouterr().out
+    assert "halving_doubling" in everything and "note: dgc requires SGD" in " ".join(everything.split())
 
 
 def test_whether_several_nodes_beat_one_comes_first_and_what_to_type_second(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +191,7 @@ def test_a_codec_of_ones_own_is_not_recommended(
         answer = ask(capsys, *SLOW, "--optimizer", optimizer)
         assert answer["recommend"]["compressor"] not in ("a users own", "rotated4", "rotated2")  # type: ignore[index]
         assert "nobody here has trained with a users own" in answer["plans"]["hierarchical+a users own"]["caution"]  # type: ignore[index]
-    assert main([*SLOW, "--optimizer", "muon"]) == 0
+    assert main([*SLOW, "--optimizer", "muon", "--all"]) == 0
     assert "note: what rotated4 costs on a GPU was never measured" in " ".join(capsys.readouterr().out.split())
 
 
@@ -237,3 +239,93 @@ def test_without_a_backward_pass_the_first_line_says_from_which_step_on_nodes_be
     assert found is not None and float(found[2]) < 0.4 * float(found[1]), first
     flat = ask(capsys, *words, "--nodes", "2")["plans"]["flat"]["seconds"]  # type: ignore[index]
     assert float(found[1]) == pytest.approx(1e3 * flat / (2 - 1 / 3), abs=1)
+
+
+@pytest.mark.parametrize(("preset", "factor"), [
+    ("pcie_box", 1.0), ("dgx_a100", 125 / 312), ("dgx_h100", 125 / 989), ("mi300x", 125 / 1307), ("dgx_spark", 1.0),
+    ("rtx_5090", 125 / 209), ("rtx_pro_6000", 125 / 500), ("strix_halo", 125 / 59), ("cpu_only", 125 / (32 * 0.0864)),
+])  # fmt: skip
+def test_computing_belongs_to_the_device_and_is_called_assumed(
+    preset: str, factor: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--preset", preset, "--model", "gpt2", "--nodes", "2", "--nic", "25gbit"]
+    answer = ask(capsys, *words)
+    assert answer["backward_seconds"] == pytest.approx(2 / 3 * 0.25 * factor)
+    assert "TFLOP/s [" in str(answer["compute_assumed"])
+    assert main(words) == 0
+    assert "Computing is assumed: 12 x 1,024 tokens on " in " ".join(capsys.readouterr().out.split())
+    given = ask(capsys, *words, "--backward-ms", "30")
+    assert (given["backward_seconds"], given["compute_assumed"]) == (0.03, None)
+
+
+def test_a_device_without_a_figure_is_said_to_be_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dataclasses import replace
+
+    from gradwire.topology.presets import pcie_box
+    from gradwire.topology.show import json_form
+
+    machine = pcie_box()
+    strange = replace(machine, gpus=tuple(replace(gpu, name="NVIDIA Strange 1") for gpu in machine.gpus))
+    (tmp_path / "node.json").write_text(json_form.write(strange))
+    answer = ask(capsys, "--topology", str(tmp_path / "node.json"), "--model", "gpt2")
+    assert answer["compute_assumed"] == "12 x 1,024 tokens on an A10, as nothing is known here of NVIDIA Strange 1"
+
+
+CPUS = ["--preset", "cpu_only", "--parameters", "1.56e6", "--backward-ms", "100"]
+
+
+def seconds(answer: dict[str, object], name: str) -> float:
+    plans = answer["plans"]
+    assert isinstance(plans, dict)
+    found = plans[name]["seconds"]
+    assert isinstance(found, float)
+    return found
+
+
+def test_gradients_of_two_bytes_are_half_as_many_and_compress_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*CPUS, "--nodes", "2", "--ranks-per-node", "1", "--nic", "40mbit"]
+    whole, half = ask(capsys, *words), ask(capsys, *words, "--gradient-dtype", "bfloat16")
+    assert whole["gradient_nbytes"] == 2 * half["gradient_nbytes"]  # type: ignore[operator]
+    assert seconds(half, "flat") == pytest.approx(seconds(whole, "flat") / 2, rel=0.02)
+    assert seconds(half, "hierarchical+int8") == pytest.approx(seconds(whole, "hierarchical+int8"), rel=0.02)
+    assert whole["torch_fp16_hook"] is not None and half["torch_fp16_hook"] is None
+    by_size = [*words[:2], *words[4:], "--gradient-mb", "3.12", "--gradient-dtype", "bfloat16"]
+    assert ask(capsys, *by_size)["gradient_nbytes"] == half["gradient_nbytes"]
+
+
+def test_steps_that_travel_exactly_at_first_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--preset", "cpu_only", "--nodes", "2", "--ranks-per-node", "1", "--nic", "2mbit", "--model", "gpt2",
+             "--backward-ms", "100", "--optimizer", "sgd"]  # fmt: skip
+    recommend = ask(capsys, *words)["recommend"]
+    assert isinstance(recommend, dict)
+    steps = registry.options_of(str(recommend["compressor"]))["warmup_steps"]
+    assert recommend["dense_steps"] == steps == 100, recommend
+    assert main(words) == 0
+    assert "Its first 100 steps travel exactly (warmup_steps)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_unlike_links_and_uneven_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    base = [*CPUS, "--nodes", "3"]
+    alike = ask(capsys, *base, "--ranks-per-node", "1", "--nic", "15mbit")
+    fast = ask(capsys, *base, "--ranks-per-node", "1", "--nic", "40mbit")
+    unlike = ask(capsys, *base, "--ranks-per-node", "1", "--nic", "40mbit,40mbit,15mbit")
+    for name in ("flat", "hierarchical", "hierarchical+int8"):
+        assert seconds(fast, name) < seconds(unlike, name) <= 1.05 * seconds(alike, name), name
+    uneven = ask(capsys, *base, "--ranks-per-node", "2,1,1", "--nic", "40mbit")
+    assert uneven["ranks"] == 4 and "2, 1, 1 ranks" in str(uneven["cluster"])
+    assert main([*base, "--ranks-per-node", "1", "--nic", "40mbit,40mbit,15mbit"]) == 0
+    assert "0.04, 0.04, 0.015 Gbit/s by node" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--nic", "40mbit,15mbit"], "`--nic` has 2 values and `--nodes` is 3"),
+    (["--nic", "40mbit", "--ranks-per-node", "2,1"], "`--ranks-per-node` has 2 values"),
+    (["--nic", "1gbit,1gbit,1gbit", "--plot", "a.png"], "with `--plot`"),
+])  # fmt: skip
+def test_a_value_for_each_node_or_one_for_all(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*CPUS, "--nodes", "3", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""Published peak throughputs of processors, to carry a model's assumed step time from one device to another."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gradwire.bench.compare.public_models import PublicModel
+from gradwire.topology.graph import Machine
+from gradwire.topology.readers.affinity import members
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one processor computes at most.
+
+    Attributes:
+        name: As its maker writes it.
+        teraflops: Peak of dense products of 16-bit matrices with sums in 32 bits, in TFLOP/s; of float32 on a CPU.
+        source: Where that is published.
+    """
+
+    name: str
+    teraflops: float
+    source: str
+
+
+REFERENCE = Device("A10", 125.0, "NVIDIA A10 data sheet")
+"""The device that `PublicModel.step_seconds` is of."""
+
+ZEN4_CORE_TERAFLOPS = 0.0864
+"""One core of Zen 4 at 2.7 GHz: two 256-bit fused multiply-adds a cycle, 32 operations. Source: AMD, Software
+Optimization Guide for Zen 4, section 2.10; EPYC 9334 product page (base clock)."""
+
+DEVICES = (
+    Device("T4", 65.0, "NVIDIA T4 data sheet"),
+    Device("L4", 121.0, "NVIDIA L4 data sheet, half of the figure with sparsity"),
+    REFERENCE,
+    Device("A30", 165.0, "NVIDIA A30 data sheet"),
+    Device("A100", 312.0, "NVIDIA A100 data sheet"),
+    Device("L40S", 362.0, "NVIDIA L40S data sheet"),
+    Device("RTX 3090", 71.0, "NVIDIA Ampere GA102 whitepaper"),
+    Device("RTX 4090", 165.0, "NVIDIA Ada whitepaper"),
+    Device("RTX 5090", 209.0, "NVIDIA RTX Blackwell whitepaper"),
+    Device("RTX PRO 6000", 500.0, "NVIDIA RTX PRO 6000 data sheet, an eighth of FP4 with sparsity"),
+    Device("GB10", 125.0, "NVIDIA DGX Spark data sheet, an eighth of FP4 with sparsity"),
+    Device("H100 PCIe", 756.0, "NVIDIA H100 data sheet"),
+    Device("H100", 989.0, "NVIDIA H100 data sheet"),
+    Device("H200", 989.0, "NVIDIA H200 data sheet"),
+    Device("B200", 2250.0, "NVIDIA DGX B200 data sheet"),
+    Device("MI300X", 1307.0, "AMD Instinct MI300X data sheet"),
+    Device("MI355X", 2516.0, "AMD Instinct MI355X data sheet"),
+    Device("Radeon 8060S", 59.0, "AMD Ryzen AI Max+ 395: 40 compute units, 512 operations each, 2.9 GHz"),
+)
+"""In the order in which they are looked for in the name that a driver gives."""
+
+
+def device_of(machine: Machine, ranks: int) -> Device | None:
+    """Returns what each rank of a machine computes with; None where no figure of it is known.
+
+    Args:
+        machine: One of the nodes.
+        ranks: Of that node; without GPUs they share its cores.
+    """
+    if not machine.gpus:
+        cores = sum(len(members(cpu.cores or "")) for cpu in machine.cpus) / ranks
+        source = "AMD's optimization guide for Zen 4"
+        return Device(f"{cores:g} cores of Zen 4", cores * ZEN4_CORE_TERAFLOPS, source) if cores else None
+    name = machine.gpus[0].name or ""
+    return next((device for device in DEVICES if re.search(rf"\b{re.escape(device.name)}\b", name)), None)
+
+
+def on_machine(model: PublicModel, machine: Machine, ranks: int) -> PublicModel:
+    """Returns a model with the time that its step is assumed to take on a machine, and the words that say so.
+
+    The step takes as long as on the reference device times the ratio of the two peaks: both are taken to reach the same
+    share of theirs.
+
+    Args:
+        model: As in the table, of the reference device.
+        machine: One of the nodes.
+        ranks: Of that node.
+    """
+    device = device_of(machine, ranks)
+    if device is None:
+        name = next((gpu.name for gpu in machine.gpus if gpu.name), "this machine's processors")
+        why = f"{model.batch} on an {REFERENCE.name}, as nothing is known here of {name}"
+        return replace(model, assumed=why)
+    seconds = model.step_seconds * REFERENCE.teraflops / device.teraflops
+    why = f"{model.batch} on {device.name}, from its peak of {device.teraflops:.4g} TFLOP/s [{device.source}]"
+    return replace(model, step_seconds=seconds, assumed=why)
+
+
+def all_on_machine(models: Sequence[PublicModel], machine: Machine, ranks: int) -> list[PublicModel]:
+    """Returns several models as `on_machine` does.
+
+    Args:
+        models: Which.
+        machine: One of the nodes.
+        ranks: Of that node.
+    """
+    return [on_machine(model, machine, ranks) for model in models]
