@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradwire.topology.cluster import GpuFabric
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from gradwire.topology.cluster import GpuFabric
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,31 @@ Not through gloo or NCCL: whether those connect is what is looked at. The pieces
 of full size are lost, which is one of the causes looked for.
 """
 
+import contextlib
 import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from gradwire.bench.doctor.arrival import KEY
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
+from gradwire.comms.boundary.messages import MessageError, MessageType, inflated, parsed
+
+MOST_NBYTES = 1 << 26
+"""Bytes that a rank says at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """What a rank says before it imports torch: its host, and its clock of the day."""
+
+    host: str
+    time: float = 0.0
+
+
+_STARTED: MessageType[_Started] = MessageType(_Started)
 
 PIECE_NBYTES = 1000
 """Bytes of a piece: with all headers below 1280, the smallest MTU that IPv6 allows. Source: RFC 8200, section 5."""
@@ -68,7 +85,11 @@ class Control:
         """
         keys = {rank: f"{KEY}/{rank}" for rank in ranks}
         said = {rank: self.store.get(key) for rank, key in keys.items() if self.store.check([key])}
-        return {rank: str(json.loads(word)["host"]) for rank, word in said.items()}
+        found = {}
+        for rank, word in said.items():
+            with contextlib.suppress(MessageError):  # who says nothing that can be read has not been heard of
+                found[rank] = _STARTED.read(word).host
+        return found
 
     def gather(self, own: object, timeout: timedelta) -> list[object] | None:
         """Brings what every rank says to rank 0, by rank; None on the others. All ranks call it, in the same order.
@@ -125,7 +146,13 @@ class Control:
     def _read(self, key: str, timeout: timedelta) -> object:
         self._store.wait([f"{key}/pieces"], timeout)
         count = int(self._store.get(f"{key}/pieces"))
-        return json.loads(zlib.decompress(b"".join(self._store.get(f"{key}/{place}") for place in range(count))))
+        if not 0 <= count <= MOST_NBYTES // PIECE_NBYTES:
+            raise RuntimeError(f"a rank says {count} pieces; wanted at most {MOST_NBYTES // PIECE_NBYTES}")
+        packed = b"".join(self._store.get(f"{key}/{place}") for place in range(count))
+        try:
+            return parsed(inflated(packed, MOST_NBYTES), most_nbytes=MOST_NBYTES, finite=False)
+        except MessageError as error:
+            raise RuntimeError(f"a rank says what cannot be read: {error}") from None
 
 
 def spread(rounds: Sequence[list[tuple[int, int]]], most: int) -> list[list[tuple[int, int]]]:

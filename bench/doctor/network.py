@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from gradwire.bench.doctor.facts import PairRates
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.kernel import TcpInfo, pace
+from gradwire.comms.bootstrap.strangers import Strangers
+from gradwire.comms.boundary.messages import MessageError, MessageType, Within
 
 STREAMS = 4
 """Connections at once: what NCCL opens to a peer on a card of 25 Gbit/s and less is 1 to 4, on clouds 8. Source: NCCL
@@ -44,6 +46,22 @@ _SETTLE_SECONDS = 0.5
 _HEADERS_NBYTES = 28
 """Bytes of the headers of IPv4 and UDP."""
 _DATA, _CONTROL = b"D", b"C"
+_ASKING, _ANSWERED = b"?", b"!"
+"""First byte of a packet over UDP, and of its answer; then the session's seal."""
+_SEAL_NBYTES = 16
+"""Bytes that a listener draws for each session and tells over TCP: who sends them has its connection."""
+
+SESSION_NBYTES = 16
+"""Hexadecimal digits of a session's name."""
+
+MOST_SESSIONS = 64
+"""Askers that are served at a time, each by a thread. A doctor asks one node at a time."""
+
+MOST_FLOWS = 64
+"""Connections of a session that wait for their flow."""
+
+MOST_LINE_NBYTES = 4096
+"""Bytes of a line between two doctors."""
 
 PACED_SHARE = 0.4
 """Share of one connection's rate at which a flow fills no queue: what it loses, the way loses by itself."""
@@ -87,6 +105,50 @@ class SentSegments:
     lost: int = 0
     window_share: float = 0.0
     buffer_share: float = 0.0
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What an asker wants: the clock, bytes sent back, or a flow; see `Asker`."""
+
+    do: Literal["clock", "echo", "flow"]
+    count: Annotated[int, Within(0, 1000)] = 0
+    sends: Annotated[int, Within(0, MOST_FLOWS)] = 0
+    receives: Annotated[int, Within(0, MOST_FLOWS)] = 0
+    seconds: Annotated[float, Within(0, 600)] = 0.0
+    buffer: Annotated[int, Within(0, 1 << 30)] = 0
+    pace: Annotated[float, Within(0, 1e15)] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """The other node's clock of the day."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """The connections of a flow have come."""
+
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Flowed:
+    """What the other node has received, in bytes per second, and what its kernel says of what it has sent."""
+
+    rate: Annotated[float, Within(0, 1e18)]
+    sent: SentSegments | None
+
+
+_ASKED: MessageType[_Asked] = MessageType(_Asked, most_nbytes=MOST_LINE_NBYTES)
+_CLOCK: MessageType[_Clock] = MessageType(_Clock, most_nbytes=MOST_LINE_NBYTES)
+_READY: MessageType[_Ready] = MessageType(_Ready, most_nbytes=MOST_LINE_NBYTES)
+_FLOWED: MessageType[_Flowed] = MessageType(_Flowed, most_nbytes=MOST_LINE_NBYTES)
 
 
 def sent_segments(connection: socket.socket) -> SentSegments | None:
@@ -172,7 +234,9 @@ class Listener:
             self._udp.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self._udp.bind(("", 0))
         self._flows: dict[str, queue.Queue[socket.socket]] = {}
+        self._sessions: dict[str, bytes] = {}
         self._lock = threading.Lock()
+        self._closed = False
         for work in (self._accept, self._echo_packets):
             threading.Thread(target=work, daemon=True).start()
 
@@ -182,54 +246,71 @@ class Listener:
         return self._tcp.getsockname()[1], self._udp.getsockname()[1]
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._tcp.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+        """Lets callers in that name a session; `MOST_SESSIONS` are served at a time, each by a thread."""
+        with contextlib.closing(Strangers(self._tcp, lambda heard: 1 + SESSION_NBYTES - len(heard))) as strangers:
+            while not self._closed:
+                try:
+                    callers = strangers.next(CONNECT_SECONDS)
+                except (OSError, ValueError):  # closed
+                    return
+                for connection, said in callers:
+                    connection.settimeout(10 * CONNECT_SECONDS)
+                    if not self._let_in(connection, said[:1], said[1:]):
+                        connection.close()
 
-    def _greet(self, connection: socket.socket) -> None:
-        connection.settimeout(10 * CONNECT_SECONDS)
-        try:
-            kind = _exactly(connection, 1)
-            session = _exactly(connection, 16).decode()
-        except OSError:  # somebody else's, or one that gave up
-            connection.close()
-            return
-        if kind == _DATA:
-            self._flow_queue(session).put(connection)
-        else:
-            self._serve(connection, session)
-
-    def _flow_queue(self, session: str) -> "queue.Queue[socket.socket]":
+    def _let_in(self, connection: socket.socket, kind: bytes, name: bytes) -> bool:
+        """Whether a caller is one that belongs here."""
+        session = name.decode("ascii", errors="replace")
+        if len(session) != SESSION_NBYTES or not set(session) <= set("0123456789abcdef"):
+            return False
         with self._lock:
-            return self._flows.setdefault(session, queue.Queue())
+            if kind == _DATA:  # of a session that has begun, and asked for a flow
+                waiting = self._flows.get(session)
+                if waiting is None or waiting.qsize() >= MOST_FLOWS:
+                    return False
+                waiting.put(connection)
+                return True
+            if kind != _CONTROL or session in self._flows or len(self._flows) >= MOST_SESSIONS:
+                return False
+            self._flows[session] = queue.Queue()
+            self._sessions[session] = secrets.token_bytes(_SEAL_NBYTES)
+        threading.Thread(target=self._serve, args=(connection, session), daemon=True).start()
+        return True
 
     def _serve(self, connection: socket.socket, session: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lines = connection.makefile("rb", buffering=0)
         # The asker's end, or its silence, is this thread's end: the asker reports what it missed.
-        with contextlib.suppress(OSError, queue.Empty), connection, lines:
-            while line := lines.readline():
-                self._answer(connection, session, json.loads(line))
+        try:
+            with contextlib.suppress(OSError, queue.Empty, MessageError), connection, lines:
+                connection.sendall(self._sessions[session])
+                while line := lines.readline(MOST_LINE_NBYTES):
+                    self._answer(connection, session, _ASKED.read(line))
+        finally:
+            with self._lock:
+                waiting = self._flows.pop(session)
+                del self._sessions[session]
+            while not waiting.empty():
+                waiting.get().close()
 
-    def _answer(self, connection: socket.socket, session: str, asked: dict[str, object]) -> None:
-        if asked["do"] == "clock":
+    def _answer(self, connection: socket.socket, session: str, asked: "_Asked") -> None:
+        if asked.do == "clock":
             _say(connection, {"time": time.time()})
-        elif asked["do"] == "echo":
-            for _ in range(int(str(asked["count"]))):
+        elif asked.do == "echo":
+            for _ in range(asked.count):
                 connection.sendall(_exactly(connection, 1))
-        elif asked["do"] == "flow":
-            sends, receives = int(str(asked["sends"])), int(str(asked["receives"]))
-            waiting = self._flow_queue(session)
-            connections = [waiting.get(timeout=10 * CONNECT_SECONDS) for _ in range(sends + receives)]
+        else:
+            waiting = self._flows[session]
+            connections = [waiting.get(timeout=10 * CONNECT_SECONDS) for _ in range(asked.sends + asked.receives)]
             roles: dict[bytes, list[socket.socket]] = {b"s": [], b"r": []}
             for each in connections:
-                roles[_exactly(each, 1)].append(each)
-                _limit(each, int(str(asked["buffer"])), float(str(asked.get("pace", 0.0))))
+                role = _exactly(each, 1)
+                if role not in roles:
+                    raise MessageError(f"a connection is to {role!r}; wanted to send or to receive")
+                roles[role].append(each)
+                _limit(each, asked.buffer, asked.pace)
             _say(connection, {"ready": True})
-            rate, sent = flow(roles[b"s"], roles[b"r"], float(str(asked["seconds"])))
+            rate, sent = flow(roles[b"s"], roles[b"r"], asked.seconds)
             _say(connection, {"rate": rate, "sent": None if sent is None else asdict(sent)})
 
     def _echo_packets(self) -> None:
@@ -241,11 +322,19 @@ class Listener:
                 return
             if sender is None:  # shut down, which wakes this thread before the socket is closed
                 return
+            # Only what an asker of a session has made is answered, and an answer is none: two listeners never answer
+            # each other, whatever sender a packet claims.
+            with self._lock:
+                seals = list(self._sessions.values())
+            if not any(packet.startswith(_ASKING + seal) for seal in seals):
+                continue
+            packet = _ANSWERED + packet[1:]
             with contextlib.suppress(OSError):  # larger than this end's MTU: the asker sees that nothing comes
                 self._udp.sendto(packet, sender)
 
     def close(self) -> None:
         """Stops serving."""
+        self._closed = True
         for each in (self._tcp, self._udp):
             with contextlib.suppress(OSError):  # wakes the thread that waits on it; UDP has nobody to say it to
                 each.shutdown(socket.SHUT_RDWR)
@@ -279,6 +368,11 @@ class Asker:
         self._session = secrets.token_hex(8)
         self._control = self._connect(_CONTROL)
         self._control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._seal = _exactly(self._control, _SEAL_NBYTES)
+        except OSError:
+            self._control.close()
+            raise
         self._lines = self._control.makefile("rb", buffering=0)
 
     def _connect(self, kind: bytes, extra: bytes = b"") -> socket.socket:
@@ -317,7 +411,7 @@ class Asker:
         for _ in range(5):
             began = time.time()
             _say(self._control, {"do": "clock"})
-            theirs = float(str(self._hear()["time"]))
+            theirs = self._hear(_CLOCK).time
             ended = time.time()
             found.append((ended - began, theirs - (began + ended) / 2))
         return min(found)[1]
@@ -360,12 +454,10 @@ class Asker:
                 "pace": bytes_per_second,
             },
         )
-        self._hear()
+        self._hear(_READY)
         received, sent = flow(sends, receives, seconds)
-        heard = self._hear()
-        said = heard.get("sent")
-        theirs = SentSegments(**said) if isinstance(said, dict) else None
-        return (float(str(heard["rate"])), received), (sent, theirs)
+        heard = self._hear(_FLOWED)
+        return (heard.rate, received), (sent, heard.sent)
 
     def packets_pass(self, packet_nbytes: int) -> bool | None:
         """Whether packets of this size come back whole; None where small ones do not either (a firewall).
@@ -382,10 +474,10 @@ class Asker:
 
     def _comes_back(self, asking: socket.socket, nbytes: int) -> bool:
         for number in range(_PACKET_TRIES):
-            packet = bytes([number]) * nbytes
+            packet = (_ASKING + self._seal + bytes([number])).ljust(nbytes, b"\0")
             try:
                 asking.sendto(packet, (self._address, self._ports[1]))
-                if asking.recv(1 << 16)[:1] == packet[:1]:
+                if asking.recv(1 << 16) == _ANSWERED + packet[1:]:
                     return True
             except TimeoutError:
                 continue
@@ -395,13 +487,14 @@ class Asker:
                 return False
         return False
 
-    def _hear(self) -> dict[str, object]:
-        line = self._lines.readline()
+    def _hear(self, wanted: MessageType[T]) -> T:
+        line = self._lines.readline(MOST_LINE_NBYTES)
         if not line:
             raise ConnectionError(f"{self._address} ended the measurement")
-        heard = json.loads(line)
-        assert isinstance(heard, dict)
-        return heard
+        try:
+            return wanted.read(line)
+        except MessageError as error:
+            raise ConnectionError(f"{self._address} does not answer as a doctor: {error}") from None
 
     def close(self) -> None:
         """Ends the session."""

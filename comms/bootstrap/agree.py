@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import islice
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.door import CALLS, Ended, Looks
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
+from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
@@ -26,6 +27,16 @@ log = logging.getLogger("gradwire")
 T = TypeVar("T")
 
 REFUSED = "refused"
+
+MOST_NBYTES = 1 << 28
+"""Bytes that a rank says at most: the shapes of a model's parameters."""
+
+_VALUE: MessageType[object] = MessageType(object, most_nbytes=MOST_NBYTES, finite=False)
+_DECIDED: MessageType[tuple[str, object]] = MessageType(
+    tuple[Literal["accepted", "refused"], object], most_nbytes=MOST_NBYTES, finite=False
+)
+"""Any value of JSON: whoever has asked knows what it means. A rule may use infinity for what is not known."""
+_FACTS: MessageType[tuple[tuple[str, str], ...]] = MessageType(tuple[tuple[str, str], ...], most_nbytes=MOST_NBYTES)
 
 BLOCK = 512
 """Values that rank 0 reads in one question."""
@@ -149,7 +160,7 @@ class Agreement:
             return
         pair = like[other], other
         heard = self.gather(text if self.rank in pair else "")
-        first, second = (dict(json.loads(heard[rank])) for rank in pair)
+        first, second = (dict(_FACTS.read(heard[rank])) for rank in pair)
         one, another = (self._names[rank] for rank in pair)
         for name in [*first, *second]:
             here, there = first.get(name, "not there"), second.get(name, "not there")
@@ -186,7 +197,7 @@ class Agreement:
                 raise
             except RuntimeError:
                 return None
-            values += map(json.loads, self._store.multi_get(keys))
+            values += map(_VALUE.read, self._store.multi_get(keys))
         return values
 
     def _looking(self, place: str, ranks: Sequence[int]) -> Callable[[], None]:
@@ -224,7 +235,7 @@ class Agreement:
         self._store.compare_set(f"{place}/verdict", "", json.dumps([REFUSED, self._missing(place)]))
 
     def _obey(self, place: str) -> object:
-        kind, result = json.loads(self._store.read(f"{place}/verdict"))
+        kind, result = _DECIDED.read(self._store.read(f"{place}/verdict"))
         if kind == REFUSED:
             raise ValueError(f"`{self._name}` was refused on all ranks: {result}")
         return result  # what the rule returned, as JSON gives it back

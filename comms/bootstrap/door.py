@@ -4,6 +4,8 @@ Where the store is gone nobody can say who is missing. The kernel can: nobody li
 ended, however it ended, and a process that is stopped, or cut off, does not answer.
 """
 
+import hashlib
+import json
 import logging
 import os
 import socket
@@ -17,15 +19,24 @@ from dataclasses import dataclass
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
 from gradwire.comms.bootstrap.kernel import look_at, to_call
-from gradwire.comms.bootstrap.losses import Loss
+from gradwire.comms.bootstrap.losses import LONGEST_WORD_NBYTES, Loss
 from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.boundary.messages import Addresses, Kernel, MessageType, Port
+from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, is_proved, new_nonce, proof_of
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
 
 NAME_NBYTES = 16
-"""Bytes of a start's name, in ASCII: a caller says it before its number, so that strangers hear nothing."""
+"""Bytes of a start's name, in ASCII. It is the secret of the ranks of a start, and is never said: a caller says a
+digest of it and of the rank's number, and proves that it knows the name. Strangers hear nothing, and replay nothing."""
+
+DIGEST_NBYTES = 16
+"""Bytes of that digest."""
+
+GREETING = b"gradwire door 2"
+"""What a door says at first, before a nonce: another service at the port says something else."""
 
 CALL_SECONDS = 2.0
 """Seconds for each address of a rank to be reached, and for the rank to answer: it may hold the GIL for a while."""
@@ -51,10 +62,8 @@ ALARM_SECONDS = 1.0
 
 HERE, LEFT = b"+", b"-"
 ASK, TELL = b"?", b"!"
-"""First byte behind the name of a rank: whether it is here, or what has happened, as 4 bytes of length and a `Loss`."""
-
-LONGEST_WORD_NBYTES = 1 << 16
-"""Most bytes of what a rank is told."""
+"""First byte behind the digest and a nonce: whether it is here, or what has happened, as 4 bytes of length and a
+`Loss`; then the caller's proof. The answer is `HERE` with a proof, or `LEFT`."""
 
 ANSWERS, ENDED, REFUSED, SILENT = "answers", "has ended", "refuses connections", "does not answer"
 """What is known of a rank that was called. A rank whose process lives on without this communicator has ended, too. One
@@ -72,7 +81,8 @@ class Door:
     def __init__(self) -> None:
         self._listener = listener(1024)
         self._users = 0
-        self._names: set[bytes] = set()
+        self._names: dict[bytes, bytes] = {}
+        """Digest -> name of a start and number of a rank."""
         self._heard: dict[bytes, Loss] = {}
         self._closed = False
         self.port: int = self._listener.getsockname()[1]
@@ -106,11 +116,12 @@ class Door:
 
     def answer_for(self, start: str, rank: int) -> None:
         """Callers who ask for that rank of that start are told that it is here."""
-        self._names.add(_name(start, rank))
+        name = _name(start, rank)
+        self._names[_digest(name)] = name
 
     def forget(self, start: str, rank: int) -> None:
         """They are told that it has left."""
-        self._names.discard(_name(start, rank))
+        self._names.pop(_digest(_name(start, rank)), None)
         self._heard.pop(_name(start, rank), None)
 
     def heard(self, start: str, rank: int) -> Loss | None:
@@ -118,7 +129,7 @@ class Door:
         return self._heard.get(_name(start, rank))
 
     def _serve(self) -> None:
-        with self._listener, closing(Strangers(self._listener, self._lacks)) as strangers:
+        with self._listener, closing(Strangers(self._listener, self._lacks, _greeting)) as strangers:
             while not self._closed:
                 try:
                     callers = strangers.next(LOOK_SECONDS)
@@ -134,22 +145,48 @@ class Door:
                             log.debug("a caller has gone again, or is a stranger: %s", error)
 
     def _lacks(self, heard: bytes) -> int:
-        """How many bytes are to come behind those: of a stranger nothing is read but his name."""
-        name, kind, nbytes = heard[: NAME_NBYTES + 4], heard[NAME_NBYTES + 4 :][:1], heard[NAME_NBYTES + 5 :][:4]
+        """How many bytes are to come behind those: of a stranger nothing is read but a digest."""
+        digest, kind, nbytes = heard[:DIGEST_NBYTES], heard[_HEAD_NBYTES - 1 :][:1], heard[_HEAD_NBYTES:][:4]
         if not kind:
-            return NAME_NBYTES + 5 - len(heard)
-        if kind != TELL or name not in self._names:
+            return _HEAD_NBYTES - len(heard)
+        if kind not in (ASK, TELL) or digest not in self._names:
             return 0
+        if kind == ASK:
+            return _HEAD_NBYTES + PROOF_NBYTES - len(heard)
         if len(nbytes) < 4:
             return 4 - len(nbytes)
-        return NAME_NBYTES + 9 + min(int.from_bytes(nbytes, "big"), LONGEST_WORD_NBYTES) - len(heard)
+        longest = min(int.from_bytes(nbytes, "big"), LONGEST_WORD_NBYTES)
+        return _HEAD_NBYTES + 4 + longest + PROOF_NBYTES - len(heard)
 
     def _answer(self, caller: socket.socket, said: bytes) -> None:
+        """Answers a caller; one that does not prove what it says is dropped.
+
+        Raises:
+            MessageError: What has happened cannot be read.
+            OSError: The caller has gone.
+        """
         caller.settimeout(ANSWER_SECONDS)
-        name, kind, word = said[: NAME_NBYTES + 4], said[NAME_NBYTES + 4 :][:1], said[NAME_NBYTES + 9 :]
-        if name in self._names and kind == TELL:
-            self._heard.setdefault(name, Loss.unpacked(word))
-        caller.sendall(HERE if name in self._names else LEFT)
+        greeting, head = said[:_GREETING_NBYTES], said[_GREETING_NBYTES:][:_HEAD_NBYTES]
+        word, proof = said[_GREETING_NBYTES + _HEAD_NBYTES : -PROOF_NBYTES], said[-PROOF_NBYTES:]
+        name = self._names.get(head[:DIGEST_NBYTES])
+        if name is None:
+            caller.sendall(LEFT)
+            return
+        if not is_proved(proof, name, "caller", greeting, head, word):
+            log.debug("a caller does not prove that it knows the start's name")
+            return
+        if head[-1:] == TELL:
+            self._heard.setdefault(name, Loss.unpacked(word[4:]))
+        caller.sendall(HERE + proof_of(name, "door", greeting, head, word))
+
+
+_GREETING_NBYTES = len(GREETING) + NONCE_NBYTES
+_HEAD_NBYTES = DIGEST_NBYTES + NONCE_NBYTES + 1
+"""Bytes of a caller's digest, nonce and kind."""
+
+
+def _greeting() -> bytes:
+    return GREETING + new_nonce()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +202,22 @@ class Place:
     port: int
     addresses: tuple[str, ...]
     kernel: str = ""
+
+    @classmethod
+    def unpacked(cls, said: bytes) -> "Place":
+        """What a rank has said in the store of itself.
+
+        Raises:
+            MessageError: It is something else.
+        """
+        return cls(*_PLACE.read(said))
+
+    def packed(self) -> str:
+        """What is said in the store."""
+        return json.dumps([self.port, self.addresses, self.kernel])
+
+
+_PLACE: MessageType[tuple[int, tuple[str, ...], str]] = MessageType(tuple[Port, Addresses, Kernel])
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +310,7 @@ class Directory:
         for address in to_call(place.kernel, place.addresses):
             try:
                 with socket.create_connection((address, place.port), CALL_SECONDS) as called:
-                    called.sendall(_name(self.start, rank) + said)
-                    answer = _receive(called, 1)
+                    answer = _ask(called, _name(self.start, rank), said)
             except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
                 refused = True
                 continue
@@ -392,6 +444,33 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def _name(start: str, rank: int) -> bytes:
     return start.encode()[:NAME_NBYTES].ljust(NAME_NBYTES, b"\0") + rank.to_bytes(4, "big")
+
+
+def _digest(name: bytes) -> bytes:
+    return hashlib.sha256(GREETING + name).digest()[:DIGEST_NBYTES]
+
+
+def _ask(called: socket.socket, name: bytes, said: bytes) -> bytes:
+    """Says something to a door, and proves that it may: `HERE`, `LEFT`, or nothing where another program answers.
+
+    Args:
+        called: A connection to its port.
+        name: Of the start and the rank.
+        said: The kind, and what belongs to it.
+
+    Raises:
+        OSError: The other end has gone, or is silent.
+    """
+    greeting = _receive(called, _GREETING_NBYTES)
+    if len(greeting) < _GREETING_NBYTES or not greeting.startswith(GREETING):
+        return b""
+    head, word = _digest(name) + new_nonce() + said[:1], said[1:]
+    called.sendall(head + word + proof_of(name, "caller", greeting, head, word))
+    answer = _receive(called, 1)
+    if answer != HERE:
+        return answer
+    proved = is_proved(_receive(called, PROOF_NBYTES), name, "door", greeting, head, word)
+    return HERE if proved else b""
 
 
 def _receive(connection: socket.socket, nbytes: int) -> bytes:

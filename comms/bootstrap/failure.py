@@ -14,9 +14,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import Store
@@ -35,6 +35,7 @@ from gradwire.comms.bootstrap.door import (
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.losses import FAILED, LONGEST_REASON, OVERDUE, Loss, Losses
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
+from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Rank
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
@@ -136,6 +137,9 @@ class _StoreAlarm:
             return None
         try:
             return Loss.unpacked(self._store.read("alarm")) if self._asked.check(["alarm"]) else None
+        except MessageError as error:
+            log.debug("what stands in the store in place of an alarm is none: %s", error)
+            return None
         except StoreUnreachableError as error:  # stopped or cut off, it may be back; torch says what is broken
             log.debug("the store cannot be asked for alarms: %s", error)
             return None
@@ -161,6 +165,26 @@ class _StoreAlarm:
 
 
 @dataclass(frozen=True, slots=True)
+class _Word:
+    """What a rank says that lives, though it has given up: see `FailureBoard.diagnose`."""
+
+    dead: tuple[Rank, ...]
+    launches: Count
+    waiting: bool
+    overdue: bool
+    seen: Annotated[str, Most(2 * LONGEST_REASON)]
+    own: bool
+    phase: str = ""
+
+
+_WORD: MessageType[_Word] = MessageType(_Word)
+_VERDICT: MessageType[tuple[tuple[int, ...], Mapping[int, str]]] = MessageType(
+    tuple[tuple[Rank, ...], Annotated[Mapping[int, str], Most(MOST_SEEN)]]
+)
+"""Ranks that are gone, and by rank what others saw."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Verdict:
     """What the collector of all words has found.
 
@@ -174,8 +198,8 @@ class _Verdict:
 
     @classmethod
     def unpacked(cls, said: bytes) -> "_Verdict":
-        missing, seen = json.loads(said)
-        return cls(set(missing), {int(rank): str(text) for rank, text in seen.items()})
+        missing, seen = _VERDICT.read(said)
+        return cls(set(missing), dict(seen))
 
     def packed(self) -> str:
         return json.dumps([sorted(self.missing), self.seen])
@@ -270,7 +294,8 @@ class FailureBoard(Board):
         """
         door = Door.open()
         door.answer_for(start, self.rank)
-        self._store.set(f"door/{self.rank}", json.dumps([door.port, own_addresses(self._store.host), own_kernel()]))
+        place = Place(door.port, tuple(own_addresses(self._store.host)), own_kernel())
+        self._store.set(f"door/{self.rank}", place.packed())
         self._directory = Directory(start, self.rank, {}, door=door)
         self.losses.ask(self._directory.heard)
 
@@ -372,7 +397,10 @@ class FailureBoard(Board):
                 time.sleep(nap_seconds)
                 nap_seconds = min(2 * nap_seconds, look_seconds(self._size))
             if told:
-                return _Verdict.unpacked(self._store.read("verdict"))
+                try:
+                    return _Verdict.unpacked(self._store.read("verdict"))
+                except MessageError as error:
+                    log.debug("the verdict cannot be read, and is found anew: %s", error)
         verdict = self._collect(word, deadline)
         self._store.set("verdict", verdict.packed())
         return verdict
@@ -434,17 +462,25 @@ class FailureBoard(Board):
         doors = {}
         for rank in wanted - {self.rank}:
             if self._store.check([f"door/{rank}"]):
-                port, addresses, kernel = json.loads(self._store.read(f"door/{rank}"))
-                doors[rank] = Place(port, tuple(addresses), kernel)
+                try:
+                    doors[rank] = Place.unpacked(self._store.read(f"door/{rank}"))
+                except MessageError as error:
+                    log.debug("rank %d has not said where it can be called: %s", rank, error)
         return replace(self._directory, doors=doors)
 
     def _read(self, ranks: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-        """The words of some ranks; none where one of them is silent."""
+        """The words of some ranks; none where one of them is silent. What is no word counts for silence."""
         keys = [f"word/{rank}" for rank in ranks]
         if not self._store.check(keys):
             return []
         texts = self._store.multi_get(keys) if len(keys) > 1 else [self._store.read(keys[0])]
-        return [(rank, json.loads(text)) for rank, text in zip(ranks, texts, strict=True)]
+        found = []
+        for rank, text in zip(ranks, texts, strict=True):
+            try:
+                found.append((rank, asdict(_WORD.read(text))))
+            except MessageError as error:
+                log.debug("the word of rank %d cannot be read: %s", rank, error)
+        return found
 
 
 def _blocks(ranks: set[int]) -> list[list[int]]:

@@ -8,6 +8,7 @@ no false alarm. What two neighbours see goes on along the ring, and reaches all 
 A rank that leaves in order says how many launches it has started: it is missed only by a rank that starts another.
 """
 
+import hmac
 import json
 import logging
 import secrets
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Annotated
 
 import torch
 
@@ -32,6 +34,7 @@ from gradwire.comms.bootstrap.losses import (
     ABSENT,
     BROKEN,
     LEFT,
+    LONGEST_WORD_NBYTES,
     OVER,
     OVERDUE,
     SILENT,
@@ -45,6 +48,8 @@ from gradwire.comms.bootstrap.losses import ENDED as HAS_ENDED
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.strangers import accept, to_turn_away
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.boundary.messages import Addresses, Count, Kernel, MessageError, MessageType, Most, Port
+from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, new_nonce, proof_of
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
@@ -74,8 +79,17 @@ ANSWER_SECONDS = 60.0
 while."""
 
 TOKEN_NBYTES = 16
-"""What the rank before shows when it connects, and is shown again: a port scanner, or a service that has the same port
-on another host, is nobody's neighbour."""
+"""Bytes of a ring's secret, which its rank says in the store. Who connects proves that it knows it, and so does who is
+called, by a challenge: a port scanner, a service that has the same port on another host, or one that repeats what it
+has captured, is nobody's neighbour."""
+
+GREETING = b"gradwire ring 2"
+"""What both ends of a connection say at first: another program says something else, and is hung up on at once."""
+
+_HELLO_NBYTES = len(GREETING) + 4 + NONCE_NBYTES
+"""Bytes of a caller's first word: the greeting, its rank, its nonce."""
+_REPLY_NBYTES = len(GREETING) + NONCE_NBYTES + PROOF_NBYTES
+"""Bytes of the reply: the greeting, the nonce and the proof of who is called. The caller's proof follows."""
 
 GOODBYE, LOST, HERE = b".", b"!", b"~"
 """First byte of what is said: behind it the number of launches, 8 bytes; or a length, 4 bytes, and JSON; or nothing."""
@@ -106,8 +120,19 @@ def look_at_rank(store: Store, rank: int) -> str:
     """
     if not store.check([f"alive/{rank}"]):
         return UNKNOWN
-    port, addresses, kernel, _ = json.loads(store.get(f"alive/{rank}"))
+    try:
+        port, addresses, kernel, _ = _ALIVE.read(store.get(f"alive/{rank}"))
+    except MessageError as error:
+        log.debug("rank %d has not said where it is: %s", rank, error)
+        return UNKNOWN
     return look_at(kernel, port, addresses)
+
+
+_ALIVE: MessageType[tuple[int, tuple[str, ...], str, str]] = MessageType(
+    tuple[Port, Addresses, Kernel, Annotated[str, Most(64)]]
+)
+"""Where a rank is: its port, its addresses, its kernel, and the secret of its ring in hexadecimal digits."""
+_LAUNCHES: MessageType[int] = MessageType(Count)
 
 
 class _Register:
@@ -152,9 +177,13 @@ class _Register:
 
         Raises:
             RuntimeError: The store is gone.
+            MessageError: It has said something else.
         """
-        port, addresses, kernel, token = json.loads(self._store.get(f"alive/{rank}"))
-        return port, addresses, kernel, bytes.fromhex(token)
+        port, addresses, kernel, token = _ALIVE.read(self._store.get(f"alive/{rank}"))
+        try:
+            return port, list(addresses), kernel, bytes.fromhex(token)
+        except ValueError:
+            raise MessageError(f"rank {rank} has said no secret") from None
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said goodbye; notes how many launches it had started.
@@ -164,7 +193,7 @@ class _Register:
         """
         if not self._store.check([f"left/{rank}"]):
             return False
-        self.left[rank] = int(self._store.get(f"left/{rank}"))
+        self.left[rank] = _LAUNCHES.read(self._store.get(f"left/{rank}"))
         return True
 
     def look_at(self, rank: int) -> str:
@@ -191,6 +220,8 @@ class _Peer:
         token: Of the rank that was called.
         since: When it was made.
         known: Both ends are sure of each other.
+        hello: The caller's first word; empty until it has come.
+        reply: The greeting and the nonce of who is called; empty until they are known.
         heard: What has arrived and was not understood yet.
         last: When something has arrived.
     """
@@ -202,6 +233,16 @@ class _Peer:
     known: bool = False
     heard: bytes = b""
     last: float = 0.0
+    hello: bytes = b""
+    reply: bytes = b""
+
+    def proof_of(self, end: str) -> bytes:
+        """What proves, in this connection, that one end knows the secret of the rank that was called.
+
+        Args:
+            end: `caller` or `called`.
+        """
+        return proof_of(self.token, end, self.hello, self.reply)
 
 
 class _Neighbour:
@@ -242,16 +283,18 @@ class _Ends:
 
     Args:
         rank: This rank.
+        size: Number of ranks.
 
     Attributes:
-        token: What its neighbours show.
+        token: Its secret, which its neighbours know.
         peers: Its connections.
         listener: At its port.
         selector: Of all of these, while the ring's thread runs.
         telling: Held while something is said, or a connection is closed.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
+        self._size = size
         self.token = secrets.token_bytes(TOKEN_NBYTES)
         self.peers: dict[socket.socket, _Peer] = {}
         self.selector: selectors.BaseSelector | None = None
@@ -291,6 +334,54 @@ class _Ends:
         self.peers[connection] = peer
         assert self.selector is not None
         self.selector.register(connection, selectors.EVENT_READ)
+
+    def meet(self, connection: socket.socket, peer: _Peer) -> bool:
+        """Goes on with the introduction of two ends that do not know each other; whether the connection stays.
+
+        The rest of what was heard stays in `peer.heard` once `peer.known` is true.
+        """
+        introduced = bool(peer.hello) and not peer.dialled  # then the caller's proof is to come
+        if not introduced and not GREETING.startswith(peer.heard[: len(GREETING)]):
+            return False
+        if peer.dialled:
+            if len(peer.heard) < _REPLY_NBYTES:
+                return True
+            reply, peer.heard = peer.heard[:_REPLY_NBYTES], peer.heard[_REPLY_NBYTES:]
+            peer.reply = reply[:-PROOF_NBYTES]
+            if not hmac.compare_digest(reply[-PROOF_NBYTES:], peer.proof_of("called")):
+                return False
+            self.tell(connection, peer.proof_of("caller"))  # before the pulse's thread says anything
+            peer.known = True
+            return True
+        if not peer.hello:
+            if len(peer.heard) < _HELLO_NBYTES:
+                return True
+            if (said := self.reply_to(peer)) is None:
+                return False
+            self.tell(connection, said)
+        if len(peer.heard) < PROOF_NBYTES:
+            return True
+        proof, peer.heard = peer.heard[:PROOF_NBYTES], peer.heard[PROOF_NBYTES:]
+        if not hmac.compare_digest(proof, peer.proof_of("caller")):
+            return False
+        rank = _claimed(peer)
+        if self._has(rank):  # the first one to prove it is it
+            return False
+        peer.rank, peer.known = rank, True
+        return True
+
+    def reply_to(self, peer: _Peer) -> bytes | None:
+        """Takes a caller's first word, which has come whole; the reply, or None where no such rank may call."""
+        peer.hello, peer.heard = peer.heard[:_HELLO_NBYTES], peer.heard[_HELLO_NBYTES:]
+        rank = _claimed(peer)
+        if not rank < self._size or rank == self._rank or self._has(rank):
+            return None
+        peer.reply = GREETING + new_nonce()
+        return peer.reply + peer.proof_of("called")
+
+    def _has(self, rank: int) -> bool:
+        """Whether a rank has called that has proved that it is it."""
+        return any(each.known and not each.dialled and each.rank == rank for each in self.peers.values())
 
     def hang_up(self, connection: socket.socket) -> None:
         """Closes a connection."""
@@ -361,13 +452,14 @@ class _Calls:
             address, port, token = neighbour.addresses.popleft()
             try:
                 made = socket.create_connection((address, port), CONNECT_SECONDS)
-                made.sendall(token + self._rank.to_bytes(4, "big"))
+                hello = GREETING + self._rank.to_bytes(4, "big") + new_nonce()
+                made.sendall(hello)
             except OSError as error:
                 log.debug("rank %d cannot reach rank %d at %s: %s", self._rank, neighbour.rank, address, error)
                 if neighbour.addresses and self.next.is_due():
                     return  # and goes on behind that look
                 continue
-            self._ends.watch(made, _Peer(neighbour.rank, True, token, time.monotonic()))
+            self._ends.watch(made, _Peer(neighbour.rank, True, token, time.monotonic(), hello=hello))
             return
         neighbour.reached = True
         try:
@@ -412,7 +504,7 @@ class _Calls:
                 self._nap_seconds = min(2 * self._nap_seconds, self._look_seconds)
                 return False
             port, addresses, kernel, token = self._register.place_of(neighbour.rank)
-        except RuntimeError as error:  # its server has left, or its loss will show to its neighbours
+        except (RuntimeError, MessageError) as error:  # its server has left, or its loss will show to its neighbours
             log.debug("the store cannot say where rank %d is: %s", neighbour.rank, error)
             neighbour.reached, neighbour.addresses = True, deque()
             return False
@@ -509,7 +601,7 @@ class LivenessRing:
         self._launches = launches
         self._look_seconds = look_seconds(size)
         self._next_look = 0.0
-        self._ends = _Ends(rank)
+        self._ends = _Ends(rank, size)
         self._register = _Register(store, rank)
         called = [each for each in dict.fromkeys([(rank + 1) % size, across]) if each is not None]
         self._calls = _Calls(self._register, rank, called, self._ends, self._look_seconds)
@@ -641,27 +733,26 @@ class LivenessRing:
             PeerError: The rank at the other end has given up.
         """
         if not peer.known:
-            wanted = TOKEN_NBYTES if peer.dialled else TOKEN_NBYTES + 4
-            if len(peer.heard) < wanted and peer.token.startswith(peer.heard[:TOKEN_NBYTES]):
-                return True
-            if peer.heard[:TOKEN_NBYTES] != peer.token:
+            if not self._ends.meet(connection, peer):
                 log.debug("rank %d and a stranger have met", self._rank)
                 return False
-            peer.known = True
+            if not peer.known:
+                return True
             if peer.dialled:
                 self._calls.answered(_sure(peer.rank))
-            else:
-                peer.rank = int.from_bytes(peer.heard[TOKEN_NBYTES:wanted], "big")
-                self._ends.tell(connection, self._ends.token)
-            peer.heard = peer.heard[wanted:]
         peer.heard = peer.heard.lstrip(HERE)
         kind, said = peer.heard[:1], peer.heard[1:]
         if kind == GOODBYE and len(said) >= 8:
             self._register.left[_sure(peer.rank)] = int.from_bytes(said[:8], "big")
             return False
         if kind == LOST and len(said) >= 4 and len(said) >= 4 + int.from_bytes(said[:4], "big"):
-            raise LostError(Loss.unpacked(said[4 : 4 + int.from_bytes(said[:4], "big")]))
-        return True
+            try:
+                loss = Loss.unpacked(said[4 : 4 + int.from_bytes(said[:4], "big")])
+            except MessageError as error:
+                log.debug("rank %d hangs up on rank %s, which says what no rank says: %s", self._rank, peer.rank, error)
+                return False
+            raise LostError(loss)
+        return not kind or (kind in (GOODBYE, LOST) and len(said) <= 4 + LONGEST_WORD_NBYTES)
 
     def _miss(self, rank: int, ended: str) -> None:
         """Raises a PeerError, unless a rank whose connection has ended has said goodbye, here or in the store.
@@ -714,8 +805,10 @@ class LivenessRing:
                     peer.heard += connection.recv(4096)
                 except OSError as error:
                     log.debug("who has just called rank %d says nothing: %s", self._rank, error)
-                if peer.heard.startswith(self._ends.token):
-                    self._ends.tell(connection, self._ends.token + goodbye)
+                if peer.reply:  # it has been answered, and hears the goodbye behind that
+                    self._ends.tell(connection, goodbye)
+                elif len(peer.heard) >= _HELLO_NBYTES and peer.heard.startswith(GREETING):
+                    self._ends.tell(connection, (self._ends.reply_to(peer) or b"") + goodbye)
 
 
 class Deadline:
@@ -779,6 +872,11 @@ class Deadline:
 
 def _loss(reason: str, source: str, *ranks: int) -> LostError:
     return LostError(Loss(reason, source, ranks))
+
+
+def _claimed(peer: _Peer) -> int:
+    """The rank that a caller says that it is."""
+    return int.from_bytes(peer.hello[len(GREETING) :][:4], "big")
 
 
 def _sure(rank: int | None) -> int:

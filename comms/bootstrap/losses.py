@@ -29,7 +29,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
+from gradwire.comms.boundary.messages import MessageType, Most, Rank
 from gradwire.comms.errors import OverdueError, PeerError
 
 ENDED, BROKEN, LEFT, SILENT, ABSENT = "ended", "broken", "left", "silent", "absent"
@@ -40,6 +42,19 @@ LONGEST_REASON = 1000
 
 MOST_RANKS = 64
 """Ranks that are named to others, at most."""
+
+LONGEST_WORD_NBYTES = 1 << 16
+"""Most bytes of a loss that another rank tells."""
+
+_SourceName = Literal["ended", "broken", "left", "silent", "absent", "unreached", "overdue", "failed", "over"]
+
+_LOSS: MessageType[tuple[str, _SourceName, tuple[int, ...], int | None]] = MessageType(
+    tuple[
+        Annotated[str, Most(LONGEST_REASON)], _SourceName, Annotated[tuple[Rank, ...], Most(MOST_RANKS)], Rank | None
+    ],
+    most_nbytes=LONGEST_WORD_NBYTES,
+)
+"""Its reason, its source, the ranks that are gone, and the one that said so first."""
 
 
 class LostError(PeerError):
@@ -90,11 +105,9 @@ class Loss:
         """What another rank has told.
 
         Raises:
-            ValueError: It is something else.
-            TypeError: As above.
+            MessageError: It is something else.
         """
-        reason, source, ranks, said_by = json.loads(said)
-        return cls(str(reason), str(source), tuple(map(int, ranks)), None if said_by is None else int(said_by))
+        return cls(*_LOSS.read(said))
 
     def packed(self, teller: int) -> bytes:
         """What is told to another rank.

@@ -12,6 +12,7 @@ import torch
 
 from gradwire.comms.bootstrap.hardware import hardware
 from gradwire.comms.bootstrap.kernel import host_identity, own_kernel
+from gradwire.comms.boundary.messages import Addresses, Count, Kernel, Port, Rank
 from gradwire.comms.config import Config, local_rank
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
 from gradwire.topology.host_summary import Hardware
@@ -42,8 +43,8 @@ class Presence:
         kernel: That its process runs on; empty where it does not say.
     """
 
-    rank: int
-    size: int
+    rank: Rank
+    size: Count
     host: tuple[str, ...]
     location: tuple[str, ...]
     device: str
@@ -51,9 +52,9 @@ class Presence:
     hardware: Hardware
     shared: dict[str, str]
     nic_bytes_per_second: float | None = None
-    port: int = 0
-    addresses: tuple[str, ...] = ()
-    kernel: str = ""
+    port: Port = 0
+    addresses: Addresses = ()
+    kernel: Kernel = ""
 
     @classmethod
     def here(

@@ -21,20 +21,19 @@ import time
 import uuid
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, overload
+from typing import Annotated, Any, get_type_hints, overload
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.door import CALLS, Directory, Door, Ended, Looks, Place
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
+from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Within, inflated
 from gradwire.comms.errors import PeerError
-from gradwire.topology.cluster import GpuFabric
-from gradwire.topology.host_summary import Hardware
 
 log = logging.getLogger("gradwire")
 
@@ -58,6 +57,35 @@ ROUND = "round"
 """The key of rank 0's word: the start's name, what all have to agree about, and the outcome once there is one."""
 
 
+MOST_TABLE_NBYTES = 1 << 26
+"""Bytes of what all ranks say, inflated: 500 a rank, of 100,000 ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Rank 0's word: see `ROUND`."""
+
+    start: Annotated[str, Most(64)]
+    size: Count
+    device: str
+    nic_bytes_per_second: float | None
+    shared: Mapping[str, object]
+    outcome: Mapping[str, str | tuple[int, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """What stands before the numbers of a packed table: how many ranks, and each column's different values."""
+
+    ranks: Annotated[int, Within(1, 1 << 24)]
+    values: Mapping[str, tuple[str, ...]]
+
+
+_PRESENCE: MessageType[Presence] = MessageType(Presence)
+_ROUND: MessageType[_Round] = MessageType(_Round)
+_TABLE: MessageType[_Table] = MessageType(_Table, most_nbytes=MOST_TABLE_NBYTES)
+
+
 class Presences(Sequence[Presence]):
     """What all ranks have said, in rank order: a column for each field, with every different value once.
 
@@ -69,10 +97,7 @@ class Presences(Sequence[Presence]):
     def __init__(self, start: str, columns: "dict[str, Column]") -> None:
         self.start = start
         self._columns = columns
-        self._parsed = {
-            name: [_READERS.get(name, _same)(json.loads(text)) for text in values]
-            for name, (values, _) in columns.items()
-        }
+        self._parsed = {name: [_FIELDS[name].read(text) for text in values] for name, (values, _) in columns.items()}
 
     @classmethod
     def of(cls, presences: Iterable[Presence], start: str) -> "Presences":
@@ -106,9 +131,18 @@ class Presences(Sequence[Presence]):
         return _pack(self._columns)
 
     @classmethod
-    def unpack(cls, start: str, packed: bytes) -> "Presences":
-        """What `pack` was called on."""
-        return cls(start, _unpack(packed))
+    def unpack(cls, start: str, packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> "Presences":
+        """What `pack` was called on.
+
+        Args:
+            start: As in the constructor.
+            packed: Bytes of another rank.
+            most_nbytes: Bytes of the table, inflated, at most.
+
+        Raises:
+            MessageError: They are something else.
+        """
+        return cls(start, _unpack(packed, most_nbytes))
 
 
 Column = tuple[list[str], "array[int]"]
@@ -207,9 +241,13 @@ class _Rank:
         places = {}
         for rank in ranks:
             if self._start and self._store.check([f"{self._start}/rank/{rank}"]):
-                said = json.loads(self._store.read(f"{self._start}/rank/{rank}"))
-                if said["port"]:
-                    places[rank] = Place(said["port"], tuple(said["addresses"]), said["kernel"])
+                try:
+                    said = _PRESENCE.read(self._store.read(f"{self._start}/rank/{rank}"))
+                except MessageError as error:
+                    log.debug("what rank %d says about itself cannot be read: %s", rank, error)
+                    continue
+                if said.port:
+                    places[rank] = Place(said.port, said.addresses, said.kernel)
         found = Directory(self._start, self._own.rank, places).ended(list(places))
         if self._ended_before is not None:
             found += self._ended_before([rank for rank in ranks if rank not in places])
@@ -307,7 +345,7 @@ class _Follower(_Rank):
         while True:
             came = came or self._store.check([ROUND])
             if came:
-                word = json.loads(self._store.read(ROUND))
+                word = asdict(_ROUND.read(self._store.read(ROUND)))
                 if word["start"] != self._start and word["outcome"] is None:
                     self._follow(word)
                     naps = self._naps()
@@ -333,7 +371,7 @@ class _Follower(_Rank):
         if not self._start or self._own.size <= BLOCK or self._own.rank % BLOCK == 1:
             return True
         key = f"{self._start}/rank/0"
-        return self._store.check([key]) and json.loads(self._store.read(key))["kernel"] == own_kernel()
+        return self._store.check([key]) and _PRESENCE.read(self._store.read(key)).kernel == own_kernel()
 
     def _end_without_leader(self) -> None:
         """Says to all, in the place of rank 0, that it has ended, unless it has come to an outcome before.
@@ -344,7 +382,7 @@ class _Follower(_Rank):
         if not self._start:
             raise self._has_ended([0])
         word = self._store.read(ROUND).decode()
-        said = json.loads(word)
+        said = asdict(_ROUND.read(word))
         if said["start"] == self._start and said["outcome"] is None:
             self._store.compare_set(ROUND, word, json.dumps({**said, "outcome": {"ended": [0]}}))
 
@@ -401,8 +439,12 @@ def _words(name: str, rank: int, here: object, there: object) -> str:
 
 
 def _columns(words: Sequence[str]) -> dict[str, Column]:
-    """Presences as JSON, one for each rank, by field."""
-    said = [json.loads(word) for word in words]
+    """Presences as JSON, one for each rank, by field.
+
+    Raises:
+        MessageError: One is something else.
+    """
+    said = [asdict(_PRESENCE.read(word)) for word in words]
     found = {}
     for name in (each.name for each in fields(Presence) if each.name != "rank"):
         texts = [json.dumps(one[name]) for one in said]
@@ -439,16 +481,25 @@ def _pack(columns: dict[str, Column]) -> bytes:
     return zlib.compress(len(head).to_bytes(4, "little") + head + bytes(body))
 
 
-def _unpack(packed: bytes) -> dict[str, Column]:
-    """What `_pack` was given."""
-    text = zlib.decompress(packed)
+def _unpack(packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> dict[str, Column]:
+    """What `_pack` was given.
+
+    Raises:
+        MessageError: It is something else.
+    """
+    text = inflated(packed, most_nbytes)
     stop = 4 + int.from_bytes(text[:4], "little")
-    head = json.loads(text[4:stop])
+    head = _TABLE.read(text[4:stop])
+    if head.values.keys() != _FIELDS.keys() or len(text) != stop + 4 * len(_FIELDS) * head.ranks:
+        raise MessageError(f"a table of {head.ranks} ranks has {len(text)} bytes, and the columns {list(head.values)}")
     found = {}
-    for number, (name, values) in enumerate(head["values"].items()):
+    for number, (name, values) in enumerate(head.values.items()):
         steps = array("i")
-        steps.frombytes(text[stop + 4 * number * head["ranks"] : stop + 4 * (number + 1) * head["ranks"]])
-        found[name] = (list(values), array("I", accumulate(_little(steps))))
+        steps.frombytes(text[stop + 4 * number * head.ranks : stop + 4 * (number + 1) * head.ranks])
+        index = list(accumulate(_little(steps)))
+        if not all(0 <= each < len(values) for each in index):
+            raise MessageError(f"a table's column {name} names values that it has not")
+        found[name] = (list(values), array("I", index))
     return found
 
 
@@ -460,19 +511,7 @@ def _little(numbers: "array[int]") -> "array[int]":
     return numbers
 
 
-def _hardware(said: dict[str, Any]) -> Hardware:
-    fabric = said["fabric"]
-    return Hardware(**said | {"fastest": tuple(said["fastest"]), "fabric": GpuFabric(**fabric) if fabric else None})
-
-
-def _same(said: object) -> object:
-    return said
-
-
-_READERS: dict[str, Callable[[Any], object]] = {
-    "host": tuple,
-    "location": tuple,
-    "addresses": tuple,
-    "hardware": _hardware,
+_FIELDS: dict[str, MessageType[Any]] = {
+    name: MessageType(kind) for name, kind in get_type_hints(Presence).items() if name != "rank"
 }
-"""Field -> what reads its value from parsed JSON."""
+"""Field of a `Presence` -> what reads its value, as JSON."""

@@ -69,18 +69,25 @@ class Strangers:
         listener: Is made non-blocking; closed by whoever has made it, after this.
         lacks: How many bytes are missing behind those that have been heard; 0: he has said all. No more than that is
             read of a connection.
+        greeting: Makes what each caller is told at once, some tens of bytes; None tells them nothing.
     """
 
-    def __init__(self, listener: socket.socket, lacks: Callable[[bytes], int]) -> None:
+    def __init__(
+        self, listener: socket.socket, lacks: Callable[[bytes], int], greeting: Callable[[], bytes] | None = None
+    ) -> None:
         listener.setblocking(False)  # who has called may have gone before he is let in
         self._listener = listener
         self._lacks = lacks
+        self._greeting = greeting
+        self._greeted: dict[socket.socket, bytes] = {}
         self._heard: dict[socket.socket, tuple[float, bytes]] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
     def next(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
         """Connections of those who have said all, or have ended their sentence before, and what they said.
+
+        What they were greeted with stands before it.
 
         They are the caller's from now on, and blocking.
 
@@ -97,6 +104,7 @@ class Strangers:
             caller.setblocking(False)
             self._heard[caller] = time.monotonic(), b""
             self._selector.register(caller, selectors.EVENT_READ)
+            self._greet(caller)
         for each in to_turn_away({one: called for one, (called, _) in self._heard.items()}):
             self._leave(each)
             each.close()
@@ -108,6 +116,13 @@ class Strangers:
             self._leave(each)
             each.close()
         self._selector.close()
+
+    def _greet(self, caller: socket.socket) -> None:
+        self._greeted[caller] = b"" if self._greeting is None else self._greeting()
+        try:
+            caller.send(self._greeted[caller])  # into an empty buffer, which takes it whole
+        except OSError as error:  # shows when it is read
+            log.debug("a caller has gone again: %s", error)
 
     def _hear(self, connection: socket.socket) -> bool:
         """Whether there is nothing more to be heard of him."""
@@ -125,4 +140,4 @@ class Strangers:
     def _leave(self, connection: socket.socket) -> bytes:
         self._selector.unregister(connection)
         connection.setblocking(True)
-        return self._heard.pop(connection)[1]
+        return self._greeted.pop(connection) + self._heard.pop(connection)[1]

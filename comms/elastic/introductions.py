@@ -7,6 +7,10 @@ from functools import lru_cache
 
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.rendezvous import Presences
+from gradwire.comms.boundary.messages import MessageError
+
+MOST_NBYTES = 1 << 20
+"""Bytes of what one process says about itself, inflated."""
 
 START = "start"
 """Name of the start of an epoch's ranks, which start once."""
@@ -25,8 +29,19 @@ def presences(members: Sequence[str], said: Mapping[str, str]) -> Presences:
 
 @lru_cache(maxsize=1024)
 def unpacked(said: str) -> Presence:
-    """What `packed` was called on."""
-    return Presences.unpack("", base64.b64decode(said))[0]
+    """What `packed` was called on.
+
+    Raises:
+        MessageError: It is something else.
+    """
+    try:
+        packed = base64.b64decode(said, validate=True)
+    except ValueError as error:
+        raise MessageError(f"what a process says about itself is no base64: {error}") from None
+    found = Presences.unpack("", packed, most_nbytes=MOST_NBYTES)
+    if len(found) != 1:
+        raise MessageError(f"what a process says about itself is of {len(found)} processes")
+    return found[0]
 
 
 def next_across(members: Sequence[str], rank: int, said: Mapping[str, str]) -> int | None:

@@ -10,7 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Annotated
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Rank
 from gradwire.comms.elastic.introductions import unpacked
 from gradwire.comms.elastic.membership import GivenUpError, View, own_name
 
@@ -33,14 +36,59 @@ PULSE_SECONDS = 0.1
 SILENT_SECONDS = 2.0
 """Seconds without a sign of life after which a waiting process is not taken in. Nobody waits for it but itself."""
 
-FORGOTTEN_SECONDS = 60.0
-"""Seconds without one after which it is not looked at any more, and told so, should it live."""
+FORGOTTEN_SECONDS, UNSEEN_SECONDS = 60.0, 10.0
+"""Seconds without one after which it is not looked at any more, and told so, should it live; and of one that has not
+shown two, which holds the place of another."""
+
+MOST_OPEN = 256
+"""Requests that are looked at, at a time: each is three questions to the store in `LOOK_SECONDS`."""
+
+MOST_REQUEST_NBYTES = 1 << 24
+"""Bytes of a request: the entries of a model with 100,000 parameters, of some 100 characters each."""
+
+MOST_PRESENCE = 1 << 20
+"""Characters of what a process says about itself."""
 
 Newcomer = tuple[int, str, str]
 """Number of the request, name of the process, and what it says about itself: see `packed`."""
 
 Fits = Callable[[Newcomer], None]
 """Raises a ValueError where the running ranks could not take a process in."""
+
+
+_NEWCOMERS: MessageType[tuple[Newcomer, ...]] = MessageType(tuple[tuple[Count, str, str], ...], most_nbytes=1 << 28)
+"""Requests that fit, as rank 0 lists them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request: the process's name, its configuration, what it says about itself, and its model as `described`."""
+
+    name: Annotated[str, Most(1000)]
+    shared: Mapping[str, object]
+    presence: Annotated[str, Most(MOST_PRESENCE)]
+    model: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _TakenIn:
+    """The epoch that begins, the process's rank in it, its members, and what they have said about themselves."""
+
+    epoch: Count
+    rank: Rank
+    members: tuple[str, ...]
+    said: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Why not."""
+
+    refused: str
+
+
+_REQUEST: MessageType[_Asked] = MessageType(_Asked, most_nbytes=MOST_REQUEST_NBYTES)
+_ANSWER: MessageType[_TakenIn | _Refused] = MessageType(_TakenIn | _Refused, most_nbytes=1 << 28)
 
 
 def job_key(name: str) -> str:
@@ -157,7 +205,7 @@ class Requests:
 
     def listed(self, number: int) -> list[Newcomer]:
         """The processes of a list."""
-        return [(each, name, said) for each, name, said in json.loads(self._store.get(f"join/list/{number}"))]
+        return list(_NEWCOMERS.read(self._store.get(f"join/list/{number}")))
 
     def answer(self, newcomers: Sequence[Newcomer], view: View, said: Mapping[str, str]) -> None:
         """Rank 0: tells those that are among the members now, and what all have said about themselves."""
@@ -184,8 +232,10 @@ class Requests:
         """Takes in new requests, and signs of life. One that is not complete keeps nobody behind it waiting."""
         count = self._store.add("join/count", 0)
         with self._lock:
-            self._open |= {number: _Request() for number in range(self._seen + 1, count + 1)}
-            self._seen = max(self._seen, count)
+            # Invariant: at most `MOST_OPEN` requests are open, whatever the counter says; the others wait their turn.
+            room = min(count - self._seen, MOST_OPEN - len(self._open))
+            self._open |= {number: _Request() for number in range(self._seen + 1, self._seen + room + 1)}
+            self._seen += max(room, 0)
             waiting = list(self._open.items())
         for number, request in waiting:
             if self._store.check([f"join/{number}/answer"]):
@@ -194,20 +244,22 @@ class Requests:
             request.see(self._store.add(f"join/{number}/pulse", 0))
             if request.newcomer is None and self._store.check([f"join/{number}/request"]):
                 self._read(number, request)
-            elif time.monotonic() - request.changed > FORGOTTEN_SECONDS:
-                self._refuse(number, f"it has said nothing for {FORGOTTEN_SECONDS:g} s")
+            elif time.monotonic() - request.changed > (FORGOTTEN_SECONDS if request.beats else UNSEEN_SECONDS):
+                self._refuse(number, f"it has said nothing for {time.monotonic() - request.changed:.0f} s")
 
     def _read(self, number: int, request: _Request) -> None:
         """Reads what one asks with; whatever does not fit is refused."""
         try:
-            word = json.loads(self._store.read(f"join/{number}/request"))
-            newcomer = (number, str(word["name"]), str(word["presence"]))
+            word = _REQUEST.read(self._store.read(f"join/{number}/request"))
+            newcomer = (number, word.name, word.presence)
             for name, value in self._shared.items():
-                if word["shared"].get(name) != value:
-                    found = word["shared"].get(name)
+                if word.shared.get(name) != value:
+                    found = word.shared.get(name)
                     raise ValueError(f"`{name}` is {found} here and {value} in the running job; wanted the same")
-            check_model(word["model"], self._model)
+            check_model(word.model, self._model)
             unpacked(newcomer[2])
+        except MessageError as error:
+            self._refuse(number, f"its request cannot be read: {error}")
         except ValueError as error:
             self._refuse(number, str(error))
         except RuntimeError:  # of the store
@@ -279,8 +331,7 @@ def ask(
             raise GivenUpError(f"the running job has not taken this process in within {timeout.total_seconds():g} s")
         own.add(f"join/{number}/pulse", 1)
         time.sleep(PULSE_SECONDS)
-    answer = json.loads(own.read(f"join/{number}/answer"))
-    if "refused" in answer:
-        raise GivenUpError(f"the running job refuses this process: {answer['refused']}")
-    members = tuple(map(str, answer["members"]))
-    return View(int(answer["epoch"]), int(answer["rank"]), members, joined=(name,)), dict(answer["said"])
+    answer = _ANSWER.read(own.read(f"join/{number}/answer"))
+    if isinstance(answer, _Refused):
+        raise GivenUpError(f"the running job refuses this process: {answer.refused}")
+    return View(answer.epoch, answer.rank, answer.members, joined=(name,)), dict(answer.said)

@@ -25,6 +25,7 @@ from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
 from gradwire.comms.bootstrap.liveness import LivenessRing, look_at_rank
 from gradwire.comms.bootstrap.losses import OVER, UNREACHED, Loss, Losses
 from gradwire.comms.bootstrap.store import PollingStore, Result
+from gradwire.comms.boundary.messages import MessageError, MessageType, Rank
 from gradwire.comms.elastic.introductions import next_across
 from gradwire.comms.errors import PeerError
 
@@ -49,6 +50,18 @@ NAP_SECONDS = 0.01
 
 CALLERS = 32
 """Silent ranks that are called at a time: a host that is gone takes a second for each of its addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """Who goes on: numbers in the epoch that is over, and what those have said about themselves that join, by name."""
+
+    left: tuple[Rank, ...]
+    joined: Mapping[str, str]
+
+
+_MEMBERS: MessageType[_Members] = MessageType(_Members, most_nbytes=1 << 24)
+_RANKS: MessageType[tuple[int, ...]] = MessageType(tuple[Rank, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,9 +332,11 @@ class Membership:
             GivenUpError: This rank is not in it.
         """
         view = epoch.view
-        word = json.loads(self._store.read(f"{view.epoch}/members"))
-        left, joined = [int(rank) for rank in word["left"]], tuple(map(str, word["joined"]))
-        self.said.update(word["joined"])
+        word = _MEMBERS.read(self._store.read(f"{view.epoch}/members"))
+        left, joined = list(word.left), tuple(word.joined)
+        if any(rank >= view.size for rank in left):
+            raise MessageError(f"the members of epoch {view.epoch + 1} are {left} of {view.size} ranks")
+        self.said.update(word.joined)
         if view.rank not in left:
             raise GivenUpError(
                 f"rank {view.rank} was given up by the others, which heard nothing of it for at least "
@@ -381,7 +396,7 @@ class Membership:
                 for rank in everybody - here:
                     if self._store.check([f"{number}/here/{rank}"]):
                         here.add(rank)
-                        gone |= set(json.loads(self._store.read(f"{number}/here/{rank}")))
+                        gone |= set(_RANKS.read(self._store.read(f"{number}/here/{rank}")))
             silent = sorted(everybody - here - gone)
             if not silent:
                 break

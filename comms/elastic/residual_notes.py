@@ -2,6 +2,7 @@
 
 import json
 
+from gradwire.comms.boundary.messages import Count, MessageType
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.elastic.membership import Membership
@@ -10,6 +11,10 @@ from gradwire.comms.step.listeners import EndedStep, StepListener
 NOTE_EVERY = 20
 """Steps after which each rank leaves word. It reads its residuals once, some thousandths of what twenty steps do with
 them."""
+
+
+_NOTE: MessageType[tuple[int, float]] = MessageType(tuple[Count, float], finite=False)
+"""A step, and the norm of the residuals then, which may have overflowed."""
 
 
 class ResidualNotes(StepListener):
@@ -35,4 +40,4 @@ class ResidualNotes(StepListener):
 
 def norm_in_words(note: str | None) -> str:
     """What a rank has left word of, for a message; None where it has left none."""
-    return "its norm is unknown" if note is None else "its norm was {1:.3g} after step {0}".format(*json.loads(note))
+    return "its norm is unknown" if note is None else "its norm was {1:.3g} after step {0}".format(*_NOTE.read(note))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
+from gradwire.comms.boundary.messages import Count, MessageType
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.elastic.survive import as_bytes
 from gradwire.comms.run.launches import FutureTensor
@@ -149,6 +150,27 @@ class Handed:
     refused: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What comes before the state: see `StateTransfer.run`.
+
+    Attributes:
+        shared: See there.
+        refused: Why there is no state; None where there is one.
+        said: Bytes of what is no tensor.
+        pieces: Of each piece the bytes of its tensors.
+    """
+
+    shared: object
+    refused: str | None
+    said: Count
+    pieces: tuple[tuple[Count, ...], ...]
+
+
+_HEAD: MessageType[_Head] = MessageType(_Head, most_nbytes=1 << 28)
+_WHY: MessageType[str | None] = MessageType(str | None)
+
+
 class StateTransfer:
     """A broadcast of rank 0's state to all ranks; all of them call `run`.
 
@@ -183,11 +205,11 @@ class StateTransfer:
             if packed
             else [],
         }
-        head = json.loads(self._send_bytes(json.dumps(head).encode() if root else b""))
-        refused = head["refused"]
-        said = self._send_bytes(packed.said if packed else b"", head["said"]) if head["said"] else b""
+        sent = _HEAD.read(self._send_bytes(json.dumps(head).encode() if root else b""))
+        refused = sent.refused
+        said = self._send_bytes(packed.said if packed else b"", sent.said) if sent.said else b""
         bytes_of: list[Tensor] = []
-        for number, counts in enumerate(head["pieces"]):
+        for number, counts in enumerate(sent.pieces):
             piece = torch.zeros(sum(counts), dtype=torch.uint8, device=device)
             if packed is not None:
                 try:
@@ -200,11 +222,11 @@ class StateTransfer:
                     refused = f"the state of the running job has changed while it was handed over: {error!r}"
             piece = self._send(piece)
             if wanted:
-                bytes_of += [part.clone() for part in torch.split(piece, counts)]
-        if head["pieces"]:
-            refused = json.loads(self._send_bytes(json.dumps(refused).encode() if root else b""))
+                bytes_of += [part.clone() for part in torch.split(piece, list(counts))]
+        if sent.pieces:
+            refused = _WHY.read(self._send_bytes(json.dumps(refused).encode() if root else b""))
         if not wanted or refused is not None:
-            return Handed(head["shared"], None, refused)
+            return Handed(sent.shared, None, refused)
         marked = torch.load(io.BytesIO(said), weights_only=True)
         shapes: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
         _collect(marked, shapes)
@@ -215,7 +237,7 @@ class StateTransfer:
             else torch.empty(shape, dtype=dtype, device=device)
             for number, (dtype, shape) in sorted(shapes.items())
         }
-        return Handed(head["shared"], unpack(marked, found.__getitem__), None)
+        return Handed(sent.shared, unpack(marked, found.__getitem__), None)
 
     def _pack(self, own: Callable[[], Mapping[str, object]]) -> tuple[_Packed | None, str | None]:
         """Rank 0's state, or why there is none: whatever it is, the others go on."""

@@ -5,12 +5,14 @@ Source: https://github.com/prometheus/node_exporter#textfile-collector (files ar
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
+from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.files import replace_text
 
@@ -19,11 +21,94 @@ log = logging.getLogger("gradwire")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+MOST_REQUEST_NBYTES = 8192
+"""Bytes of a request that are read: what web servers take of a request's lines and headers."""
+
+ANSWER_SECONDS = 2.0
+"""Seconds for one who asks to take the answer, some tens of kilobytes, which the kernel mostly takes at once."""
+
+LOOK_SECONDS = 5.0
+"""Seconds between two looks for callers who have asked for nothing for long."""
+
+
 class Exported(Protocol):
     """What can be exported."""
 
     def to_prometheus(self) -> str:
         """The metrics in the text format of Prometheus."""
+
+
+class _Scrapes:
+    """Answers at a port who asks for the metrics by HTTP: one thread, and as many callers as `Strangers` lets in.
+
+    Args:
+        port: To listen at; 0 takes a free one.
+        address: Of this host.
+        text: Gives the metrics.
+
+    Attributes:
+        address: See above.
+        port: The one that is listened at.
+
+    Raises:
+        OSError: The port is taken, or the address is not this host's.
+    """
+
+    def __init__(self, port: int, address: str, text: Callable[[], str]) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, port), family=family, backlog=64)
+        self._text = text
+        self._closed = False
+        self.address = address
+        self.port: int = self._listener.getsockname()[1]
+        BackgroundThread("gradwire metrics", self._serve, awaited=False).start()
+
+    def close(self) -> None:
+        """Answers no more, and frees the port."""
+        self._closed = True
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        except OSError as error:
+            log.debug("the port of the metrics was closed already: %s", error)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with closing(Strangers(self._listener, _lacks)) as strangers:
+            while not self._closed:
+                try:
+                    callers = strangers.next(LOOK_SECONDS)
+                except (OSError, ValueError) as error:  # a listener that is closed has no descriptor
+                    if not self._closed:
+                        raise
+                    log.debug("the port of the metrics is closed: %s", error)
+                    return
+                for caller, said in callers:
+                    with caller:
+                        try:
+                            self._answer(caller, said)
+                        except OSError as error:
+                            log.debug("who asked for metrics has gone again: %s", error)
+
+    def _answer(self, caller: socket.socket, said: bytes) -> None:
+        """Answers one request; who says something else than HTTP is dropped."""
+        words = said.partition(b"\r\n")[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1.") or b"\r\n\r\n" not in said:
+            return
+        if words[0] not in (b"GET", b"HEAD"):
+            status, body = "405 Method Not Allowed", b"wanted GET\n"
+        elif words[1].partition(b"?")[0] in (b"/", b"/metrics"):
+            status, body = "200 OK", self._text().encode()
+        else:
+            status, body = "404 Not Found", b"wanted /metrics\n"
+        head = f"HTTP/1.0 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
+        caller.settimeout(ANSWER_SECONDS)
+        caller.sendall(head.encode() + (b"" if words[0] == b"HEAD" else body))
+        caller.shutdown(socket.SHUT_WR)
+
+
+def _lacks(heard: bytes) -> int:
+    """How many bytes of a request may be to come: up to the empty line behind its headers."""
+    return 0 if b"\r\n\r\n" in heard else max(MOST_REQUEST_NBYTES - len(heard), 0)
 
 
 class Metrics:
@@ -44,7 +129,7 @@ class Metrics:
         self._file: Path | None = None
         self._every_seconds, self._next = every_seconds, 0.0
         self._text = ""
-        self._server: ThreadingHTTPServer | None = None
+        self._server: _Scrapes | None = None
         self.change(file, port, address, every_seconds)
 
     def change(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> None:
@@ -74,33 +159,16 @@ class Metrics:
 
     def _serve(self, port: int, address: str) -> None:
         """Opens a port in place of the one that is open."""
-        if self._server is not None and self._server.server_address[:2] == (address, port):
+        if self._server is not None and (self._server.address, self._server.port) == (address, port):
             return
-        metrics = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                found = self.path in ("/", "/metrics")
-                body = metrics._text.encode() if found else b"wanted /metrics\n"
-                self.send_response(200 if found else 404)
-                self.send_header("Content-Type", CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                log.debug(format, *args)
-
-        server = ThreadingHTTPServer((address, port), Handler)
-        server.daemon_threads = True
+        opened = _Scrapes(port, address, lambda: self._text)
         self.close()
-        self._server = server
-        BackgroundThread("gradwire metrics", server.serve_forever, awaited=False).start()
+        self._server = opened
 
     @property
     def port(self) -> int | None:
         """The port that is served; None without one."""
-        return None if self._server is None else self._server.server_port
+        return None if self._server is None else self._server.port
 
     def step_ended(self, report: Callable[[], Exported]) -> None:
         """Makes the text anew, if it is time to."""
@@ -128,6 +196,5 @@ class Metrics:
         if last is not None:
             self._export(last)
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.close()
             self._server = None

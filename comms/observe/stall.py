@@ -22,6 +22,7 @@ from functools import partial
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.boundary.messages import MessageError, MessageType
 from gradwire.comms.report import bucket_words, duration
 from gradwire.comms.run.executor import Executor
 
@@ -64,6 +65,9 @@ class Word:
     phase: str | None = None
     bucket: str | None = None
     where: str | None = None
+
+
+_WORD: MessageType[Word] = MessageType(Word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +288,10 @@ class StallWatch:
         for rank in range(len(job.hostnames)):
             key = f"stall/{rank}"
             if rank != job.rank and self._store.check([key]):
-                words[rank] = Word(**json.loads(self._store.get(key)))
+                try:
+                    words[rank] = _WORD.read(self._store.get(key))
+                except MessageError as error:
+                    log.debug("the word of rank %d cannot be read: %s", rank, error)
         words = dict(sorted(words.items()))
         if len(words) < len(job.hostnames) and stall.passes:
             return

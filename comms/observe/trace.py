@@ -19,10 +19,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gradwire.comms.boundary.files import replace_text
+from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.observe.recorder import Note, Recorder
 from gradwire.comms.observe.share import Shared
@@ -98,6 +100,12 @@ def clock_rounds(communicator: Communicator) -> list[Round] | None:
             return None
         rounds.append((entered, time.perf_counter()))
     return rounds
+
+
+_NOTES: MessageType[tuple[tuple[str, str, float, float, dict[str, Any]], ...]] = MessageType(
+    tuple[tuple[str, str, float, float, dict[str, object]], ...], most_nbytes=1 << 30
+)
+"""What a rank has noted: the fields of `Note`."""
 
 
 class Trace:
@@ -231,7 +239,7 @@ class Trace:
             return
         if communicator.rank:
             return
-        notes = {rank: [Note(*each) for each in json.loads(part)] for rank, part in parts.items()}
+        notes = {rank: [Note(*each) for each in _NOTES.read(part)] for rank, part in parts.items()}
         errors = [max(first.error_seconds, last.error_seconds) for first, last in offsets]
         about = {
             "kind": KIND,

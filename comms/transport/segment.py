@@ -17,13 +17,16 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
 from torch.distributed.distributed_c10d import Store
 
 from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.store import Naps
+from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Rank
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.compiled import native
 
@@ -112,6 +115,39 @@ class _Rendezvous:
         return f"rank {', '.join(map(str, names))}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A line between two ranks: who has come, or has mapped the memory; that all have, or why not."""
+
+    rank: Rank | None = None
+    mapped: bool | None = None
+    go: bool | None = None
+    failed: str | None = None
+    missing: tuple[Rank, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Where rank 0 waits, and for what group."""
+
+    name: Annotated[str, Most(100)]
+    network: str
+    size: Count
+    block_nbytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class _NoOffer:
+    """Why rank 0 has no memory."""
+
+    error: str
+    errno: int | None
+
+
+_SAID: MessageType[_Said] = MessageType(_Said, most_nbytes=MESSAGE_NBYTES)
+_OFFER: MessageType[_Offer | _NoOffer] = MessageType(_Offer | _NoOffer)
+
+
 class _Line:
     """A connection between two ranks of one user: lines of JSON, and one descriptor.
 
@@ -168,10 +204,10 @@ class _Line:
         if not newline:
             return None
         self._heard = rest
-        said = json.loads(line)
-        if not isinstance(said, dict):
-            raise OSError(errno.EBADMSG, "what has come is not from a rank")
-        return said
+        try:
+            return {key: each for key, each in asdict(_SAID.read(line)).items() if each is not None}
+        except MessageError as error:
+            raise OSError(errno.EBADMSG, f"what has come is not from a rank: {error}") from None
 
 
 def _allocate(nbytes: int) -> int:
@@ -285,8 +321,9 @@ class _First:
     def _hear(self, line: _Line, descriptor: int) -> None:
         line.feed()
         while (said := line.read()) is not None:
-            rank = said["rank"]
-            assert isinstance(rank, int)
+            rank = said.get("rank")
+            if not isinstance(rank, int) or not 0 < rank < self._size:
+                raise OSError(errno.EBADMSG, f"what has come is not from a rank: {said}")
             if "mapped" in said:
                 self._mapped.add(rank)
             else:
@@ -331,15 +368,15 @@ def _join(
     map_it: Callable[[int], native.SharedMemoryGroup],
 ) -> native.SharedMemoryGroup:
     """Every other rank's part."""
-    offer = json.loads(words.hear(DOOR))
-    if "error" in offer:
-        raise OSError(offer["errno"], f"rank 0 {offer['error']}")
-    for name, own in (("size", size), ("block_nbytes", block_nbytes)):
-        if offer[name] != own:
-            raise ValueError(f"`{name}` is {own} here and {offer[name]} on rank 0: all ranks must pass the same value")
+    offer = _OFFER.read(words.hear(DOOR))
+    if isinstance(offer, _NoOffer):
+        raise OSError(offer.errno, f"rank 0 {offer.error}")
+    for name, own, theirs in (("size", size, offer.size), ("block_nbytes", block_nbytes, offer.block_nbytes)):
+        if theirs != own:
+            raise ValueError(f"`{name}` is {own} here and {theirs} on rank 0: all ranks must pass the same value")
     connection = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    if offer["network"] == _network():
-        place = f"\0{offer['name']}"
+    if offer.network == _network():
+        place = f"\0{offer.name}"
     else:
         words.say(ELSEWHERE, str(rank))
         place = words.hear(FOLDER_DOOR)

@@ -1,18 +1,40 @@
 """What ranks leave for each other in the store of the default group: words, questions, and answers."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, clone_of
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.boundary.messages import MessageError, MessageType, Rank
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
 from gradwire.comms.watch.rank import RankWord
 
+log = logging.getLogger("gradwire")
+
 ANSWER_TIMEOUT = timedelta(seconds=2)
 """The answer timeout for every question to the store: a watch never waits for it longer."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """Where a rank runs, and the ranks of each of its groups."""
+
+    host: str
+    members: Mapping[str, tuple[Rank, ...]]
+
+
+_MEMBER: MessageType[_Member] = MessageType(_Member, most_nbytes=1 << 24)
+_WORD: MessageType[RankWord] = MessageType(RankWord, most_nbytes=1 << 24)
+_ANSWER: MessageType[dict[str, list[IssuedCollective]]] = MessageType(
+    dict[str, list[IssuedCollective]], most_nbytes=1 << 26
+)
+_TIMELINE: MessageType[TimelinePart] = MessageType(TimelinePart, most_nbytes=1 << 26)
 
 ASKED, CONCLUDED, TIMELINES = "asked", "concluded", "timelines"
 
@@ -44,14 +66,11 @@ class WatchBoard:
 
     def introductions(self) -> dict[int, tuple[str, dict[str, tuple[int, ...]]]]:
         """Rank -> (host, its groups), of the ranks that have said so."""
-        return {
-            rank: (found["host"], {name: tuple(ranks) for name, ranks in found["members"].items()})
-            for rank, found in self._read("member").items()
-        }
+        return {rank: (found.host, dict(found.members)) for rank, found in self._read("member", _MEMBER).items()}
 
     def words(self) -> dict[int, RankWord]:
         """The newest word of each rank that has spoken."""
-        return {rank: RankWord.of(found) for rank, found in self._read("word").items()}
+        return self._read("word", _WORD)
 
     def ask(self) -> int:
         """Asks all ranks for their last collectives.
@@ -72,10 +91,7 @@ class WatchBoard:
 
     def answers(self, question: int) -> dict[int, dict[str, list[IssuedCollective]]]:
         """Rank -> group's name -> its last collectives, of the ranks that have answered."""
-        return {
-            rank: {name: [IssuedCollective(**each) for each in some] for name, some in found.items()}
-            for rank, found in self._read(f"answer/{question}").items()
-        }
+        return self._read(f"answer/{question}", _ANSWER)
 
     def ask_for_timelines(self) -> int:
         """Asks all ranks for the times of their last collectives; the question's number."""
@@ -91,8 +107,7 @@ class WatchBoard:
 
     def timelines(self, question: int) -> dict[int, TimelinePart]:
         """Rank -> its times, of the ranks that have answered this question."""
-        parts = {rank: TimelinePart.of(found) for rank, found in self._read("timeline").items()}
-        return {rank: part for rank, part in parts.items() if part.question == question}
+        return {rank: part for rank, part in self._read("timeline", _TIMELINE).items() if part.question == question}
 
     def conclude(self, question: int) -> None:
         """Says that the answers to a question, and to those before it, have been judged."""
@@ -105,8 +120,17 @@ class WatchBoard:
     def _put(self, kind: str, found: object) -> None:
         self._store.set(f"{kind}/{self.rank}", json.dumps(found))
 
-    def _read(self, kind: str) -> dict[int, Any]:
+    def _read(self, kind: str, message: MessageType[T]) -> dict[int, T]:
+        """What the ranks have left that have left something; what cannot be read counts for nothing."""
         keys = [f"{kind}/{rank}" for rank in range(self._size)]
         if self._store.check(keys):
-            return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
-        return {rank: json.loads(self._store.read(key)) for rank, key in enumerate(keys) if self._store.check([key])}
+            said = dict(enumerate(self._store.multi_get(keys)))
+        else:
+            said = {rank: self._store.read(key) for rank, key in enumerate(keys) if self._store.check([key])}
+        found = {}
+        for rank, text in said.items():
+            try:
+                found[rank] = message.read(text)
+            except MessageError as error:
+                log.debug("what rank %d has left as %s cannot be read: %s", rank, kind, error)
+        return found

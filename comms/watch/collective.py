@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 TRACE_LOOK_SECONDS = 0.002
 """Seconds between two looks where a timeline is wanted: 1.5 % of a core, at 30 us each."""
@@ -48,12 +47,6 @@ class TimelinePart:
     question: int
     seconds: float
     groups: Mapping[str, Sequence[IssuedCollective]]
-
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> "TimelinePart":
-        """Made of what `dataclasses.asdict` has made, by way of JSON."""
-        groups = {name: [IssuedCollective(**each) for each in some] for name, some in found["groups"].items()}
-        return cls(found["question"], found["seconds"], groups)
 
 
 def title_of(name: str, purpose: str, backend: str) -> str:

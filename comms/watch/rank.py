@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from gradwire.comms.watch.flight import Progress
 from gradwire.comms.watch.links import LINKS_SECONDS, LinkState, connection_states
@@ -69,16 +68,6 @@ class RankWord:
     at: str | None = None
     leaves: str | None = None
     links: Mapping[str, LinkState] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> "RankWord":
-        """Made of what `dataclasses.asdict` has made, by way of JSON."""
-        groups = {
-            name: GroupState(**{**state, "quiet": tuple(QuietPoint(*point.values()) for point in state["quiet"])})
-            for name, state in found["groups"].items()
-        }
-        links = {key: LinkState(**state) for key, state in found["links"].items()}
-        return cls(**{**found, "groups": groups, "links": links})
 
 
 @dataclass(slots=True)

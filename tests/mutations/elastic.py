@@ -289,8 +289,8 @@ ELASTIC = (
     Mutation(
         "a stranger is a neighbour",
         _RING,
-        "            if peer.heard[:TOKEN_NBYTES] != peer.token:\n",
-        "            if False:\n",
+        '        if not hmac.compare_digest(proof, peer.proof_of("caller")):\n',
+        "        if False:\n",
         "A port scanner's end is the end of a rank.",
         (_LIVENESS,),
     ),

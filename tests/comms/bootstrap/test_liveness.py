@@ -361,8 +361,12 @@ def test_an_error_of_the_device_is_told_to_the_others() -> None:
         one.close()
 
 
+HELLO = liveness.GREETING + (1).to_bytes(4, "big") + bytes(16)
+"""What rank 1 says first; a proof follows, which zeros are not."""
+
+
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("said", [b"", b"SSH-2.0-strangers", b"." + bytes(8), bytes(40)])
+@pytest.mark.parametrize("said", [b"", b"SSH-2.0-strangers", b"." + bytes(8), bytes(40), HELLO, HELLO + bytes(32)])
 def test_strangers_are_turned_away(said: bytes) -> None:
     rings, heard = ring(2)
     with socket.create_connection(("127.0.0.1", rings[0]._ends.listener.getsockname()[1]), SECONDS) as stranger:
@@ -618,7 +622,7 @@ def test_a_process_that_was_held_up_gives_its_neighbours_their_time_anew(monkeyp
     clock = [100.0]
     monkeypatch.setattr(liveness, "FROZEN_SECONDS", 1.0)
     monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    ends = liveness._Ends(0)
+    ends = liveness._Ends(0, 2)
     here, there = socket.socketpair()
     there.settimeout(SECONDS)
     ends.peers[here] = liveness._Peer(1, True, ends.token, 0.0, known=True, last=clock[0])

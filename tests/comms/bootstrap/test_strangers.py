@@ -22,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.comms.bootstrap import strangers
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.door import ANSWERS, ENDED, Directory, Door, Place
+from gradwire.comms.bootstrap.door import ANSWERS, ENDED, TELL, Directory, Door, Place, _digest, _name
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.strangers import Strangers
+from gradwire.comms.boundary.proof import proof_of
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport import streams
 from support.processes import Processes
@@ -144,7 +145,7 @@ def without_descriptors(_: int) -> list[str]:
         socket.socket()
     assert full.value.errno == errno.EMFILE
     called.connect(("127.0.0.1", door.port))
-    called.sendall(bytes(21))  # a whole name, that of nobody: the next one is waited for at once
+    called.sendall(bytes(33))  # a whole digest, that of nothing: the next one is waited for at once
     time.sleep(4 * strangers.FULL_NAP_SECONDS)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     found.append(directory.call([0])[0])
@@ -167,10 +168,16 @@ def test_strangers_keep_nobody_from_a_door(callers: Callers, few: int) -> None:
     door.answer_for("start", 2)
     callers.crowd(door.port, 3 * few)
     callers.crowd(door.port, 3 * few, DRIPS)
-    callers.call(door.port, b"start".ljust(16, b"\0") + (2).to_bytes(4, "big") + b"!" + b"\xff" * 4)  # 4 GB of words
-    for word in (b"[" * 1000, b"3", b"[1, 2]", b"\xff"):
-        word = b"!" + len(word).to_bytes(4, "big") + word
-        callers.call(door.port, b"start".ljust(16, b"\0") + (2).to_bytes(4, "big") + word)
+    name = _name("start", 2)
+    head = _digest(name) + bytes(16) + TELL
+    callers.call(door.port, head + b"\xff" * 4)  # 4 GB of words
+    for word in (b"[" * 1000, b"3", b"[1, 2]", b"\xff", b'["x", "failed", [1e999], null]'):
+        word = len(word).to_bytes(4, "big") + word
+        callers.call(door.port, head + word + bytes(32))  # without a proof
+        with socket.create_connection(("127.0.0.1", door.port), SECONDS) as proved:
+            greeting = proved.recv(64)
+            proved.sendall(head + word + proof_of(name, "caller", greeting, head, word))
+            assert is_turned_away(proved)
     directory = Directory("start", 1, {2: Place(door.port, ("127.0.0.1",))}, door=door)
     assert directory.call([2]) == {2: ANSWERS}
     directory.tell([2], Loss("the reason", FAILED, (3,)))

@@ -161,7 +161,6 @@ def test_flipped_bits_are_noticed(tmp_path: Path) -> None:
     flips(tmp_path, 300)
 
 
-@pytest.mark.long
 def test_flipped_bits_are_noticed_in_thousands_of_files(tmp_path: Path) -> None:
     flips(tmp_path, 10_000)
 

@@ -190,7 +190,7 @@ def test_who_waits_for_the_store_is_not_taken_for_frozen(
 def test_who_was_given_up_is_told_so() -> None:
     store = HashStore()
     made = members(store, 2)
-    PrefixStore("0", store).set("members", '{"left": [1], "joined": []}')
+    PrefixStore("0", store).set("members", '{"left": [1], "joined": {}}')
     made[0].losses.take(Loss("silence", FAILED))
     with pytest.raises(GivenUpError, match="rank 0 was given up by the others"):
         made[0].next(SECONDS)

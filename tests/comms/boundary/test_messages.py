@@ -1,0 +1,283 @@
+"""Whatever bytes come from another process, a parser gives a value of its type or one error; never anything else."""
+
+import dataclasses
+import json
+import random
+import socket
+import tracemalloc
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+import pytest
+
+from gradwire.bench.doctor import control as doctor_control
+from gradwire.bench.doctor import network as doctor
+from gradwire.comms.bootstrap import agree, door, failure, liveness, losses, rendezvous
+from gradwire.comms.bootstrap.losses import FAILED, Loss
+from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.rendezvous import Presences
+from gradwire.comms.boundary.messages import (
+    MOST_DEPTH,
+    MessageError,
+    MessageType,
+    Most,
+    Within,
+    inflated,
+    parsed,
+)
+from gradwire.comms.elastic import introductions, joining, membership, residual_notes, transfer
+from gradwire.comms.observe import metrics, stall
+from gradwire.comms.transport import segment
+from gradwire.comms.watch import board
+from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
+from gradwire.comms.watch.links import LinkState
+from gradwire.comms.watch.rank import GroupState, QuietPoint, RankWord
+from gradwire.topology.cluster import GpuFabric
+from gradwire.topology.host_summary import Hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    number: Annotated[int, Within(0, 10)]
+    names: Annotated[tuple[str, ...], Most(2)]
+    rate: float | None = None
+    kind: Literal["a", "b"] = "a"
+
+    def __post_init__(self) -> None:
+        if self.number == 7:
+            raise ValueError("seven")
+
+
+EXAMPLE: MessageType[Example] = MessageType(Example, most_nbytes=200)
+
+
+def test_a_value_of_the_declared_type_comes_back() -> None:
+    assert EXAMPLE.read(b'{"number": 3, "names": ["x"], "rate": 2}') == Example(3, ("x",), 2.0)
+    assert EXAMPLE.read('{"number": 3, "names": [], "kind": "b"}') == Example(3, (), None, "b")
+    numbered: MessageType[Mapping[int, tuple[bool, list[int]]]] = MessageType(Mapping[int, tuple[bool, list[int]]])
+    assert numbered.read('{"4": [true, [1, 2]]}') == {4: (True, [1, 2])}
+    assert MessageType[float](float, finite=False).read("Infinity") == float("inf")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(b"", b"\xff", b"{", b"nonsense", b"[]", b"3", b"null", b"{}", b'"x"'),
+        *(b'{"number": 11, "names": []}', b'{"number": -1, "names": []}', b'{"number": 3.0, "names": []}'),
+        *(b'{"number": true, "names": []}', b'{"number": 7, "names": []}', b'{"number": 1, "names": ["a","b","c"]}'),
+        *(b'{"number": 1, "names": "a"}', b'{"number": 1, "names": [1]}', b'{"number": 1, "names": [], "more": 1}'),
+        *(b'{"number": 1, "names": [], "rate": 1e999}', b'{"number": 1, "names": [], "rate": NaN}'),
+        *(b'{"number": 1, "names": [], "rate": -Infinity}', b'{"number": 1, "names": [], "kind": "c"}'),
+        *(b'{"number": 1, "names": [], "rate": "1"}', b'{"number": 1, "names": []}' + b" " * 200),
+        b'{"number": ' + b"1" * 100 + b', "names": []}',
+    ],
+)
+def test_everything_else_is_one_error(said: bytes) -> None:
+    with pytest.raises(MessageError):
+        EXAMPLE.read(said)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"[" * 100_000, b'{"a":' * 50_000, b"[" * 50_000 + b"]" * 50_000, b'"' + b'\\"' * 100_000, b"9" * 1_000_000],
+)
+def test_depth_and_length_are_refused(said: bytes) -> None:
+    """In a time that grew with the square of the bytes this would take minutes."""
+    with pytest.raises(MessageError):
+        parsed(said)
+    assert parsed(b"[" * MOST_DEPTH + b"]" * MOST_DEPTH) != []
+    assert parsed(json.dumps(["[{" * 100])) == ["[{" * 100]
+
+
+def test_inflating_takes_no_more_memory_than_is_allowed() -> None:
+    bomb = zlib.compress(bytes(300 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(MessageError):
+            inflated(bomb, 1 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    packed = zlib.compress(b"x" * 1000)
+    assert inflated(packed, 1000) == b"x" * 1000
+    for wrong, most in ((packed, 999), (packed[:-1], 1000), (packed + b"y", 1000), (b"", 1000), (b"zip", 1000)):
+        with pytest.raises(MessageError):
+            inflated(wrong, most)
+
+
+def test_a_type_that_no_message_can_have_is_refused() -> None:
+    with pytest.raises(TypeError, match="no message can be declared with"):
+        MessageType(set[int])
+
+
+FABRIC = GpuFabric(
+    compute_capability=90, nvlink=True, nvls=True, ll128=True, amd_cpu=False, network="roce", network_seconds=0.0
+)
+HARDWARE = Hardware(1e9, 2e9, "mlx5_0", fabric=FABRIC, fastest=("a", "b"))
+PRESENCE = Presence(
+    1, 2, ("h", "b", "1"), ("rack",), "cpu", "2.13.0", HARDWARE, {"compressor": "int8"}, 1e9, 80, ("10.0.0.1",), "k"
+)
+WORD = RankWord(
+    3,
+    1.5,
+    {"default": GroupState(4, 3, 0.5, 1.0, (QuietPoint(3, 0.1, 1.0),))},
+    {"backward": 1.0},
+    {"backward": "train.py:3"},
+    links={"10.0.0.1>10.0.0.2": LinkState(0.1, 5, 6, 7)},
+)
+ISSUED = {"default": [IssuedCollective(3, "all_reduce", "train.py:3", 1.0, 2.0)]}
+
+
+def read_control(said: bytes) -> object:
+    return doctor_control._STARTED.read(said)
+
+
+def read_metrics(said: bytes) -> object:
+    """What the metrics' port does with a request."""
+    here, there = socket.socketpair()
+    with here, there:
+        assert 0 <= metrics._lacks(said) <= metrics.MOST_REQUEST_NBYTES
+        server = object.__new__(metrics._Scrapes)
+        server._text = lambda: "x 1\n"
+        try:
+            server._answer(there, said)
+        except OSError as error:
+            raise AssertionError(error) from error
+        there.close()
+        return here.recv(4096)
+
+
+PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
+    "loss, at doors, in rings and as the alarm": (Loss.unpacked, Loss("it has ended", FAILED, (1, 2), 3).packed(0)),
+    "a door's place": (door.Place.unpacked, door.Place(4000, ("10.0.0.1", "fe80::1"), "kernel").packed().encode()),
+    "a ring's place": (liveness._ALIVE.read, json.dumps([4000, ["10.0.0.1"], "kernel", "ab" * 16]).encode()),
+    "launches of a rank that has left": (liveness._LAUNCHES.read, b"17"),
+    "a survivor's word": (
+        failure._WORD.read,
+        json.dumps(
+            {"dead": [1], "phase": "x", "launches": 3, "waiting": True, "overdue": False, "seen": "y", "own": True}
+        ).encode(),
+    ),
+    "a verdict": (failure._Verdict.unpacked, failure._Verdict({1}, {2: "it"}).packed().encode()),
+    "a presence": (rendezvous._PRESENCE.read, json.dumps(asdict(PRESENCE)).encode()),
+    "a round": (
+        rendezvous._ROUND.read,
+        json.dumps(
+            {
+                "start": "ab",
+                "size": 2,
+                "device": "cpu",
+                "nic_bytes_per_second": None,
+                "shared": {"a": "b"},
+                "outcome": {"missing": [1]},
+            }
+        ).encode(),
+    ),
+    "a table of presences": (lambda said: Presences.unpack("", said)[0], Presences.of([PRESENCE] * 3, "").pack()),
+    "what a newcomer says of itself": (
+        lambda said: introductions.unpacked(said.decode("latin1")),
+        introductions.packed(PRESENCE).encode(),
+    ),
+    "a request to join": (
+        joining._REQUEST.read,
+        json.dumps({"name": "h/1/2", "shared": {"a": "b"}, "presence": "x", "model": {"w": "float32 of [3]"}}).encode(),
+    ),
+    "an answer to it": (
+        joining._ANSWER.read,
+        json.dumps({"epoch": 3, "rank": 1, "members": ["a", "b"], "said": {"a": "x"}}).encode(),
+    ),
+    "a list of newcomers": (joining._NEWCOMERS.read, json.dumps([[1, "a", "x"]]).encode()),
+    "the members": (membership._MEMBERS.read, json.dumps({"left": [0, 2], "joined": {"a": "x"}}).encode()),
+    "ranks that are gone": (membership._RANKS.read, b"[1, 5]"),
+    "a note of residuals": (residual_notes._NOTE.read, b"[20, 1.5]"),
+    "what comes before a state": (
+        transfer._HEAD.read,
+        json.dumps({"shared": [1], "refused": None, "said": 10, "pieces": [[4, 4]]}).encode(),
+    ),
+    "a line at shared memory": (segment._SAID.read, b'{"rank": 1, "mapped": true}'),
+    "an offer of shared memory": (
+        segment._OFFER.read,
+        json.dumps({"name": "gradwire-ab", "network": "4.1", "size": 2, "block_nbytes": 4096}).encode(),
+    ),
+    "a decision": (agree._DECIDED.read, b'["accepted", {"a": [1, 2.5, null]}]'),
+    "a stalled rank's word": (stall._WORD.read, json.dumps(asdict(stall.Word(3, 1.5, 2, "x", "b", "w"))).encode()),
+    "a watch's word": (board._WORD.read, json.dumps(asdict(WORD)).encode()),
+    "a watch's introduction": (board._MEMBER.read, b'{"host": "h", "members": {"default": [0, 1]}}'),
+    "a watch's answer": (
+        board._ANSWER.read,
+        json.dumps({name: [asdict(each) for each in some] for name, some in ISSUED.items()}).encode(),
+    ),
+    "a watch's timeline": (board._TIMELINE.read, json.dumps(asdict(TimelinePart(3, 1.0, ISSUED))).encode()),
+    "a doctor's question": (
+        doctor._ASKED.read,
+        json.dumps({"do": "flow", "sends": 1, "receives": 1, "seconds": 0.1, "buffer": 0, "pace": 0.0}).encode(),
+    ),
+    "a doctor's answer": (
+        doctor._FLOWED.read,
+        json.dumps({"rate": 1e9, "sent": asdict(doctor.SentSegments(1, 2, 0.5, 0.5))}).encode(),
+    ),
+    "a doctor that has started": (read_control, b'{"host": "h", "time": 1.5}'),
+    "a request for metrics": (read_metrics, b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n"),
+}
+"""Name -> the parser of a message, and one that it takes."""
+
+TOKENS = (
+    *(b"1e999", b"-1e999", b"NaN", b"Infinity", b"-1", b"1e30", b"9" * 40, b"0.5", b"true", b"null", b'""', b"[]"),
+    *(b"{}", b"[" * 40, b"]", b"}", b'"', b"\\", b"\\u0000", b"\xff", b"\x00", b",", b":", b'"\\ud800"', b"65536"),
+    *(b"18446744073709551616", b"-9223372036854775809", b'{"a":1}', b"\r\n\r\n", b" ", b"\x80\x04."),
+)
+
+
+def mutated(said: bytes, numbers: random.Random) -> bytes:
+    """A message with one to four changes: bits, bytes, tokens that are put in or taken for others, parts doubled."""
+    found = bytearray(said)
+    for _ in range(numbers.choice((1, 1, 1, 2, 4))):
+        at = numbers.randrange(len(found) + 1)
+        end = min(at + numbers.choice((0, 1, 1, 2, 8)), len(found))
+        match numbers.randrange(5):
+            case 0 if at < len(found):
+                found[at] ^= 1 << numbers.randrange(8)
+            case 1:
+                found[at:end] = numbers.choice(TOKENS)
+            case 2:
+                del found[at:end]
+            case 3:
+                found[at:at] = found[numbers.randrange(len(found) + 1) :][: numbers.randrange(40)]
+            case _:
+                found[at:end] = bytes([numbers.randrange(256)])
+    return bytes(found)
+
+
+def hold(name: str, count: int) -> None:
+    read, good = PARSERS[name]
+    read(good)
+    numbers = random.Random(name)
+    refused = 0
+    for _ in range(count):
+        said = mutated(good, numbers)
+        try:
+            read(said)
+        except MessageError:
+            refused += 1
+        except BaseException as error:
+            raise AssertionError(f"{said!r} raises {error!r}") from error
+    assert refused or name == "a request for metrics"
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_mutated_messages_are_values_or_one_error(name: str) -> None:
+    hold(name, 300)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_hundred_thousand_mutated_messages(name: str) -> None:
+    hold(name, 100_000)
+
+
+def test_the_numbers_that_ended_a_door_are_refused() -> None:
+    for said in (b'["x", "failed", [1e999], null]', b'["x", "failed", [-1], null]', b'["x", "other", [], null]'):
+        with pytest.raises(MessageError):
+            Loss.unpacked(said)
+    assert losses.LONGEST_WORD_NBYTES < 1 << 20
