@@ -45,6 +45,24 @@ def compare(machines: Sequence[Machine], placements: Sequence[RankPlacement]) ->
     ]
 
 
+def nvlink_domains(machines: Sequence[Machine]) -> list[str]:
+    """Returns a sentence per NVLink domain that joins several nodes.
+
+    Args:
+        machines: One per node.
+    """
+    nodes: dict[str, list[int]] = defaultdict(list)
+    for index, machine in enumerate(machines):
+        if machine.nvlink_domain is not None:
+            nodes[machine.nvlink_domain].append(index)
+    return [
+        f"Nodes {_list(members)} are one NVLink domain (clique {domain.rpartition('/')[2]}): NCCL joins their GPUs "
+        "over NVLink, and no network card is used between them."
+        for domain, members in nodes.items()
+        if len(members) > 1
+    ]
+
+
 def _facts(machine: Machine) -> Facts:
     """Returns what should be the same on all nodes, as text."""
     labels = Labels(machine)

@@ -154,6 +154,9 @@ class Gpu(Endpoint):
     """As the driver writes it: `GPU-8932f937-d72c-...`."""
     slices: tuple[str, ...] = ()
     """UUIDs of its MIG slices: `MIG-41b36412-...`."""
+    nvlink_domain: str | None = None
+    """NVLink domain of several hosts that it has joined, `4a5e.../32766` (cluster and clique): GPUs of one domain reach
+    each other over NVLink, whatever host they are in. None: it has joined none, or the source does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,3 +225,9 @@ class Machine:
     """Where the facts came from: `sysfs`, `nvml`, a file."""
     virtual: bool | None = None
     """Whether the host is a virtual machine."""
+
+    @property
+    def nvlink_domain(self) -> str | None:
+        """The NVLink domain of several hosts that all GPUs have joined; None where there is none, or several."""
+        domains = {gpu.nvlink_domain for gpu in self.gpus}
+        return domains.pop() if len(domains) == 1 else None

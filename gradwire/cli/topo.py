@@ -18,7 +18,7 @@ from gradwire.bench.terminal import CleanConsole, complain, fitting_width, worki
 from gradwire.cli.job import joined_job
 from gradwire.comms.config import local_rank, visibility, world_size
 from gradwire.topology.assign import gpu_for_local_rank, nic_for_local_rank
-from gradwire.topology.compare import RankPlacement, compare
+from gradwire.topology.compare import RankPlacement, compare, nvlink_domains
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine, Nic
 from gradwire.topology.labels import nic_name
@@ -150,6 +150,8 @@ def show_job(reports: list[RankMachine]) -> int:
     for kind, numbers in kinds.items():
         name = f"node{'' if len(numbers) == 1 else 's'} {', '.join(numbers)}"
         console.print(draw.tree(replace(json_form.read(kind), hostname=name)))
+    for sentence in nvlink_domains(machines):
+        console.print(sentence, highlight=False)
     findings = compare(machines, [_placement(rank, report, hosts, machines) for rank, report in enumerate(reports)])
     for finding in findings:
         console.print(f"- {finding}", highlight=False)

@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 
 from gradwire.topology.assign import crowded
-from gradwire.topology.compare import RankPlacement, compare, ring_cost
+from gradwire.topology.compare import RankPlacement, compare, nvlink_domains, ring_cost
 from gradwire.topology.graph import Machine
 from gradwire.topology.presets import dgx_h100, pcie_box
+from gradwire.topology.show import draw, json_form
 
 
 def nodes(count: int) -> list[Machine]:
@@ -93,3 +94,17 @@ def test_a_shared_card_matters_only_beside_an_idle_one(
 def test_ranks_that_share_a_nic_beside_an_idle_one_are_named() -> None:
     places = [RankPlacement(rank=rank, node=0, gpu=rank, nic="mlx5_0") for rank in (0, 1)]
     assert any(line.startswith("On node0 ranks 0, 1 share mlx5_0 while") for line in compare(nodes(1), places))
+
+
+def test_trays_of_one_nvlink_domain_are_named() -> None:
+    def tray(domain: str | None) -> Machine:
+        machine = dgx_h100()
+        return replace(machine, gpus=tuple(replace(gpu, nvlink_domain=domain) for gpu in machine.gpus))
+
+    (said,) = nvlink_domains([tray("aa/1"), tray("aa/1"), tray("aa/2"), tray(None)])
+    assert said.startswith("Nodes 0, 1 are one NVLink domain (clique 1)")
+    assert nvlink_domains([tray(None), tray(None), tray("aa/1")]) == []
+    mixed = replace(tray("aa/1"), gpus=(*tray("aa/1").gpus[:4], *tray("aa/2").gpus[4:]))
+    assert mixed.nvlink_domain is None
+    assert json_form.read(json_form.write(tray("aa/1"))).nvlink_domain == "aa/1"
+    assert "NVLink domain of several hosts, clique 1" in draw.summary(tray("aa/1"))

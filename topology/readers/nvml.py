@@ -25,6 +25,8 @@ from gradwire.topology.readers.nvml_calls import (
 PCIE_GENERATIONS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 REMOTE_GPU, REMOTE_SWITCH = 0, 2
 """nvmlIntNvLinkDeviceType_t."""
+FABRIC_COMPLETED = 3
+"""NVML_GPU_FABRIC_STATE_COMPLETED: the GPU is registered."""
 P2P_SUPPORTED = 0
 """nvmlNvLinkCapability_t: the link carries traffic between GPUs."""
 MAX_SLICES = 64
@@ -123,7 +125,21 @@ def _gpu(nvml: NvmlCalls, handle: object, index: int) -> Gpu:
         pcie=PcieLink(gigatransfers_per_second=rate, lanes=lanes) if rate or lanes else None,
         uuid=nvml.text("nvmlDeviceGetUUID", handle),
         slices=_slices(nvml, handle),
+        nvlink_domain=_nvlink_domain(nvml, handle),
     )
+
+
+def _nvlink_domain(nvml: NvmlCalls, handle: object) -> str | None:
+    """Returns the NVLink domain of several hosts that a GPU has joined, as cluster and clique.
+
+    Source: NCCL v2.30 src/mnnvl.cc (the state is COMPLETED, and the cluster's UUID is not all zeros: a host with
+    NVSwitches of its own registers as well, without one).
+    """
+    info = _fabric_info(nvml, handle, "V") or _fabric_info(nvml, handle, "")
+    cluster = bytes(getattr(info, "clusterUuid", b""))
+    if info is None or getattr(info, "state", 0) != FABRIC_COMPLETED or getattr(info, "status", 0) or not any(cluster):
+        return None
+    return f"{cluster.hex()}/{int(getattr(info, 'cliqueId', 0))}"
 
 
 def _slices(nvml: NvmlCalls, handle: object) -> tuple[str, ...]:
@@ -240,15 +256,23 @@ def _confidential(nvml: NvmlCalls) -> dict[str, object]:
     return {} if feature is None else {"confidential": bool(feature)}
 
 
-def _fabric(nvml: NvmlCalls, handle: object, suffix: str) -> dict[str, object]:
-    """Returns the state of the fabric registration.
+def _fabric_info(nvml: NvmlCalls, handle: object, suffix: str) -> ctypes.Structure | None:
+    """Returns what the driver says of the fabric registration; None where it does not know the call.
 
     Suffix `V` is the versioned call, none the one that is deprecated from CUDA 13 on.
     """
     info = nvml.call(f"c_nvmlGpuFabricInfo{suffix}_t")
     if not isinstance(info, ctypes.Structure):
-        return {}
-    if nvml.error_of(f"nvmlDeviceGetGpuFabricInfo{suffix}", handle, ctypes.byref(info)) is not None:
-        return {}
+        return None
+    failed = nvml.error_of(f"nvmlDeviceGetGpuFabricInfo{suffix}", handle, ctypes.byref(info)) is not None
+    return None if failed else info
+
+
+def _fabric(nvml: NvmlCalls, handle: object, suffix: str) -> dict[str, object]:
+    """Returns the state of the fabric registration.
+
+    Suffix `V` is the versioned call, none the one that is deprecated from CUDA 13 on.
+    """
+    info = _fabric_info(nvml, handle, suffix)
     state, status = getattr(info, "state", None), getattr(info, "status", None)
     return {} if state is None else {"fabric_state": int(state), "fabric_status": int(status or 0)}

@@ -55,6 +55,7 @@ def summary(machine: Machine) -> str:
     Args:
         machine: The machine.
     """
+    domain = machine.nvlink_domain
     counts = [
         (sum(cpu.numa is not None for cpu in machine.cpus), "NUMA node"),
         (len(machine.gpus), "GPU"),
@@ -67,6 +68,7 @@ def summary(machine: Machine) -> str:
     ]
     if any(switch.key == "hidden" for switch in machine.nvswitches):
         parts = ["NVSwitch" if part.endswith("NVSwitch") else part for part in parts]
+    parts += [f"NVLink domain of several hosts, clique {domain.rpartition('/')[2]}"] if domain else []
     kind = {True: "virtual machine", False: "bare metal", None: ""}[machine.virtual]
     return " · ".join([*filter(None, [kind]), *parts, f"from {', '.join(machine.sources) or 'nothing'}"])
 

@@ -83,6 +83,7 @@ def to_object(machine: Machine) -> Object:
         "n_nic": len(machine.nics),
         "n_numa": _n_numa(machine),
         "nvswitch": bool(machine.nvswitches),
+        "nvlink_domain": machine.nvlink_domain,
         "virtual": machine.virtual,
         "nics": [_nic(nic) for nic in machine.nics],
         "gpus": [_gpu(gpu, labels, chosen[gpu.key]) for gpu in machine.gpus],

@@ -1,3 +1,4 @@
+import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -113,3 +114,36 @@ def test_any_single_question_may_go_unanswered(name: str, how: str) -> None:
         delattr(fake, name)
     reading = nvml.read(fake)
     assert len(reading.gpus) == 2
+
+
+class FabricInfo(ctypes.Structure):
+    """As pynvml has it."""
+
+    _fields_ = (
+        ("clusterUuid", ctypes.c_uint8 * 16), ("status", ctypes.c_uint), ("cliqueId", ctypes.c_uint32),
+        ("state", ctypes.c_uint8),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["V", ""])
+@pytest.mark.parametrize(
+    ("uuid", "state", "status", "domain"),
+    [
+        (7, 3, 0, "07" + 15 * "00" + "/32766"),
+        (0, 3, 0, None),  # a host whose own NVSwitches are all there is
+        (7, 2, 0, None),  # still registering
+        (7, 3, 9, None),
+    ],
+)
+def test_the_nvlink_domain_of_several_hosts(
+    suffix: str, uuid: int, state: int, status: int, domain: str | None
+) -> None:
+    def ask(handle: int, pointer: object) -> None:
+        info = pointer._obj  # type: ignore[attr-defined]
+        info.clusterUuid[0], info.state, info.status, info.cliqueId = uuid, state, status, 32766
+
+    fake = library()
+    setattr(fake, f"c_nvmlGpuFabricInfo{suffix}_t", FabricInfo)
+    setattr(fake, f"nvmlDeviceGetGpuFabricInfo{suffix}", ask)
+    assert [gpu.nvlink_domain for gpu in nvml.read(fake).gpus] == [domain] * 2
+    assert [gpu.nvlink_domain for gpu in nvml.read(library()).gpus] == [None] * 2
