@@ -145,7 +145,10 @@ def build_parser() -> CommandParser:
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--preset", choices=sorted(PRESETS), help=f"a well-known machine (default {ASSUMED}, which is then said)"
+        "--preset",
+        choices=sorted(PRESETS),
+        metavar="NAME",
+        help=f"a well-known machine (default {ASSUMED}, which is then said): {', '.join(sorted(PRESETS))}",
     )
     source.add_argument(
         "--topology",
