@@ -16,6 +16,7 @@ from gradwire.bench.emulation.paths import PathOptions, Paths
 from gradwire.bench.emulation.rate import parse_cards
 from gradwire.bench.emulation.relay import PathCounts, Relay, send_real_packets
 from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
+from gradwire.topology.printable import shortened
 
 INTERFACE = "eth0"
 """The first card of each node; a second one is eth1."""
@@ -61,7 +62,7 @@ def check_names(names: str) -> Names:
     for known in get_args(Names):
         if names == known:
             return cast(Names, known)
-    raise ValueError(f"`names`: found {names[:40]!r}, wanted one of {', '.join(get_args(Names))}")
+    raise ValueError(f"`names`: found {shortened(names, 40)!r}, wanted one of {', '.join(get_args(Names))}")
 
 
 def check_carrier(carrier: str, paths: Paths | None, parameter: str = "carrier") -> Carrier:
@@ -79,7 +80,9 @@ def check_carrier(carrier: str, paths: Paths | None, parameter: str = "carrier")
         ValueError: if it is none of them, or cannot do what is asked for here.
     """
     if carrier not in get_args(Carrier):
-        raise ValueError(f"`{parameter}`: found {carrier[:40]!r}, wanted one of {', '.join(get_args(Carrier))}")
+        raise ValueError(
+            f"`{parameter}`: found {shortened(carrier, 40)!r}, wanted one of {', '.join(get_args(Carrier))}"
+        )
     if paths is None:
         if carrier != "auto":
             raise ValueError(
@@ -104,7 +107,9 @@ def check_congestion(name: str | None, parameter: str = "congestion") -> str | N
     """
     known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     if name is not None and name not in known:
-        raise ValueError(f"`{parameter}`: found {name[:40]!r}, wanted one that this kernel has: {', '.join(known)}")
+        raise ValueError(
+            f"`{parameter}`: found {shortened(name, 40)!r}, wanted one that this kernel has: {', '.join(known)}"
+        )
     return name
 
 
@@ -119,7 +124,9 @@ def parse_network(text: str, parameter: str = "network") -> IPv4Network | IPv6Ne
     except ValueError:
         found = None
     if found is None or found.prefixlen != (16 if found.version == 4 else 64):
-        raise ValueError(f"`{parameter}`: found {text[:60]!r}, wanted a network such as {FIRST_NETWORK} or fd77::/64")
+        raise ValueError(
+            f"`{parameter}`: found {shortened(text, 60)!r}, wanted a network such as {FIRST_NETWORK} or fd77::/64"
+        )
     return found
 
 

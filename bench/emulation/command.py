@@ -28,6 +28,7 @@ from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import STDOUT, CleanConsole, add_json_option, complain, right_columns, working, write_json
+from gradwire.topology.printable import shortened
 
 GRACE_HELP = "how long the others may go on after a rank failed, so that they can say what they saw (default 30)"
 _EXAMPLE = "example: gradwire emulate --nodes 2 --ranks-per-node 4 --nic 200mbit -- python train.py"
@@ -154,7 +155,7 @@ def ranks_of_nodes(options: argparse.Namespace) -> list[int]:
         words = [word.strip() for word in options.uneven.split(",")]
         if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words):
             raise ValueError(
-                f"`--uneven`: found {options.uneven[:40]!r}, wanted the ranks of each node, for example 3,1"
+                f"`--uneven`: found {shortened(options.uneven, 40)!r}, wanted the ranks of each node, for example 3,1"
             )
         if options.nodes not in (None, len(words)):
             raise ValueError(

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from gradwire.topology.printable import shortened
+
 SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 """Source: tc(8), section PARAMETERS, TIMES."""
 
@@ -69,10 +71,12 @@ def parse_seconds(text: str, parameter: str, most: float) -> float:
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-z]+)", text.strip().lower())
     if match is None or match[2] not in SECONDS_PER_UNIT:
         units = ", ".join(SECONDS_PER_UNIT)
-        raise ValueError(f"`{parameter}`: found {text[:40]!r}, wanted a time with its unit ({units}) such as 40ms")
+        raise ValueError(
+            f"`{parameter}`: found {shortened(text, 40)!r}, wanted a time with its unit ({units}) such as 40ms"
+        )
     seconds = float(match[1]) * SECONDS_PER_UNIT[match[2]]
     if seconds > most:
-        raise ValueError(f"`{parameter}`: found {text[:40]!r}, wanted at most {most:g}s")
+        raise ValueError(f"`{parameter}`: found {shortened(text, 40)!r}, wanted at most {most:g}s")
     return seconds
 
 
@@ -91,11 +95,13 @@ def parse_loss(text: str, parameter: str) -> float:
     """
     match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,12})?)\s*%", text.strip())
     if match is None:
-        raise ValueError(f"`{parameter}`: found {text[:40]!r}, wanted a share of the packets in percent such as 0.1%")
+        raise ValueError(
+            f"`{parameter}`: found {shortened(text, 40)!r}, wanted a share of the packets in percent such as 0.1%"
+        )
     loss = float(match[1]) / 100
     if loss > MOST_LOSS:
         raise ValueError(
-            f"`{parameter}`: found {text[:40]!r}, wanted at most {MOST_LOSS:.0%}: TCP does not get through"
+            f"`{parameter}`: found {shortened(text, 40)!r}, wanted at most {MOST_LOSS:.0%}: TCP does not get through"
         )
     return loss
 
@@ -117,8 +123,8 @@ def _one_each(text: str, count: int, parameter: str) -> list[str]:
     words = text.split(",")
     if len(words) not in (1, count):
         raise ValueError(
-            f"`{parameter}`: found {len(words)} values in {text[:60]!r}, wanted one for all nodes or {count}, one for "
-            "each"
+            f"`{parameter}`: found {len(words)} values in {shortened(text, 60)!r}, wanted one for all nodes or "
+            f"{count}, one for each"
         )
     return words * count if len(words) == 1 else words
 
@@ -136,8 +142,8 @@ def _parse_regions(text: str, count: int, parameter: str) -> list[str]:
     words = [word.strip() for word in text.split(",")]
     if len(words) != count or not all(map(_REGION.fullmatch, words)):
         raise ValueError(
-            f"`{parameter}`: found {text[:60]!r}, wanted the region of each of the {count} nodes, for example "
-            f"{','.join(['eu', *['us'] * (count - 1)][:4])}"
+            f"`{parameter}`: found {shortened(text, 60)!r}, wanted the region of each of the {count} nodes, for "
+            f"example {','.join(['eu', *['us'] * (count - 1)][:4])}"
         )
     return words
 
@@ -230,8 +236,8 @@ class PathOptions:
             return (DEFAULT_QUEUE_SECONDS,) * count
         if not has_rates:
             raise ValueError(
-                f"`{prefix}queue`: found {self.queue[:40]!r} on links without a rate, wanted `{prefix}nic` besides: "
-                "nothing waits for a link without a limit"
+                f"`{prefix}queue`: found {shortened(self.queue, 40)!r} on links without a rate, wanted `{prefix}nic` "
+                "besides: nothing waits for a link without a limit"
             )
         words = _one_each(self.queue, count, f"{prefix}queue")
         return tuple(parse_seconds(word, f"{prefix}queue", MOST_QUEUE_SECONDS) for word in words)
@@ -247,13 +253,13 @@ class PathOptions:
         sensible = len(names) == 2 and colon and found and len(found) == len(words.split(","))
         if not sensible or not found.keys() <= _BETWEEN.keys():
             raise ValueError(
-                f"`{parameter}`: found {text[:80]!r}, wanted two regions and what lies between, {_EXAMPLE}"
+                f"`{parameter}`: found {shortened(text, 80)!r}, wanted two regions and what lies between, {_EXAMPLE}"
             )
         for name in names:
             if name not in regions:
                 raise ValueError(
-                    f"`{parameter}`: found {name[:40]!r} in {text[:80]!r}, wanted a region that some node is in: "
-                    f"{', '.join(dict.fromkeys(regions))}"
+                    f"`{parameter}`: found {shortened(name, 40)!r} in {shortened(text, 80)!r}, wanted a region that "
+                    f"some node is in: {', '.join(dict.fromkeys(regions))}"
                 )
         given = {
             name: read(found[word], f"{parameter}: {word}") for word, (name, read) in _BETWEEN.items() if word in found

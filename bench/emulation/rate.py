@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from gradwire.topology.printable import shortened
+
 BITS_PER_UNIT = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 """Decimal units in bits, the ones of network cards. Source: tc(8), section PARAMETERS, RATES."""
 
@@ -36,7 +38,9 @@ def parse_rate(text: str, parameter: str) -> int:
         )
     exact = float(match[1]) * BITS_PER_UNIT[match[2]]
     if exact > MOST_BITS_PER_SECOND:
-        raise ValueError(f"`{parameter}`: found {text[:40]!r}, wanted at most {format_rate(MOST_BITS_PER_SECOND)}")
+        raise ValueError(
+            f"`{parameter}`: found {shortened(text, 40)!r}, wanted at most {format_rate(MOST_BITS_PER_SECOND)}"
+        )
     bits_per_second = round(exact)
     if bits_per_second < LEAST_BITS_PER_SECOND:
         raise ValueError(

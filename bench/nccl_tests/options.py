@@ -12,6 +12,7 @@ from gradwire.bench.arguments import MOST_SECONDS, add_import_option, import_mod
 from gradwire.bench.emulation.cluster import MOST_RANKS
 from gradwire.bench.nccl_tests.collectives import COLLECTIVES
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, OPERATIONS
+from gradwire.topology.printable import shortened
 
 BACKENDS = ("gradwire", "gloo", "nccl", "mpi", "shm", "nccl-raw")
 ALGORITHMS = ("auto", "flat", "hierarchical", "leader")
@@ -44,7 +45,7 @@ def parse_size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"found {text!r}, wanted a number of bytes, with K, M or G for powers of 1024")
     nbytes = float(match[1]) * _UNITS[(match[2] or "").lower()]
     if nbytes > MOST_NBYTES:
-        raise argparse.ArgumentTypeError(f"found {text[:40]!r}, wanted at most {MOST_NBYTES >> 30}G")
+        raise argparse.ArgumentTypeError(f"found {shortened(text, 40)!r}, wanted at most {MOST_NBYTES >> 30}G")
     return int(nbytes)
 
 
@@ -58,7 +59,9 @@ def _at_least(lowest: int, highest: int = _MOST_TIMES) -> "type[int]":
         # Ten digits are more than any of these may have; Python refuses to read 5,000.
         value = int(text) if re.fullmatch(r"\s*[+-]?\d{1,10}\s*", text, re.ASCII) else None
         if value is None or not lowest <= value <= highest:
-            raise argparse.ArgumentTypeError(f"found {text[:40]!r}, wanted a whole number from {lowest} to {highest}")
+            raise argparse.ArgumentTypeError(
+                f"found {shortened(text, 40)!r}, wanted a whole number from {lowest} to {highest}"
+            )
         return value
 
     return convert  # type: ignore[return-value]  # argparse takes any callable
@@ -78,7 +81,7 @@ def _root(text: str) -> int | None:
     if text == "all":
         return None
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"found {text[:40]!r}, wanted a rank, or all")
+        raise argparse.ArgumentTypeError(f"found {shortened(text, 40)!r}, wanted a rank, or all")
     return int(text)
 
 

@@ -32,6 +32,7 @@ from gradwire.topology import presets
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
+from gradwire.topology.printable import shortened
 from gradwire.topology.readers.files import read_file
 
 PRESETS: dict[str, Callable[[], Machine]] = {
@@ -235,7 +236,8 @@ def _counts(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS_OF_A_NODE for word in words):
         raise argparse.ArgumentTypeError(
-            f"found {text[:40]!r}; wanted a whole number from 1 to {MOST_RANKS_OF_A_NODE}, or one for each node: 2,1"
+            f"found {shortened(text, 40)!r}; wanted a whole number from 1 to {MOST_RANKS_OF_A_NODE}, or one for each "
+            "node: 2,1"
         )
     return tuple(map(int, words))
 

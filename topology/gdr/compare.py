@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from gradwire.topology.printable import shortened
+
 
 def differences(results: Sequence[Mapping[str, object]]) -> list[str]:
     """Names, for every check and version on which hosts differ, the minority and what it has.
@@ -40,7 +42,7 @@ def differences(results: Sequence[Mapping[str, object]]) -> list[str]:
 
 def _names(results: Sequence[Mapping[str, object]]) -> list[str]:
     """The name each result was given, or its number; repeated names get the number too."""
-    names = [str(result.get("name") or f"host {index}")[:80] for index, result in enumerate(results)]
+    names = [shortened(str(result.get("name") or f"host {index}"), 80) for index, result in enumerate(results)]
     return [name if names.count(name) == 1 else f"{name}#{index}" for index, name in enumerate(names)]
 
 
@@ -54,5 +56,5 @@ def _table(result: Mapping[str, object]) -> dict[str, str]:
     for group in ("verdicts", "versions"):
         values = result.get(group)
         for name, value in values.items() if isinstance(values, dict) else ():
-            table[f"{group[:-1]} {name}"] = str(value)[:80]
+            table[f"{group[:-1]} {name}"] = shortened(str(value), 80)
     return table

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gradwire.topology.gdr.host import Host, Pair
 from gradwire.topology.gdr.model import CheckOutcome, CheckResult, Finding, GdrCheck, Verdict, unknown, worst
 from gradwire.topology.gdr.stages import CHECKS
+from gradwire.topology.printable import shortened
 
 EXIT_PASS, EXIT_WARN, EXIT_FAIL, EXIT_UNKNOWN = range(4)
 
@@ -90,7 +91,9 @@ def _run(check: GdrCheck, host: Host) -> Finding:
     try:
         return check.find(host)
     except Exception as error:  # noqa: BLE001 - one check must never take the others down
-        return unknown(f"the check itself failed: {type(error).__name__}: {str(error)[:200]}", "report this as a bug")
+        return unknown(
+            f"the check itself failed: {type(error).__name__}: {shortened(str(error), 200)}", "report this as a bug"
+        )
 
 
 def _judgement(results: Sequence[CheckResult], verdict: Verdict, pair: Pair | None) -> Finding:

@@ -25,6 +25,7 @@ from gradwire.topology.graph import (
     Port,
 )
 from gradwire.topology.pci_ids import is_virtual_bridge, normal_bus_id, role_of_class
+from gradwire.topology.printable import shortened
 from gradwire.topology.readers.affinity import cores_of_mask
 from gradwire.topology.readers.xml_tree import Element
 from gradwire.topology.readers.xml_tree import read as read_xml
@@ -161,7 +162,9 @@ def _doubt_speeds(root: Element, reading: _Reading) -> None:
     for speed, line in sorted(lines.items(), key=lambda item: item[1])[:MAX_SPEED_NOTES]:
         known = speed.startswith(NCCL_SPEEDS)
         what = "NCCL reads its beginning alone" if known else "NCCL does not know it and takes it for 8 GT/s"
-        reading.notes.append(f'line {line}: link_speed="{speed[:40]}" is no text that the kernel writes; {what}.')
+        reading.notes.append(
+            f'line {line}: link_speed="{shortened(speed, 40)}" is no text that the kernel writes; {what}.'
+        )
 
 
 def _doubts(reading: _Reading, defects: tuple[Defect, ...]) -> list[str]:
