@@ -102,7 +102,7 @@ def _machine_of_known(text: str) -> Machine:
         return lspci.read(text)
     if (found := tool_of(text)) is not None and not _GRAPH.search(text):
         tool, instead = found
-        raise TopologyError(f"this looks like {tool}, which does not say how devices are connected; {instead}")
+        raise TopologyError(f"this looks like {tool}, which gradwire reads no topology from; {instead}")
     start = text.lstrip()[:1]
     if start in ("{", "[") or _OBJECT.search(text):
         return json_form.read(_json_part(text))
