@@ -251,17 +251,20 @@ class Fusing:
     fusion: str | float = BUCKET
     """Which gradients travel together: `bucket` sends each of DDP's buckets alone; a number joins them until they hold
     so many MiB (for models wrapped with small buckets, see `gradwire.wrap`). `auto` watches when gradients arrive for
-    the first steps and then, once, cuts where the last transfer ends first; `auto:25` joins 25 MiB until then. `tune`
-    does that too, and tries before it believes. `delayed` sends all gradients of a dtype in one all-reduce when
+    the first steps and then, once, cuts where the last transfer ends first; `auto:25` joins 25 MiB until then.
+    `delayed` sends all gradients of a dtype in one all-reduce when
     backward is through (Apex: `delay_allreduce`)."""
 
-    tune: bool | str = False
-    """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see
-    docs/how-to/tune.md. A text is a JSON file that the result is kept in and read from (own on every rank; rank 0's
-    counts)."""
+    tune: str | None = None
+    """JSON file in which what `fusion="auto"` finds is kept, and read by the next run in place of looking (own on every
+    rank; rank 0's counts). It implies `fusion="auto"`. See docs/how-to/tune.md."""
 
     def __post_init__(self) -> None:
-        _check_switch(self, "tune", "True, False, or a file for the result")
+        if self.tune is not None and (not isinstance(self.tune, str) or not self.tune):
+            raise TypeError(
+                f"`tune` is {self.tune!r} ({type(self.tune).__name__}); wanted a file for the cuts, such as "
+                '"cuts.json", or None: fusion="auto" finds them without one'
+            )
         if isinstance(self.fusion, str):
             _check_fusion(self.fusion)
         elif isinstance(self.fusion, bool) or not 0 <= self.fusion < float("inf"):
@@ -286,7 +289,7 @@ class Fusing:
     @property
     def learns_cuts(self) -> bool:
         """Whether the first steps are measured to find what should travel together."""
-        return bool(self.tune) or str(self.fusion).startswith(AUTO_FUSION)
+        return self.tune is not None or str(self.fusion).startswith(AUTO_FUSION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,7 +402,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
                 ("sum_dtype", sums.sum_dtype != "own", "it works in float32 anyway"),
                 ("elastic", bool(self.elastic), "the nodes' shares would change with the ranks"),
                 ("chunks", self.chunks > 1, "it needs a parameter's gradient in one piece"),
-                ("tune", bool(self.tune), "the tuner cuts buckets, and it needs a parameter's gradient in one piece"),
+                ("tune", bool(self.tune), "that cuts buckets, and it needs a parameter's gradient in one piece"),
                 (
                     "fusion",
                     self.learns_cuts and not self.tune,
@@ -841,15 +844,6 @@ def _reduction(text: str) -> object:
     return _json(text, 'sum, adasum, or a JSON object such as {"average": false}') if "{" in text else text
 
 
-def _switch_or_file(text: str) -> bool | str:
-    if text.endswith(".json"):
-        return text
-    try:
-        return _switch(text)
-    except ValueError as error:
-        raise ValueError(f"{error}; or a .json file") from None
-
-
 def _switch_or_address(text: str) -> bool | str:
     return text if ":" in text else _switch(text)
 
@@ -896,7 +890,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "FUSION": ("fusion", _number_or_word),
     "REDUCTION": ("reduction", _reduction),
     "PROBE": ("probe", _none_or_switch),
-    "TUNE": ("tune", _switch_or_file),
+    "TUNE": ("tune", str),
     "ELASTIC": ("elastic", _switch_or_address),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),

@@ -30,8 +30,8 @@ from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.step.features import (
     compare_loaded,
+    learn_cuts,
     measure_links,
-    tune,
     watch_steps,
     weigh_by_samples,
 )
@@ -299,7 +299,7 @@ class GradientSession(AveragingSession):
         """What weighs gradients by samples, before anything else; None where all ranks weigh alike."""
         self.watch_steps(previous)
         if previous is None and not joined:
-            tune(self.listeners, self.communicator, self.fusion, name, names.shapes)
+            learn_cuts(self.listeners, self.communicator, self.fusion, name, names.shapes)
 
     @property
     def last_sizes(self) -> Sequence[int]:

@@ -1,10 +1,10 @@
 """Tuning: small buckets that gradwire joins, cut where the gradients of this model really arrive.
 
     torchrun --standalone --nproc-per-node 2 examples/tune.py
-    torchrun --standalone --nproc-per-node 2 examples/tune.py --steps 200 --profile tuned.json
+    torchrun --standalone --nproc-per-node 2 examples/tune.py --profile cuts.json
 
-The first probes the links and computes the cuts once (`fusion="auto"`). The second tries settings on the real step,
-keeps the fastest, and writes it to a file (`tune=True`); a second run of it begins with what the file holds.
+The first probes the links and computes the cuts once (`fusion="auto"`). The second keeps them in a file (`tune`):
+a second run of it takes them from there.
 Each process here calls itself a node of its own.
 """
 
@@ -21,14 +21,14 @@ def main() -> None:
     """Trains, and prints how many transfers a step makes before and after the cuts were chosen."""
     parser = argparse.ArgumentParser(description="Tuning with gradwire.")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--profile", help="tune by trial, and keep the result in this file")
+    parser.add_argument("--profile", help="keep the cuts in this file")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    tuning = {"fusion": 1.0, "tune": options.profile} if options.profile else {"fusion": "auto:1"}
+    tuning = {"fusion": "auto:1"} | ({"tune": options.profile} if options.profile else {})
     # DDP's buckets are 0.25 MiB; gradwire joins them into transfers of up to 1 MiB until it knows better.
     model, state = gradwire.wrap(nn.Sequential(*layers), base_bucket_mb=0.25, hostname=f"node{rank}", **tuning)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

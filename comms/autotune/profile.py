@@ -1,11 +1,9 @@
-"""What the tuner found, kept for the next run: one JSON file, checked before it is believed."""
+"""The cuts that were found, kept for the next run: one JSON file, checked before it is believed."""
 
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from gradwire.comms.boundary.files import replace_text
 from gradwire.comms.boundary.messages import parsed
@@ -16,54 +14,26 @@ log = logging.getLogger("gradwire")
 VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class TunerSetting:
-    """What the tuner may change; none of it changes what is computed, only how it travels.
-
-    Attributes:
-        label: What it is, in a word or two.
-        cuts: As in `FusionPlan`.
-        sizes: As in `FusionPlan`.
-        threshold_nbytes: As in `FusionPlan`.
-        plan: Name of the plan.
-        chunks: Pieces of a transfer; 0 leaves it to the planner.
-    """
-
-    label: str
-    cuts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    threshold_nbytes: int
-    plan: str
-    chunks: int
-
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> "TunerSetting":
-        """Made of what `dataclasses.asdict` has made, by way of JSON."""
-        lists = {name: tuple(found[name]) for name in ("cuts", "sizes")}
-        return cls(**{**found, **lists, "label": str(found["label"])})
-
-    @property
-    def fusion(self) -> FusionPlan:
-        """The cuts as a plan."""
-        return FusionPlan(self.cuts, self.sizes, self.threshold_nbytes)
+def record_of(plan: FusionPlan) -> dict[str, object]:
+    """Cuts as JSON holds them."""
+    return {"cuts": list(plan.cuts), "sizes": list(plan.sizes), "threshold_nbytes": plan.threshold_nbytes}
 
 
-def setting_from(values: object) -> TunerSetting:
-    """A setting from what JSON gives back.
+def plan_from(values: object) -> FusionPlan:
+    """Cuts from what JSON gives back.
 
     Raises:
         ValueError: Something is missing, or of the wrong type, or impossible.
     """
-    if not isinstance(values, dict) or set(values) != set(TunerSetting.__dataclass_fields__):
-        raise ValueError(f"`setting` is {str(values)[:80]}; wanted {', '.join(TunerSetting.__dataclass_fields__)}")
-    if not isinstance(values["plan"], str) or values["plan"] not in ("flat", "hierarchical", "leader"):
-        raise ValueError(f"`plan` is {values['plan']!r}; wanted flat, hierarchical or leader")
-    numbers = [*_list(values, "cuts"), *_list(values, "sizes"), values["threshold_nbytes"], values["chunks"]]
-    if any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in numbers):
-        raise ValueError("`setting` holds something else than whole numbers >= 0")
-    setting = TunerSetting.of(values)
-    FusionPlan(setting.cuts, setting.sizes, setting.threshold_nbytes)
-    return setting
+    names = tuple(record_of(FusionPlan()))
+    if not isinstance(values, dict) or set(values) != set(names):
+        raise ValueError(f"`plan` is {str(values)[:80]}; wanted {', '.join(names)}")
+    cuts, sizes, threshold = _list(values, "cuts"), _list(values, "sizes"), values["threshold_nbytes"]
+    if any(
+        not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in [*cuts, *sizes, threshold]
+    ):
+        raise ValueError("`plan` holds something else than whole numbers >= 0")
+    return FusionPlan(tuple(cuts), tuple(sizes), threshold)
 
 
 def fingerprint(*facts: object) -> str:
@@ -71,13 +41,13 @@ def fingerprint(*facts: object) -> str:
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
 
 
-def save(file: Path, key: dict[str, object], setting: TunerSetting, step_seconds: float) -> None:
+def save(file: Path, key: dict[str, object], plan: FusionPlan) -> None:
     """Writes a profile, whole or not at all."""
-    document = {"version": VERSION, "key": key, "setting": asdict(setting), "step_seconds": step_seconds}
+    document = {"version": VERSION, "key": key, "plan": record_of(plan)}
     replace_text(file, json.dumps(document | {"digest": fingerprint(document)}, indent=1))
 
 
-def load(file: Path, key: dict[str, object]) -> TunerSetting | None:
+def load(file: Path, key: dict[str, object]) -> FusionPlan | None:
     """Reads a profile; None, with one warning, where it is broken or was made for something else.
 
     Args:
@@ -95,13 +65,13 @@ def load(file: Path, key: dict[str, object]) -> TunerSetting | None:
         other = sorted(name for name in key if document["key"].get(name) != parsed(json.dumps(key[name])))
         if other:
             raise ValueError(f"it was made for another {', '.join(other)}")
-        return setting_from(document["setting"])
+        return plan_from(document["plan"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        log.warning("the tuning profile %s is ignored: %s; tuning starts anew", file, error)
+        log.warning("gradwire: the cuts in %s are ignored: %s; they are found anew", file, error)
         return None
 
 
-def _list(values: dict[str, object], name: str) -> list[object]:
+def _list(values: dict[str, object], name: str) -> list[int]:
     entry = values[name]
     if not isinstance(entry, list):
         raise ValueError(f"`{name}` is {entry!r}; wanted a list")  # noqa: TRY004 - of a file, not of a caller

@@ -12,7 +12,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import SAMPLES, Config
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.step import listeners as order
-from gradwire.comms.step.listeners import FIRST_STEPS, OBSERVER, STEP_WATCH, TUNER, UNIT_RATES, Listeners
+from gradwire.comms.step.listeners import CUTS, FIRST_STEPS, OBSERVER, STEP_WATCH, UNIT_RATES, Listeners
 from gradwire.comms.step.stepwatch import StepWatch
 
 if TYPE_CHECKING:
@@ -102,19 +102,19 @@ def watch_steps(
     return watch, observer
 
 
-def tune(listeners: Listeners, communicator: Communicator, fusion: "Fusion", name: str, model: object) -> None:
-    """Tunes cuts, plan and chunks while training runs (with `tune` or `fusion="auto"`).
+def learn_cuts(listeners: Listeners, communicator: Communicator, fusion: "Fusion", name: str, model: object) -> None:
+    """Learns in the first steps what should travel together (with `fusion="auto"` or `tune`).
 
     Args:
         listeners: Of the communicator.
-        communicator: Whose plan and chunks are tuned.
-        fusion: Whose cuts are tuned.
+        communicator: Of the ranks.
+        fusion: Whose cuts are changed.
         name: Of the state in the store.
-        model: What a profile is kept by: the shapes of the parameters.
+        model: What a file of cuts is kept by: the shapes of the parameters.
     """
     if communicator.config.learns_cuts:
+        from gradwire.comms.autotune.cuts import LearnsCuts
         from gradwire.comms.autotune.profile import fingerprint
-        from gradwire.comms.autotune.tune import Tuning
 
         store, clock = communicator.plain_store, communicator.clock
-        listeners.add(TUNER, Tuning(communicator, fusion, store, name, fingerprint(model), clock=clock))
+        listeners.add(CUTS, LearnsCuts(communicator, fusion, store, name, fingerprint(model), clock=clock))

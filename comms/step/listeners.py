@@ -11,14 +11,14 @@ from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket
 from gradwire.compressors.base import Layout
 
-LOADED, UNIT_RATES, FIRST_STEPS, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER, SAMPLES = ORDER = (
+LOADED, UNIT_RATES, FIRST_STEPS, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, CUTS, SAMPLES = ORDER = (
     "loaded",
     "unit_rates",
     "first_steps",
     "step_watch",
     "residual_notes",
     "observer",
-    "tuner",
+    "cuts",
     "samples",
 )
 """The order in which listeners hear of a step's begin, and of its end. Both come after the compressor's own.
@@ -26,10 +26,10 @@ LOADED, UNIT_RATES, FIRST_STEPS, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, TUNER, SA
 - `loaded` comes first: ranks that go on from unlike states send each other unlike messages, whatever is sent.
 - `unit_rates` and `first_steps` come next at a begin: they change the links' rates, which all that follows plans by,
   and measure while nothing is in flight.
-- `step_watch` comes before the observer and the tuner, whose exchanges take time that is none of the step's.
+- `step_watch` comes before the observer and `cuts`, whose exchanges take time that is none of the step's.
 - `residual_notes` reads residuals, so it comes before the observer's exchange is in flight.
-- `observer` comes before `tuner`: its exchange belongs to the step that has ended, and travels by that step's plan.
-- `tuner` changes plans and cuts for the next step, so it comes behind whatever travels at an end.
+- `observer` comes before `cuts`: its exchange belongs to the step that has ended, and travels by that step's plan.
+- `cuts` changes the cuts of the next step, so it comes behind whatever travels at an end.
 - `samples` comes last: it starts an exchange at a begin, when those that measure links are through, and none at an end.
 """
 

@@ -98,7 +98,7 @@ def test_defaults_ask_for_nothing() -> None:
         ({"reduction": {"sparse_as_dense": "no"}}, "`sparse_as_dense` is 'no'; wanted auto, True or False"),
         ({"reduction": {"predivide": 0.0}}, "`predivide` is 0.0; wanted a number > 0, or None"),
         ({"reduction": {"predivide": 2.0, "average": False}}, "`predivide` is given and `average` is off"),
-        ({"fusion": "delayed", "tune": True}, "`fusion` is delayed, and `tune` is set"),
+        ({"fusion": "delayed", "tune": "cuts.json"}, "`fusion` is delayed, and `tune` is set"),
         (
             {"reduction": {"sum_dtype": "float32"}, "compressor": "int8"},
             "`sum_dtype` is float32 and `compressor` is int8",
@@ -156,8 +156,8 @@ def test_a_misspelt_variable_is_warned_of_once(
     for _ in range(2):
         Config.from_env()
     assert [record.getMessage() for record in caplog.records] == [
-        "`GRADWIRE_COMPRESOR` is set, and nothing reads it; wanted `GRADWIRE_COMPRESSOR`?",
-        "`GRADWIRE_TIMEOUT` is set, and nothing reads it; wanted `GRADWIRE_TIMEOUT_SECONDS`?",
+        "gradwire: `GRADWIRE_COMPRESOR` is set, and nothing reads it; wanted `GRADWIRE_COMPRESSOR`?",
+        "gradwire: `GRADWIRE_TIMEOUT` is set, and nothing reads it; wanted `GRADWIRE_TIMEOUT_SECONDS`?",
     ]
 
 
@@ -178,7 +178,7 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "false", "No", "OFF"])
-@pytest.mark.parametrize("field", ["probe", "tune"])
+@pytest.mark.parametrize("field", ["probe", "elastic"])
 def test_a_switch_can_be_off(field: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLES[field][0], text)
     assert getattr(Config.from_env(), field) is False
@@ -200,7 +200,6 @@ def test_the_probe_has_three_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GRADWIRE_TIMEOUT_SECONDS", "5m", "a number of seconds"),
         ("GRADWIRE_TIMEOUT_SECONDS", "inf", "a number of seconds"),
         ("GRADWIRE_PROBE", "maybe", "1, true, yes or on; or 0, false, no or off; or auto"),
-        ("GRADWIRE_TUNE", "maybe", "1, true, yes or on; or 0, false, no or off; or a .json file"),
         ("GRADWIRE_REDUCTION", "{", "sum, adasum, or a JSON object such as"),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "rank=2", 'a JSON object such as {"rank": 2} (Expecting value'),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "[2]", 'a JSON object such as {"rank": 2}'),
@@ -229,7 +228,9 @@ def test_what_is_own_to_a_rank_is_not_compared() -> None:
     assert Config(plan="flat").shared() != Config().shared()
 
 
-@pytest.mark.parametrize(("name", "value"), [("chunks", "x"), ("chunks", True), ("timeout", 5), ("probe", "yes")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("chunks", "x"), ("chunks", True), ("timeout", 5), ("probe", "yes"), ("tune", True)]
+)
 def test_a_value_of_another_type_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"`{name}` is .*wanted"):
         Config(**{name: value})  # type: ignore[arg-type]
@@ -270,4 +271,4 @@ def test_the_variable_says_which_job_an_elastic_script_joins(monkeypatch: pytest
 
 def test_what_one_rank_is_told_is_no_difference() -> None:
     assert Config(elastic="host:1").shared() == Config(elastic=True).shared()
-    assert Config(tune="mine.json").shared() == Config(tune=True).shared() != Config().shared()
+    assert Config(tune="mine.json").shared() == Config(tune="yours.json").shared() != Config().shared()

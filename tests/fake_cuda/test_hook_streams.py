@@ -26,7 +26,7 @@ from fake_cuda.drive import (
 from fake_cuda.machine import Machine, machine
 from fake_cuda.ranks import FakeProcessGroup
 from fake_cuda.streams import side_stream
-from gradwire.comms.step.listeners import TUNER
+from gradwire.comms.step.listeners import CUTS
 
 STEPS = (FIRST, REBUILT, REBUILT)
 PLANS = [
@@ -309,20 +309,20 @@ def test_a_report_waits_for_the_times_that_it_has() -> None:
         assert all(row.timed_calls == row.calls > 0 for row in report.rows)
 
 
-def test_the_tuner_looks_at_each_step_a_step_later() -> None:
+def test_the_search_for_cuts_looks_at_each_step_a_step_later() -> None:
     states: dict[int, Any] = {}
 
     def before(job: Job, step: int) -> None:
         if step == 59:
-            tuning = job.state._connection.listeners.get(TUNER)
-            states[job.rank] = (tuning.tuner.setting, tuning._fusion.plan.cuts, tuning._unread)
+            learning = job.state._connection.listeners.get(CUTS)
+            states[job.rank] = (learning.finder.plan, learning._fusion.plan.cuts, learning._unread)
 
     body = train("aabb", (REBUILT,) * 60, before=before, whole=True, fusion="auto", quiet=True)
     _, running = on_cuda(4, body)
     assert late_waits(running) == 0
     assert len({setting for setting, _, _ in states.values()}) == 1
     for setting, cuts, unread in states.values():
-        assert setting.label != "as begun"
+        assert setting.sizes
         assert cuts == setting.cuts
         assert len(unread) == 1
 

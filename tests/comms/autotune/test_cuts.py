@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.comms.autotune.propose import optimal_cuts
+from gradwire.comms.autotune.cuts import optimal_cuts
 
 
 @st.composite

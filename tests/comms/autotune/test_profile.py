@@ -7,25 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.comms.autotune.profile import TunerSetting, load, save
-from gradwire.comms.autotune.tune import LOG_COLUMNS, Tuning
+from gradwire.comms.autotune.cuts import LearnsCuts
+from gradwire.comms.autotune.profile import load, save
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import Fusion, FusionPlan
 
 KEY: dict[str, object] = {"model": "abc", "world": 4, "topology": "def", "torch": "2.13"}
-SETTING = TunerSetting("best cuts", (1, 3), (10, 20, 30), 0, "hierarchical", 2)
+PLAN = FusionPlan((1, 3), (10, 20, 30))
 
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    save(tmp_path / "profile.json", KEY, SETTING, 0.1)
+    save(tmp_path / "profile.json", KEY, PLAN)
     return tmp_path / "profile.json"
 
 
 def test_what_was_saved_is_loaded(profile: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert load(profile, KEY) == SETTING
+    assert load(profile, KEY) == PLAN
     assert not caplog.records
 
 
@@ -52,7 +52,7 @@ def test_rubbish_is_ignored_with_one_warning(profile: Path, text: str, caplog: p
 
 def test_an_edited_profile_is_ignored(profile: Path, caplog: pytest.LogCaptureFixture) -> None:
     document = json.loads(profile.read_text())
-    document["setting"]["chunks"] = 100_000
+    document["plan"]["cuts"] = [3]
     profile.write_text(json.dumps(document))
     assert load(profile, KEY) is None
     assert "digest" in caplog.text
@@ -62,11 +62,10 @@ def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path: Path, caplo
     missing = tmp_path / "missing" / "profile.json"
     communicator = Communicator(HashStore(), 0, 1, torch.device("cpu"), Config(tune=str(missing)), name="job")
     try:
-        tuning = Tuning(communicator, Fusion(FusionPlan()), communicator.plain_store, "job", "model")
+        learning = LearnsCuts(communicator, Fusion(FusionPlan()), communicator.plain_store, "job", "model")
         for _ in range(2):
-            tuning._record(range(len(LOG_COLUMNS)))
-            tuning._found(SETTING, 1.0)
+            learning._keep(PLAN)
     finally:
         communicator.close()
-    (record,) = caplog.records
-    assert record.getMessage().startswith(f"`tune` is {missing}, and rank 0 cannot write ")
+    record, _ = caplog.records
+    assert record.getMessage().startswith(f"gradwire: `tune` is {missing}, and rank 0 cannot write it ")

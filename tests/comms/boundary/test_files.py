@@ -17,6 +17,7 @@ import torch
 from gradwire.comms import checkpoint
 from gradwire.comms.autotune import profile
 from gradwire.comms.boundary.files import replace_file, replace_text
+from gradwire.comms.fusion import FusionPlan
 from gradwire.compressors.base import StateDict
 
 STATE: StateDict = {"compressor": "int8", "step": 3, "loss": 0.5, "residual/0/weight": torch.linspace(-1, 1, 501)}
@@ -167,13 +168,13 @@ def test_flipped_bits_are_noticed_in_thousands_of_files(tmp_path: Path) -> None:
 
 def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    setting = profile.TunerSetting("one", (), (), 1, "flat", 0)
-    profile.save(file, {"ranks": 2}, setting, 0.1)
+    setting = FusionPlan(threshold_nbytes=1)
+    profile.save(file, {"ranks": 2}, setting)
 
     def save() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (40, resource.RLIM_INFINITY))
-        profile.save(file, {"ranks": 2}, setting, 0.2)
+        profile.save(file, {"ranks": 2}, setting)
 
     assert os.WEXITSTATUS(in_child(save)) == 7
     assert profile.load(file, {"ranks": 2}) == setting

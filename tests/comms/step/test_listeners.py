@@ -6,6 +6,7 @@ import pytest
 
 from gradwire.comms.report import Report
 from gradwire.comms.step.listeners import (
+    CUTS,
     FIRST_STEPS,
     LOADED,
     OBSERVER,
@@ -13,7 +14,6 @@ from gradwire.comms.step.listeners import (
     RESIDUAL_NOTES,
     SAMPLES,
     STEP_WATCH,
-    TUNER,
     UNIT_RATES,
     EndedStep,
     Listeners,
@@ -48,7 +48,7 @@ def test_the_order_is_declared_and_kept() -> None:
         STEP_WATCH,  # notes the step's length, without what the others exchange
         RESIDUAL_NOTES,  # reads residuals, before anything is in flight again
         OBSERVER,  # its exchange travels by the plan of the step that has ended
-        TUNER,  # changes the plan of the next one
+        CUTS,  # changes the plan of the next one
         SAMPLES,  # starts an exchange at a begin, when no other measures links
     )
     heard: list[str] = []
@@ -64,12 +64,12 @@ def test_the_order_is_declared_and_kept() -> None:
 def test_who_is_not_asked_for_is_not_called() -> None:
     heard: list[str] = []
     listeners = Listeners()
-    listeners.add(TUNER, Noting(TUNER, heard))
+    listeners.add(CUTS, Noting(CUTS, heard))
     listeners.add(STEP_WATCH, Noting(STEP_WATCH, heard))
-    assert listeners.names == (STEP_WATCH, TUNER)
+    assert listeners.names == (STEP_WATCH, CUTS)
     assert listeners.get(OBSERVER) is None
     listeners.add_to(Report("a cluster", (), (), 0))
-    assert heard == [f"{STEP_WATCH} reported", f"{TUNER} reported"]
+    assert heard == [f"{STEP_WATCH} reported", f"{CUTS} reported"]
 
 
 def test_a_listener_has_a_place_in_the_order() -> None:
@@ -88,7 +88,7 @@ def test_times_are_taken_where_one_wants_them() -> None:
 
     listeners = Listeners()
     assert not listeners.wants_arrivals and not listeners.wants_times
-    listeners.add(TUNER, Arrivals())
+    listeners.add(CUTS, Arrivals())
     assert listeners.wants_arrivals and not listeners.wants_times
     listeners.add(OBSERVER, Timed())
     assert listeners.wants_times
