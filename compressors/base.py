@@ -75,10 +75,6 @@ class Member:
     """Number of ranks."""
     shares: tuple[int, ...] = ()
     """How much of what they exchange each rank owns, where their links differ, in any measure; empty: equal parts."""
-    break_even: float = field(default=0.0, compare=False)
-    """Share of a payload's bytes that more work on the same values must save, to take less time on these links than
-    it costs the processor; 0 where nothing is known of them, above 1 where it never pays. The same on all ranks, and no
-    part of the identity: it changes when links become known, and what is kept for a member stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,40 +228,6 @@ class Codec(Protocol):
         """
 
 
-@runtime_checkable
-class Packer(Protocol):
-    """A compressor that packs what another one sends into fewer bytes, where the links make up for the time of it.
-
-    Plans ask it whether it expects to pack, and price it as the other one where it does not.
-    """
-
-    name: str
-    """As `Compressor.name`."""
-
-    plain_name: str
-    """Name of the other one: what is not packed takes its bytes and its time."""
-
-    always: bool
-    """Pack whatever the links."""
-
-    watched: bool
-    """Whether the transfers under way show what the links give, and nothing is packed."""
-
-    def expects_to_pack(self, break_even: float, device_type: str) -> bool:
-        """Whether a shard is packed of whose values nothing is known yet.
-
-        Args:
-            break_even: See `Member.break_even`.
-            device_type: `cpu` or `cuda`.
-        """
-
-    def payload_note(self, break_even: float, device_type: str) -> str:
-        """Whether and why shards are packed, as a sentence; arguments as for `expects_to_pack`."""
-
-    def expected_nbytes(self, layout: Layout, group_size: int, break_even: float, device_type: str) -> int:
-        """What `Compressor.wire_nbytes` is where it is known whether a shard is packed."""
-
-
 class Planned:
     """What plans and executors go by, beside what a compressor sends; here the answers of one that is like no other.
 
@@ -330,12 +292,6 @@ class Planned:
             finite: As for `end_step`. Where the device says it, it counts from the end of the next step on, for those
                 that have then not been taken back.
             left_alone: Parameters whose averages nobody takes: what is stored of them stays, whatever was staged.
-        """
-
-    def replanned(self) -> None:
-        """Is called where ranks may exchange in other groups from now on, on all of them at the same point.
-
-        What the ranks of a group have found out together in earlier steps does not hold any more.
         """
 
     def report_lines(self) -> list[str]:

@@ -8,7 +8,6 @@ from typing import cast
 from gradwire.compressors.base import Codec, Compressor
 from gradwire.compressors.codecs.cast import Cast
 from gradwire.compressors.codecs.onebit import OneBit
-from gradwire.compressors.codecs.packed_cast import PackedCast
 from gradwire.compressors.codecs.quantize import Quantize
 from gradwire.compressors.codecs.waterfill import Waterfill
 from gradwire.compressors.dense import Dense
@@ -26,7 +25,6 @@ _factories: dict[str, Factory] = {
     "none": Dense,
     "fp16": partial(Cast, "fp16"),
     "bf16": partial(Cast, "bf16"),
-    "bf16_packed": PackedCast,
     "int8": partial(Quantize, "int8"),
     "int4": partial(Quantize, "int4"),
     "waterfill5": partial(Waterfill, "waterfill5"),
@@ -48,7 +46,7 @@ GONE = {"chunk_topk": "take waterfill2, which ends as near in as few bits where 
 _outer: dict[str, type[PowerSGD] | type[DGC]] = {"powersgd": PowerSGD, "dgc": DGC}
 """Compressors whose payload of floats can go through a codec, by the name before the `+`, with the option that does
 something of the kind by itself."""
-_alone = (*_outer, "none", PackedCast.name, "rotated4", "rotated2")
+_alone = (*_outer, "none", "rotated4", "rotated2")
 """What does not go behind the `+`: these have an exchange of their own, or nothing to encode."""
 _own_narrowing = {"powersgd": "factor_dtype", "dgc": "value_dtype"}
 _inner_options = ("stochastic", "seed")

@@ -174,12 +174,6 @@ class Routed(Planned):
         for each in self._compressors():
             planned(each).travelled(transfers, finite, left_alone)
 
-    def replanned(self) -> None:
-        """See `Stateful.replanned`."""
-        for each in self._compressors():
-            if isinstance(each, Stateful):
-                each.replanned()
-
     def retract_step(self) -> None:
         """See `Compressor.retract_step`."""
         for compressor in self._compressors():

@@ -132,7 +132,6 @@ class Stateful(Planned):
         for field, store in self.fields.items():
             store.replace(pieces[field])
         self.step = int(state["step"])
-        self.replanned()
 
     def _check_state(self, state: Mapping[str, StateValue]) -> dict[str, list[Piece]]:
         """Returns the pieces of each field, or refuses the whole state."""

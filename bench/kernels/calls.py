@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,15 +20,13 @@ from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.kernels import cuda, reference
-from gradwire.compressors.kernels.dispatch import ExponentKernels, Kernels
+from gradwire.compressors.kernels.dispatch import Kernels
 from gradwire.compressors.kernels.reference import (
-    EXPONENTS_BLOCK,
     DgcRule,
     DgcRun,
     DgcState,
     FactorRun,
     FactorRuns,
-    exponents_most_nbytes,
 )
 
 CPU = torch.device("cpu")
@@ -53,17 +50,15 @@ class KernelSet:
     Attributes:
         kernels: A module, or an object, with the functions of `Kernels`.
         device: Where their tensors lie.
-        exponents: Whether they are `ExponentKernels` too.
     """
 
     kernels: Kernels
     device: torch.device
-    exponents: bool
 
 
 def reference_kernels() -> KernelSet:
     """The reference, on the CPU: what the others are compared with."""
-    return KernelSet(reference, CPU, exponents=True)
+    return KernelSet(reference, CPU)
 
 
 def cpu_kernels() -> KernelSet:
@@ -74,12 +69,12 @@ def cpu_kernels() -> KernelSet:
     """
     from gradwire.compressors.kernels import native  # as dispatch.py: a tree that was never built has none
 
-    return KernelSet(native, CPU, exponents=True)
+    return KernelSet(native, CPU)
 
 
 def cuda_kernels(device: torch.device) -> KernelSet:
     """CUDA's."""
-    return KernelSet(cuda, device, exponents=False)
+    return KernelSet(cuda, device)
 
 
 class KernelInputs:
@@ -322,22 +317,6 @@ def _orthogonalize(of: KernelSet, given: KernelInputs) -> KernelCall:
     )
 
 
-def _exponents(back: bool, of: KernelSet, given: KernelInputs) -> KernelCall:
-    kernels = cast(ExponentKernels, of.kernels)
-    numel = -(-given.numel // EXPONENTS_BLOCK) * EXPONENTS_BLOCK
-    blocks = given.values(0, numel).bfloat16().view(-1, EXPONENTS_BLOCK)
-    payload = given.zeros(exponents_most_nbytes(numel), dtype=torch.uint8)
-    if not back:
-
-        def pack() -> None:
-            payload[kernels.exponents_pack(blocks, payload) :] = 0  # may hold anything
-
-        return KernelCall(pack, (blocks,), (payload,))
-    reference.exponents_pack(blocks, payload)
-    target = torch.zeros_like(blocks)
-    return KernelCall(lambda: kernels.exponents_unpack(payload, target), (payload,), (target,))
-
-
 CALLS: dict[str, CallMaker] = {
     **_Blockwise(CastCodec("float16"), " f16").calls(),
     **_Blockwise(CastCodec("bfloat16"), " bf16").calls(),
@@ -362,9 +341,3 @@ CALLS: dict[str, CallMaker] = {
     "orthogonalize_many": _orthogonalize,
 }
 """Name -> what makes the call, for every kind of device."""
-
-CPU_CALLS: dict[str, CallMaker] = {
-    "exponents_pack": partial(_exponents, False),
-    "exponents_unpack": partial(_exponents, True),
-}
-"""Those that there are no CUDA kernels for."""

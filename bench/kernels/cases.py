@@ -17,8 +17,8 @@ from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.kernels import reference
-from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels
-from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, DgcRule, DgcState, exponents_most_nbytes
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
+from gradwire.compressors.kernels.reference import DgcRule, DgcState
 
 SETS = 3
 """Sets of buffers: with 25 MiB in each tensor, more than any cache holds."""
@@ -224,34 +224,6 @@ def waterfill_decode_case(bits: int, numel: int, device: torch.device) -> Kernel
     )
 
 
-def exponents_case(back: bool, numel: int, device: torch.device) -> KernelCase:
-    """Packed exponents of normally distributed bfloat16 values, or the values again; the composition is in torch.
-
-    On CUDA the composition takes both places: there are no kernels for it.
-    """
-    ours = KERNELS_ON[device.type]
-    kernels = ours if isinstance(ours, ExponentKernels) else reference
-    blocks = [each.bfloat16().view(-1, EXPONENTS_BLOCK) for each in _randn(numel, device)]
-    payloads = [torch.zeros(exponents_most_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(SETS)]
-    length = sum(kernels.exponents_pack(each, row) for each, row in zip(blocks, payloads, strict=True)) / SETS
-    values = [torch.empty_like(each) for each in blocks]
-    if back:
-        return KernelCase(
-            "exponents_unpack",
-            2 * numel + length,
-            lambda i: kernels.exponents_unpack(payloads[i], values[i]),
-            lambda i: reference.exponents_unpack(payloads[i], values[i]),
-            values,
-        )
-    return KernelCase(
-        "exponents_pack",
-        2 * numel + length,
-        lambda i: kernels.exponents_pack(blocks[i], payloads[i]),
-        lambda i: reference.exponents_pack(blocks[i], payloads[i]),
-        payloads,
-    )
-
-
 def dgc_case(numel: int, device: torch.device) -> KernelCase:
     """Momentum correction, selection of a thousandth, and masking; the state in place."""
     g, u, v = (_randn(numel, device) for _ in range(3))
@@ -328,8 +300,6 @@ def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Kernel
         "int4_decode_reduce": lambda: quantize_decode_case(4, numel, device),
         "waterfill5_encode": lambda: waterfill_case(5, numel, device),
         "waterfill5_decode_reduce": lambda: waterfill_decode_case(5, numel, device),
-        "exponents_pack": lambda: exponents_case(False, numel, device),
-        "exponents_unpack": lambda: exponents_case(True, numel, device),
         "dgc_step": lambda: dgc_case(numel, device),
         "powersgd_step": lambda: powersgd_case(numel, device),
     }

@@ -1,9 +1,6 @@
 """`gradwire bench codecs`: what number formats leave of real gradients, against the bits they take.
 
-The error is vNMSE: the squared norm of the difference over that of the gradient. The second table is what packing the
-exponents of bfloat16 values would take, without any loss: how many exponents lie too far below the largest of their
-block, on average and in the piece that has most, for which a payload of fixed size must have room. The third is what
-`bf16_packed` sends of each gradient.
+The error is vNMSE: the squared norm of the difference over that of the gradient.
 
 FILE is what `numpy.savez(FILE, name=gradient, ...)` writes: flat float32 gradients by name, of any model. Those of one
 task, such as `text/20` and `text/600`, share a column by what stands before the slash.
@@ -11,7 +8,7 @@ task, such as `text/20` and `text/600`, share a column by what stands before the
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from gradwire.bench.arguments import CommandParser, add_import_option, check_output, import_modules
-from gradwire.bench.kernels.formats import Format, all_formats, exponent_entropy, packed_bits, packing
+from gradwire.bench.kernels.formats import Format, all_formats
 from gradwire.bench.terminal import (
     STDOUT,
     CleanConsole,
@@ -31,9 +28,6 @@ from gradwire.bench.terminal import (
     right_columns,
     write_json,
 )
-
-PACKINGS = ((32, 3, False), (128, 3, False), (32, 3, True), (64, 3, True), (128, 3, True), (64, 4, False))
-"""(values of a block, bits of an exponent's code, whether zero has one)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,45 +93,6 @@ def _format_table(rows: list[FormatErrors]) -> Table:
     return table
 
 
-def _packing_rows(gradients: Mapping[str, Tensor]) -> list[dict[str, object]]:
-    return [
-        {
-            "gradient": name,
-            "entropy_bits": exponent_entropy(gradient),
-            **asdict(each),
-        }
-        for name, gradient in gradients.items()
-        for each in (packing(gradient, block, bits, zero_code) for block, bits, zero_code in PACKINGS)
-    ]
-
-
-def _packing_table(rows: list[dict[str, object]]) -> Table:
-    figures = right_columns("entropy", "block", "code", "zero", "bits", "of 16", "escapes", "worst")
-    title = "bfloat16 with packed exponents, lossless"
-    table = Table("gradient", *figures, title=title, title_justify="left", box=SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(
-            str(row["gradient"]),
-            f"{row['entropy_bits']:.2f}",
-            str(row["block"]),
-            str(row["code_bits"]),
-            "yes" if row["zero_code"] else "",
-            f"{row['bits']:.2f}",
-            f"{16 / float(str(row['bits'])):.2f}x",
-            f"{row['escapes']:.2%}",
-            f"{row['worst']:.2%}",
-        )
-    return table
-
-
-def _sent_table(bits: Mapping[str, float]) -> Table:
-    figures = right_columns("bits", "of 16")
-    table = Table("gradient", *figures, title="bf16_packed", title_justify="left", box=SIMPLE_HEAD)
-    for name, each in bits.items():
-        table.add_row(name, f"{each:.2f}", f"{16 / each:.2f}x")
-    return table
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="gradwire bench codecs", description=__doc__)
     parser.add_argument("--gradients", type=Path, required=True, metavar="FILE", help="an .npz of flat gradients")
@@ -165,17 +120,10 @@ def main(argv: list[str]) -> int:
         status.show(f"{number + 1}/{len(formats)}  {each.name}")
         rows.append(errors_of(each, gradients))
     status.clear()
-    packed = _packing_rows(gradients)
-    sent = {name: packed_bits(gradient) for name, gradient in gradients.items()}
     if options.json != STDOUT:
         console = CleanConsole(highlight=False)
         console.print(_format_table(rows))
-        console.print(_packing_table(packed))
-        console.print(_sent_table(sent))
-        console.print(
-            "bits: of an element, scales included; of 16: how many times fewer bytes than bfloat16;\n"
-            "escapes: values whose exponent does not fit its code; worst: in the piece of 16,384 that has most"
-        )
+        console.print("bits: of an element, scales included")
     try:
         write_json(
             options.json,
@@ -183,8 +131,6 @@ def main(argv: list[str]) -> int:
                 "formats": [
                     {"format": row.name, "bits": row.bits, "vnmse": row.errors, "worst": row.worst} for row in rows
                 ],
-                "lossless": packed,
-                "bf16_packed": sent,
             },
         )
     except RuntimeError as error:

@@ -17,8 +17,6 @@ from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.codecs.waterfill import WaterfillCodec
-from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels
-from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, exponents_most_nbytes, exponents_pack
 from gradwire.compressors.registry import BUILT_IN, make, names
 from gradwire.compressors.two_stage import TwoStage
 
@@ -263,64 +261,3 @@ def all_formats() -> list[Format]:
     own = [made for name in names() if name not in BUILT_IN and isinstance(made := make(name), TwoStage)]
     found += [_codec(made.name, made.codec) for made in own]
     return sorted(found, key=lambda each: -each.bits(1 << 20))
-
-
-@dataclass(frozen=True, slots=True)
-class ExponentPacking:
-    """What packing the exponents of bfloat16 values would take, losing nothing."""
-
-    block: int
-    """Values that share the largest exponent."""
-    code_bits: int
-    """The code bits of an exponent: how far it lies below the largest; the last code is an escape with 8 bits of its
-    own."""
-    zero_code: bool
-    """Whether the last code but one stands for the exponent of zero, which lies far below every other."""
-    bits: float
-    """A value, escapes included."""
-    escapes: float
-    """Share of the values."""
-    worst: float
-    """The same in the piece of `PIECE` values that has most: a payload of fixed size must have room for them."""
-
-
-PIECE = 16_384
-"""Values of a piece for `ExponentPacking.worst`: those of a small owner's part."""
-
-
-def exponents_of(x: Tensor) -> Tensor:
-    """Returns the exponents of x as bfloat16: int32, of its shape."""
-    return x.to(torch.bfloat16).view(torch.int16).int() >> 7 & 0xFF
-
-
-def packing(x: Tensor, block: int, code_bits: int, zero_code: bool) -> ExponentPacking:
-    """Returns what packing a gradient would take, as bfloat16."""
-    exponents = exponents_of(_blocks(x, PIECE))
-    blocks = exponents.view(len(exponents), -1, block)
-    far = blocks.amax(2, keepdim=True) - blocks >= 2**code_bits - (2 if zero_code else 1)
-    escaped = (far & (blocks > 0) if zero_code else far).view(len(exponents), -1)
-    padding = exponents.numel() - x.numel()
-    counts = torch.full((len(exponents),), float(PIECE))
-    counts[-1] -= padding
-    real = torch.arange(exponents.numel()).view_as(exponents) < x.numel()
-    shares = (escaped & real).sum(1) / counts
-    share = float((escaped & real).sum()) / x.numel()
-    bits = 8 + code_bits + 8 / block + 8 * share
-    return ExponentPacking(block, code_bits, zero_code, bits, share, float(shares.max()))
-
-
-def packed_bits(x: Tensor) -> float:
-    """Returns the bits of a value of x in a payload of `bf16_packed`, header included."""
-    blocks = _blocks(x, EXPONENTS_BLOCK).to(torch.bfloat16)
-    payload = torch.empty(exponents_most_nbytes(blocks.numel()), dtype=torch.uint8)
-    kernels = KERNELS_ON["cpu"]
-    pack = kernels.exponents_pack if isinstance(kernels, ExponentKernels) else exponents_pack
-    return 8 * pack(blocks, payload) / x.numel()
-
-
-def exponent_entropy(x: Tensor) -> float:
-    """Returns the bits of an exponent of x as bfloat16, by how often each occurs: no code of one value is shorter."""
-    exponents = exponents_of(x)
-    shares = torch.bincount(exponents, minlength=256).double() / x.numel()
-    shares = shares[shares > 0]
-    return float(-(shares * shares.log2()).sum())

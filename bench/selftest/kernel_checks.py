@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.bench.kernels.calls import CALLS, CPU_CALLS, CallMaker, KernelInputs, KernelSet, reference_kernels
+from gradwire.bench.kernels.calls import CALLS, CallMaker, KernelInputs, KernelSet, reference_kernels
 from gradwire.bench.kernels.cases import SETS
 from gradwire.bench.kernels.command import best_seconds
 from gradwire.bench.selftest.checks import Attempt, Mismatch, compare
@@ -35,7 +35,7 @@ class KernelBandwidth:
 
 def calls_on(ours: KernelSet) -> dict[str, CallMaker]:
     """What there is to be checked with these kernels."""
-    return {**CALLS, **CPU_CALLS} if ours.exponents else CALLS
+    return CALLS
 
 
 def kernel_attempts(ours: KernelSet, numel: int) -> Iterator[tuple[str, Attempt]]:

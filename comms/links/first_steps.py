@@ -71,8 +71,6 @@ class FirstSteps(StepListener):
             or not cluster.levels[self._outermost].link.presumed
         )
         """Whether there is nothing left to watch."""
-        if not self.is_over:
-            communicator.routes.watch(True)
 
     def step_began(self, steps: int) -> None:
         """Every rank, at the beginning of each step, with nothing in flight.
@@ -90,7 +88,6 @@ class FirstSteps(StepListener):
             self.is_over = True
             self._conclude()
             executor.ledger.ended = None
-            self._communicator.routes.watch(False)
 
     def _conclude(self) -> None:
         communicator, cluster = self._communicator, self._communicator.cluster

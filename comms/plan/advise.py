@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from gradwire.comms.plan.codec_price import CODEC_FACTS, OPTIMIZER_NAMES
 from gradwire.comms.plan.cost import EXACT, CodecPrice
-from gradwire.comms.plan.payloads import price_as_sent
 from gradwire.comms.plan.plan import BUCKET_NBYTES, HALVING_DOUBLING, NVLS_TREE, TREE, Plan
 from gradwire.comms.plan.planner import (
     HIERARCHY_HOST_SECONDS,
@@ -57,8 +56,6 @@ UNMEASURED_ON_GPUS = ("rotated4", "rotated2")
 """Compressors whose cost on a GPU nobody has measured, and is no matter of the bytes alone: docs/results/optimizers.md,
 "The price"."""
 
-ON_CPUS = ("bf16_packed",)
-"""Compressors that are not offered on GPUs: there exponents are not packed, and this one is bf16."""
 
 WORTHWHILE = 0.05
 """Compression is recommended where it shortens the step by more than this share; the harmless wins within it."""
@@ -176,7 +173,7 @@ def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *
     """
     considered = (
         EXACT,
-        *(price for price in prices if price.name != EXACT.name and not (price.name in ON_CPUS and library == "nccl")),
+        *(price for price in prices if price.name != EXACT.name),
     )
     offers = [
         _offer(cluster, workload, name, price, considered, library)
@@ -216,8 +213,7 @@ def _offer(
     cluster: Cluster, workload: Workload, name: str, price: CodecPrice, prices: Sequence[CodecPrice], library: str
 ) -> Offer:
     def cheapest(nbytes: int) -> Plan:
-        sent = price_as_sent(cluster, nbytes, name, price, prices, library)
-        return min(_priced(cluster, nbytes, name, sent, library), key=lambda plan: plan.seconds)
+        return min(_priced(cluster, nbytes, name, price, library), key=lambda plan: plan.seconds)
 
     sizes = buckets_of(workload)
     by_size = {nbytes: cheapest(nbytes) for nbytes in set(sizes)}

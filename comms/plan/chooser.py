@@ -1,7 +1,6 @@
 """Which plan a bucket of some size takes: what was asked for, or the cheapest, with a compressor or without."""
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from gradwire.comms.config import Config
@@ -114,7 +113,7 @@ class PlanChooser:
         price = EXACT
         if compressed:
             assert layout is not None and self._payloads is not None
-            price = self._payloads.price(plan.nbytes, layout, len(self._links.cluster.nodes), plan)
+            price = self._payloads.price(plan.nbytes, layout, len(self._links.cluster.nodes))
         name, chunks = "leader" if plan.name == "leader" else "hierarchical", plan.chunks if compressed else self.chunks
         made = plan_all_reduce(
             self._links.shares, plan.nbytes, name=name, chunks=chunks, price=price, library=self.library
@@ -123,24 +122,23 @@ class PlanChooser:
             return None
         in_ring_order = compressed or not self._fixed_order
         phases = tuple(replace(phase, in_ring_order=in_ring_order and phase.op == ALL_REDUCE) for phase in made.phases)
-        return replace(made, phases=phases, why=plan.why, notes=(*plan.notes, OWNED), payload_note=plan.payload_note)
+        return replace(made, phases=phases, why=plan.why, notes=(*plan.notes, OWNED))
 
     def repriced(self, plan: Plan, layout: Layout | None) -> Plan:
-        """The same plan with what it sends, as exponents are packed now, and how long that takes over the links.
+        """The same plan with how long it takes over the links as they are known now.
 
         Args:
             plan: Of a bucket.
             layout: As for `plan`.
         """
         compressed, payloads = next((phase for phase in plan.phases if phase.compressor), None), self._payloads
-        packs = compressed is not None and payloads is not None and payloads.packs
-        if not plan.phases or not (self._links.learned or packs):
+        if not plan.phases or not self._links.learned:
             return plan
         price = EXACT
         if compressed is not None:
             assert layout is not None and payloads is not None
             ranks = self._links.cluster.size if compressed.whole else len(self._links.cluster.nodes)
-            price = payloads.price(plan.nbytes, layout, ranks, plan)
+            price = payloads.price(plan.nbytes, layout, ranks)
         cluster, by_links = self._links.priced_for(plan), compressed is not None and bool(compressed.shares)
         (priced,) = candidates(cluster, plan.nbytes, plan.name, plan.chunks, price, by_links=by_links)
         return replace(
@@ -148,9 +146,7 @@ class PlanChooser:
             seconds=priced.seconds,
             limit=priced.limit,
             busy_seconds=priced.busy_seconds,
-            bytes_by_level=priced.bytes_by_level if packs else plan.bytes_by_level,
             assumed=presumed(cluster),
-            payload_note=payloads.note(plan) if payloads is not None else "",
         )
 
     def compressed_name(self) -> str | None:
@@ -168,19 +164,15 @@ class PlanChooser:
         nodes, size, name = len(self._links.cluster.nodes), self._links.cluster.size, compressor.name
 
         def priced(plan_name: str, group_size: int, why: str) -> Plan:
-            price = payloads.price(nbytes, layout, group_size)
-            asked = partial(
-                plan_all_reduce,
+            plan = plan_all_reduce(
                 self._links.cluster,
                 nbytes,
                 name=plan_name,
                 chunks=self.chunks,
+                price=payloads.price(nbytes, layout, group_size),
                 library=self.library,
             )
-            plan = asked(price=price)
-            if (known := payloads.price(nbytes, layout, group_size, plan)) != price:
-                plan = asked(price=known)
-            return replace(plan, why=f"{name} was asked for, {why}", payload_note=payloads.note(plan))
+            return replace(plan, why=f"{name} was asked for, {why}")
 
         if self._asked_for == "flat" and size > 1:
             return priced("flat", size, "and the flat plan by name: it works between all ranks.")
@@ -198,10 +190,9 @@ class PlanChooser:
             return None
         # One node of GPUs: inside it, compression pays where the links are slow (PCIe), and costs where they are fast.
         from gradwire.comms.plan.codec_price import codec_price
-        from gradwire.comms.plan.payloads import gpu_memory, price_as_sent
+        from gradwire.comms.plan.payloads import gpu_memory
 
-        price, plain = (codec_price(each, layout, size, gpu_memory(self._links.cluster)) for each in (name, "bf16"))
-        price = price_as_sent(self._links.cluster, nbytes, "flat", price, (plain,), self.library)
+        price = codec_price(name, layout, size, gpu_memory(self._links.cluster))
         exact = plan_all_reduce(self._links.cluster, nbytes, chunks=self.chunks, library=self.library)
         compressed = plan_all_reduce(
             self._links.cluster, nbytes, name="flat", chunks=self.chunks, price=price, library=self.library

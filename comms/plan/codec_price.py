@@ -19,9 +19,6 @@ from gradwire.compressors.base import Compressor, Layout, Slice, planned
 if TYPE_CHECKING:  # compressors are loaded where one is priced: exact plans need none
     from gradwire.compressors.registry import Option
 
-SentNbytes = Callable[[Compressor, Layout, int], int]
-"""What `Compressor.wire_nbytes` is, where it depends on more than the compressor knows."""
-
 ELEMENT_NBYTES = 4
 """Gradients are float32 when they are encoded."""
 
@@ -57,8 +54,8 @@ class CodecFacts:
     Attributes:
         touched_nbytes: Bytes that encoding and decoding read and write for each element of a shard, residual and
             momentum included: encode (gradient in, residual in and out, payload out), decode and sum a slice, decode
-            the result. One pass each; onebit has two more, for its units. Some loops compute: bf16_packed has what 2 ns
-            an element beyond bf16's come to; rotated4 and rotated2 95 ns of matrix products in float64, and 45 of
+            the result. One pass each; onebit has two more, for its units. Some loops compute:
+            rotated4 and rotated2 95 ns of matrix products in float64, and 45 of
             bringing bases up to date, on one core of that EPYC (load 10, matrices of 128 to 512).
         kept_nbytes: Bytes that it keeps from step to step for each element of a shard, and for each element of the part
             of it that a rank owns. A residual or a momentum is two float32: the value, and the one that takes its place
@@ -87,7 +84,6 @@ _ALL = tuple(OPTIMIZER_NAMES)
 CODEC_FACTS = {
     "none": CodecFacts(0.0, (0.0, 0.0), _ALL),
     "bf16": CodecFacts(14.0, (0.0, 0.0), _ALL),
-    "bf16_packed": CodecFacts(54.0, (0.0, 0.0), _ALL, rounds=3),  # trained: its numbers are those of bf16
     "fp16": CodecFacts(14.0, (0.0, 0.0), _ALL),
     "int8": CodecFacts(19.0, (8.0, 8.0), _ALL),
     "waterfill5": CodecFacts(18.5, (8.0, 8.0), ("muon",)),
@@ -173,21 +169,18 @@ def settling(name: str) -> Compressor:
     return registry.make(name, short_start(name))
 
 
-def wire_ratio(compressor: Compressor, layout: Layout, group_size: int, sent: SentNbytes | None = None) -> float:
+def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float:
     """Bytes that a rank sends over those of a ring all-reduce of the same elements in float32; 1 where none travel.
 
     Args:
         compressor: Whose payloads.
         layout: Which parameter lies where in the shard.
         group_size: Ranks that the shard is summed over.
-        sent: What a single compressor sends, of the parameters that it gets; `Compressor.wire_nbytes` by default.
     """
     exact = 2 * (group_size - 1) / group_size * ELEMENT_NBYTES * layout.numel
     if not exact:
         return 1.0
-    if sent is None:
-        return compressor.wire_nbytes(layout, group_size) / exact
-    return sum(sent(each, part, group_size) for each, part in planned(compressor).parts(layout)) / exact
+    return compressor.wire_nbytes(layout, group_size) / exact
 
 
 def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> float:

@@ -138,7 +138,6 @@ class Plan:
             for `intra_node`, a node for `inter_node`, ...), one direction.
         why: One sentence: why this plan and not another.
         notes: What was decided besides, a sentence each.
-        payload_note: How the compressor makes its payloads over these links, where it has a choice; a sentence.
         limit: What the prediction is limited by: a level's name, `processor` (encoding and decoding) or `latency`.
         busy_seconds: How long what limits it is occupied; the next bucket may start that much later.
         assumed: The links whose rates went into the prediction though nobody has published, given or measured them, in
@@ -156,12 +155,11 @@ class Plan:
     busy_seconds: float = 0.0
     assumed: str = ""
     notes: tuple[str, ...] = ()
-    payload_note: str = ""
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why this plan, and what was decided besides, a sentence each."""
-        return tuple(filter(None, (self.why, *self.notes, self.payload_note)))
+        return tuple(filter(None, (self.why, *self.notes)))
 
     def describe(self, level_names: tuple[str, ...]) -> str:
         """The plan as one readable paragraph.

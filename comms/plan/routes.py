@@ -51,7 +51,6 @@ class PhasePart:
         logical_numel: Elements of those.
         sent_numel: Elements that this rank sends; of a compressed phase unknown beforehand, and 0.
         owners: Of a compressed phase, all ranks that have a shard in it, ascending; else empty.
-        break_even: Of a compressed phase, see `Member.break_even`.
         rings: Of an exact all_reduce whose sums are made in the order of rings: the runs of elements, one beside the
             other, that one ring each would sum.
     """
@@ -65,7 +64,6 @@ class PhasePart:
     logical_numel: int
     sent_numel: float
     owners: tuple[int, ...] = ()
-    break_even: float = 0.0
     rings: tuple[tuple[int, int], ...] = ()
 
 
@@ -149,7 +147,6 @@ class Routes(dict[RouteKey, Route]):
         self._fixed_order = config.fuses
         self._compressor = compressor
         self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
-        self._tell()
 
     @property
     def cluster(self) -> Cluster:
@@ -180,12 +177,6 @@ class Routes(dict[RouteKey, Route]):
         """Forgets all routes."""
         super().clear()
         self._unlisted.clear()
-        self._tell()
-
-    def _tell(self) -> None:
-        """Has the compressor forget what ranks know of each other that may exchange with others from now on."""
-        if self._compressor is not None:
-            planned(self._compressor).replanned()
 
     def along(self, numel: int, plan: Plan, layout: Layout | None = None, base: Plan | None = None) -> Route:
         """The route of a bucket along any plan, whatever the planner thinks of it.
@@ -216,7 +207,6 @@ class Routes(dict[RouteKey, Route]):
         plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition = self._partition(plan, layout)
         schedule = Schedule(self.cluster, plan)
-        break_even = self.payloads.break_even(plan) if named and self.payloads is not None else 0.0
         rings: list[tuple[int, int]] = []
         if not named and _in_ring_order(plan):
             if base is None:
@@ -230,7 +220,7 @@ class Routes(dict[RouteKey, Route]):
                 start,
                 stop,
                 tuple(
-                    self._part(phase, steps, (start, stop), layout, break_even, rings)
+                    self._part(phase, steps, (start, stop), layout, rings)
                     for phase, steps in zip(
                         plan.phases, schedule.transfers(stop - start, partition, start), strict=True
                     )
@@ -325,8 +315,6 @@ class Routes(dict[RouteKey, Route]):
     def learned(self, levels: Sequence[Level], *, at_start: bool = False) -> None:
         """Predicts with these links from now on, and gives the bits that it gave before: a clock must change none.
 
-        Whether exponents are packed goes by them, because that changes none.
-
         Args:
             levels: With the links as they were seen.
             at_start: Nothing has travelled yet. Where units' rates differ they own by them from now on what they
@@ -338,32 +326,14 @@ class Routes(dict[RouteKey, Route]):
         self._reprice()
         log.info("%s", self.links.describe())
 
-    def watch(self, on: bool) -> None:
-        """Begins or ends to pack nothing, so that transfers show what the links give; with nothing in flight."""
-        if self.payloads is not None and self.payloads.packs:
-            self.payloads.watch(on)
-            self._reprice()
-
     def _reprice(self) -> None:
         for key, route in self.items():
             plan = self.chooser.repriced(route.plan, key[2])
-            self[key] = replace(route, plan=plan, chunks=self._evened(route.chunks, plan))
+            self[key] = replace(route, plan=plan)
 
     def plans(self) -> list[Plan]:
         """The plans in use."""
         return [route.plan for route in self.values()]
-
-    def _evened(self, chunks: tuple[Chunk, ...], plan: Plan) -> tuple[Chunk, ...]:
-        """The same chunks with the links as they are known now."""
-        if self.payloads is None or not self.payloads.packs or not any(phase.compressor for phase in plan.phases):
-            return chunks
-        even = self.payloads.break_even(plan)
-        return tuple(
-            replace(
-                chunk, parts=tuple(replace(part, break_even=even) if part.layouts else part for part in chunk.parts)
-            )
-            for chunk in chunks
-        )
 
     def _part(
         self,
@@ -371,7 +341,6 @@ class Routes(dict[RouteKey, Route]):
         steps: list[list[Transfer]],
         run: tuple[int, int],
         layout: Layout | None,
-        break_even: float,
         rings: Sequence[tuple[int, int]] = (),
     ) -> PhasePart:
         own = [tuple(transfer for transfer in step if self._rank in transfer.members) for step in steps]
@@ -386,11 +355,8 @@ class Routes(dict[RouteKey, Route]):
         whole = len(first) == 1 and (first[0].start, first[0].stop) == run
         shares = tuple(member_shares(phase, transfer) for transfer in first) if layouts else ()
         owners = sorted({rank for transfer in steps[0] for rank in transfer.members}) if layouts else ()
-        even = break_even if layouts else 0.0
         within = tuple(ring for ring in rings if ring[0] < run[1] and run[0] < ring[1]) if phase.in_ring_order else ()
-        return PhasePart(
-            phase, tuple(own), layouts, shares, whole, len(first), logical, sent, tuple(owners), even, within
-        )
+        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent, tuple(owners), within)
 
     def _sent_numel(self, transfer: Transfer) -> float:
         place = transfer.members.index(self._rank)

@@ -46,7 +46,6 @@ from gradwire.comms.plan.algorithms import Messages
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_facts
 from gradwire.comms.plan.cost import EXACT, CodecPrice, CostModel, PhaseCost, busiest
 from gradwire.comms.plan.nccl_model import nccl_model
-from gradwire.comms.plan.payloads import price_as_sent
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase
 from gradwire.comms.plan.planner import (
     HIERARCHY_HOST_SECONDS,
@@ -280,11 +279,6 @@ class ShardedCosts:
         if missing:
             raise ValueError(f"`prices` has none for {', '.join(missing)}; wanted one for each of {SHARDS[1:]}")
         self.numel = workload.numel / workload.units
-        if len(cluster.nodes) > 1:
-            nbytes, given = max(1, round(ELEMENT_NBYTES * self.numel)), tuple(self.prices.values())
-            self.prices |= {
-                price.name: price_as_sent(cluster, nbytes, HIERARCHICAL, price, given, library) for price in given
-            }
         self._rate = memory_bytes_per_second
         self._nodes = cluster.nodes
         self._smallest = min(map(len, self._nodes))

@@ -167,7 +167,7 @@ class Programs:
             products = adasum.products(bucket, len(transfers[0].members), run.flat.device)
         for transfer, layout, shares, shard in zip(transfers, part.layouts, part.shares, wide, strict=True):
             place = transfer.members.index(self._rank)
-            member = Member(place, len(transfer.members), shares, part.break_even)
+            member = Member(place, len(transfer.members), shares)
             if adasum is not None and bucket is not None and products is not None:
                 running.append((transfer.members, adasum.combine(shard, layout, member, bucket, products)))
                 continue

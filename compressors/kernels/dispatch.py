@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -98,17 +98,6 @@ class Kernels(Protocol):
 
     def orthogonalize_many(self, matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
         """See reference.orthogonalize_many."""
-
-
-@runtime_checkable
-class ExponentKernels(Protocol):
-    """What packs bfloat16 values, where a device has it: their lengths come back to the host, so CUDA has not."""
-
-    def exponents_pack(self, blocks: Tensor, payload: Tensor) -> int:
-        """See reference.exponents_pack."""
-
-    def exponents_unpack(self, payload: Tensor, blocks: Tensor) -> None:
-        """See reference.exponents_unpack."""
 
 
 class _KernelsByDevice(dict[str, Kernels]):

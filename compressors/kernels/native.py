@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.compressors.compiled import native as _native
 from gradwire.compressors.kernels.block import BlockFormat
-from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, DgcRule, DgcState, exponents_most_nbytes
+from gradwire.compressors.kernels.reference import DgcRule, DgcState
 from gradwire.compressors.kernels.reference.dgc import step_each, sum_each
 from gradwire.compressors.kernels.reference.powersgd import back_project_each, project_each, restore_each
 
@@ -136,34 +136,6 @@ def reduce_encode(
         reduced.data_ptr(),
         numel,
     )
-
-
-def exponents_pack(blocks: Tensor, payload: Tensor) -> int:
-    """See reference.exponents_pack."""
-    _check_blocks(blocks)
-    _check_rows("payload", payload.unsqueeze(0), exponents_most_nbytes(blocks.numel()))
-    return _native.exponents_pack(blocks.data_ptr(), blocks.stride(0), len(blocks), payload.data_ptr())
-
-
-def exponents_unpack(payload: Tensor, blocks: Tensor) -> None:
-    """See reference.exponents_unpack."""
-    _check_blocks(blocks)
-    _check_rows("payload", payload.unsqueeze(0), 0)
-    _native.exponents_unpack(payload.data_ptr(), payload.numel(), blocks.data_ptr(), blocks.stride(0), len(blocks))
-
-
-def _check_blocks(blocks: Tensor) -> None:
-    """Refuses what is not blocks of 64 bfloat16.
-
-    Raises:
-        ValueError: `blocks` is of another shape or dtype, or not on the CPU.
-    """
-    shaped = blocks.dim() == 2 and blocks.shape[1] == EXPONENTS_BLOCK and blocks.stride(1) == 1
-    if not shaped or blocks.dtype != torch.bfloat16 or not blocks.is_cpu:
-        raise ValueError(
-            f"`blocks` is {tuple(blocks.shape)} {blocks.dtype} on {blocks.device}; "
-            f"wanted rows of {EXPONENTS_BLOCK} contiguous bfloat16 on the CPU"
-        )
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:

@@ -7,7 +7,6 @@ void bind_abort(nb::module_& m);
 void bind_shm(nb::module_& m);
 void bind_block_formats(nb::module_& m);
 void bind_dgc(nb::module_& m);
-void bind_exponents(nb::module_& m);
 void bind_isa(nb::module_& m);
 void bind_outer(nb::module_& m);
 void bind_powersgd(nb::module_& m);
@@ -24,7 +23,6 @@ NB_MODULE(_native, m) {
   bind_shm(m);
   bind_block_formats(m);
   bind_dgc(m);
-  bind_exponents(m);
   bind_isa(m);
   bind_outer(m);
   bind_powersgd(m);

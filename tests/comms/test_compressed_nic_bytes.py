@@ -16,7 +16,6 @@ SHARES = {
     "none": 1.05,
     "fp16": 0.53,
     "bf16": 0.53,
-    "bf16_packed": 0.38,
     "int8": 0.27,
     "int4": 0.14,
     "waterfill5": 0.167,
@@ -46,7 +45,6 @@ def test_the_busiest_nic_sends_the_compressors_share() -> None:
     assert not over, (over, busiest)
     payload_alone = {
         "fp16": 0.5,
-        "bf16_packed": 0.3,
         "int4": 1 / 8,
         "waterfill5": 5 / 32,
         "onebit": 1 / 32,

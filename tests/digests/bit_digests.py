@@ -583,8 +583,6 @@ COMPRESSED: dict[str, tuple[str, dict[str, object]]] = {
     "bf16": ("bf16", {}),
     "bf16-plain": ("bf16", {"plain": True}),
     "bf16-residual": ("bf16", {"residual": True}),
-    "bf16_packed": ("bf16_packed", {"always": True}),
-    "bf16_packed-residual": ("bf16_packed", {"residual": True, "always": True}),
     "int8": ("int8", {}),
     "int8-stochastic": ("int8", {"stochastic": True}),
     "int8-bare": ("int8", {"residual": False}),

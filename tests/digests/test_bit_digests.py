@@ -58,9 +58,6 @@ def test_no_bit_has_changed(tmp_path: Path) -> None:
     assert found == {}
     done = json.loads((tmp_path / "now.json").read_text())
     assert [pattern for pattern in patterns if not any(fnmatchcase(name, f"{pattern}*") for name in done)] == []
-    for kind in ("", "-residual"):  # packed exponents have no digests of their own: they are those of bf16
-        packed, plain = (done[f"2x2/compressor/{name}{kind}"] for name in ("bf16_packed", "bf16"))
-        assert (packed["output"], packed["transfers"]) == (plain["output"], plain["transfers"])
 
 
 if __name__ == "__main__":

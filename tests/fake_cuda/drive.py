@@ -46,7 +46,6 @@ REBUILT = (("three_bias", "three_weight", "norm"), ("two_bias", "two_weight"), (
 OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
     "fp16": {},
     "bf16": {},
-    "bf16_packed": {},
     "int8": {},
     "int4": {},
     "onebit": {"warmup_steps": 1, "momentum": 0.0},

@@ -25,13 +25,6 @@ from gradwire.compressors.kernels.reference.dgc import (
     dgc_sum,
     scatter_add,
 )
-from gradwire.compressors.kernels.reference.exponents import (
-    EXPONENTS_BLOCK,
-    exponents_most_nbytes,
-    exponents_nbytes,
-    exponents_pack,
-    exponents_unpack,
-)
 from gradwire.compressors.kernels.reference.powersgd import (
     FactorRun,
     FactorRuns,
@@ -46,7 +39,6 @@ from gradwire.compressors.kernels.reference.powersgd import (
 )
 
 __all__ = [
-    "EXPONENTS_BLOCK",
     "DgcRule",
     "DgcRun",
     "DgcState",
@@ -58,10 +50,6 @@ __all__ = [
     "dgc_step_many",
     "dgc_sum",
     "encode_pieces",
-    "exponents_most_nbytes",
-    "exponents_nbytes",
-    "exponents_pack",
-    "exponents_unpack",
     "orthogonalize",
     "orthogonalize_many",
     "powersgd_back_project",

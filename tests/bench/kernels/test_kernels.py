@@ -25,8 +25,6 @@ NAMES = {
     "int4_decode_reduce",
     "waterfill5_encode",
     "waterfill5_decode_reduce",
-    "exponents_pack",
-    "exponents_unpack",
     "dgc_step",
     "powersgd_step",
 }

@@ -243,7 +243,6 @@ def uneven_inputs() -> dict[str, object]:
 COMPRESSORS: dict[str, dict[str, object]] = {
     "fp16": {},
     "bf16": {},
-    "bf16_packed": {},
     "int8": {},
     "int4": {},
     "onebit": {"warmup_steps": 1, "momentum": 0.0},

@@ -10,8 +10,6 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.links.first_steps import FIRST_WATCHED, STEPS_WATCHED, FirstSteps, busy_seconds
-from gradwire.compressors.base import Layout, Slice
-from gradwire.compressors.routed import make_routed
 from support.threads import run_ranks
 
 
@@ -57,33 +55,3 @@ def test_plans_are_priced_by_what_was_seen_and_stay_as_they_are(
     assert len(set(seen)) == 1
     outer = seen[0][1][1].link  # type: ignore[index]
     assert outer.presumed == (learns is False)
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_exponents_are_packed_when_the_first_steps_are_over(always: bool) -> None:
-    """How much shorter payloads get is not known beforehand, and packing must not count as time of the link."""
-    store, timeout, numel = HashStore(), timedelta(seconds=30), 1 << 12
-    layout = Layout((Slice("w", (64, 64), 0, 0, numel),))
-
-    def run(rank: int) -> list[tuple[int, int]]:
-        config = Config(
-            hostname=str(rank), timeout=timeout, compressor="bf16_packed", compressor_options={"always": always}
-        )
-        compressor = make_routed("bf16_packed", {"always": always})
-        communicator = Communicator(store, rank, 2, torch.device("cpu"), config, name="packs", compressor=compressor)
-        try:
-            watched = FirstSteps(communicator, Agreement(store, rank, 2, "packs", timeout))
-            totals = compressor.main.totals  # type: ignore[attr-defined]
-            seen = []
-            for steps in range(FIRST_WATCHED + STEPS_WATCHED + 2):
-                watched.step_began(steps)
-                assert communicator.all_reduce(torch.ones(numel), layout=layout).wait().eq(2).all()
-                compressor.end_step(True)
-                seen.append((totals.plain, totals.packed))
-            return seen
-        finally:
-            communicator.close()
-
-    steps = FIRST_WATCHED + STEPS_WATCHED
-    wanted = [*((count, 0) for count in range(1, steps + 1)), (steps, 1), (steps, 2)]
-    assert run_ranks(2, run) == [wanted, wanted]

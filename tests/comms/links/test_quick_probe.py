@@ -131,7 +131,7 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("aabbcc", {"plan": "flat"}, False),
     ("abc", {"compressor": "bf16"}, True),
     ("abc", {"compressor": "fp16", "compressor_options": {"plain": True, "warmup_steps": 1}}, True),
-    ("abc", {"compressor": "bf16_packed", "compressor_options": {"always": True}, "chunks": 2}, True),
+    ("abc", {"compressor": "bf16", "chunks": 2}, True),
     ("abc", {"compressor": "bf16", "compressor_options": {"residual": True}}, False),
     ("abc", {"compressor": "int8"}, False),
     ("abc", {"compressor": "powersgd"}, False),

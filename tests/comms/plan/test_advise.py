@@ -6,7 +6,6 @@ from torch import Tensor
 from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
     HARMLESS_FIRST,
-    ON_CPUS,
     SAY_OPTIMIZER,
     UNMEASURED_ON_GPUS,
     Advice,
@@ -110,7 +109,7 @@ def test_two_nodes_and_nccl_stay_flat() -> None:
 def test_every_plan_is_offered_with_every_compressor() -> None:
     names = {offer.name for offer in ask(cluster_of(4, 25)).offers}
     for plan in ("flat", "hierarchical", "leader"):
-        assert {plan} | {f"{plan}+{name}" for name in registry.names() if name not in ("none", *ON_CPUS)} <= names
+        assert {plan} | {f"{plan}+{name}" for name in registry.names() if name != "none"} <= names
     assert {"tree", "halving_doubling", "tree+fp16"} <= names
 
 
@@ -153,9 +152,8 @@ def test_the_table_of_what_was_trained_is_that_of_the_pages() -> None:
     assert set(CODEC_FACTS) == set(registry.BUILT_IN) == set(HARMLESS_FIRST)
     on_pages = trained() & {(name, optimizer) for name in registry.BUILT_IN for optimizer in OPTIMIZER_NAMES}
     exact = {("none", optimizer) for optimizer in OPTIMIZER_NAMES}
-    as_bf16 = {("bf16_packed", optimizer) for optimizer in OPTIMIZER_NAMES if optimizer in CODEC_FACTS["bf16"].trained}
     table = {(name, optimizer) for name, facts in CODEC_FACTS.items() for optimizer in facts.trained}
-    assert table == on_pages | exact | as_bf16
+    assert table == on_pages | exact
 
 
 class NothingCodec:

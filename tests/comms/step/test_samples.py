@@ -19,7 +19,7 @@ NODES = "aabb"
 COUNTS = ((3, 1, 5, 2), (4, 4, 4, 4), (1, 7, 2, 1), (2, 0, 6, 3))
 """Samples of each rank, step by step."""
 
-COMPRESSORS = (None, "fp16", "bf16_packed", "int8", "waterfill4", "powersgd")
+COMPRESSORS = (None, "fp16", "bf16", "int8", "waterfill4", "powersgd")
 
 
 class Model(nn.Module):
