@@ -7,7 +7,7 @@
 // multiprocessor: one loads while the other computes; of several payloads the next one is on its way while one is added.
 // Bytes an element, read + written, at 5 bits with W workers, in one pass and one launch each: encode 4 + 5/8 (8 + 4 +
 // 5/8 with residual), decode_pieces 5/8 + 4, decode_reduce 5/8 W + 4, reduce_encode 5/8 W + 5/8 (5/8 W + 8 + 5/8 with
-// residual). Instructions an element: docs/results/gpu_kernels.md.
+// residual).
 // Source: reverse water-filling: Cover and Thomas, Elements of Information Theory, section 10.3.3.
 #include "common/waterfill_formula.h"
 #include "radix.cuh"
