@@ -1,6 +1,6 @@
 """Law: what is recommended first is refused, warned of and known to end behind under no optimizer it is meant for.
 
-Who recommends: `predict`, for DDP and sharded models, `advise()`, the end of `make run`, and doctor. Who contradicts:
+Who recommends: `predict`, `advise()`, the end of `make run`, and doctor. Who contradicts:
 the check at the optimizer's first step, its warnings and its log.
 """
 
@@ -34,7 +34,6 @@ from gradwire.comms.plan.advise import (
     condition_of,
 )
 from gradwire.comms.plan.codec_price import CODEC_FACTS, codec_price, square_layout
-from gradwire.comms.plan.sharded import FULL, HYBRID, ShardedWorkload, advise_sharded
 from gradwire.compressors import registry
 from gradwire.compressors.optim.fit import check_optimizer, take_momentum
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
@@ -126,13 +125,6 @@ def _ask(optimizer: str) -> dict[str, set[str]]:
     for case in CASES:
         verdict = advice(case, optimizer).recommend
         found.setdefault(verdict.compressor, set()).add(verdict.why)
-    for nodes, gbit, backward_ms, _ in CASES[::2]:
-        load = ShardedWorkload(
-            numel=100_000_000, backward_seconds=backward_ms / 1e3, optimizer=optimizer, memory_nbytes=80e9
-        )
-        for sharded in (FULL, HYBRID):
-            chosen = advise_sharded(cluster_of(nodes, gbit), sharded, load, PRICES[nodes], 20e9)
-            found.setdefault(chosen.recommend.compressor, set()).add(chosen.why)
     return found
 
 

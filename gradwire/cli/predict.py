@@ -16,7 +16,7 @@ from gradwire.bench.emulation.paths import parse_loss, parse_seconds
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import CleanConsole, complain, working, writing
-from gradwire.cli import predict_models, predict_sharded
+from gradwire.cli import predict_models
 from gradwire.cli.predict_show import Answer, Gains, as_json, as_table, draw
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.links.distance import MOST_ROUND_TRIP_SECONDS
@@ -24,8 +24,8 @@ from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Offer, Workload, a
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.cost import EXACT
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
+from gradwire.comms.plan.overlap import FORWARD_SHARE
 from gradwire.comms.plan.plan import BUCKET_NBYTES
-from gradwire.comms.plan.sharded import FULL
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
 from gradwire.topology import presets
@@ -105,7 +105,7 @@ class Question:
 
     def _rate(self, option: str) -> int | None:
         text = getattr(self.options, option)
-        return None if text is None else parse_rate(text, predict_sharded.spelled(option))
+        return None if text is None else parse_rate(text, spelled(option))
 
     def advice(self, cluster: Cluster) -> Advice:
         """Every plan and compressor priced on a cluster.
@@ -223,7 +223,6 @@ def build_parser() -> CommandParser:
         default=ANY_OPTIMIZER,
         help="compressors that end behind with it are not recommended",
     )
-    predict_sharded.add_options(parser)
     parser.add_argument("--all", action="store_true", help="show every plan with every compressor")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON for programs")
     parser.add_argument("--markdown", action="store_true", help="print the table of --models for a page")
@@ -268,18 +267,12 @@ def read_question(options: argparse.Namespace) -> Question:
         TopologyError: The topology file cannot be used.
     """
     for name, (least, most) in BOUNDS.items():
-        check_number(predict_sharded.spelled(name), getattr(options, name), least, most)
+        check_number(spelled(name), getattr(options, name), least, most)
     _check_nodes(options)
     check_number("--gradient-mb", options.gradient_mb, ELEMENT_NBYTES / 1e6, MOST_MEGABYTES)
     check_number("--parameters", options.parameters, 1, MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES)
-    predict_sharded.check_options(options)
     if options.loss is not None and options.rtt is None:
         raise ValueError("`--loss` is given without `--rtt`; wanted both: what loss costs depends on the round trip")
-    if options.accumulate > 1 and options.sharded is not None:
-        raise ValueError(
-            "`--accumulate` is given with `--sharded`; wanted one of them: sharded models gather their weights for "
-            "each micro-batch, which is not priced"
-        )
     if options.plot is not None:
         if options.plot.suffix not in PICTURES:
             raise ValueError(f"`--plot` is {options.plot}; wanted a name that ends in {', '.join(PICTURES)}")
@@ -329,6 +322,21 @@ def machine_of(options: argparse.Namespace) -> Machine:
     return read_file(options.topology) if options.topology is not None else PRESETS[options.preset or ASSUMED]()
 
 
+def spelled(name: str) -> str:
+    """An option as the user writes it, of its attribute: `--ranks-per-node`."""
+    return "--" + name.replace("_", "-")
+
+
+def forward_seconds(options: argparse.Namespace, backward_seconds: float) -> float:
+    """A forward pass, as long as half of a backward pass unless it is given.
+
+    Args:
+        options: Of the command line.
+        backward_seconds: Of a backward pass.
+    """
+    return backward_seconds * FORWARD_SHARE if options.forward_ms is None else options.forward_ms / 1e3
+
+
 def _round_trip(options: argparse.Namespace) -> float:
     if options.rtt is None:
         return 0.0
@@ -351,7 +359,7 @@ def question_about(model: PublicModel, machine: Machine, options: argparse.Names
 
 
 def _workload(options: argparse.Namespace, nbytes: int, backward_seconds: float) -> Workload:
-    forward = predict_sharded.forward_seconds(options, backward_seconds)
+    forward = forward_seconds(options, backward_seconds)
     return Workload(
         gradient_nbytes=nbytes,
         backward_seconds=backward_seconds,
@@ -375,9 +383,6 @@ def main(argv: list[str]) -> int:
             _answer_models(options)
             return 0
         question = read_question(options)
-        if options.sharded is not None:
-            _answer_sharded(question)
-            return 0
         began = time.perf_counter()
         with working("pricing every plan and compressor"):
             cluster = question.cluster(options.nodes)
@@ -408,7 +413,7 @@ def _answer_models(options: argparse.Namespace) -> None:
     """Prints the table of public models; links and numbers of nodes are its own."""
     for name, refused in (("nodes", options.nodes != 1), ("nic", options.nic), ("rtt", options.rtt),
                           ("loss", options.loss), ("nics-per-node", options.nics_per_node),
-                          ("sharded", options.sharded), ("plot", options.plot), ("backward-ms", options.backward_ms),
+                          ("plot", options.plot), ("backward-ms", options.backward_ms),
                           ("forward-ms", options.forward_ms is not None),
                           ("gradient-dtype", options.gradient_dtype != "float32"),
                           ("ranks-per-node", len(options.ranks_per_node) > 1),
@@ -459,25 +464,6 @@ def machine_words(machine: Machine, options: argparse.Namespace) -> str:
     return f"{ranks} {'GPU' if machine.gpus else 'rank'}{'s' if ranks > 1 else ''}" + (
         f" ({', '.join(names)})" if names else ""
     )
-
-
-def _answer_sharded(question: Question) -> None:
-    options, machine, layout = question.options, question.machine, question.layout
-    began = time.perf_counter()
-    with working("pricing every way of sharding"):
-        cluster = question.cluster(options.nodes)
-        workload = predict_sharded.workload_of(options, machine, layout, question.workload.backward_seconds)
-        advice = predict_sharded.sharded_advice(cluster, options.sharded, workload, machine, layout)
-        gains = None
-        if options.nodes > 1 and workload.compute_seconds:
-            one = predict_sharded.sharded_advice(question.cluster(1), FULL, workload, machine, layout)
-            gains = predict_sharded.gains_of(options.nodes, advice, one)
-    answer = Answer(cluster, workload, advice, time.perf_counter() - began, gains)
-    with reader_may_leave():
-        if options.json:
-            print(json.dumps(predict_sharded.as_json(answer), indent=1))
-        else:
-            predict_sharded.as_table(CleanConsole(highlight=False), answer, everything=options.all)
 
 
 def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, int]:

@@ -84,7 +84,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[Load, Found]):
-    """What a question comes to, of DDP or of sharded training.
+    """What a question comes to.
 
     Attributes:
         cluster: Where.

@@ -57,7 +57,6 @@ NUMBERS = {
     f"{PREDICT} --nic": (f"{ENDLESS}gbit",),
     f"{PREDICT} --bucket-mb": ("inf", "nan", "0"),
     f"{PREDICT} --backward-ms": ("inf", "nan"),
-    f"{PREDICT} --sharded full --units": (HUGE,),
     "predict --preset dgx_a100 --gradient-mb": ("inf", "nan", "1e300", "0"),
     "predict --preset dgx_a100 --parameters": ("inf", "1e300"),
 }

@@ -31,7 +31,6 @@ COMMANDS = {
     "gdr-check of an example": ["gdr-check", "--example", "--all-pairs"],
     "predict": PREDICT,
     "predict --all": [*PREDICT, "--all"],
-    "predict --sharded": [*PREDICT, "--sharded", "full", "--optimizer", "adam"],
     "bench kernels": ["bench", "kernels", "--numel", "1024", "--repeats", "1"],
 }
 """What needs no cluster and less than a second or two. The rows of `bench` and the matrix of `topo` are not here: their

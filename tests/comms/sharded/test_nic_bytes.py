@@ -1,4 +1,4 @@
-"""Law: a step of sharded training on 2 nodes of 2 puts on the busiest NIC what was predicted, and its headers.
+"""Law: a step of sharded training on 2 nodes of 2 puts on the busiest NIC the bytes of the formulas, and its headers.
 
 The shares hold headers and acknowledgements; the kernel counts them on the emulated network card.
 """
@@ -10,10 +10,6 @@ import pytest
 
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
-from gradwire.comms.plan.codec_price import codec_price, square_layout
-from gradwire.comms.plan.sharded import FULL, ShardedWorkload, advise_sharded
-from gradwire.topology.cluster import Link
-from support.simulate import two_level_cluster
 
 SCRIPT = Path(__file__).parents[1] / "jobs" / "sharded_nic_bytes_job.py"
 SHARES = {
@@ -23,27 +19,20 @@ SHARES = {
     "FSDP exact exact": 3 / 2 * 1.05,
 }
 """Most of the model's float32 bytes that a node may send: what was promised."""
-OFFERS = {
-    "HSDP exact": "hybrid hierarchical",
-    "HSDP int8": "hybrid hierarchical compressor=int8",
-    "HSDP int4": "hybrid hierarchical compressor=int4",
-    "FSDP exact exact": "full hierarchical",
-    "FSDP bf16 bf16": "full hierarchical shards=bf16 weights=bf16",
-    "FSDP int8 int8": "full hierarchical shards=int8 weights=int8",
-    "FSDP int4 int8": "full hierarchical shards=int4 weights=int8",
+SENT = {
+    "HSDP exact": 1.0,
+    "HSDP int8": 0.254,
+    "HSDP int4": 0.129,
+    "FSDP exact exact": 1.5,
+    "FSDP bf16 bf16": 0.75,
+    "FSDP int8 int8": 0.381,
+    "FSDP int4 int8": 0.319,
 }
-"""What `gradwire predict --sharded` calls the same."""
+"""What docs/results/sharded.md says that the busiest of N nodes sends, over the model's float32 bytes S: 2 S (N - 1)/N
+between replicas; S (N - 1)/N for each of two all-gathers of weights and a reduce-scatter; of int8 1.016 and of int4
+0.516 of 4 bytes an element."""
 HEADERS = 0.07
 """Of Ethernet, IP and TCP, acknowledgements, and what is sent again."""
-
-
-def predicted(numel: int) -> dict[str, float]:
-    """Bytes that leave the busiest node in a step, by the name of an offer."""
-    cluster = two_level_cluster((0, 0, 1, 1), Link(5e-6, 5e9), Link(50e-6, 25e6))
-    layout = square_layout(float(numel))
-    prices = [codec_price(name, layout, 2, 20e9) for name in ("bf16", "int8", "int4")]
-    advice = advise_sharded(cluster, FULL, ShardedWorkload(numel=numel, units=1), prices, 20e9)
-    return {offer.name: offer.bytes_by_level["inter_node"] for offer in advice.offers}
 
 
 @pytest.mark.netns
@@ -55,10 +44,8 @@ def test_the_busiest_nic_sends_the_payloads_once() -> None:
     busiest: dict[str, float] = {}
     for row in rows:
         busiest[row["name"]] = max(busiest.get(row["name"], 0.0), row["sent"] / row["nbytes"])
-    nbytes = rows[0]["nbytes"]
-    priced = predicted(nbytes // 4)
-    for name, offer in OFFERS.items():
-        assert priced[offer] <= busiest[name] * nbytes <= (1 + HEADERS) * priced[offer], (name, busiest, priced[offer])
+    for name, sent in SENT.items():
+        assert 0.99 * sent <= busiest[name] <= (1 + HEADERS) * sent, (name, busiest, sent)
     over = {name: busiest[name] for name, share in SHARES.items() if busiest[name] > share}
     assert not over, (over, busiest)
     assert busiest["HSDP exact"] <= busiest["HSDP native"] * 1.01
