@@ -13,7 +13,6 @@ from gradwire.compressors.codecs.waterfill import Waterfill
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.dgc import DGC
 from gradwire.compressors.powersgd import PowerSGD
-from gradwire.compressors.rotated.rotated import Rotated
 from gradwire.compressors.two_stage import TwoStage
 
 Option = bool | int | float | str | None | tuple[float, ...] | tuple[str, ...]
@@ -31,8 +30,6 @@ _factories: dict[str, Factory] = {
     "waterfill4": partial(Waterfill, "waterfill4"),
     "waterfill3": partial(Waterfill, "waterfill3"),
     "waterfill2": partial(Waterfill, "waterfill2"),
-    "rotated4": partial(Rotated, "rotated4"),
-    "rotated2": partial(Rotated, "rotated2"),
     "onebit": OneBit,
     "dgc": DGC,
     "powersgd": PowerSGD,
@@ -46,7 +43,7 @@ GONE = {"chunk_topk": "take waterfill2, which ends as near in as few bits where 
 _outer: dict[str, type[PowerSGD] | type[DGC]] = {"powersgd": PowerSGD, "dgc": DGC}
 """Compressors whose payload of floats can go through a codec, by the name before the `+`, with the option that does
 something of the kind by itself."""
-_alone = (*_outer, "none", "rotated4", "rotated2")
+_alone = (*_outer, "none")
 """What does not go behind the `+`: these have an exchange of their own, or nothing to encode."""
 _own_narrowing = {"powersgd": "factor_dtype", "dgc": "value_dtype"}
 _inner_options = ("stochastic", "seed")

@@ -46,17 +46,6 @@ TRIED_OPTIMIZERS = ("sgd", "adamw")
 UNLIKE_OPTIMIZERS = ("muon",)
 """Those whose trainings end behind with much that fits `TRIED_OPTIMIZERS`: docs/results/optimizers.md."""
 
-FOR_MUON = {
-    "rotated4": "under others waterfill4 ends nearer and costs less",
-    "rotated2": "under others waterfill2 ends as near and costs less",
-}
-"""Compressors that are recommended under optimizers that make all directions of a matrix alike only, and why."""
-
-UNMEASURED_ON_GPUS = ("rotated4", "rotated2")
-"""Compressors whose cost on a GPU nobody has measured, and is no matter of the bytes alone: docs/results/optimizers.md,
-"The price"."""
-
-
 WORTHWHILE = 0.05
 """Compression is recommended where it shortens the step by more than this share; the harmless wins within it."""
 
@@ -278,16 +267,12 @@ def caution_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str
     reason = next(filter(None, (_caution(compressor, each) for each in asked)), "")
     if reason and optimizer == ANY_OPTIMIZER:
         return f"{reason}{SAY_OPTIMIZER}"
-    if not reason and library == "nccl" and compressor in UNMEASURED_ON_GPUS:
-        return f"what {compressor} costs on a GPU was never measured: try it there, beside int8"
     return f"{reason}; the optimizer is {optimizer}" if reason and compressor in SGD_ONLY else reason
 
 
 def _caution(compressor: str, optimizer: str) -> str:
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":
         return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]})"
-    if compressor in FOR_MUON and not any(part in optimizer.lower() for part in ORTHOGONALISING):
-        return f"{compressor} is made for Muon ({FOR_MUON[compressor]})"
     cost = known_to_end_behind(compressor, options_of(compressor), optimizer)
     if cost:
         return f"{compressor} {cost}"

@@ -54,27 +54,20 @@ class CodecFacts:
     Attributes:
         touched_nbytes: Bytes that encoding and decoding read and write for each element of a shard, residual and
             momentum included: encode (gradient in, residual in and out, payload out), decode and sum a slice, decode
-            the result. One pass each; onebit has two more, for its units. Some loops compute:
-            rotated4 and rotated2 95 ns of matrix products in float64, and 45 of
-            bringing bases up to date, on one core of that EPYC (load 10, matrices of 128 to 512).
+            the result. One pass each; onebit has two more, for its units.
         kept_nbytes: Bytes that it keeps from step to step for each element of a shard, and for each element of the part
             of it that a rank owns. A residual or a momentum is two float32: the value, and the one that takes its place
             when the step is known to be finite; onebit's units are one. PowerSGD's factors, which are small, are left
-            out. rotated4's bases are two float32 of each side; the maps made of them are as many float64, of matrices
-            up to four times as long as wide.
+            out.
         trained: The optimizers of `OPTIMIZER_NAMES` with which docs/results/convergence.md or
             docs/results/optimizers.md has a training of it. Where nobody has trained with it, it is not recommended.
-        rounds: Times that every member hears from every other; a third one where lengths go before the payloads.
-        computed: Its price is computed on a CPU, too: in its first steps it looks for bases, which takes a hundred
-            times what a later step takes (23 s of a processor for a million elements, 2-core AMD EPYC, 2026-11-24), and
-            would be timed.
+        rounds: Times that every member hears from every other.
     """
 
     touched_nbytes: float
     kept_nbytes: tuple[float, float]
     trained: tuple[str, ...]
     rounds: int = EXCHANGE_ROUNDS
-    computed: bool = False
 
 
 OPTIMIZER_NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
@@ -90,8 +83,6 @@ CODEC_FACTS = {
     "waterfill4": CodecFacts(18.0, (8.0, 8.0), _ALL),
     "waterfill3": CodecFacts(18.0, (8.0, 8.0), ("adamw", "muon")),
     "int4": CodecFacts(18.0, (8.0, 8.0), _ALL),
-    "rotated4": CodecFacts(2800.0, (50.0, 0.0), ("adamw", "muon"), computed=True),
-    "rotated2": CodecFacts(2800.0, (50.0, 0.0), ("adamw", "muon"), computed=True),
     "waterfill2": CodecFacts(17.0, (8.0, 8.0), ("adamw", "muon")),
     "powersgd": CodecFacts(32.0, (8.0, 0.0), _ALL),
     "onebit": CodecFacts(49.0, (20.0, 8.0), ("sgd", "muon")),
@@ -217,8 +208,7 @@ def measured_price(
 ) -> CodecPrice:
     """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
 
-    Two sizes, the whole gradient and its first parameter, separate the cost of a call from that of a byte. The price of
-    those whose facts say `computed` is `codec_price`'s.
+    Two sizes, the whole gradient and its first parameter, separate the cost of a call from that of a byte.
 
     Args:
         name: As in `compressor=`.
@@ -233,8 +223,6 @@ def measured_price(
     """
     if name == EXACT.name:
         return EXACT
-    if codec_facts(name).computed and make is None:
-        return codec_price(name, layout, group_size, CPU_BYTES_PER_SECOND)
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
     (whole, hops, whole_share), (part, _, part_share) = (
         _timed(settling(name) if make is None else make(), each, group, seconds, together) for each in (layout, first)

@@ -26,7 +26,6 @@ BEHIND_UNDER_MUON = {
     "waterfill4": 0.031,
     "waterfill3": 0.063,
     "waterfill2": 0.147,
-    "rotated2": 0.078,
     "powersgd": 0.050,
     "onebit": 0.367,
     "dgc": 0.493,
@@ -38,9 +37,9 @@ LOW_RANK_UNDER_MUON, LOW_DENSITY_UNDER_MUON = 0.207, 0.635
 """The same of powersgd at rank 4, seed 0, and of dgc at density 0.001, three seeds; said of all ranks below
 `ENOUGH_RANK`, and of all densities below `ENOUGH_DENSITY`."""
 
-BEHIND_UNDER_ADAPTIVE = {"waterfill2": 0.055, "rotated2": 0.048}
+BEHIND_UNDER_ADAPTIVE = {"waterfill2": 0.055}
 """The same under AdamW, mean of seeds 0, 1 and 2 (docs/results/convergence.md): +0.053, +0.040 and +0.073, where plain
-DDP's own seeds lie 0.015 apart; rotated2 as docs/results/optimizers.md has it."""
+DDP's own seeds lie 0.015 apart."""
 
 ENOUGH_RANK = 16
 """The least rank of PowerSGD that is enough under an adaptive optimizer. Measured (docs/results/convergence.md): on
@@ -146,7 +145,7 @@ def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> 
             behind = LOW_DENSITY_UNDER_MUON
         return (
             f"under {kind} is known to end behind: a small transformer by {behind:.2f} bits a byte, because a matrix' "
-            "momentum is made orthogonal, and with it the error in all small directions. Take int8 or rotated4 for "
+            "momentum is made orthogonal, and with it the error in all small directions. Take int8 for "
             "the matrices, by a rule where other parameters may have fewer bits"
         )
     adaptive = any(part in kind.lower() for part in ADAPTIVE)

@@ -22,8 +22,6 @@ SHARES = {
     "waterfill4": 0.135,
     "waterfill3": 0.104,
     "waterfill2": 0.073,
-    "rotated4": 0.135,
-    "rotated2": 0.073,
     "onebit": 0.035,
     "dgc": 0.03,
     "powersgd": 0.012,

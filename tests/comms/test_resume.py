@@ -66,7 +66,7 @@ def check_other_seats(rank: int) -> None:
     """Ranks that sit otherwise than those that saved decode alike, and what was held back arrives once."""
     dist.init_process_group("gloo")
     exact = DistributedDataParallel(Shuffled(), bucket_cap_mb=0.02)
-    for name, options in {"onebit": {"warmup_steps": 1, "momentum": 0.0}, "rotated4": {}, "int4": {}}.items():
+    for name, options in {"onebit": {"warmup_steps": 1, "momentum": 0.0}, "int4": {}}.items():
 
         def start(hosts: str, plan: str = "auto") -> tuple[DistributedDataParallel, gradwire.HookState]:
             model = DistributedDataParallel(Shuffled(), bucket_cap_mb=0.02)

@@ -26,7 +26,6 @@ CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "int4": ("int4", {}),
     "waterfill5": ("waterfill5", {}),
     "waterfill4": ("waterfill4", {"warmup_steps": 1}),
-    "rotated4": ("rotated4", {"warmup_steps": 1}),
     "onebit": ("onebit", {"momentum": 0.0, "warmup_steps": 2}),
     "onebit-long-start": ("onebit", {"momentum": 0.0, "warmup_steps": 4}),
     "onebit-return8": ("onebit", {"momentum": 0.0, "warmup_steps": 0, "return_bits": 8}),

@@ -1,6 +1,6 @@
 """How far does a compressor turn Muon's steps? For docs/results/optimizers.md; a minute, where a training takes many.
 
-    python -m gradwire.bench.studies.convergence.angles int8 int4 waterfill4 waterfill2 rotated4 rotated2
+    python -m gradwire.bench.studies.convergence.angles int8 int4 waterfill4 waterfill2
 
 A transformer is trained with Muon and exact sums for some steps, and the gradients of its matrices are kept, of each of
 two nodes. The compressors then make their sums of them, with what they hold back, and a momentum is kept of those as

@@ -13,8 +13,8 @@ import gradwire
 from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.compressors.registry import names, options_of
 
-WIDTH, TURNED_WIDTH = 1024, 512
-"""Of the layer; `rotated*` looks for bases, which takes twenty seconds on one of 2048."""
+WIDTH = 1024
+"""Of the layer."""
 
 
 def step(model: nn.Module, width: int) -> None:
@@ -37,7 +37,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def measured(name: str) -> dict[str, object]:
-    width = TURNED_WIDTH if name.startswith("rotated") else WIDTH
+    width = WIDTH
     model = nn.parallel.DistributedDataParallel(nn.Linear(width, width), gradient_as_bucket_view=True)
     warm = {"warmup_steps": 0} if "warmup_steps" in options_of(name) else {}
     state = gradwire.HookState(model, compressor=name, compressor_options=warm, nic_bytes_per_second=25e6)

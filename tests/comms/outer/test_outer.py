@@ -336,7 +336,6 @@ def lose(rank: int, compressor: str, options: dict[str, Any]) -> dict[str, Any]:
         ("abca", "int8", {}),
         ("aabb", "int8", {}),
         ("aabb", "onebit", {"warmup_steps": 1, "momentum": 0.0}),  # those that are left decode with what all held
-        ("aabb", "rotated4", {}),
     ],
 )
 def test_units_that_are_lost_leave_the_others_training(

@@ -7,7 +7,6 @@ from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
     HARMLESS_FIRST,
     SAY_OPTIMIZER,
-    UNMEASURED_ON_GPUS,
     Advice,
     Workload,
     advise,
@@ -181,13 +180,3 @@ def test_nothing_is_recommended_that_nobody_has_trained_with(optimizer: str, mon
             assert own.step_seconds < advice.offer("hierarchical+int4").step_seconds
             assert "trained with a users own" in own.caution
             assert set(alike) <= set(CODEC_FACTS[advice.recommend.compressor].trained)
-
-
-def test_what_was_never_measured_on_a_gpu_is_not_recommended_there() -> None:
-    assert all(caution_of(name, "muon", library="nccl") for name in UNMEASURED_ON_GPUS)
-    assert "on a GPU was never measured" in caution_of("rotated4", "muon", library="nccl")
-    for nodes, gbit in ((2, 0.01), (2, 1), (4, 0.1)):
-        advice = ask(cluster_of(nodes, gbit), 50.0, "muon", "nccl")
-        assert advice.recommend.compressor not in UNMEASURED_ON_GPUS
-        assert advice.offer("hierarchical+rotated4").caution
-    assert caution_of("rotated4", "muon") == ""

@@ -2,10 +2,7 @@
 
 import pytest
 
-from gradwire.comms.plan import codec_price as price_module
 from gradwire.comms.plan.codec_price import (
-    CODEC_FACTS,
-    CPU_BYTES_PER_SECOND,
     alone,
     codec_price,
     final,
@@ -51,13 +48,6 @@ def test_encoding_is_measured_or_computed_and_costs_nothing_only_where_nothing_i
     computed, measured = codec_price(name, LAYOUT, 2, 2e10), measured_price(name, LAYOUT, 2, seconds=0.0)
     assert (computed.seconds(4 << 20) > 0) == (measured.seconds(4 << 20) > 0) == (name != "none")
     assert measured.ratio == computed.ratio
-
-
-@pytest.mark.parametrize("name", [name for name, facts in CODEC_FACTS.items() if facts.computed])
-def test_no_first_step_that_is_unlike_the_others_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """advise() times every compressor: these would hold it up for minutes."""
-    monkeypatch.setattr(price_module, "_timed", lambda *_: pytest.fail("timed"))
-    assert measured_price(name, LAYOUT, 2) == codec_price(name, LAYOUT, 2, CPU_BYTES_PER_SECOND)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4, 1 << 20, 4 * 1024 * 1024 + 4, 113_200_000])
