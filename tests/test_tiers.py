@@ -19,7 +19,7 @@ def test_every_parameter_of_a_line_is_one_of_its_test(tiers: tuple[str, ...]) ->
 
 
 def test_a_parameter_that_is_gone_is_named() -> None:
-    here = "tests/test_floors.py::test_a_folder_imports_only_what_its_floor_allows"
+    here = "tests/test_layers.py::test_a_folder_imports_only_what_its_layer_allows"
     assert lines_without_a_test([f"{here}[comms", f"{here}[gone"]) == [f"{here}[gone"]
 
 
