@@ -20,7 +20,7 @@ log = logging.getLogger("gradwire")
 PLANS = ("auto", "flat", "hierarchical", "leader")
 BUCKET, AUTO_FUSION, DELAYED = FUSIONS = ("bucket", "auto", "delayed")
 SAMPLES = "samples"
-REDUCTIONS = ("sum", "adasum", SAMPLES)
+REDUCTIONS = ("sum", SAMPLES)
 SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
 TCP_TRANSPORTS = ("auto", "gloo")
@@ -48,9 +48,8 @@ class Reduction:
     """What becomes of the ranks' gradients: a part of `Config`. In an option it may be a mapping of these names."""
 
     kind: str = "sum"
-    """`adasum` combines the nodes' gradients by Adasum (Maleki et al., MLSys 2021): they are averaged where they agree
-    and added where they are orthogonal. Inside the nodes they are averaged, or summed without `average`. `samples`
-    averages over samples instead of ranks: each rank says how many its gradients are the mean of, `state.samples`."""
+    """`sum` adds them; `samples` averages over samples instead of ranks: each rank says how many its gradients are the
+    mean of, `state.samples`."""
 
     average: bool = True
     """Whether gradients are averaged over the ranks; else they are summed (Apex: `gradient_average=False`)."""
@@ -232,8 +231,8 @@ class Summing:
     """What becomes of the ranks' gradients."""
 
     reduction: "Reduction | str | Mapping[str, object]" = field(default_factory=Reduction)
-    """What becomes of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks), `adasum`,
-    `samples`, or a mapping such as `{"average": False}`; a Reduction once the Config is made."""
+    """What becomes of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks), `samples`,
+    or a mapping such as `{"average": False}`; a Reduction once the Config is made."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reduction", Reduction.of(self.reduction))
@@ -395,23 +394,6 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
                 "`reduction` is samples and `elastic` is set: a step that survivors repeat would be weighed by lost "
                 "ranks, too; wanted one of them alone"
             )
-        if sums.kind == "adasum":
-            for name, given, why in (
-                ("compressor", self.compressor not in (None, "none"), "payloads have no inner products"),
-                ("predivide", sums.predivide is not None, "it is no sum that could be divided before and after"),
-                ("sum_dtype", sums.sum_dtype != "own", "it works in float32 anyway"),
-                ("elastic", bool(self.elastic), "the nodes' shares would change with the ranks"),
-                ("chunks", self.chunks > 1, "it needs a parameter's gradient in one piece"),
-                ("tune", bool(self.tune), "that cuts buckets, and it needs a parameter's gradient in one piece"),
-                (
-                    "fusion",
-                    self.learns_cuts and not self.tune,
-                    "that cuts buckets, and it needs a parameter's gradient in one piece",
-                ),
-                ("location", bool(self.location), "there are nodes alone in it, no racks and regions"),
-            ):
-                if given:
-                    raise ValueError(f"`reduction` is adasum and `{name}` is set: {why}; wanted one of them alone")
 
     @classmethod
     def from_env(cls, **options: object) -> "Config":
@@ -841,7 +823,7 @@ def _number_or_word(text: str) -> str | float:
 
 
 def _reduction(text: str) -> object:
-    return _json(text, 'sum, adasum, or a JSON object such as {"average": false}') if "{" in text else text
+    return _json(text, 'sum, samples, or a JSON object such as {"average": false}') if "{" in text else text
 
 
 def _switch_or_address(text: str) -> bool | str:

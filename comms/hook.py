@@ -289,8 +289,6 @@ class HookState(GradientState[GradientSession]):
         if flat.layout != torch.strided:
             if self._elastic is not None:
                 raise TypeError("a sparse gradient in elastic training; wanted dense ones: nn.Embedding(sparse=False)")
-            if self.config.sums.kind == "adasum":
-                raise TypeError("a sparse gradient, and `reduction` is adasum; wanted dense ones: sparse=False")
             return self._reduce_sparse(bucket, flat, connection)
         layout = None
         if connection.communicator.compressor is not None or self._elastic is not None:
@@ -344,14 +342,8 @@ class HookState(GradientState[GradientSession]):
 
         Raises:
             RuntimeError: No bucket has been reduced yet.
-            ValueError: Not all ranks ask for the same plan: refused on all of them. Or it cuts buckets, and `reduction`
-                is adasum.
+            ValueError: Not all ranks ask for the same plan: refused on all of them.
         """
-        if plan.piece_nbytes and self.config.sums.kind == "adasum":
-            raise ValueError(
-                f"`plan` has piece_nbytes {plan.piece_nbytes}, and `reduction` is adasum, which needs a parameter's "
-                "gradient in one piece; wanted 0"
-            )
         self._connected("fuse()").fuse(plan)
 
     def _connect(self, device: torch.device, model: nn.Module | None = None) -> GradientSession:

@@ -740,10 +740,6 @@ def _returned(compression: "Compression | None") -> "ReturnedGradients | None":
 
 def _reduction(config: Config) -> Compressor | None:
     """What combines gradients between nodes, where that is no plain sum in their own dtype."""
-    if config.sums.kind == "adasum":
-        from gradwire.compressors.adasum import Adasum
-
-        return Adasum()
     if config.sums.sum_dtype == "float32":
         from gradwire.compressors.dense import WideSum
 
@@ -757,9 +753,6 @@ def _factors(config: Config, communicator: Communicator) -> tuple[float, float]:
     if not sums.average:
         return 1.0, 1.0
     cluster = communicator.cluster
-    if config.sums.kind == "adasum":
-        node = cluster.ranks(cluster.unit(communicator.rank, 0))
-        return (1.0 if config.plan == "flat" else 1.0 / len(node)), 1.0
     if sums.kind == SAMPLES:
         return 1.0, 1.0  # each step's weights come before
     if sums.predivide is not None:

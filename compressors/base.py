@@ -233,12 +233,10 @@ class Planned:
 
     Attributes:
         is_sum: It is a sum of another kind, and sends no fewer bytes.
-        whole_parameters: It needs a parameter's gradient in one piece, and `products` of all ranks' pieces: Adasum.
         two_stage: The sum of the ranks' payloads is encoded once more for its way back (two_stage.py).
     """
 
     is_sum = False
-    whole_parameters = False
     two_stage = False
 
     @property
@@ -315,10 +313,6 @@ class _OfAnother(Planned):
 def planned(compressor: "Compressor") -> Planned:
     """What plans go by for a compressor, whoever wrote it."""
     return compressor if isinstance(compressor, Planned) else _OfAnother(compressor)
-
-
-PRODUCTS: "Request" = ()
-"""What `Adasum.combine` yields where the products are to be summed over all ranks that hold a part of the bucket."""
 
 
 @runtime_checkable

@@ -45,8 +45,7 @@ class PlanChooser:
         library: str,
     ) -> None:
         self.plan_name = config.plan
-        whole = compressor is not None and planned(compressor).whole_parameters
-        self.chunks = 1 if whole else config.chunks
+        self.chunks = config.chunks
         self._links = links
         self._asked_for = config.plan
         self._fixed_order = config.fuses

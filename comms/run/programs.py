@@ -22,7 +22,6 @@ from gradwire.comms.streams import Mark
 from gradwire.comms.transport.groups import Groups, IssuesTogether, Transport, way_back
 from gradwire.comms.transport.torch_group import Works
 from gradwire.compressors.base import (
-    PRODUCTS,
     Collective,
     Compressor,
     Layout,
@@ -35,7 +34,6 @@ from gradwire.topology.cluster import Cluster
 
 if TYPE_CHECKING:  # each is loaded where it is asked for
     from gradwire.comms.transport.torch_group import GlooTransport
-    from gradwire.compressors.adasum import Adasum
 
 ALL_GATHER_SLICES = "all_gather_slices"
 """The method of a transport that is the inverse of `reduce_scatter`, beside the operations of compressors."""
@@ -159,18 +157,9 @@ class Programs:
         wide = [_contribution(shard, scale) for shard in shards]
         running: list[tuple[tuple[int, ...], Iterator[Request]]] = []
         by_links: set[tuple[int, ...]] = set()
-        bucket = run.launch.layout
-        products: Tensor | None = None
-        # Of `Planned`, without a call on a bucket's path; a compressor of somebody else's has no such attribute.
-        adasum = cast("Adasum", compressor) if getattr(compressor, "whole_parameters", False) else None
-        if adasum is not None and bucket is not None and transfers:
-            products = adasum.products(bucket, len(transfers[0].members), run.flat.device)
         for transfer, layout, shares, shard in zip(transfers, part.layouts, part.shares, wide, strict=True):
             place = transfer.members.index(self._rank)
             member = Member(place, len(transfer.members), shares)
-            if adasum is not None and bucket is not None and products is not None:
-                running.append((transfer.members, adasum.combine(shard, layout, member, bucket, products)))
-                continue
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
             if shares:
                 by_links.add(transfer.members)
@@ -179,7 +168,6 @@ class Programs:
         sent_nbytes, rounds = 0.0, 0
         while True:
             works: list[Work] = []
-            summed = False
             for members, steps in running:
                 if recorder is None:
                     request = next(steps, None)
@@ -188,17 +176,10 @@ class Programs:
                         request = next(steps, None)
                 if request is None:
                     continue
-                if request == PRODUCTS and products is not None:
-                    summed = True
-                    continue
                 collectives = (request,) if isinstance(request, Collective) else request
                 issued_in = way_back(lane) if rounds and members in by_links else lane
                 works.append(issue_together(self._groups[issued_in, members], collectives))
                 sent_nbytes += sum(_sent_nbytes(each, len(members), members.index(self._rank)) for each in collectives)
-            if summed and products is not None:  # all shards of this rank have added theirs
-                owners = len(part.owners)
-                works.append(self._groups[lane, part.owners].all_reduce(products.view(-1)))
-                sent_nbytes += 2 * (owners - 1) / owners * products.nbytes
             if not works:
                 break
             rounds += 1

@@ -94,7 +94,7 @@ def test_defaults_ask_for_nothing() -> None:
         ({"fusion": -1.0}, "`fusion` is -1.0; wanted a number of MiB >= 0"),
         ({"compressor": "zip"}, "`compressor` is 'zip'; wanted one of"),
         ({"reduction": {"sum_dtype": "float64"}}, "`sum_dtype` is 'float64'; wanted one of own, float32"),
-        ({"reduction": "max"}, "`reduction` is 'max'; wanted one of sum, adasum"),
+        ({"reduction": "max"}, "`reduction` is 'max'; wanted one of sum, samples"),
         ({"reduction": {"sparse_as_dense": "no"}}, "`sparse_as_dense` is 'no'; wanted auto, True or False"),
         ({"reduction": {"predivide": 0.0}}, "`predivide` is 0.0; wanted a number > 0, or None"),
         ({"reduction": {"predivide": 2.0, "average": False}}, "`predivide` is given and `average` is off"),
@@ -103,10 +103,6 @@ def test_defaults_ask_for_nothing() -> None:
             {"reduction": {"sum_dtype": "float32"}, "compressor": "int8"},
             "`sum_dtype` is float32 and `compressor` is int8",
         ),
-        ({"reduction": "adasum", "compressor": "int8"}, "`reduction` is adasum and `compressor` is set"),
-        ({"reduction": "adasum", "elastic": True}, "`reduction` is adasum and `elastic` is set"),
-        ({"reduction": "adasum", "chunks": 2}, "`reduction` is adasum and `chunks` is set"),
-        ({"reduction": "adasum", "fusion": "auto"}, "`reduction` is adasum and `fusion` is set"),
     ],
 )
 def test_a_bad_value_names_the_option(options: dict[str, object], message: str) -> None:
@@ -200,7 +196,7 @@ def test_the_probe_has_three_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GRADWIRE_TIMEOUT_SECONDS", "5m", "a number of seconds"),
         ("GRADWIRE_TIMEOUT_SECONDS", "inf", "a number of seconds"),
         ("GRADWIRE_PROBE", "maybe", "1, true, yes or on; or 0, false, no or off; or auto"),
-        ("GRADWIRE_REDUCTION", "{", "sum, adasum, or a JSON object such as"),
+        ("GRADWIRE_REDUCTION", "{", "sum, samples, or a JSON object such as"),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "rank=2", 'a JSON object such as {"rank": 2} (Expecting value'),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "[2]", 'a JSON object such as {"rank": 2}'),
         ("GRADWIRE_RULES", "head.*", 'a JSON list of objects such as [{"pattern": "head.*"}] (Expecting value'),

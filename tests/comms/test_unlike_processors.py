@@ -28,7 +28,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 HOOKS: dict[str, dict[str, Any]] = {
     "exact": {},
-    "adasum": {"reduction": "adasum"},
     "int8": {"compressor": "int8"},
     "waterfill4": {"compressor": "waterfill4"},
     "onebit": {"compressor": "onebit", "compressor_options": {"warmup_steps": 3}},

@@ -58,7 +58,7 @@ def apart(values: list[Tensor], wanted: list[Tensor], factor: float) -> float:
     )
 
 
-def compare_options(rank: int) -> dict[str, Any]:
+def compare_options(_: int) -> dict[str, Any]:
     dist.init_process_group("gloo")
     plain, kinds, _ = gradients()
     wide, wide_kinds, many = gradients(reduction={"predivide": 2.0, "sum_dtype": "float32", "sparse_as_dense": True})
@@ -68,41 +68,13 @@ def compare_options(rank: int) -> dict[str, Any]:
         "kinds": wide_kinds == late_kinds == kinds,
         "launches": (many, few),
         "sums": [str(each.double().sum().item()) for each in (*wide, *late)],
-        "adasum": adasum_gradient(rank),
         "kept": sparse_overflow(),
         "wrapped": gradwire.wrap(nn.Linear(2, 2), fusion="delayed")[1].config.fusion_mb,
         "skipping": refusal_of(DistributedDataParallel(
             nn.Linear(2, 2), find_unused_parameters=True, skip_all_reduce_unused_params=True
         )),
     }  # fmt: skip
-    try:
-        gradients(reduction="adasum")
-    except Exception as error:  # noqa: BLE001 - whatever comes out of backward, it is looked at below
-        found["refused"] = str(error)
     return found
-
-
-def adasum_gradient(rank: int) -> float:
-    """Relative distance of the hook's gradient to Adasum of the nodes' means, in float64."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(50, 30, bias=False))
-    state = gradwire.HookState(model, reduction="adasum")
-    model.register_comm_hook(state, gradwire.comm_hook)
-    inputs = [torch.randn(7, 50, generator=torch.Generator().manual_seed(number)) for number in range(len(NODES))]
-    model(inputs[rank]).square().sum().backward()
-    own = []
-    for each in inputs:
-        weight = model.module.weight.detach().double().requires_grad_()
-        (each.double() @ weight.t()).square().sum().backward()
-        assert weight.grad is not None
-        own.append(weight.grad.view(-1))
-    first, second = (own[0] + own[1]) / 2, (own[2] + own[3]) / 2
-    both = first @ second
-    wanted = (1 - both / (2 * (first @ first))) * first + (1 - both / (2 * (second @ second))) * second
-    found = model.module.weight.grad
-    assert found is not None
-    state.close()
-    return float((found.view(-1).double() - wanted).norm() / wanted.norm())
 
 
 def sparse_overflow() -> bool:
@@ -140,7 +112,5 @@ def test_each_option_gives_what_it_says(processes: Processes) -> None:
         many, few = found["launches"]
         assert few == 3 < many  # delayed: one of each dtype, and the sparse one
         assert found["sums"] == results[0]["sums"]
-        assert found["adasum"] < 1e-5
-        assert "`reduction` is adasum; wanted dense ones" in found["refused"]
         assert found["kept"] and found["wrapped"] == 0.0
         assert "skip_all_reduce_unused_params=False" in found["skipping"]
