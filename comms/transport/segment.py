@@ -210,6 +210,24 @@ class _Line:
             raise OSError(errno.EBADMSG, f"what has come is not from a rank: {error}") from None
 
 
+REMEDIES = {
+    errno.EFBIG: "the limit on the size of files is lower: ulimit -f unlimited",
+    errno.EMFILE: "this process has too many open files: raise ulimit -n",
+    errno.ENFILE: "this host has too many open files: raise fs.file-max",
+    errno.EPERM: "the container's security profile forbids memfd_create or fallocate: allow them",
+    errno.EACCES: "the container's security profile forbids memfd_create or fallocate: allow them",
+    errno.ENOSYS: "the kernel or sandbox has no memfd_create",
+}
+"""What to do about an errno of memfd_create(2) or fallocate(2) that does not mean a lack of memory."""
+
+OVER_NETWORK = "or give each rank a node of its own, GRADWIRE_HOSTNAME=rank$RANK, to send over the network instead"
+
+
+def _remedy(number: int | None) -> str:
+    """What a user can do about an error of the system in making shared memory."""
+    return f"{REMEDIES.get(number or 0, 'give the container or job more memory')}, {OVER_NETWORK}"
+
+
 def _allocate(nbytes: int) -> int:
     """Makes memory of `nbytes` that is really there, and returns its descriptor: where there is none, this fails.
 
@@ -219,17 +237,14 @@ def _allocate(nbytes: int) -> int:
     try:
         descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC)
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot make shared memory: {error.strerror}; the system must allow memfd_create"
-        ) from error
+        raise OSError(error.errno, f"cannot make shared memory: {error.strerror}; {_remedy(error.errno)}") from error
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         os.close(descriptor)
         raise OSError(
             error.errno,
-            f"cannot allocate shared memory: {error.strerror}; wanted {nbytes} bytes: give the container or job more "
-            "memory, or pass a smaller `block_nbytes`",
+            f"cannot allocate shared memory: {error.strerror}; wanted {nbytes} bytes: {_remedy(error.errno)}",
         ) from error
     return descriptor
 

@@ -1,5 +1,6 @@
 """What survives when processes die, folders are full and permissions are missing: real processes, real signals."""
 
+import errno
 import gc
 import inspect
 import os
@@ -256,8 +257,8 @@ def test_time_out_of_a_stopped_process(server: TCPStore) -> None:
     exit_code(pid)
 
 
-def test_a_lack_of_memory_names_the_remedy_on_all_ranks(no_leftovers: None) -> None:
-    """A file-size limit makes the allocation fail as a lack of memory does."""
+def test_memory_that_cannot_be_made_names_the_remedy_on_all_ranks(no_leftovers: None) -> None:
+    """A limit on the size of files makes the allocation fail: more memory would not help."""
     script = """
 import resource, threading, datetime
 from torch._C._distributed_c10d import HashStore
@@ -277,7 +278,33 @@ for rank in range(2): print(errors.get(rank))
     result = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
     lines = result.stdout.splitlines()
     assert len(lines) == 2, result.stderr
-    assert all(re.search(r"cannot allocate shared memory: .*; wanted \d+ bytes: give", line) for line in lines)
+    assert all(
+        re.search(r"cannot allocate shared memory: .*; wanted \d+ bytes: .*ulimit -f unlimited", line) for line in lines
+    )
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOMEM, "give the container or job more memory"),
+        (errno.ENOSPC, "give the container or job more memory"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EPERM, "security profile"),
+        (errno.EFBIG, "ulimit -f unlimited"),
+    ],
+)
+def test_each_error_of_the_system_has_its_own_remedy(
+    monkeypatch: pytest.MonkeyPatch, call: str, number: int, remedy: str
+) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match=remedy) as raised:
+        segment._allocate(4096)
+    assert raised.value.errno == number and "block_nbytes" not in str(raised.value)
+    assert ("more memory" in str(raised.value)) == (number in (errno.ENOMEM, errno.ENOSPC))
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare to mount")
