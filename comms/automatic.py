@@ -19,7 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradwire.comms.bootstrap.compat import REGISTER_BUILTIN, GradBucket, comm_hook_name, is_known, rename_comm_hook
+from gradwire.comms.bootstrap.compat import (
+    REGISTER_BUILTIN,
+    GradBucket,
+    comm_hook_name,
+    is_known,
+    rename_comm_hook,
+    steps_in_backward,
+)
 from gradwire.comms.config import AUTOMATIC, Config
 from gradwire.comms.sharded.units import at_first_sharded_backward, is_replicated, sharded_units
 
@@ -164,6 +171,8 @@ def _why_not(model: DistributedDataParallel) -> str | None:
         return f"has a process group of its own, {kind}, that torch.distributed has not made"
     if getattr(model, "skip_all_reduce_unused_params", False):
         return "skips the all-reduce of unused parameters, so that a step has no end that a hook could see"
+    if steps_in_backward(model):
+        return "has an optimizer that steps in backward, for which DDP registers a hook of its own"
     return None
 
 

@@ -14,6 +14,10 @@ class PeerError(RuntimeError):
         return type(self), (str(self), self.missing)
 
 
+class DidNotJoinError(RuntimeError):
+    """A rank did not come to the start-up within the time-out."""
+
+
 class OverdueError(PeerError):
     """Nobody is known to be lost, but there has been no progress for too long."""
 

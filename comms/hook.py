@@ -19,9 +19,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.comms.bootstrap.compat import GradBucket, is_at_node, queue_end_of_backward, timeout_of, why_no_ddp_hook
+from gradwire.comms.bootstrap.compat import (
+    STEPS_IN_BACKWARD,
+    GradBucket,
+    is_at_node,
+    queue_end_of_backward,
+    steps_in_backward,
+    timeout_of,
+    why_no_ddp_hook,
+)
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, MEASURING, PLANNING, SAMPLES, SUMMING, WATCHING, Config
+from gradwire.comms.errors import DidNotJoinError
 from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
@@ -29,6 +38,7 @@ from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.session import GradientSession, GradientState, SessionRanks
 from gradwire.comms.step.life import StepLife, StepState, is_timed
 from gradwire.comms.step.listeners import EndedStep
+from gradwire.comms.step.model_group import NOT_ALL_CAME, checked_group, group_of
 from gradwire.comms.streams import Mark
 from gradwire.compressors.base import Layout
 
@@ -104,7 +114,7 @@ class HookState(GradientState[GradientSession]):
 
     Args:
         model_or_group: The DDP model, or any module (its parameter names are used), or a process group; None binds to
-            the default group at the first bucket, for frameworks that want the state before the model exists.
+            the model's group at the first bucket, for frameworks that want the state before the model exists.
         config: The configuration; by default what the environment gives.
         carries: In elastic training, what a process that joins must know besides the model: the optimizer, and whatever
             else has a `state_dict`: scheduler, GradScaler, data loader. The same on all ranks, in the same order.
@@ -167,7 +177,7 @@ class HookState(GradientState[GradientSession]):
             watch_optimizers()  # also in the steps before the first bucket names the model
 
     def bind(self, model: nn.Module) -> None:
-        """Takes parameter names from `model`, and its process group where it is a DDP model; connects the ranks.
+        """Takes parameter names from `model`, and the process group of its DDP model; connects the ranks.
 
         A state that was loaded before is restored now.
 
@@ -176,12 +186,15 @@ class HookState(GradientState[GradientSession]):
 
         Raises:
             ValueError: The state has been given a model before, or has compressed gradients under numbers already;
-                `model` has no parameters; or a state that was loaded does not fit.
+                `model` has no parameters, or an optimizer that steps in backward, or is a module inside of several DDP
+                models with different groups; or a state that was loaded does not fit.
             TypeError: `model` is sharded (FSDP, FSDP2, DeepSpeed): no DDP hook is ever called for it.
             RuntimeError: torch.distributed is not initialised, or a rank did not join.
         """
         if (why := why_no_ddp_hook(model)) is not None:
             raise TypeError(f"`model` is {why}")
+        if steps_in_backward(model):
+            raise ValueError(f"`model` {STEPS_IN_BACKWARD}")
         compresses = self._connection is not None and self._connection.compression is not None
         if compresses and self.names.shapes and not self.names.bound:
             raise ValueError(
@@ -195,7 +208,7 @@ class HookState(GradientState[GradientSession]):
             self._check_optimizers(model)
             warn_of_idle(self.config.rules, self.names.numels(), "Patterns are shell-style, of the whole name.")
         self._life.announces_last = isinstance(model, DistributedDataParallel) and not model.static_graph
-        self._group = getattr(model, "process_group", None) or self._group
+        self._group = group_of(model) or self._group
         parameter = next(model.parameters(), None)
         if parameter is None:
             raise ValueError("`model` has no parameters: there is nothing to reduce")
@@ -271,6 +284,9 @@ class HookState(GradientState[GradientSession]):
         begins = self._life.state is StepState.BETWEEN_STEPS
         if begins and flat.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(CAPTURED)  # before anything is connected or begun: the next step goes on
+        if begins and self.steps == 0 and self._elastic is None:  # in elastic training the model's group changes
+            own = self._group if self._connection is None else self._connection.group
+            self._group = checked_group(self, bucket.parameters()[0], self.names.model(), own)
         connection = self._connection or self._connect(flat.device)
         if begins:
             self._begin_step(connection)
@@ -358,7 +374,11 @@ class HookState(GradientState[GradientSession]):
             if self._elastic is not None:
                 self._elastic.connect(group, device)
             else:
-                self._connection = GradientSession(SessionRanks.of(group, "hook"), device, self.config, self.names)
+                ranks = SessionRanks.of(group, "hook")
+                try:
+                    self._connection = GradientSession(ranks, device, self.config, self.names)
+                except DidNotJoinError as error:
+                    raise error if self._group is not None else DidNotJoinError(f"{error}. {NOT_ALL_CAME}") from None
             assert self._connection is not None
             holds_back = self.config.compressor is not None
             if device.type == "cuda" or (holds_back and getattr(model, "find_unused_parameters", True)):

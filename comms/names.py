@@ -1,7 +1,8 @@
 """Which parameter is which: the names that every state is keyed by, and the layout of a bucket."""
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ class ParameterNames:
         self._names: dict[int, str] = {}
         self._parameters: list[Tensor] = []  # kept alive, so that an id cannot be given to another tensor
         self._bound = False
+        self.model: Callable[[], nn.Module | None] = lambda: None
+        """Returns the model whose names these are; None before `bind`, and once the model is gone."""
         self.layouts: dict[tuple[int, ...], Layout] = {}
         """The layouts of the buckets seen so far, by the ids of their parameters."""
 
@@ -45,6 +48,7 @@ class ParameterNames:
         self._parameters = list(inner.parameters())
         self.layouts.clear()
         self._bound = True
+        self.model = weakref.ref(model)
 
     @property
     def bound(self) -> bool:

@@ -449,6 +449,22 @@ def outside_graphs(method: Method) -> Method:
     return cast(Method, call)
 
 
+STEPS_IN_BACKWARD = (
+    "has parameters whose optimizer steps in backward (_apply_optimizer_in_backward), for which DDP registers a hook "
+    "of its own in the first forward pass, and it takes one: step the optimizer after backward, or train without "
+    "gradwire's hook"
+)
+
+
+def steps_in_backward(model: torch.nn.Module) -> bool:
+    """Whether DDP is going to register its own hook in the first forward pass, for an optimizer that steps in backward.
+
+    Of parameters that DDP averages alone, as in `DistributedDataParallel._setup_in_backward_optimizers`.
+    """
+    parameters = getattr(model, "_module_parameters", None) or model.parameters()
+    return any(hasattr(each, "_in_backward_optimizers") for each in parameters)
+
+
 SHARDED = {
     "FullyShardedDataParallel": "FSDP",
     "FSDPModule": "FSDP2",

@@ -33,7 +33,7 @@ from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
 from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Within, inflated
-from gradwire.comms.errors import PeerError
+from gradwire.comms.errors import DidNotJoinError, PeerError
 
 log = logging.getLogger("gradwire")
 
@@ -272,8 +272,8 @@ class _Rank:
             f"{who} has ended before all {self._own.size} ranks had joined: look at its output", tuple(ranks)
         )
 
-    def _did_not_join(self, ranks: Sequence[int]) -> RuntimeError:
-        return RuntimeError(
+    def _did_not_join(self, ranks: Sequence[int]) -> DidNotJoinError:
+        return DidNotJoinError(
             f"`world_size` is {self._own.size} on rank {self._own.rank}, but rank {', '.join(map(str, ranks))} did not "
             f"join within {self._timeout.total_seconds():g} s: start all ranks, with the same world size"
         )

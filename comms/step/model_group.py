@@ -1,0 +1,111 @@
+"""Finds the process group of the model whose gradients a state averages, whatever the state was made from.
+
+DDP hands the hook a bucket and says nothing of its group. The group is that of the DistributedDataParallel that holds
+the bucket's parameters; it is looked up among the living ones, once for each state.
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.comms.bootstrap.compat import ddp_models, is_known
+
+MADE_FROM_DDP = "make the state from the wrapped model, gradwire.HookState(ddp_model)"
+
+SEVERAL_GROUPS = (
+    "`model` is wrapped in {count} DistributedDataParallel models with different process groups ({groups}), so it does "
+    "not say whose gradients are averaged: " + MADE_FROM_DDP
+)
+
+OTHER_GROUP = (
+    "this HookState averages over {own}, and the DistributedDataParallel model whose gradients it was given averages "
+    "over {wanted}: " + MADE_FROM_DDP + ", or give both the same process group"
+)
+
+NOT_ALL_CAME = (
+    "This state was made without a process group, so it waited for all ranks of the default group. Ranks that do not "
+    "train this model never come: " + MADE_FROM_DDP + ", whose process group then counts"
+)
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Returns the process group that averages a model's gradients: a DDP model's own, or that of the DDP around it.
+
+    Args:
+        model: A DDP model, or a module.
+
+    Returns:
+        None if no DDP model holds the module's parameters.
+
+    Raises:
+        ValueError: Several DDP models with different groups hold them.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group
+    parameter = next((each for each in model.parameters() if each.requires_grad), None)
+    return None if parameter is None else _only_group(_owners(parameter))
+
+
+def checked_group(
+    state: object, parameter: Tensor, bound: nn.Module | None, own: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Returns the group that a state averages over, when its first bucket has come.
+
+    Args:
+        state: The hook's state.
+        parameter: One of the bucket's parameters.
+        bound: The model that the state was made from.
+        own: The group that the state was made with, or has connected in; None: neither.
+
+    Returns:
+        `own`, or without it the group of the DDP model that holds the parameter; None if there is no such model.
+
+    Raises:
+        ValueError: `own` has other ranks than the model's group.
+    """
+    if isinstance(bound, DistributedDataParallel) and any(each is parameter for each in bound._module_parameters):
+        owners = [bound]
+    else:
+        owners = _owners(parameter)
+        registered = [each for each in owners if any(each_state is state for _, each_state in each._comm_hooks)]
+        owners = registered or owners
+    wanted = _only_group(owners)
+    if own is None or wanted is None:
+        return own or wanted
+    if _ranks(own) != _ranks(wanted):
+        raise ValueError(OTHER_GROUP.format(own=_words(own), wanted=_words(wanted)))
+    return own
+
+
+def _owners(parameter: Tensor) -> list[DistributedDataParallel]:
+    """The DDP models that average a parameter's gradient."""
+    return [
+        model
+        for model in ddp_models()
+        if any(each is parameter for each in getattr(model, "_module_parameters", ()))
+        and getattr(model, "logger", None) is not None  # else another thread is just making it
+    ]
+
+
+def _only_group(owners: Sequence[DistributedDataParallel]) -> dist.ProcessGroup | None:
+    groups = {_ranks(owner.process_group): owner.process_group for owner in owners}
+    if len(groups) > 1:
+        named = ", ".join(map(_words, groups.values()))
+        raise ValueError(SEVERAL_GROUPS.format(count=len(owners), groups=named))
+    return next(iter(groups.values()), None)
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...] | int:
+    """A group's ranks in the default group, in ascending order; of a group that torch has not made, its identity."""
+    return tuple(sorted(dist.get_process_group_ranks(group))) if is_known(group) else id(group)
+
+
+def _words(group: dist.ProcessGroup) -> str:
+    ranks = _ranks(group)
+    if isinstance(ranks, int):
+        return f"a {type(group).__name__} of its own"
+    if len(ranks) == dist.get_world_size():
+        return f"all {len(ranks)} ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}" + (", ..." if len(ranks) > 8 else "")

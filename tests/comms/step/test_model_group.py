@@ -1,0 +1,124 @@
+"""A state averages over the group of the model it is registered on, whatever it was made from, or refuses."""
+
+import gc
+import logging
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.comms import automatic
+from gradwire.comms.bootstrap import compat
+from support.processes import Processes, Said
+
+MADE_FROM = ["ddp", "group", "module", "compiled", "nothing", "bound later", "module before", "other group"]
+
+
+def averaged(rank: int) -> dict[str, object]:
+    """Returns each rank's gradient, or the refusal, of models that each rank averages alone, of two ranks."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    found: dict[str, object] = {}
+    for made_from in MADE_FROM:
+        gc.collect()
+        inner = nn.Linear(2, 1, bias=False)
+        if made_from == "module before":
+            state = gradwire.HookState(inner)
+        wrapped = torch.compile(inner, backend="eager") if made_from == "compiled" else inner
+        model = DistributedDataParallel(wrapped, process_group=alone)
+        if made_from == "ddp":
+            state = gradwire.HookState(model)
+        elif made_from == "group":
+            state = gradwire.HookState(alone)
+        elif made_from in ("module", "compiled"):
+            state = gradwire.HookState(inner)
+        elif made_from in ("nothing", "bound later"):
+            state = gradwire.HookState()
+        elif made_from == "other group":
+            state = gradwire.HookState(dist.group.WORLD)
+        if made_from == "bound later":
+            state.bind(inner)
+        model.register_comm_hook(state, gradwire.comm_hook)
+        try:
+            model(torch.full((1, 2), float(rank))).sum().backward()
+            assert inner.weight.grad is not None
+            found[made_from] = inner.weight.grad[0, 0].item()
+        except (ValueError, RuntimeError) as error:
+            found[made_from] = str(error)
+        state.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_it_averages_over_the_models_group_or_refuses(processes: Processes) -> None:
+    for rank, found in enumerate(processes(2, averaged, environment={"GRADWIRE_HOSTNAME": "a"})):
+        for made_from in ("ddp", "group", "module", "compiled", "nothing", "bound later"):
+            assert found[made_from] == rank, (made_from, found)
+        for made_from in ("module before", "other group"):
+            assert "averages over all 2 ranks, and the Distributed" in str(found[made_from]), (made_from, found)
+            assert f"averages over rank {rank}: make the state from the wrapped model" in str(found[made_from])
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_of_the_ddp_model_looks_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search goes through all objects of the process."""
+    monkeypatch.setattr(gc, "get_referrers", lambda *kinds: pytest.fail("searched"))
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    model.register_comm_hook(gradwire.HookState(model), gradwire.comm_hook)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_in_backward_is_refused_at_once(wrapped: bool) -> None:
+    inner = nn.Linear(2, 1)
+    _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(inner)
+    with pytest.raises(ValueError, match="`model` has parameters whose optimizer steps in backward"):
+        gradwire.HookState(model if wrapped else inner)
+    with pytest.raises(ValueError, match="`model` has parameters whose optimizer steps in backward"):
+        gradwire.attach(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_in_backward_of_parameters_that_ddp_ignores_is_none_of_its() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    _apply_optimizer_in_backward(torch.optim.SGD, inner[0].parameters(), {"lr": 0.1})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+        inner, ["0.weight", "0.bias"]
+    )
+    model = DistributedDataParallel(inner)
+    model.register_comm_hook(gradwire.HookState(model), gradwire.comm_hook)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def left_alone(rank: int) -> tuple[str, list[str]]:
+    """Returns the name of the hook that GRADWIRE_HOOK has given such a model, and what was logged."""
+    logging.getLogger("gradwire").addHandler(said := Said())
+    automatic.install()
+    dist.init_process_group("gloo")
+    inner = nn.Linear(2, 1)
+    _apply_optimizer_in_backward(torch.optim.SGD, inner.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(inner)
+    dist.destroy_process_group()
+    return compat.comm_hook_name(model), said.lines
+
+
+def test_the_variable_leaves_a_model_with_such_an_optimizer_alone(processes: Processes) -> None:
+    ((name, lines),) = processes(1, left_alone, environment={"GRADWIRE_HOOK": "none"})
+    assert not name and any("has an optimizer that steps in backward" in line for line in lines), lines
