@@ -20,7 +20,6 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.elastic.survive import Survivor
 from gradwire.comms.outer.fragments import Fragment
-from gradwire.comms.outer.saved import Pending
 from gradwire.comms.outer.words import Words
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.routes import Routes
@@ -58,6 +57,39 @@ class LeavingBytes:
 
     exchanged: float = 0.0
     synchronized: float = 0.0
+
+
+@dataclass(slots=True)
+class Pending:
+    """An exchange in flight.
+
+    Attributes:
+        number: Index of the fragment.
+        due: Step after which the result takes effect.
+        flat: (numel) the pseudo-gradient, in place its average over all ranks.
+        sent: (numel) the parameters when it began; None if it takes effect at once.
+        compares: Whether the ranks compare the fragment's anchors meanwhile.
+        future: Of the average; None once it is there.
+        checksums: Future of the ranks' checksums, int64; None if they are not compared.
+        differing: Ranks whose anchors differ from those of rank 0.
+        finite: Whether the average is finite; None while it is in flight.
+        error: Why there is no average and will be none.
+        communicator: The one that it was begun with.
+        bucket: What is sent; None if nothing is.
+    """
+
+    number: int
+    due: int
+    flat: Tensor
+    sent: Tensor | None
+    compares: bool = False
+    future: FutureTensor | None = None
+    checksums: FutureTensor | None = None
+    differing: tuple[int, ...] = ()
+    finite: bool | None = None
+    error: RuntimeError | None = None
+    communicator: Communicator | None = None
+    bucket: Bucket | None = None
 
 
 class _Memory:
@@ -178,7 +210,9 @@ class FragmentAveraging:
                 self._all_reduce_dense(flat, 1.0)
                 tensor.copy_(flat.view(tensor.shape))
 
-    def prepared(self, fragments: Sequence[Fragment], number: int, due: int, *, kept: bool) -> Pending:
+    def prepared(
+        self, fragments: Sequence[Fragment], number: int, due: int, *, kept: bool, compares: bool = False
+    ) -> Pending:
         """A fragment's pseudo-gradient as of now, to be exchanged, in memory that all exchanges take turns in.
 
         Args:
@@ -186,14 +220,15 @@ class FragmentAveraging:
             number: Which of them.
             due: The step after which it is taken up.
             kept: The parameters as of now are kept beside it.
+            compares: Whether the ranks compare the fragment's anchors meanwhile.
         """
         flat, sent = self._memory.of(fragments, number)
         fragments[number].set_out(flat, sent if kept else None)
-        return Pending(number, due, flat, sent if kept else None, None)
+        return Pending(number, due, flat, sent if kept else None, compares)
 
     def launch(self, fragment: Fragment, pending: Pending) -> None:
         """Sends a pseudo-gradient on its way; the host goes on."""
-        pending.future, pending.communicator = None, self.communicator
+        pending.future, pending.checksums, pending.communicator = None, None, self.communicator
         flat = pending.flat
         if not fragment.numel:
             return
@@ -207,6 +242,8 @@ class FragmentAveraging:
         launch = Launch((flat,), fragment.layout if self.compression is not None else None, (bucket,), alone=True)
         self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
         pending.future = bucket.result()
+        if pending.compares:
+            pending.checksums = self._launch_checksums([fragment])
         self.card.exchanged += self._leaving.nbytes(self.communicator.routes, flat, None if flush else launch.layout)
 
     def finish(self, fragment: Fragment, pending: Pending, begun: int) -> None:
@@ -225,6 +262,8 @@ class FragmentAveraging:
         try:
             if travels:
                 self._arrive(fragment, pending, begun)
+                if self.survivor is None and pending.checksums is not None:
+                    pending.differing = _differing(pending.checksums.wait())
             finite = is_finite(pending.flat)  # on CUDA the host waits here
             if travels:
                 self.communicator.executor.release()  # and hears here of what was given up meanwhile
@@ -234,7 +273,7 @@ class FragmentAveraging:
                 self.decide(False, [fragment])
             raise
         finally:
-            pending.future = None
+            pending.future = pending.checksums = None
             self.waited_seconds += time.perf_counter() - began if travels else 0.0
         pending.finite = finite
 
@@ -271,14 +310,37 @@ class FragmentAveraging:
             self.mean_of(fragments[0].anchor.new_zeros(1))
         return averages, unfinished
 
-    def mean_of(self, flat: Tensor) -> Tensor:
-        """The average of a small tensor over all ranks: a new one.
+    def differing(self, fragments: Sequence[Fragment]) -> tuple[int, ...]:
+        """Compares all anchors and momenta over the ranks, and returns those whose differ from rank 0's.
+
+        Raises:
+            RuntimeError: The ranks could not exchange their checksums.
+        """
+
+        def attempt() -> Tensor:
+            return self._wait(self._launch_checksums(fragments))
+
+        if self.survivor is None:
+            return _differing(attempt())
+        like = torch.empty(self.communicator.size, dtype=torch.int64, device=self.communicator.device)
+        found = self.survivor.complete(attempt, like)
+        assert found is not None
+        return _differing(found)
+
+    def mean_of(self, flat: Tensor, announce: Callable[[], None] | None = None) -> Tensor:
+        """Returns the average of a small tensor over all ranks, a new one.
+
+        Args:
+            flat: 1-D floating-point; read.
+            announce: Publishes that this rank has come to the meeting, for ranks that a loss has left in it.
 
         Raises:
             RuntimeError: The ranks could not exchange it.
         """
 
         def attempt() -> Tensor:
+            if announce is not None and not self.words.announced:
+                announce()
             return self._all_reduce_dense(flat.clone(), 1.0 / self.communicator.size)
 
         found = attempt() if self.survivor is None else self.survivor.complete(attempt, like=flat)
@@ -300,19 +362,18 @@ class FragmentAveraging:
                 self.compression.load_state_dict(held)
             self.communicator.state_loaded(alike=self.compression.alike)
 
-    def try_on(self, states: Sequence[StateDict]) -> None:
-        """Has the compressor say whether it can load each of some states; then it is as it was.
+    def try_on(self, held: StateDict) -> None:
+        """Checks that the compressor can load a state, and leaves it as it was.
 
         Raises:
-            ValueError: It cannot load one.
+            ValueError: It cannot.
         """
         if self.compression is None:
             return
         with self.communicator.alone():
             present = self.compression.state_dict()
             try:
-                for each in states:
-                    self.compression.load_state_dict(each)
+                self.compression.load_state_dict(held)
             finally:
                 self.compression.load_state_dict(present)
         self.communicator.rejoin()
@@ -352,7 +413,7 @@ class FragmentAveraging:
         """The average of a fragment's pseudo-gradients now, in memory of its own; decides nothing."""
         if self.compression is not None:
             self.compression.flushing = True
-        pending = Pending(number, 0, fragment.empty(), None, None)
+        pending = Pending(number, 0, fragment.empty(), None)
         fragment.set_out(pending.flat, None)
         self.launch(fragment, pending)
         if pending.future is not None:
@@ -410,10 +471,20 @@ class FragmentAveraging:
         if pending.future is not None:
             self.words.tell(begun)
             self._wait(pending.future)
+            if pending.checksums is not None:
+                pending.differing = _differing(self._wait(pending.checksums))
         return pending.flat.clone()
 
     def _wait(self, future: FutureTensor) -> Tensor:
         return future.wait() if self.survivor is None else self.survivor.wait(future)
+
+    def _launch_checksums(self, fragments: Sequence[Fragment]) -> FutureTensor:
+        """Starts the exchange of checksums: (ranks) int64, each rank's own in its place."""
+        words = torch.zeros(self.communicator.size, dtype=torch.int64, device=self.communicator.device)
+        for fragment in fragments:
+            own = words[self.communicator.rank]
+            own.mul_(31).add_(fragment.checksum())
+        return self.communicator.all_reduce(words)
 
     def _all_reduce_dense(self, flat: Tensor, scale: float) -> Tensor:
         bucket = Bucket.of(flat)
@@ -421,3 +492,9 @@ class FragmentAveraging:
             self.communicator.start(Launch((flat,), None, (bucket,), counted=False), scale=scale)
             self._wait(bucket.result())
         return flat
+
+
+def _differing(checksums: Tensor) -> tuple[int, ...]:
+    """Ranks whose checksum is not that of rank 0; on CUDA the host waits for them."""
+    first, *others = checksums.tolist()
+    return tuple(rank for rank, each in enumerate(others, 1) if each != first)

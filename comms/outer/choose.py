@@ -201,7 +201,7 @@ class OuterChoice:
         if any(each != said[0] for each in said) or len(saved) not in (0, len(CHOSEN)):
             return ValueError(
                 "`state` was saved with other settings on another rank, or before they were chosen there, or does not "
-                "fit there; wanted states of one moment: call synchronize() before state_dict()"
+                "fit there; wanted states that all ranks saved in one call"
             )
         if self.is_made and not saved:
             return ValueError(

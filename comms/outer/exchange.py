@@ -26,9 +26,9 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.elastic.survive import Survivor
-from gradwire.comms.outer.averaging import FragmentAveraging
+from gradwire.comms.outer.averaging import FragmentAveraging, Pending
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
-from gradwire.comms.outer.saved import Pending, Saved, held_before, read, written
+from gradwire.comms.outer.saved import Saved, read, written
 from gradwire.comms.session import AveragingSession
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import StateDict
@@ -38,6 +38,16 @@ log = logging.getLogger("gradwire")
 LOOK_SECONDS = 0.05
 """Seconds between two looks at how far the other ranks are, where ranks that have taken different numbers of steps
 meet."""
+
+COMPARED_ROUNDS = 8
+"""Rounds of all fragments between two in which the ranks compare anchors. They can only differ by a fault (a flipped
+bit, memory written by somebody else), so seldom is enough; 8 bytes a rank then go along with each exchange."""
+
+DIFFERENT = (
+    "after {begun} exchanges the anchors of rank {ranks} (parameters at the last exchange, outer momentum) differ from "
+    "those of rank 0, though they come from the same averages: memory was changed or a processor is faulty. Restart "
+    "from the last checkpoint, or call outer.synchronize() on all ranks, which gives all of them those of rank 0"
+)
 
 
 class OuterExchange:
@@ -77,6 +87,8 @@ class OuterExchange:
         self.steps = self.begun = self.done = self.skipped = 0
         self._pending: Pending | None = None
         self._halfway = False
+        self._different = ""
+        """Why the ranks' anchors cannot be exchanged any more; empty if they are the same as far as is known."""
         self._session: AveragingSession | None = None
         if session is not None:
             self.be_watched(session)
@@ -137,8 +149,6 @@ class OuterExchange:
             self._take_up()
         delay = self.settings.delay_of(self.steps)
         for _ in range(self.settings.turns(self.steps)):
-            if self._pending is not None:  # loaded from a state that was saved with a longer delay
-                self._take_up()
             self._begin(delay)
             if delay == 0:
                 self._take_up()
@@ -156,7 +166,7 @@ class OuterExchange:
         Raises:
             RuntimeError: A rank did not come within the time-out; or, on all ranks alike, a parameter is not finite.
         """
-        self._refuse_halfway()
+        self._refuse_halfway(different=False)
         for fragment in self.fragments:
             fragment.check()
         if self._pending is not None:
@@ -172,24 +182,47 @@ class OuterExchange:
             )
         for fragment, average in zip(self.fragments, averages, strict=True):
             fragment.update(average, None)
+        self._make_same()
+        for fragment in self.fragments:
             fragment.scatter(fragment.anchor)
         self.done += len(self.fragments)
         for buffer in [] if self.averaging.alone else buffers:
             buffer.copy_(self.averaging.mean_of(buffer.reshape(-1)).view(buffer.shape))
 
-    def state_dict(self) -> StateDict:
-        """Anchors, momenta, counts, what is held back, and the result of an exchange that is under way.
+    def _make_same(self) -> None:
+        """Compares all anchors after a synchronization; if some differ, all ranks take those of the first."""
+        self._different = ""
+        if self.averaging.alone:
+            return
+        if differing := self.averaging.differing(self.fragments):
+            log.warning(
+                "gradwire: the anchors of rank %s differed from those of rank 0; all ranks have rank 0's now",
+                ", ".join(map(str, differing)),
+            )
+            for fragment in self.fragments:
+                self.averaging.copy_from_first([fragment.anchor])
+                if fragment.momentum is not None:
+                    self.averaging.copy_from_first([fragment.momentum])
 
-        Waits for that result; it is taken up when it would have been. What the compressor held before that exchange is
-        there, too: where others had not begun it yet when they saved, it is made again.
+    @torch.no_grad()
+    def state_dict(self) -> StateDict:
+        """Anchors, momenta, counters and what the compressor keeps, after the exchange in flight has been finished.
+
+        All ranks call it. The exchange takes effect now, so the parameters change: save the model afterwards. Ranks
+        that have taken different numbers of steps meet as in `synchronize`, so that all states are of one moment.
+
+        Raises:
+            RuntimeError: A rank did not come within the time-out; or the exchange failed.
         """
         self._refuse_halfway()
-        pending = self._pending
-        if pending is not None:
-            self._settle(pending, saving=True)
-        flats, held = [(each.anchor, each.momentum) for each in self.fragments], self.averaging.held()
-        saved = Saved(self.steps, self.begun, flats, pending, held)
-        return written(saved, self.fragments, self.settings)
+        if self._pending is not None:
+            self._take_up()
+        if not self.averaging.alone:
+            self._meet()
+        if self.averaging.survivor is not None and not self.averaging.alone:
+            self.averaging.mean_of(self.fragments[0].anchor.new_zeros(1), self._announce)
+        flats = [(each.anchor, each.momentum) for each in self.fragments]
+        return written(Saved(self.steps, self.begun, flats, self.averaging.held()), self.fragments, self.settings)
 
     @torch.no_grad()
     def load_state_dict(self, state: StateDict | Exception) -> None:
@@ -200,11 +233,13 @@ class OuterExchange:
 
         Raises:
             ValueError: The state of this rank or of another one is of another model or other settings, or is damaged;
-                or a rank had taken up an exchange that another one had not begun. Nothing was changed.
-            RuntimeError: A rank has not come within the time-out; or the exchange that is under way has failed.
+                or the states are of different moments. Nothing was changed.
+            RuntimeError: A rank has not come within the time-out; or the exchange in flight has failed.
         """
-        if self._pending is not None:
-            self._settle(self._pending)
+        if self._pending is not None:  # it is not taken up, but the ranks are in it
+            self._wait_for(self._pending)
+            self.averaging.decide(False, [self.fragments[self._pending.number]])
+            self._pending = None
         try:
             if isinstance(state, Exception):
                 raise state
@@ -214,43 +249,31 @@ class OuterExchange:
                     f"`compressor` is {self.averaging.communicator.config.compressor!r}, and `state` was saved "
                     f"{'with' if saved.held else 'without'} one; wanted the compressor that saved it"
                 )
-            self.averaging.try_on([saved.held] if saved.pending is None else [saved.held, held_before(state)])
+            self.averaging.try_on(saved.held)
         except Exception as error:  # whatever a file may hold: the others wait for a word
             self.averaging.agreement.gather(json.dumps({"error": str(error)}))
             raise
-        pending, held = saved.pending, saved.held
-        again = self._agree_on(saved)
+        self._agree_on(saved)
         self._halfway = True
-        if again and pending is not None:
-            held, pending.finite = held_before(state), None
-        self.averaging.load_held(held)
+        self.averaging.load_held(saved.held)
         self.steps, self.begun = saved.steps, saved.begun
-        self._pending = pending
         for fragment, (anchor, momentum) in zip(self.fragments, saved.flats, strict=True):
             fragment.anchor.copy_(anchor)
             fragment.momentum = momentum
         self.averaging.words.forget()
-        if again and pending is not None and pending.sent is not None:
-            fragment = self.fragments[pending.number]
-            fragment.progress(pending.sent, pending.flat)
-            self.averaging.launch(fragment, pending)
-        self._halfway = False
+        self._halfway, self._different = False, ""
 
-    def _refuse_halfway(self) -> None:
+    def _refuse_halfway(self, *, different: bool = True) -> None:
         if self._halfway:
             raise RuntimeError(
                 "load_state_dict() has failed after the ranks had agreed, so that this rank has a part of the state: "
                 "load it again on all ranks"
             )
+        if different and self._different:
+            raise RuntimeError(self._different)
 
-    def _agree_on(self, saved: Saved) -> bool:
-        """Returns if all ranks can load their states, and can go on from the same exchange.
-
-        A rank that is ahead has the result of an exchange for which the others, in their states, have yet to compute.
-        If that is under way, it makes it again with them: what it sends is in its state, and what the compressor held.
-
-        Returns:
-            Whether this rank has to.
+    def _agree_on(self, saved: Saved) -> None:
+        """Returns if all ranks can load their states, and these are of one moment of one run.
 
         Raises:
             ValueError: On all ranks.
@@ -258,40 +281,35 @@ class OuterExchange:
         word = {
             "steps": saved.steps,
             "begun": saved.begun,
-            "again": saved.pending is not None and saved.pending.sent is not None,
-            "moment": [self.averaging.communicator.presences.start, saved.taken_up],  # of ranks with the same shards
+            "start": self.averaging.communicator.presences.start,  # one for all ranks with the same shards
             "anchors": saved.digest(),
         }
         found = [json.loads(each) for each in self.averaging.agreement.gather(json.dumps(word))]
         for rank, each in enumerate(found):
             if "error" in each:
                 raise ValueError(f"`state` of rank {rank} does not fit, so no rank has loaded its own: {each['error']}")
-            other = next(number for number, one in enumerate(found) if one["moment"] == each["moment"])
+        for rank, each in enumerate(found):
+            if each["begun"] != found[0]["begun"]:
+                raise ValueError(
+                    f"`state` of rank 0 is of {found[0]['begun']} exchanges and {found[0]['steps']} steps, that of "
+                    f"rank {rank} of {each['begun']} and {each['steps']}; wanted states that all ranks saved in one "
+                    "call"
+                )
+            other = next(number for number, one in enumerate(found) if one["start"] == each["start"])
             if each["anchors"] != found[other]["anchors"]:
                 raise ValueError(
                     f"`state` of rank {rank} has other parameters at the last exchange than that of rank {other}: they "
-                    "are of other runs, or one was saved before synchronize(); wanted states of one run and moment"
+                    "are of other runs or moments; wanted states that all ranks saved in one call"
                 )
-        ahead, behind = (one(found, key=lambda each: int(each["begun"])) for one in (max, min))
-        if ahead["begun"] == behind["begun"]:
-            return False
-        cannot = next((each for each in found if each["begun"] == ahead["begun"] and not each["again"]), None)
-        if ahead["begun"] > behind["begun"] + 1 or cannot is not None:
-            one, other = found.index(behind), found.index(cannot or ahead)
-            raise ValueError(
-                f"`state` was saved after {behind['begun']} exchanges and {behind['steps']} steps on rank {one}, and "
-                f"after {ahead['begun']} and {found[other]['steps']} on rank {other}, which has taken up the last one; "
-                "wanted as many exchanges on all ranks, or one more that is still under way, as each is for `delay` "
-                f"steps ({self.settings.delay_of(behind['steps'] + 1)} there): where ranks take such different numbers "
-                "of steps (a GradScaler skips some), call synchronize() before state_dict()"
-            )
-        return saved.begun == int(ahead["begun"])
 
     def _begin(self, delay: int) -> None:
         if self._session is not None and not self.averaging.alone:
             self._session.listeners.step_began(self.begun)
         number = self.begun % len(self.fragments)
-        pending = self.averaging.prepared(self.fragments, number, self.steps + delay, kept=delay > 0)
+        rounds = self.begun // len(self.fragments)
+        compares = rounds > 0 and rounds % COMPARED_ROUNDS == 0
+        due = self.steps + delay
+        pending = self.averaging.prepared(self.fragments, number, due, kept=delay > 0, compares=compares)
         try:
             self.averaging.launch(self.fragments[number], pending)
         except (RuntimeError, OSError):
@@ -327,30 +345,41 @@ class OuterExchange:
         report = lambda: session.report(steps)
         session.listeners.step_ended(EndedStep(self.begun, buckets, (), report, timed=False, together=together))
 
-    def _settle(self, pending: Pending, *, saving: bool = False) -> None:
-        """Waits for the average, and decides what becomes of what the compressor holds back.
+    def _wait_for(self, pending: Pending) -> None:
+        """Waits for the average of an exchange in flight.
 
-        Args:
-            pending: Is under way.
-            saving: Keep what it has held until then.
+        Raises:
+            RuntimeError: It failed, now or earlier.
         """
         if pending.error is not None:
             raise pending.error
-        if pending.finite is not None:
-            return
+        if pending.finite is None:
+            self.averaging.finish(self.fragments[pending.number], pending, self.begun)
+
+    def _settle(self, pending: Pending) -> None:
+        """Waits for the average, and decides what becomes of what the compressor has staged.
+
+        Raises:
+            RuntimeError: The exchange failed; or, on all ranks alike, the anchors differ between ranks.
+        """
+        self._wait_for(pending)
         fragment = self.fragments[pending.number]
-        self.averaging.finish(fragment, pending, self.begun)
+        if pending.differing:
+            self._pending = None
+            self.averaging.decide(False, [fragment])
+            ranks = ", ".join(map(str, pending.differing))
+            self._different = DIFFERENT.format(begun=self.begun - 1, ranks=ranks)
+            raise RuntimeError(self._different)
         if not pending.finite:
             names = fragment.unfinished(pending.flat)
             log.warning(
-                "exchange %d of fragment %d is not finite (`%s`%s) and is skipped: each unit goes on with what it has",
+                "gradwire: exchange %d of fragment %d is not finite (`%s`%s) and is skipped: each worker goes on with "
+                "what it has",
                 self.begun,
                 pending.number,
                 names[0],
                 f" and {len(names) - 1} more" if len(names) > 1 else "",
             )
-        if saving and self.averaging.compression is not None:
-            pending.before = self.averaging.held()
         self.averaging.decide(bool(pending.finite), [fragment])
 
     def _announce(self) -> None:

@@ -18,6 +18,10 @@ from gradwire.compressors.compiled import native
 UNEVEN = 1.02
 """Largest fragment over the mean: so large may one become for the sake of having the small parameters together."""
 
+CHECKSUM_WORDS, CHECKSUM_FACTOR = 2**18, 0x9E3779B1
+"""32-bit words of an anchor that are summed at a time, which bounds the memory for it, and what spreads the factors of
+their places: the golden ratio, Knuth, The Art of Computer Programming 3, section 6.4."""
+
 _Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 """The form of a tensor: dtype, shape, and its dimensions, those of size 1 left out, from the largest stride to the
 smallest."""
@@ -154,6 +158,22 @@ class Fragment:
     def empty(self) -> Tensor:
         """A new (numel) tensor in the dtype and on the device of `anchor`, not filled."""
         return torch.empty(self.numel, dtype=self._dtype, device=local_of(self._parameters[0]).device)
+
+    def checksum(self) -> Tensor:
+        """Returns a sum over the bits of `anchor` and `momentum`, 0-dim int64: equal on ranks that hold the same bits.
+
+        Each 32-bit word is multiplied by an odd number of its place, modulo 2^32, so that small differences of opposite
+        sign in two places do not cancel. Integers: the same on every processor, whatever the order of the sum.
+        """
+        found = torch.zeros((), dtype=torch.int64, device=self.anchor.device)
+        for flat in (self.anchor, self.momentum):
+            words = flat.view(torch.int32) if flat is not None else found.new_empty(0, dtype=torch.int32)
+            for start in range(0, words.numel(), CHECKSUM_WORDS):
+                block = words[start : start + CHECKSUM_WORDS]
+                places = torch.arange(start, start + block.numel(), dtype=torch.int64, device=block.device)
+                odd = ((places * CHECKSUM_FACTOR) & 0x7FFFFFFF | 1).to(torch.int32)
+                found = found * 31 + (block * odd).sum(dtype=torch.int64)
+        return found
 
     def check(self) -> None:
         """Sees whether the parameters are what they were.

@@ -429,10 +429,7 @@ class Outer(TrainingState[AveragingSession]):
         Raises:
             RuntimeError: A rank did not come within the time-out; or, on all ranks, a parameter is not finite.
         """
-        self._optimizer_steps.finish()
-        if self._choice is not None and not self._choice.is_made:  # ranks that have taken more steps may wait in it
-            self._choice.make()
-            self.settings = self.exchange.settings
+        self._finish_step()
         buffers = [each for each in self._inner.buffers() if each.is_floating_point() and not isinstance(each, DTensor)]
         self.exchange.synchronize([] if self._sharded else buffers)
         self.steps = self.exchange.steps
@@ -443,6 +440,13 @@ class Outer(TrainingState[AveragingSession]):
             wide = wide.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(wide)
             buffer.detach().copy_(wide / dist.get_world_size())
+
+    def _finish_step(self) -> None:
+        """Ends a step in which only some optimizers have stepped, and makes a choice that is due on other ranks."""
+        self._optimizer_steps.finish()
+        if self._choice is not None and not self._choice.is_made:  # ranks that have taken more steps may wait in it
+            self._choice.make()
+            self.settings = self.exchange.settings
 
     def report(self) -> OuterReport:
         """What has been exchanged so far, how many bits that took, and how long this rank has waited."""
@@ -515,31 +519,32 @@ class Outer(TrainingState[AveragingSession]):
         return communicator.rank, communicator.size
 
     def _own_state(self) -> StateDict:
+        found = self.exchange.state_dict()
+        self.steps = self.exchange.steps
         settings: StateDict = {"chosen": int(self._choice is None or self._choice.is_made)}
         settings |= {name: getattr(self.settings, name) for name in CHOSEN}
-        return {OUTER + key: value for key, value in (self.exchange.state_dict() | settings).items()}
+        return {OUTER + key: value for key, value in (found | settings).items()}
 
     def state_dict(self) -> Checkpoint:
-        """This rank's part of the exchanges, for resuming bit for bit; every rank saves its own, beside its model.
+        """Returns this rank's part of the exchanges, to resume bit for bit; all ranks call it, and each saves its own.
 
-        Parameters at the last exchange, outer momentum, what is held back, and the result of an exchange that is under
-        way, which it waits for. A rank that has taken fewer steps than another may begin that exchange only in steps
-        after its own save: where ranks may differ, call `synchronize()` before, or have no barrier between the save and
-        the next step, which would last until the time-out. Plain tuples of CPU tensors, numbers and strings: safe with
-        `torch.load(weights_only=True)`. Units hold different parameters between exchanges, so every unit has to save
-        its own model and optimizer too.
+        It holds the parameters at the last exchange, the outer momentum and what the compressor has not sent yet. An
+        exchange in flight is finished first and takes effect: call this **before** `model.state_dict()`. Ranks that
+        have taken different numbers of steps (a GradScaler skips some) catch up with each other as in `synchronize()`.
+        Plain tuples of CPU tensors, numbers and strings: safe with `torch.load(weights_only=True)`. Workers hold
+        different parameters between exchanges, so every worker saves its own model and optimizer, too.
+
+        Raises:
+            RuntimeError: A rank did not come within the time-out; or the exchange in flight failed.
         """
-        self._optimizer_steps.finish()
+        self._finish_step()
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restores what `state_dict` returned on this rank; model and optimizer are the caller's to restore.
 
-        All ranks call it. Ranks that took different numbers of steps may have begun different numbers of exchanges
-        when they saved. An exchange that was still under way on those ahead is made again with the others, so `delay`
-        skipped steps are made up for (in a warm-up with `warmup_every < fragments` none); where it was taken up
-        already, states fit each other only if `synchronize()` was called before they were saved. `fragments`,
-        `warmup_steps` and `warmup_every` must be those of the run that saved; the other settings may be others.
+        All ranks call it, with states that all ranks saved in one call. `fragments`, `warmup_steps` and `warmup_every`
+        must be those of the run that saved; the other settings may differ.
 
         Raises:
             ValueError: The state of this rank or of another one is of another model, other settings, another rank or

@@ -16,6 +16,7 @@ from torch import nn
 
 import gradwire
 from gradwire.comms.bootstrap.placement import INTER_NODE
+from gradwire.comms.checkpoint import OUTER, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.links import quick_probe
 from gradwire.comms.outer.choose import (
@@ -159,7 +160,7 @@ def use(rank: int) -> dict[str, Any]:
     outer.close()
 
     model, optimizer, outer = start()
-    damaged = {key: tuple((name, -1 if "steps" in name else each) for name, each in saved[0][key]) for key in saved[0]}
+    damaged = pack((unpack(saved[0], rank, 2) or {}) | {OUTER + "steps": -1}, rank, 2, True)
     provisionally = outer.settings
     with pytest.raises(ValueError, match="has -1 for steps"):
         outer.load_state_dict(damaged)
