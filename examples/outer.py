@@ -1,8 +1,8 @@
-"""Local training on a very slow link: units train by themselves and exchange parameters every few steps.
+"""Local training on a very slow link: workers train by themselves and exchange parameters every few steps.
 
     torchrun --standalone --nproc-per-node 2 examples/outer.py
 
-Each process here calls itself a node of its own, so each is a unit. At the end both hold the same model.
+Each process here calls itself a node of its own, so each is a worker. At the end both hold the same model.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import gradwire
 
 
 def main() -> None:
-    """Trains two units on data of their own, and says what they exchanged."""
+    """Trains two workers on data of their own, and says what they exchanged."""
     parser = argparse.ArgumentParser(description="Units that train by themselves and exchange parameters.")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, help="steps between two exchanges of the same parameter; else chosen")
@@ -51,7 +51,7 @@ def main() -> None:
         print(
             f"{report.exchanges} exchanges in {report.steps} steps, {bits:.2f} bits a parameter and step; DDP sends 32"
         )
-        print(f"the same model on all {len(report.units)} units, bit for bit", flush=True)
+        print(f"the same model on all {len(report.workers)} workers, bit for bit", flush=True)
     outer.close()
     dist.destroy_process_group()
 

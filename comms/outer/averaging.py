@@ -1,7 +1,7 @@
-"""Averages fragments' pseudo-gradients over the ranks: sent on their way, waited for, among those that are left.
+"""Averages fragments' pseudo-gradients over the ranks: starts an exchange, waits for it, repeats it after a loss.
 
-What is exchanged when, and what becomes of the average, is for exchange.py. Here nothing takes effect: what the
-compressor holds back is staged until `decide` says what becomes of it.
+exchange.py decides when, and applies the result. Nothing takes effect here: what the compressor keeps back is staged
+until `decide` commits or drops it.
 """
 
 import threading
@@ -20,7 +20,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.elastic.survive import Survivor
 from gradwire.comms.outer.fragments import Fragment
-from gradwire.comms.outer.words import Words
+from gradwire.comms.outer.messages import MeetingMessages
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.routes import Routes
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
@@ -29,19 +29,19 @@ from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.residual import keep_until_read
 
 TELL_SECONDS = 0.2
-"""That a rank waits for a result before it says so, to ranks that may have taken fewer steps: the store is on the link
-that is waited for."""
+"""Seconds that a rank waits for a result before it publishes so, for ranks that have taken fewer steps. Not at once,
+because the store is on the link that is waited for."""
 
 
 def agreement_of(store: Store, rank: int, size: int, timeout: timedelta, ended: Ended | None = None) -> Agreement:
-    """What ranks tell each other about exchanges: few words, in rounds that all of them take part in.
+    """Makes the agreement by which the ranks compare settings, choices and saved states.
 
     Args:
-        store: That all ranks share; with keys of its own for each agreement.
-        rank: This one.
-        size: How many there are.
-        timeout: For the last rank to speak.
-        ended: As of an `Agreement`.
+        store: Store that all ranks share, with keys of its own for each agreement.
+        rank: Rank of this process.
+        size: Number of ranks.
+        timeout: Longest wait for the last rank.
+        ended: Returns which of the given ranks have exited; None disables the check.
     """
     return Agreement(store, rank, size, "Outer", timeout, "make Outer, load its state and synchronize it", ended)
 
@@ -146,20 +146,20 @@ class _Leaving:
 
 
 class FragmentAveraging:
-    """This rank's part in the averages of fragments' pseudo-gradients.
+    """Averages pseudo-gradients over the ranks of a communicator, also after some of them were lost.
 
     Args:
-        communicator: Of all ranks that hold the same parameters (of a sharded model: the same shards). Not closed here.
-        compression: Of the communicator's compressor; None exchanges exactly.
-        agreement: Of all ranks of the job; None where those of the communicator are all.
-        alone: There is one unit: nothing travels, and its own pseudo-gradient is the average.
+        communicator: Ranks that hold the same parameters (of a sharded model: the same shards); closed by the caller.
+        compression: State of the communicator's compressor; None exchanges exactly.
+        agreement: Agreement of all ranks of the job; None if the communicator has all of them.
+        alone: Whether there is one worker: nothing is sent, and its own pseudo-gradient is the average.
 
     Attributes:
-        words: To ranks that have taken other numbers of steps.
-        card: What has left the busiest node for others, as the plans say; on one node, the busiest rank.
-        waited_seconds: Time in which this rank has done nothing but wait for a result.
-        survivor: Goes on where ranks are lost; None where that ends the job.
-        listeners: Of the exchanges, which may want times; None has none.
+        messages: Counters that ranks publish for those that have taken other numbers of steps.
+        card: Bytes that have left the busiest node, by the plans; on one node, the busiest rank.
+        waited_seconds: Seconds in which this rank has only waited for a result.
+        survivor: Repeats operations after a loss; None if a loss ends the job.
+        listeners: Listeners of the exchanges, which may want times; None if there are none.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class FragmentAveraging:
             communicator.awaited().among,
         )
         self.alone = alone or communicator.size == 1
-        self.words = Words(communicator)
+        self.messages = MeetingMessages(communicator)
         self.card, self.waited_seconds = LeavingBytes(), 0.0
         self.survivor: Survivor | None = None
         self.listeners: Listeners | None = None
@@ -189,11 +189,11 @@ class FragmentAveraging:
             agreement: Of the same ones.
         """
         self.communicator, self.agreement = communicator, agreement
-        self.words.reconnect(communicator)
+        self.messages.reconnect(communicator)
         self.alone = communicator.size == 1
         if self.compression is not None:
             self.compression.renumber(communicator.rank, communicator.size)
-            communicator.state_loaded(alike=False)  # of a node's units one may be lost, with its part
+            communicator.state_loaded(alike=False)  # of a node's workers one may be lost, with its part
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives all ranks rank 0's values, in place.
@@ -339,7 +339,7 @@ class FragmentAveraging:
         """
 
         def attempt() -> Tensor:
-            if announce is not None and not self.words.announced:
+            if announce is not None and not self.messages.announced:
                 announce()
             return self._all_reduce_dense(flat.clone(), 1.0 / self.communicator.size)
 
@@ -388,7 +388,7 @@ class FragmentAveraging:
 
         def attempt() -> Tensor:
             self.decide(False, fragments)  # what an attempt before this one has staged
-            if not self.words.announced:  # others may not have seen that all have met before a rank was lost
+            if not self.messages.announced:  # others may not have seen that all have met before a rank was lost
                 announce()
             averages, unfinished = self._averages_now(fragments)
             mark = averages[0].new_tensor([names.index(unfinished)], dtype=wide)
@@ -423,9 +423,10 @@ class FragmentAveraging:
         return pending.flat
 
     def _take_back(self, fragment: Fragment, flat: Tensor) -> None:
-        """Adds to a pseudo-gradient what the compressor has held back of it: with nobody else left it travels no more.
+        """Adds the residual to a pseudo-gradient.
 
-        Zero from the next decision on that commits it; where there was one unit from the start, nothing is held.
+        Used when this is the last worker: nothing is sent any more, so the residual would be lost. The next commit
+        clears it.
 
         Args:
             fragment: Of the model.
@@ -449,12 +450,12 @@ class FragmentAveraging:
         if self.survivor is None:
             assert pending.future is not None
             if self.communicator.device.type == "cuda":
-                self.words.tell(begun)
+                self.messages.publish_begun(begun)
             elif not pending.future.done():
                 arrived = threading.Event()
                 pending.future.add_done_callback(lambda _: arrived.set())
                 if not arrived.wait(TELL_SECONDS):
-                    self.words.tell(begun)
+                    self.messages.publish_begun(begun)
             pending.future.wait()
             return
         average = self.survivor.complete(lambda: self._attempt(fragment, pending, begun), like=pending.flat)
@@ -469,7 +470,7 @@ class FragmentAveraging:
             fragment.progress(now, pending.flat)
             self.launch(fragment, pending)
         if pending.future is not None:
-            self.words.tell(begun)
+            self.messages.publish_begun(begun)
             self._wait(pending.future)
             if pending.checksums is not None:
                 pending.differing = _differing(self._wait(pending.checksums))

@@ -1,18 +1,19 @@
-"""Exchanges of pseudo-gradients between units: begun in turn, under way beside training, taken up some steps later.
+"""Exchanges of pseudo-gradients between workers: begun in turn, in flight during training, applied some steps later.
 
-A unit is what holds the same parameters at every step: the ranks of a node (or rack, or region) that average gradients,
-or one rank alone. After `every` steps a fragment's pseudo-gradient (where it was after its last exchange, minus where
-it is now) is averaged over all ranks, which gives a unit the weight of its ranks, and an outer SGD takes one step with
-it. All units then have the same anchor, bit for bit.
+A worker is a set of ranks that hold the same parameters at every step: the ranks of a node (or rack, or region) that
+average gradients, or one rank. After `every` steps a fragment's pseudo-gradient, its anchor minus its parameters, is
+averaged over all ranks, so each worker is weighted by its number of ranks. An outer SGD takes one step with it.
 
-What a unit has learned while an exchange was under way is kept whole: the parameters become the new anchor plus the
-progress made since the exchange began. Streaming DiLoCo (arXiv 2501.18512, section 2.3) mixes the unit's parameters
+What a worker has learned while an exchange was in flight is kept whole: the parameters become the new anchor plus the
+progress made since the exchange began. Streaming DiLoCo (arXiv 2501.18512, section 2.3) mixes the worker's parameters
 with the new ones instead, by a share alpha. Kept whole, no step is lost, none counts twice (the next pseudo-gradient
 holds those steps), and there is nothing to tune.
 
-An exchange is a transaction. What changes (anchor, momentum, residuals, parameters) changes when its result is there,
-and only if every element of that is finite: all ranks have the same result, so all decide alike.
+An exchange is a transaction: anchor, momentum, residuals and parameters change when its result has arrived, and only if
+every element of that is finite. All ranks have the same result, so all decide alike.
 """
+# Invariant: after as many exchanges all workers have the same anchors and momenta, bit for bit.
+# Invariant: at most one exchange is in flight, so a rank's state between two of them depends on their number alone.
 
 import json
 import logging
@@ -36,8 +37,7 @@ from gradwire.compressors.base import StateDict
 log = logging.getLogger("gradwire")
 
 LOOK_SECONDS = 0.05
-"""Seconds between two looks at how far the other ranks are, where ranks that have taken different numbers of steps
-meet."""
+"""Seconds between two polls of the other ranks' counters, when ranks of different numbers of steps meet."""
 
 COMPARED_ROUNDS = 8
 """Rounds of all fragments between two in which the ranks compare anchors. They can only differ by a fault (a flipped
@@ -54,20 +54,20 @@ class OuterExchange:
     """The exchanges of one model's fragments on one rank.
 
     Args:
-        communicator: Of all ranks that hold the same parameters (of a sharded model: the same shards). Not closed here.
-        compression: Of the communicator's compressor; None exchanges exactly.
-        fragments: Of the model.
-        settings: When, and what becomes of the result.
-        session: Of the communicator, whose listeners hear of each exchange as of a step; None has none.
-        agreement: Of all ranks of the job; None where those of the communicator are all.
-        alone: There is one unit: nothing travels, and its own pseudo-gradient is the average.
+        communicator: Ranks that hold the same parameters (of a sharded model: the same shards); closed by the caller.
+        compression: State of the communicator's compressor; None exchanges exactly.
+        fragments: Fragments of the model, in the order of their turns.
+        settings: Schedule of the exchanges and rates of the outer SGD.
+        session: Session of the communicator, whose listeners follow each exchange as a step; None if there is none.
+        agreement: Agreement of all ranks of the job; None if the communicator has all of them.
+        alone: Whether there is one worker: nothing is sent, and its own pseudo-gradient is the average.
 
     Attributes:
-        steps: Of the inner optimizer; after `synchronize` those of the rank that has taken most.
+        steps: Steps of the inner optimizer; after `synchronize` those of the rank that has taken most.
         begun: Exchanges begun; the same on all ranks that have taken as many steps.
-        done: Exchanges taken up.
+        done: Exchanges that took effect.
         skipped: Exchanges whose average was not finite, so that they changed nothing.
-        averaging: Among whom and how a pseudo-gradient travels.
+        averaging: The ranks, and how pseudo-gradients are averaged over them.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class OuterExchange:
         """Ends what is under way, has all ranks begin the same number of exchanges, and averages all parameters.
 
         In full precision, with what is held back, and without outer momentum, which would carry the parameters past
-        what any unit has found; it stays as it is. All ranks call it, whatever numbers of steps they have taken.
+        what any worker has found; it stays as it is. All ranks call it, whatever numbers of steps they have taken.
 
         Args:
             buffers: Floating-point tensors that are averaged in place.
@@ -260,7 +260,7 @@ class OuterExchange:
         for fragment, (anchor, momentum) in zip(self.fragments, saved.flats, strict=True):
             fragment.anchor.copy_(anchor)
             fragment.momentum = momentum
-        self.averaging.words.forget()
+        self.averaging.messages.forget()
         self._halfway, self._different = False, ""
 
     def _refuse_halfway(self, *, different: bool = True) -> None:
@@ -384,7 +384,7 @@ class OuterExchange:
 
     def _announce(self) -> None:
         """Says that this rank has come to the meeting."""
-        self.averaging.words.announce(self.steps, self.begun)
+        self.averaging.messages.announce(self.steps, self.begun)
 
     def _meet(self) -> None:
         """Returns when all ranks have come here and begun the same number of exchanges, with the same count of steps.
@@ -395,25 +395,25 @@ class OuterExchange:
         Raises:
             RuntimeError: A rank has not come within the time-out, has ended, or has given up.
         """
-        words, timeout = self.averaging.words, self.averaging.communicator.config.timeout
+        messages, timeout = self.averaging.messages, self.averaging.communicator.config.timeout
         deadline = time.monotonic() + timeout.total_seconds()
         awaited = self.averaging.communicator.awaited()
-        words.announced = False
+        messages.announced = False
         while True:
             if self.averaging.survivor is not None:
                 self.averaging.survivor.follow()
             if self.averaging.alone:
                 return
-            if not words.announced:
+            if not messages.announced:
                 self._announce()
                 ranks, arrived = range(self.averaging.communicator.size), dict[int, int]()
-            arrived |= words.arrived([each for each in ranks if each not in arrived])
-            waiting = words.waiting([each for each in ranks if each not in arrived])
+            arrived |= messages.arrived([each for each in ranks if each not in arrived])
+            waiting = messages.waiting([each for each in ranks if each not in arrived])
             if max((*arrived.values(), *waiting.values())) > self.begun:
                 self._begin(0)
                 self._take_up()
             elif len(arrived) == len(ranks):  # turns go by steps: who has caught up goes on where the furthest is
-                self.steps = max(words.steps(ranks).values())
+                self.steps = max(messages.steps(ranks).values())
                 return
             elif time.monotonic() > deadline:
                 missing = ", ".join(str(each) for each in ranks if each not in arrived)

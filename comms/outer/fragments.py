@@ -1,4 +1,4 @@
-"""What travels at a time: fragments of the model that take turns, and what each keeps between its exchanges.
+"""Fragments of a model, which are exchanged in turn, and what each keeps between its exchanges: anchor, momentum.
 
 Source: Douillard et al., Streaming DiLoCo with overlapping communication, arXiv 2501.18512, section 2.2, algorithm 2.
 """
@@ -29,7 +29,7 @@ smallest."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSettings:
-    """When units exchange what they have learned, and what becomes of it.
+    """When workers exchange what they have learned, and what becomes of it.
 
     Attributes:
         every: Steps of the optimizer between two exchanges of the same parameter.
@@ -124,7 +124,7 @@ class Fragment:
         names: Of the parameters.
         layout: Which of them lies where in a flat tensor of all of them.
         anchor: (numel) float32, or float64 where a parameter is: the parameters after the last exchange, the same bits
-            in all units.
+            in all workers.
         momentum: Of the outer SGD, in the shape and dtype of `anchor`; None without one.
     """
 

@@ -19,7 +19,9 @@ from gradwire.comms.bootstrap.placement import INTER_NODE
 from gradwire.comms.checkpoint import OUTER, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.links import quick_probe
-from gradwire.comms.outer.choose import (
+from gradwire.comms.outer.fragments import OuterSettings
+from gradwire.comms.outer.options import provisional
+from gradwire.comms.outer.schedule_selection import (
     CHOSEN,
     FILL,
     LEAST_TURNS,
@@ -27,10 +29,8 @@ from gradwire.comms.outer.choose import (
     MOST_EVERY,
     OuterLink,
     choose,
-    in_words,
+    describe,
 )
-from gradwire.comms.outer.fragments import OuterSettings
-from gradwire.comms.outer.outer import provisional
 from gradwire.topology.cluster import Cluster, Level, Link
 from support.processes import Processes
 
@@ -233,7 +233,7 @@ def test_ranks_choose_alike_and_go_on_from_a_saved_state(processes: Processes) -
     assert one["apart"] != other["apart"] and one["before"] == 0
     assert one["compressor"] == "waterfill2"
     chosen = OuterSettings(**dict(zip(CHOSEN, one["chosen"], strict=True)))
-    assert f"{in_words(chosen)}: a step takes " in " ".join(one["report"].split())
+    assert f"{describe(chosen)}: a step takes " in " ".join(one["report"].split())
     for said in (one, other):
         assert said["as before"] and said["restored"] and said["resumed"]
         assert said["given"][:2] == (40, None)

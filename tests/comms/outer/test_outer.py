@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.outer.outer import idle_in, refuse_idle, shard_groups
+from gradwire.comms.outer.options import idle_in, refuse_idle
+from gradwire.comms.outer.workers import shard_groups
 from support.processes import Processes
 from support.sharded import mesh_of, sharded
 
@@ -99,11 +100,11 @@ def replicated(rank: int) -> None:
     train(outer.model, optimizer, range(7, 15))
     after = flat(model)
     report = outer.report()
-    assert report.units == ((0, 1), (2, 3))
+    assert report.workers == ((0, 1), (2, 3))
     assert (report.steps, report.exchanges, report.skipped) == (15, 6, 0)
     assert 0 < report.bits_per_parameter_and_step < 8  # of 32 bits in every fourth step, some parameters dense
-    assert "2 units of 2, 2 ranks; 15 steps, 6 exchanges" in str(report)
-    assert report.to_dict()["units"] == [[0, 1], [2, 3]]
+    assert "2 workers of 2, 2 ranks; 15 steps, 6 exchanges" in str(report)
+    assert report.to_dict()["workers"] == [[0, 1], [2, 3]]
     outer.synchronize()
     synchronized = outer.report()
     assert report.synchronized_nbytes == 0 and "synchronize()" not in str(report)
@@ -172,7 +173,7 @@ def wrapped_by_the_user(rank: int) -> None:
         gradwire.Outer(model, [optimizer, 3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="`inside` is 'rack'"):
         gradwire.Outer(model, optimizer, inside="rack")
-    with pytest.raises(ValueError, match="`elastic` is set, and a unit has several ranks"):
+    with pytest.raises(ValueError, match="`elastic` is set, and a worker has several ranks"):
         gradwire.Outer(model, optimizer, every=2, fragments=1, delay=1, elastic=True)
     with pytest.raises(ValueError, match="`elastic` is 'host:1'"):
         gradwire.Outer(model, optimizer, elastic="host:1")
@@ -215,7 +216,7 @@ def alone(rank: int) -> None:
     same_on(lambda each: each, flat(model))
     train(model, optimizer, range(4, 6))
     same_on(lambda _: 0, flat(model))
-    assert outer.report().units == ((0,), (1,), (2,), (3,))
+    assert outer.report().workers == ((0,), (1,), (2,), (3,))
     outer.close()
 
 
@@ -296,7 +297,7 @@ def in_shards(rank: int) -> None:
     with pytest.raises(ValueError, match=f"`state` holds the part of rank {rank ^ 1} alone"):
         other.load_state_dict(everybody[rank ^ 1])
     other.close()
-    assert outer.report().units == ((rank % 2,), (rank % 2 + 2,))
+    assert outer.report().workers == ((rank % 2,), (rank % 2 + 2,))
     assert outer.report().exchanges == 4
     outer.synchronize()
     same_on(lambda each: each % 2, flat(model))
@@ -319,7 +320,7 @@ def lose(rank: int, compressor: str, options: dict[str, Any]) -> dict[str, Any]:
             outer.close()
             return {}
         train(model, optimizer, range(step, step + 1))
-        units.append(len(outer.report().units))
+        units.append(len(outer.report().workers))
     outer.synchronize()
     report = outer.report()
     gc.collect()
@@ -405,7 +406,7 @@ def dies_in_the_constructor(rank: int, before: str) -> str:
 
 @pytest.mark.parametrize(
     ("before", "waiting", "named"),
-    [("_peers", (0, 1, 3), 2), ("_copy_from_rank_0", (0, 1, 3), 2), ("attach", (3,), 0)],  # the last in its unit
+    [("peers_of", (0, 1, 3), 2), ("copy_from_rank_0", (0, 1, 3), 2), ("attach", (3,), 0)],  # the last in its unit
 )
 def test_who_has_ended_is_not_waited_for_where_others_make_outer(
     processes: Processes, before: str, waiting: Sequence[int], named: int
@@ -423,7 +424,7 @@ def test_every_shard_is_exchanged_with_every_unit() -> None:
     one, two, rest = (0, 1), (2, 3), (4,)
     said = [("first", one), ("second", one), ("first", two), ("second", two)]
     assert shard_groups(said) == [[0, 2], [1, 3]]
-    with pytest.raises(ValueError, match="units of 2, 2, 1 ranks"):
+    with pytest.raises(ValueError, match="workers of 2, 2, 1 ranks"):
         shard_groups([*said, ("whole", rest)])
 
 

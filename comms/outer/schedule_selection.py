@@ -1,4 +1,4 @@
-"""When units exchange, where the user does not say: chosen from the link and the length of a step, alike on all ranks.
+"""Selection of `every`, `fragments` and `delay` that the user omits, from the link and the length of a step.
 
 An exchange of a fragment is to be through in `delay` steps, and all of them together are to fill no more than half of
 the link. Of what that allows the smallest `every` is taken, which costs the least quality, then the shortest delay,
@@ -44,7 +44,7 @@ MOST_EVERY = 500
 """What was published at most (arXiv 2311.08105, section 3): a link that cannot carry that gets it nevertheless."""
 
 ALONE_EVERY = 30
-"""`every` of a single unit, which exchanges nothing: it looks seldom at what it has learned."""
+"""`every` of a single worker, which exchanges nothing: it looks seldom at what it has learned."""
 
 TRIPS = 4
 """One-way trips of an exchange: a message in each of its two stages, and the receiver's word before it."""
@@ -52,10 +52,10 @@ TRIPS = 4
 
 @dataclass(frozen=True, slots=True)
 class OuterLink:
-    """What an exchange takes on the link between units.
+    """What an exchange takes on the link between workers.
 
     Attributes:
-        wire_seconds: For the whole model at the link's rate, all that leaves a unit counted; as much arrives.
+        wire_seconds: For the whole model at the link's rate, all that leaves a worker counted; as much arrives.
         trip_seconds: For the trips of one exchange, whatever its size.
     """
 
@@ -70,8 +70,8 @@ class OuterLink:
             cluster: With links as given, measured or assumed.
             nbytes: Of the model's payload, of all ranks of a node together.
         """
-        link, units = cluster.levels[cluster.outermost].link, cluster.widest(cluster.outermost)
-        return cls(2 * (units - 1) / units * nbytes / link.bytes_per_second, TRIPS * link.alpha_seconds)
+        link, workers = cluster.levels[cluster.outermost].link, cluster.widest(cluster.outermost)
+        return cls(2 * (workers - 1) / workers * nbytes / link.bytes_per_second, TRIPS * link.alpha_seconds)
 
 
 def choose(
@@ -84,8 +84,8 @@ def choose(
     """Chooses `every`, `fragments` and `delay`.
 
     Args:
-        link: Between the units.
-        step_seconds: Of the slowest unit, without exchanges.
+        link: Between the workers.
+        step_seconds: Of the slowest worker, without exchanges.
         parameters: Of the model: there are no more fragments.
         given: Those that the user has said, by name; they are taken as they are.
         least_every: No fewer steps.
@@ -117,10 +117,10 @@ def choose(
     return number, fragments, said.get("delay", longest)
 
 
-class OuterChoice:
-    """One rank's part in the choice: measures the first steps, and agrees with the others.
+class ScheduleSelection:
+    """Measures the first steps, and selects settings for them with all other ranks.
 
-    Until then units exchange nothing: fragments keep where all units have begun.
+    Until then workers exchange nothing: fragments keep where all workers have begun.
 
     Args:
         exchange: Whose settings are chosen; those that it has stand for what is not chosen.
@@ -181,7 +181,7 @@ class OuterChoice:
         )
         self._take_up(dict(zip(CHOSEN, found, strict=True)))
         if exchange.averaging.agreement.rank == 0:
-            log.info("Outer exchanges %s: %s", in_words(exchange.settings), self.reason)
+            log.info("Outer exchanges %s: %s", describe(exchange.settings), self.reason)
 
     def load(self, state: StateDict | Exception) -> StateDict | Exception:
         """Takes up what a saved run has chosen; what the user has said wins. All ranks call it.
@@ -240,8 +240,8 @@ class OuterChoice:
         self.is_made = True
 
 
-def in_words(settings: OuterSettings) -> str:
-    """When units exchange."""
+def describe(settings: OuterSettings) -> str:
+    """When workers exchange."""
     pieces = "in one piece" if settings.fragments == 1 else f"in {settings.fragments} fragments"
     often = f"every {settings.every} steps" if settings.every > 1 else "at every step"
     return f"{often} {pieces}, delay {settings.delay}"

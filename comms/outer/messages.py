@@ -1,4 +1,4 @@
-"""What ranks that have taken different numbers of steps leave in the store, so that they can meet."""
+"""Messages in the store by which ranks that have taken different numbers of steps meet."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 
 
-class Words:
-    """One rank's words to the others, and theirs. Those from before a state was loaded lie elsewhere.
+class MeetingMessages:
+    """Publishes this rank's counters in the store and reads those of the others; a loaded state begins new keys.
 
     Args:
         communicator: Of the ranks.
 
     Attributes:
-        announced: Whether this rank has said among the present ranks that it has come to the meeting.
+        announced: Whether this rank has published, among the present ranks, that it has come to the meeting.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -37,16 +37,16 @@ class Words:
         self._loads += 1
         self._meetings = 0
 
-    def tell(self, begun: int) -> None:
-        """Leaves word that this rank waits for the others to begin as many exchanges."""
+    def publish_begun(self, begun: int) -> None:
+        """Publishes that this rank waits for the others to begin `begun` exchanges."""
         self._store.set(f"outer/{self._loads}/begun/{self._rank}", str(begun))
 
     def announce(self, steps: int, begun: int) -> None:
-        """Says that this rank has come to the next meeting.
+        """Publishes that this rank has come to the next meeting.
 
         Args:
-            steps: That it has taken.
-            begun: Exchanges that it has begun.
+            steps: Optimizer steps taken.
+            begun: Exchanges begun.
         """
         self._place = f"outer/{self._loads}/meeting{self._meetings}"
         self._meetings += 1

@@ -1,0 +1,64 @@
+"""The start of `Outer`: what all ranks must give alike, and the copy of rank 0's values."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.comms.attach import look_inside
+from gradwire.comms.bootstrap.agree import Agreement
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
+from gradwire.comms.outer.fragments import OuterSettings
+from gradwire.comms.outer.workers import model_inside
+
+PACKED_NBYTES = 2**25
+"""Most bytes sent at a time of what is made alike at the start and is not trained."""
+
+
+def facts_of(
+    settings: OuterSettings, inside: str, model: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]
+) -> dict[str, str]:
+    """What must be the same on all ranks, by name: settings, how the model averages, and all its tensors."""
+    inner = model_inside(model)
+    wanted = {id(each) for _, each in trained}
+    facts = {name: repr(value) for name, value in asdict(settings).items()}
+    facts["inside"] = repr(inside)
+    facts["model"] = "in DDP" if isinstance(look_inside(model), DistributedDataParallel) else "a module"
+    for name, each in inner.named_parameters():
+        how = "trained" if id(each) in wanted else "not trained"
+        sharded = ", sharded" if isinstance(each, DTensor) else ""
+        facts[name.replace(COMPILED_INSIDE + ".", "")] = f"{tuple(each.shape)} {each.dtype} {how}{sharded}"
+    for name, buffer in inner.named_buffers():
+        facts[name.replace(COMPILED_INSIDE + ".", "")] = f"{tuple(buffer.shape)} {buffer.dtype}, a buffer"
+    return facts
+
+
+def copy_from_rank_0(tensors: Sequence[Tensor], device: torch.device, agreement: Agreement) -> None:
+    """Gives all ranks rank 0's values of what is not trained, in place; what is the same already does not travel."""
+    if agreement.size == 1 or not tensors:
+        return
+    digests = [hashlib.sha256(_bytes_of(each).cpu().numpy().tobytes()).hexdigest()[:16] for each in tensors]
+    if len(set(agreement.gather(hashlib.sha256(repr(digests).encode()).hexdigest()))) == 1:
+        return
+    said = [json.loads(word) for word in agreement.gather(json.dumps(digests))]
+    differ = [each for number, each in enumerate(tensors) if len({word[number] for word in said}) > 1]
+    packs: list[list[Tensor]] = [[]]
+    for each in differ:
+        if packs[-1] and sum(other.nbytes for other in packs[-1]) + each.nbytes > PACKED_NBYTES:
+            packs.append([])
+        packs[-1].append(each)
+    for pack_ in packs:
+        flat = torch.cat([_bytes_of(each).to(device) for each in pack_])
+        dist.broadcast(flat, 0)
+        for each, part in zip(pack_, flat.split_with_sizes([each.nbytes for each in pack_]), strict=True):
+            each.copy_(part.clone().view(each.dtype).view(each.shape))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

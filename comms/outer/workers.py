@@ -1,0 +1,164 @@
+"""Which ranks train as one worker, which ranks exchange with each other, and which parameters of the model.
+
+A worker is a set of ranks that average gradients at every step: the ranks of a node, the process group of a DDP model,
+the mesh of a sharded one, or one rank. Ranks that hold the same parameters (of a sharded model: the same shards)
+exchange them between the workers.
+"""
+
+import json
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradwire.comms.attach import look_inside
+from gradwire.comms.bootstrap.agree import Agreement
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
+from gradwire.comms.outer.options import EXACT, NONE
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster
+
+
+def model_inside(model: nn.Module) -> nn.Module:
+    """The module whose parameters are trained: what a DDP model holds, looked for inside of wrappers.
+
+    Raises:
+        ValueError: A DDP model is somewhere else in it.
+    """
+    found = look_inside(model)
+    inner = found.module if isinstance(found, DistributedDataParallel) else model
+    path = next((path for path, each in inner.named_modules() if isinstance(each, DistributedDataParallel)), None)
+    if path is not None:
+        raise ValueError(
+            f"`model` is a {type(model).__name__} that holds a DistributedDataParallel as `{path}`; wanted the plain "
+            "module, or one DistributedDataParallel around all of it"
+        )
+    return inner
+
+
+def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that the optimizers train, with their names, in the order of the model.
+
+    Raises:
+        ValueError: They train none, or others; or one is no floating-point number.
+    """
+    wanted = {id(each) for optimizer in optimizers for part in optimizer.param_groups for each in part["params"]}
+    trained = [
+        (name.replace(COMPILED_INSIDE + ".", ""), each) for name, each in model.named_parameters() if id(each) in wanted
+    ]
+    if not trained:
+        raise ValueError("`optimizer` trains no parameter of `model`: make it of model.parameters()")
+    if len(trained) < len(wanted):
+        raise ValueError(
+            f"`optimizer` trains {len(wanted) - len(trained)} parameters that `model` does not have: give Outer the "
+            "module that all of them are in"
+        )
+    for name, each in trained:
+        if not each.is_floating_point():
+            raise ValueError(f"`{name}` has dtype {each.dtype}; wanted floating-point parameters")
+    return trained
+
+
+def peers_of(
+    model: nn.Module, trained: list[tuple[str, nn.Parameter]], inside: str, agreement: Agreement
+) -> tuple[dist.ProcessGroup, frozenset[int] | None]:
+    """The ranks that hold the same parameters (or shards) as this one, and this rank's worker where the model says it.
+
+    Raises:
+        ValueError: The model averages over all ranks already, or `inside` says something else than the model.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    sharded = [each for _, each in trained if isinstance(each, DTensor)]
+    wrapped = look_inside(model)
+    if isinstance(wrapped, DistributedDataParallel):
+        worker = frozenset(dist.get_process_group_ranks(wrapped.process_group))
+        what = (
+            "a DistributedDataParallel over all ranks: give the plain module, or a process_group of the worker's ranks"
+        )
+    elif sharded:
+        worker = frozenset(rank for each in sharded for rank in each.device_mesh.mesh.flatten().tolist())
+        what = "sharded over all ranks: shard it over the ranks of each worker, fully_shard(module, mesh=mesh['shard'])"
+    else:
+        return world, None
+    if inside != EXACT:
+        raise ValueError(f"`inside` is {inside!r}, and `model` averages its gradients itself; wanted {EXACT!r}")
+    if len(worker) == world.size() > 1:
+        raise ValueError(f"`model` is {what}")
+    if not sharded:
+        return world, worker
+    if len(sharded) < len(trained):
+        raise ValueError(
+            "`model` has parameters that are sharded and others that are not: call fully_shard on all of it"
+        )
+    said = [json.loads(word) for word in agreement.gather(json.dumps([_shard_key(sharded), sorted(worker)]))]
+    groups = shard_groups([(key, tuple(ranks)) for key, ranks in said])
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        made = dist.new_group(ranks)
+        own = made if dist.get_rank() in ranks else own
+    assert own is not None
+    return own, worker
+
+
+def shard_groups(said: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]:
+    """The ranks that hold the same shards, group by group.
+
+    Args:
+        said: What each rank has said: which shards it holds, and the ranks of its worker.
+
+    Raises:
+        ValueError: A group has no rank of some worker: workers are of unequal size, or sharded in other ways.
+    """
+    groups = {key: [rank for rank, (each, _) in enumerate(said) if each == key] for key, _ in dict.fromkeys(said)}
+    workers = {worker for _, worker in said}
+    for ranks in groups.values():
+        if {said[rank][1] for rank in ranks} != workers:
+            sizes = ", ".join(str(len(worker)) for worker in sorted(workers))
+            raise ValueError(
+                f"`model` is sharded over workers of {sizes} ranks, and no rank of some worker holds the shards of "
+                f"rank {ranks[0]}; wanted workers of one size, each sharded in the same way"
+            )
+    return list(groups.values())
+
+
+def _shard_key(sharded: Sequence[DTensor]) -> str:
+    """Which shards this rank holds: equal on ranks that hold the same ones."""
+    found = []
+    for each in sharded:
+        place: Sequence[int] = each.device_mesh.get_coordinate() or ()
+        at = [
+            (place[dim], each.device_mesh.size(dim))
+            for dim, how in enumerate(each.placements)
+            if isinstance(how, Shard)
+        ]
+        found.append((tuple(each.shape), at))
+    return repr(found)
+
+
+def workers_in(cluster: Cluster, inside: str) -> list[tuple[int, ...]]:
+    """The ranks of each worker.
+
+    Raises:
+        ValueError: The cluster has no such level.
+    """
+    if inside == NONE:
+        return [(rank,) for rank in range(cluster.size)]
+    level = LEVEL_NAMES.index(LEVEL_NAMES[0] if inside == EXACT else inside)
+    if level >= cluster.depth:
+        raise ValueError(
+            f"`inside` is {inside!r}, and this cluster has {', '.join(cluster.level_names)}: give `location` its racks "
+            "and regions, or name one of these"
+        )
+    return [cluster.ranks(worker) for worker in cluster.units(level)]
+
+
+def workers_given(group: dist.ProcessGroup, own: frozenset[int], agreement: Agreement) -> list[tuple[int, ...]]:
+    """The ranks of each worker in a group, where each rank knows its own; all ranks of the job say theirs."""
+    said = agreement.gather(sorted(own))
+    workers: dict[str, list[int]] = {}
+    for rank in dist.get_process_group_ranks(group):
+        workers.setdefault(repr(said[rank]), []).append(rank)
+    return [tuple(worker) for worker in workers.values()]
