@@ -170,7 +170,7 @@ def check_can_plot(option: str) -> None:
         ValueError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"`{option}` needs matplotlib: install it with `pip install gradwire[plot]`")
+        raise ValueError(f"`{option}` needs matplotlib: install it with `pip install matplotlib`")
 
 
 def read_input(option: str, path: Path, most_nbytes: int = MAX_NBYTES) -> str:

@@ -1,20 +1,50 @@
-"""The compiled part, gradwire._native (csrc/cpu), for all who call it; where it cannot be used, this says what to do.
+"""The compiled part, `gradwire._native` (csrc/cpu), for all modules that call it, with errors that say what to do.
 
-A wheel for every machine has none, and a checkout may have one of other sources.
+The wheel `py3-none-any` has no compiled part, a checkout has one only after `pip install -e .`, and one that was built
+from other sources is refused.
 """
+
+from importlib import metadata
+from pathlib import Path
+
+_FOLDER = Path(__file__).parents[1]
+_INSTALL = "in a checkout of gradwire, with a C++ compiler: `pip install .`; or install the wheel of this machine"
+
+
+def _hidden_installation() -> Path | None:
+    """Return the folder of an installed, compiled gradwire that the imported one hides; None if there is none."""
+    try:
+        installed = metadata.distribution("gradwire")
+    except metadata.PackageNotFoundError:
+        return None
+    # An editable installation imports its Python files from the checkout by design.
+    if '"editable": true' in (installed.read_text("direct_url.json") or ""):
+        return None
+    compiled = [Path(str(file.locate())) for file in installed.files or [] if file.match("gradwire/_native*.so")]
+    return next(
+        (file.parent for file in compiled if file.exists() and file.parent.resolve() != _FOLDER.resolve()), None
+    )
+
+
+def _missing() -> str:
+    if (hidden := _hidden_installation()) is not None:
+        return (
+            f"the folder {_FOLDER}, which has no compiled part, hides the gradwire that is installed in {hidden}: "
+            "start Python in another folder, or with PYTHONSAFEPATH=1"
+        )
+    return (
+        "gradwire was installed without its compiled part, which training needs (the wheel py3-none-any is for "
+        f"`gradwire doctor`, `topo` and `gdr-check` alone): {_INSTALL}"
+    )
+
 
 try:
     import gradwire._native as native
 except ModuleNotFoundError as error:
-    raise ImportError(
-        "gradwire was installed without its compiled part, which training needs (the wheel py3-none-any is for "
-        "`gradwire doctor`, `topo` and `gdr-check` alone): install the wheel of this machine, or, with a C++ compiler, "
-        f"`pip install --no-binary gradwire --force-reinstall --no-deps gradwire` ({error})"
-    ) from error
+    raise ImportError(f"{_missing()} ({error})") from error
 except ImportError as error:
     raise ImportError(
-        f"gradwire's compiled part cannot be loaded: {error}. Where it was built for another machine, install the "
-        "wheel of this one, or `pip install --no-binary gradwire --force-reinstall --no-deps gradwire`"
+        f"gradwire's compiled part cannot be loaded: {error}. If it was built for another machine, {_INSTALL}"
     ) from error
 
 __all__ = ["native"]

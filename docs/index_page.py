@@ -29,9 +29,19 @@ def dynamic_metadata(settings: Mapping[str, object], project: Mapping[str, objec
         urls = dict(each.split(", ", 1) for each in message.get_all("Project-URL") or [])
     else:
         repository = os.environ.get("GRADWIRE_REPOSITORY", "").rstrip("/")
-        text = rewrite((ROOT / "README.md").read_text(encoding="utf-8"), repository, f"v{project['version']}")
+        text = rewrite((ROOT / "README.md").read_text(encoding="utf-8"), repository, shown(str(project["version"])))
         urls = urls_of(repository)
     return {"readme": {"content-type": "text/markdown", "text": text}, "urls": urls}
+
+
+def shown(version: str) -> str:
+    """Return what the links of a version show: its tag, or between two tags the commit that the version names.
+
+    Args:
+        version: `0.1.0`, or `0.1.dev2345+g1a2b3c4d5` of a commit without a tag.
+    """
+    commit = re.search(r"\+g([0-9a-f]+)", version)
+    return commit[1] if commit else f"v{version}"
 
 
 def rewrite(text: str, repository: str, tag: str) -> str:
@@ -40,7 +50,7 @@ def rewrite(text: str, repository: str, tag: str) -> str:
     Args:
         text: In Markdown.
         repository: Its address on GitHub, or on a forge with the same paths; empty where it is not known.
-        tag: What the links show: `v0.1.0`.
+        tag: The tag or commit that the links show: `v0.1.0`.
     """
 
     def absolute(link: re.Match[str]) -> str:

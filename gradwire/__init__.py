@@ -20,6 +20,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
     from gradwire import accelerate, data, fsdp, lightning, transformers  # noqa: F401  # by their modules' names, not in __all__
     from gradwire.comms.attach import attach
     from gradwire.comms.bootstrap.mpi_launch import init_mpi_process_group
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from gradwire.compressors.rules import Rule
     from gradwire.topology.levels import levels_of
     from gradwire.topology.readers.detect import detect_machine
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Codec": "gradwire.compressors.base",
@@ -108,6 +107,8 @@ _ADAPTERS = ("accelerate", "data", "fsdp", "lightning", "transformers")
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("gradwire")
     if name in _ADAPTERS:
         return importlib.import_module(f"gradwire.{name}")
     if name not in _HOMES:

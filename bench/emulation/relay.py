@@ -97,7 +97,7 @@ class Relay:
         if compiled is None or compiled.origin is None:
             raise RuntimeError(
                 "delays and losses need gradwire's compiled part, which the wheel py3-none-any does not have; install "
-                "the wheel of this machine, or, with a C++ compiler, `pip install --no-binary gradwire gradwire`"
+                "the wheel of this machine, or, in a checkout with a C++ compiler, `pip install .`"
             )
         script = Path(__file__).with_name("relay_process.py")
         # setpriv last: the kernel forgets the signal where a process gains rights.

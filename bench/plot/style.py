@@ -28,7 +28,7 @@ def load_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise RuntimeError("matplotlib is needed to draw: install it with `pip install gradwire[plot]`") from error
+        raise RuntimeError("matplotlib is needed to draw: install it with `pip install matplotlib`") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

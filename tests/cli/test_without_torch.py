@@ -2,6 +2,7 @@
 "on."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -90,4 +91,42 @@ def test_the_compiled_part_that_is_missing_is_named() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert tuple(line.split()[0] for line in done.stdout.splitlines()) == CALLERS, done
     for said in done.stdout.splitlines():
-        assert "without its compiled part" in said and "--no-binary gradwire" in said, done
+        assert "without its compiled part" in said and "`pip install .`" in said, done
+
+
+def test_a_checkout_that_hides_an_installed_wheel_is_named(tmp_path: Path) -> None:
+    """`python -m gradwire` in a checkout imports ./gradwire, whatever is installed."""
+    installed, checkout = tmp_path / "site", tmp_path / "checkout"
+    (installed / "gradwire").mkdir(parents=True)
+    (installed / "gradwire" / "_native.abi3.so").touch()
+    about = installed / "gradwire-0.1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: gradwire\nVersion: 0.1.0\n")
+    (about / "RECORD").write_text("gradwire/_native.abi3.so,,\n")
+    for name in ("__init__.py", "compressors/__init__.py", "compressors/compiled.py"):
+        found = find_spec("gradwire")
+        assert found is not None and found.origin is not None
+        copy = checkout / "gradwire" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text((Path(found.origin).parent / name).read_text())
+    first = [str(checkout), str(installed)]
+    script = f"import sys; sys.path[:0] = {first}; import gradwire.compressors.compiled"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert f"{checkout / 'gradwire'}, which has no compiled part, hides" in last and str(installed) in last, done
+    assert "PYTHONSAFEPATH=1" in last
+
+
+def test_no_text_installs_gradwire_from_an_index() -> None:
+    """There is no release: the command would fail, or install whatever somebody publishes under that name."""
+    found = find_spec("gradwire")
+    assert found is not None and found.origin is not None
+    top = Path(found.origin).parent
+    files = [
+        each for folder in (top, *(each for each in top.iterdir() if each.is_dir())) for each in folder.rglob("*.py")
+    ]
+    advice = re.compile(r"pip install[^`\n]*\bgradwire(\[[a-z0-9]+\])?(?! @)[`\s\"'),]|install gradwire\[")
+    wrong = sorted(
+        {f"{file}: {line.strip()}" for file in files for line in file.read_text().splitlines() if advice.search(line)}
+    )
+    assert not wrong, wrong

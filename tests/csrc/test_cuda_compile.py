@@ -28,7 +28,7 @@ def nvrtc() -> None:
     try:
         importlib.import_module("cupy.cuda").nvrtc.getVersion()
     except (ImportError, RuntimeError) as error:
-        pytest.skip(f"no NVRTC ({error}): `pip install gradwire[cuda13] nvidia-cuda-nvrtc` brings it")
+        pytest.skip(f"no NVRTC ({error}): `pip install cupy-cuda13x nvidia-cuda-nvrtc` brings it")
 
 
 def test_every_file_is_known() -> None:

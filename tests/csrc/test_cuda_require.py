@@ -27,15 +27,15 @@ def test_a_good_machine_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"torch_cuda": None}, r"no CUDA: this torch was built without it.*gradwire\[cuda13\]"),
+        ({"torch_cuda": None}, r"no CUDA: this torch was built without it.*cupy-cuda13x"),
         ({"device_count": 0}, r"no CUDA device: torch was built for CUDA 13\.0"),
         (
             {"cupy_cuda": None, "cupy_problem": "No module named 'cupy'"},
-            r"no CuPy \(No module named 'cupy'\).*`pip install gradwire\[cuda13\]`",
+            r"no CuPy \(No module named 'cupy'\).*`pip install cupy-cuda13x`",
         ),
-        ({"cupy_cuda": None, "torch_cuda": "12.8"}, r"`pip install gradwire\[cuda12\]`"),
-        ({"cupy_cuda": 12090}, r"CUDA 12\.9, torch for CUDA 13\.0.*pip uninstall cupy-cuda12x.*gradwire\[cuda13\]"),
-        ({"driver": 12040}, r"driver supports CUDA 12\.4 at most.*CUDA 13\.0.*gradwire\[cuda12\]"),
+        ({"cupy_cuda": None, "torch_cuda": "12.8"}, r"`pip install cupy-cuda12x`"),
+        ({"cupy_cuda": 12090}, r"CUDA 12\.9, torch for CUDA 13\.0.*pip uninstall cupy-cuda12x.*cupy-cuda13x"),
+        ({"driver": 12040}, r"driver supports CUDA 12\.4 at most.*CUDA 13\.0.*cupy-cuda12x"),
         ({"capability": (6, 1), "device_name": "GTX 1080"}, r"GTX 1080 has compute capability 6\.1.*7\.0"),
     ],
 )

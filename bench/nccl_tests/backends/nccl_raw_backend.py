@@ -75,7 +75,7 @@ def _load() -> ModuleType:
         nccl = importlib.import_module("nccl.core")
     except ImportError as error:
         raise RuntimeError(
-            f"`--backend` is nccl-raw, but nccl4py cannot be imported ({error}): pip install gradwire[nccl], "
+            f"`--backend` is nccl-raw, but nccl4py cannot be imported ({error}): pip install nccl4py, "
             "and cuda-bindings where torch did not bring it"
         ) from error
     if nccl.get_version().libnccl is None:

@@ -104,7 +104,7 @@ def _nvrtc() -> ModuleType:
     except (ImportError, RuntimeError, OSError) as error:
         major = str(torch.version.cuda).split(".")[0]
         raise CudaKernelsError(
-            f"no NVRTC ({error}): the CUDA kernels are compiled by it once; `pip install gradwire[cuda{major}]` brings "
+            f"no NVRTC ({error}): the CUDA kernels are compiled by it once; `pip install cupy-cuda{major}x` brings "
             "it, or install the CUDA toolkit of that version"
         ) from error
     return nvrtc

@@ -50,10 +50,9 @@ def check(found: CudaSetup) -> None:
     if found.torch_cuda is None:
         raise CudaKernelsError(
             "no CUDA: this torch was built without it; install a CUDA build of torch, and then "
-            "`pip install gradwire[cuda13]` (or `gradwire[cuda12]`, whichever torch was built for)"
+            "`pip install cupy-cuda13x` (or `cupy-cuda12x`, whichever torch was built for)"
         )
-    extra = f"cuda{found.torch_cuda.split('.')[0]}"
-    install = f"`pip install gradwire[{extra}]`"
+    install = f"`pip install cupy-cuda{found.torch_cuda.split('.')[0]}x`"
     if not found.device_count:
         raise CudaKernelsError(
             f"no CUDA device: torch was built for CUDA {found.torch_cuda} but sees none; check "
@@ -73,7 +72,7 @@ def check(found: CudaSetup) -> None:
         raise CudaKernelsError(
             f"the driver supports CUDA {_text(found.driver)} at most, CuPy was built for CUDA "
             f"{_text(found.cupy_cuda)}: install a newer driver, or a torch built for CUDA "
-            f"{found.driver // 1000} with `pip install gradwire[cuda{found.driver // 1000}]`"
+            f"{found.driver // 1000} with `pip install cupy-cuda{found.driver // 1000}x`"
         )
     if found.capability < OLDEST_CAPABILITY:
         raise CudaKernelsError(

