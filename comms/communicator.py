@@ -421,6 +421,8 @@ class Communicator:
             summary=summarise_plans(in_use, self.cluster.level_names),
             one_node=len(self.cluster.nodes) == 1,
             alone=self.cluster.size == 1,
+            ranks=self.cluster.size,
+            node_ranks=len(next(node for node in self.cluster.nodes if self.rank in node)),
         )
 
     def abort(self, reason: str) -> None:

@@ -125,8 +125,10 @@ class Report:
         stalls: How many there were.
         rank: Whose report this is, in its group.
         summary: The plans and the reason in two lines, without what differs from bucket to bucket.
-        one_node: All ranks are on one node: nothing travels between nodes, whatever the plan.
-        alone: There is one rank.
+        one_node: Whether all ranks are on one node, so that no plan sends anything between nodes.
+        alone: Whether there is one rank.
+        ranks: Number of ranks in the group.
+        node_ranks: Number of them on this rank's node.
     """
 
     cluster: str
@@ -142,6 +144,8 @@ class Report:
     summary: tuple[str, ...] = ()
     one_node: bool = False
     alone: bool = False
+    ranks: int = 1
+    node_ranks: int = 1
 
     def to_dict(self) -> dict[str, object]:
         """All of it as dicts, lists, numbers, strings and None, as JSON holds them; keys are the attributes' names."""
@@ -229,9 +233,14 @@ class Report:
         if self.alone and not self.rows:
             return ALONE
         outside = [row for row in self.rows if not self.one_node and not row.level.startswith(INSIDE)]
-        nbytes = sum(row.wire_nbytes for row in outside or self.rows) / max(self.steps, 1)
-        where = "to other nodes" if outside else "inside the node"
-        return f"this rank sent {nbytes / 1e6:.3g} MB a step {where}; report().full() has every phase"
+        steps = max(self.steps, 1)
+        sent = sum(row.wire_nbytes for row in outside or self.rows) / steps
+        if not outside:
+            return f"sent inside the node: {sent / 1e6:.3g} MB a step and rank; report().full() has every phase"
+        # A ring over all ranks sends 2 (n - 1) / n of the gradient from each node to the next one.
+        gradient = sum(row.logical_nbytes for row in self.rows if row.phase == 0) / steps
+        ring = 2 * (self.ranks - 1) / self.ranks * gradient / self.node_ranks
+        return f"sent to other nodes: {sent / 1e6:.3g} MB a step and rank (gloo's ring {ring / 1e6:.3g}); report().full()"
 
 
 COLUMNS = 80

@@ -85,8 +85,8 @@ class Links:
 
 
 def _rates(level: Level) -> str:
-    """A level's rate; its slowest and its fastest where its units differ."""
-    known = sorted(level.unit_rates or (level.link.bytes_per_second,))
-    unit, name = (1e9, "GB/s") if known[-1] >= 1e8 else (1e6, "MB/s")
+    """Return a level's rate in bits, as links are sold; the slowest and the fastest one if they differ."""
+    known = sorted(8 * rate for rate in level.unit_rates or (level.link.bytes_per_second,))
+    unit, name = (1e9, "Gbit/s") if known[-1] >= 1e9 else (1e6, "Mbit/s")
     spread = " to ".join(f"{rate / unit:.3g}" for rate in dict.fromkeys((known[0], known[-1])))
     return f"{spread} {name}"

@@ -118,7 +118,7 @@ def test_a_plan_for_an_assumed_rate_says_why_the_measured_one_beside_it_does_not
             communicator.close()
 
     for said in run_ranks(4, run):
-        assert "1 MB/s inter_node (probed)" in said
+        assert "8 Mbit/s inter_node (probed)" in said
         assert "why: Faster than a flat ring by assumed rates; rates seen since choose no plan." in said
 
 

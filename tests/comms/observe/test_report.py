@@ -37,8 +37,10 @@ def report(presumed: bool = False, **found: object) -> Report:
         rows,
         30,
         10,
-        ("links: 5 GB/s intra_node (given), 0.025 GB/s inter_node (given)", "NIC by local rank: " + "mlx5_0, " * 30),
+        ("links: 40 Gbit/s intra_node (given), 200 Mbit/s inter_node (given)", "NIC by local rank: " + "mlx5_0, " * 30),
         summary=summarise_plans(plans, LEVEL_NAMES),
+        ranks=4,
+        node_ranks=2,
         **found,  # type: ignore[arg-type]
     )
 
@@ -67,7 +69,7 @@ def test_a_report_is_five_lines_and_all_of_it_on_request() -> None:
     short, full = str(report()).splitlines(), report().full().splitlines()
     assert len(short) == 5 and max(map(len, [*short, *full])) <= COLUMNS
     assert short[2].startswith("plan: hierarchical for 0.7 to 26.2 MB in ")
-    assert "this rank sent 2 MB a step to other nodes" in short[4] and "full()" in short[4]
+    assert "sent to other nodes: 2 MB a step and rank (gloo's ring 3)" in short[4] and "full()" in short[4]
     assert "reduce_scatter" in " ".join(full) and "mlx5_0" in " ".join(full)
     assert len(full) > 8
 
