@@ -214,7 +214,9 @@ def test_the_index_page_links_to_the_repository(built: Path) -> None:
     page = str(found.get_payload())
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert links and not [link for link in links if not link.startswith("https://")]
-    assert f"{REPOSITORY}/raw/v{found['Version']}/docs/pictures/training.png" in links
+    commit = re.search(r"\+g([0-9a-f]+)", found["Version"])
+    shown = commit[1] if commit else f"v{found['Version']}"
+    assert f"{REPOSITORY}/raw/{shown}/docs/pictures/training.png" in links
     assert f"Source, {REPOSITORY}" in (found.get_all("Project-URL") or [])
     assert not [each for each in found.get_all("Requires-Dist") or [] if re.match(r"torch\b", each)]
 
