@@ -240,7 +240,9 @@ class Report:
         # A ring over all ranks sends 2 (n - 1) / n of the gradient from each node to the next one.
         gradient = sum(row.logical_nbytes for row in self.rows if row.phase == 0) / steps
         ring = 2 * (self.ranks - 1) / self.ranks * gradient / self.node_ranks
-        return f"sent to other nodes: {sent / 1e6:.3g} MB a step and rank (gloo's ring {ring / 1e6:.3g}); report().full()"
+        return (
+            f"sent to other nodes: {sent / 1e6:.3g} MB a step and rank (gloo's ring {ring / 1e6:.3g}); report().full()"
+        )
 
 
 COLUMNS = 80

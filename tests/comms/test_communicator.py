@@ -118,7 +118,8 @@ def test_the_report_counts_the_bytes_of_the_plan() -> None:
         return report.full(), {row.level: row.wire_nbytes for row in report.rows if row.op == "all_reduce"}
 
     for text, sent in on_ranks("aabb", body, plan="hierarchical"):
-        assert "links: 40 Gbit/s intra_node (assumed), 10 Gbit/s inter_node (assumed);" in text and "`probe=True`" in text
+        assert "links: 40 Gbit/s intra_node (assumed), 10 Gbit/s inter_node (assumed);" in text
+        assert "`probe=True`" in text
         assert "2 nodes x 2 ranks" in text
         assert "hierarchical" in text
         assert sent == {"inter_node": 128_000}  # half the bucket is this rank's shard; a ring of two sends it once
