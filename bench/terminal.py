@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Column
+from rich.text import Text
 
 from gradwire.bench.pipe import print_nowhere, reader_may_leave
 from gradwire.comms.boundary.files import replace_text
@@ -65,17 +66,24 @@ def fitting_width(unlimited: int | None = None) -> int:
     return shutil.get_terminal_size((unlimited or 80, 24)).columns
 
 
+class _Count(ProgressColumn):
+    """The steps done of all steps, `3/24`; empty for a task whose number of steps is not known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:g}/{task.total:g}")
+
+
 @contextmanager
 def progress_bar(shown: bool = True) -> Iterator[Progress]:
-    """A bar with counts and elapsed time, drawn by a thread; gone when the block ends.
+    """Show a bar with counts and elapsed time, drawn by a thread, until the block ends.
 
     Args:
-        shown: False on the ranks that do not speak; never shown where stderr is no terminal.
+        shown: Whether this rank shows it; it is never shown if stderr is no terminal.
     """
     with Progress(
         TextColumn("{task.description:<32}"),
         BarColumn(bar_width=24),
-        TextColumn("{task.completed}/{task.total}"),
+        _Count(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
