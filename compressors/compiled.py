@@ -49,7 +49,7 @@ except ImportError as error:
 
 __all__ = ["native"]
 
-_INTERFACE = 4
+_INTERFACE = 5
 """Version of payloads' bytes, functions and parameters, as these files know them; csrc/cpu/bind.cpp has the same."""
 
 if (_compiled := getattr(native, "INTERFACE", None)) != _INTERFACE:  # one built before there were numbers has none

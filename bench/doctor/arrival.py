@@ -14,6 +14,8 @@ import struct
 import threading
 import time
 
+from gradwire.comms.bootstrap.threads import BackgroundThread
+
 _VALIDATE, _SET = 0, 1
 _MAGIC = 0x3C85F7CE
 PREFIX, KEY = "gradwire-doctor", "started"
@@ -53,7 +55,14 @@ class StartNotice:
         word = json.dumps({"host": socket.gethostname(), "time": time.time()})
         self._request = request(f"{PREFIX}/{KEY}/{rank}", word)
         self._done = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
+        BackgroundThread(
+            "doctor's start notice",
+            self._run,
+            without="other ranks do not hear that this one has started until torch is imported",
+            on_failure=lambda error: self._done.set(),
+            end=self._done.set,
+            awaited=False,
+        ).start()
 
     def _run(self) -> None:
         until = time.monotonic() + LONGEST_SECONDS

@@ -5,12 +5,12 @@ makes a network look slow, never fast.
 """
 
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
 
 import torch
@@ -47,6 +47,7 @@ from gradwire.bench.nccl_tests.start import Start
 from gradwire.bench.terminal import complain
 from gradwire.comms.bootstrap.compat import PrefixStore, clone_of
 from gradwire.comms.bootstrap.kernel import outside_connections
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.config import local_rank
 from gradwire.comms.links.unit_rates import pairings
 
@@ -202,7 +203,13 @@ class _Examination:
         before = _local_addresses()
         errors: list[str] = []
         failed = PrefixStore("doctor-gloo-failed", self._control.store)
-        thread = threading.Thread(target=self._init_gloo, args=(errors,), daemon=True)
+        thread = BackgroundThread(
+            "doctor's gloo",
+            partial(self._init_gloo, errors),
+            without=None,
+            on_failure=lambda error: errors.append(f"{type(error).__name__}: {error}"),
+            awaited=False,  # the process ends without it: see `left_behind`
+        )
         thread.start()
         deadline = time.monotonic() + GLOO_SECONDS
         while thread.is_alive() and time.monotonic() < deadline and not failed.check(["one"]):

@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Annotated, Literal, Self, TypeVar
 
 from gradwire.bench.doctor.facts import PairRates
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.kernel import TcpInfo, pace
 from gradwire.comms.bootstrap.strangers import Strangers
+from gradwire.comms.bootstrap.threads import BackgroundThread, in_thread, outcome_of
 from gradwire.comms.boundary.messages import MessageError, MessageType, Within
 
 STREAMS = 4
@@ -176,16 +178,14 @@ def flow(
     began = threading.Event()
     counted = [_Counted() for _ in receives]
     said: list[SentSegments | None] = []
-    threads = [threading.Thread(target=_send, args=(each, seconds, began, said), daemon=True) for each in sends]
-    threads += [
-        threading.Thread(target=_receive, args=(each, seconds, count), daemon=True)
+    ends = [in_thread(partial(_send, each, seconds, began, said), "doctor sends", awaited=False) for each in sends]
+    ends += [
+        in_thread(partial(_receive, each, seconds, count), "doctor receives", awaited=False)
         for each, count in zip(receives, counted, strict=True)
     ]
-    for thread in threads:
-        thread.start()
     began.set()
-    for thread in threads:
-        thread.join()
+    for ended in [end.get() for end in ends]:
+        outcome_of(ended)
     return _Counted([each for count in counted for each in count.arrivals]).rate(seconds), said[0] if said else None
 
 
@@ -237,8 +237,17 @@ class Listener:
         self._sessions: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self._closed = False
-        for work in (self._accept, self._echo_packets):
-            threading.Thread(target=work, daemon=True).start()
+        for what, work, served in (
+            ("measurements", self._accept, self._tcp),
+            ("packets", self._echo_packets, self._udp),
+        ):
+            BackgroundThread(
+                f"doctor's {what}",
+                work,
+                without=f"other nodes get no answer to their {what}",
+                on_failure=lambda error, served=served: served.close(),  # type: ignore[misc]
+                awaited=False,
+            ).start()
 
     @property
     def ports(self) -> tuple[int, int]:
@@ -274,7 +283,13 @@ class Listener:
                 return False
             self._flows[session] = queue.Queue()
             self._sessions[session] = secrets.token_bytes(_SEAL_NBYTES)
-        threading.Thread(target=self._serve, args=(connection, session), daemon=True).start()
+        BackgroundThread(
+            "doctor's measurement",
+            partial(self._serve, connection, session),
+            without="one measurement of another node fails",
+            on_failure=lambda error: connection.close(),
+            awaited=False,
+        ).start()
         return True
 
     def _serve(self, connection: socket.socket, session: str) -> None:

@@ -111,6 +111,7 @@ def main(argv: list[str]) -> None:
 
     # Here: the doctor reads this module without torch, too.
     from gradwire.bench.doctor.split import StepSplit
+    from gradwire.comms.bootstrap.threads import BackgroundThread
     from gradwire.comms.observe.stack import line_of_thread
 
     record, script, *_ = argv
@@ -139,12 +140,19 @@ def main(argv: list[str]) -> None:
             os._exit(0)  # the script's own end may be hours away, and its exit handlers may wait for other ranks
 
     def say_where() -> None:
+        if ended.wait(STANDS_SECONDS):
+            return
         Path(f"{record}{STANDS}").write_text(line_of_thread(main_thread) or "")
 
     main_thread = threading.get_ident()
-    timer = threading.Timer(STANDS_SECONDS, say_where)
-    timer.daemon = True
-    timer.start()
+    ended = threading.Event()
+    BackgroundThread(
+        "doctor's look at the script",
+        say_where,
+        without="it is not said where the script stands",
+        on_failure=lambda error: None,  # the doctor finds no file, and says nothing of it
+        end=ended.set,
+    ).start()
     split = StepSplit(Path(f"{record}{SPLIT}"))
     hook = register_optimizer_step_post_hook(after_step)
     sys.argv = argv[1:]
@@ -152,7 +160,7 @@ def main(argv: list[str]) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
-        timer.cancel()
+        ended.set()
         hook.remove()
 
 

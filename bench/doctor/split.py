@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.config import flight_recorder_size, set_flight_recorder_size
 from gradwire.comms.watch.activity import Activity
 from gradwire.comms.watch.flight import FlightReader
@@ -36,11 +37,23 @@ class StepSplit:
         self._lock = threading.Lock()
         self._last = time.monotonic()
         self._first: tuple[dict[str, float], float] | None = None
-        threading.Thread(target=self._run, daemon=True).start()
+        self._closed = threading.Event()
+        BackgroundThread(
+            "doctor's look at steps",
+            self._run,
+            without="the script is not said to spend its time on anything",
+            on_failure=self._fail,
+            end=self._closed.set,
+        ).start()
+
+    def _fail(self, error: BaseException) -> None:
+        """Writes nothing from here on: what was seen of half a step says nothing of steps."""
+        self._closed.set()
+        with self._lock:
+            self._first = None
 
     def _run(self) -> None:
-        while True:
-            time.sleep(LOOK_SECONDS)
+        while not self._closed.wait(LOOK_SECONDS):
             with self._lock:
                 self._look()
 
@@ -55,6 +68,8 @@ class StepSplit:
     def begin(self) -> None:
         """Counts what is seen from here on; called by the main thread at the end of a step."""
         with self._lock:
+            if self._closed.is_set():
+                return
             self._look()
             self._first = dict(self._activity.seconds), self._under_way()
 
@@ -64,9 +79,9 @@ class StepSplit:
         Args:
             steps: That were made since then; one at least.
         """
-        if self._first is None:
-            return
         with self._lock:
+            if self._first is None:
+                return
             self._look()
             before, waited = self._first
             found = {

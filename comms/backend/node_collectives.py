@@ -21,6 +21,23 @@ from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.shm import ShmGroup
 
 
+class _Call:
+    """A collective in the queue.
+
+    Args:
+        run: Carries it out.
+        outputs: The tensors that it fills.
+
+    Attributes:
+        done: Its outputs, or what it has raised.
+    """
+
+    def __init__(self, run: Callable[[ShmGroup], None], outputs: list[Tensor]) -> None:
+        self.run = run
+        self.outputs = outputs
+        self.done: torch.futures.Future[list[Tensor] | BaseException] = torch.futures.Future()
+
+
 class NodeCollectives:
     """One rank's end; every rank calls the same methods in the same order, with CPU tensors of any dtype and strides.
 
@@ -37,9 +54,12 @@ class NodeCollectives:
         self._size = communicator.size
         self._name = name
         self._group: ShmGroup | None = None
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._under_way: _Call | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._failed: BaseException | None = None
+        """What has ended the thread; then no call is carried out any more."""
 
     def broadcast(self, tensor: Tensor, root: int) -> FutureTensors:
         """Copies `tensor` of rank `root` to all ranks, in place."""
@@ -121,6 +141,9 @@ class NodeCollectives:
             self._calls.put(None)
             if self._thread is not threading.current_thread():
                 self._thread.join(timeout=5.0)
+                if self._thread.is_alive():  # it waits for a rank that does not come
+                    self.abort(f"rank {self._rank} has closed the process group while a collective was under way")
+                    self._thread.join(timeout=1.0)
         if self._group is not None:
             self._group.close()
 
@@ -139,28 +162,60 @@ class NodeCollectives:
     def _submit(self, run: Callable[[ShmGroup], None], outputs: list[Tensor]) -> FutureTensors:
         if self._closed:
             raise RuntimeError("gradwire is closed: its process group has been destroyed")
-        done: torch.futures.Future[list[Tensor] | BaseException] = torch.futures.Future()
-
-        def call() -> None:
-            try:
-                with torch.inference_mode(any(output.is_inference() for output in outputs)), torch.no_grad():
-                    run(self._connect())
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the future carries it
-                if isinstance(error, PeerError):  # or who waits elsewhere would hear of this rank's end alone
-                    self._communicator.abort(f"rank {self._rank} gave up a collective of its node: {error}")
-                done.set_result(error)
-            else:
-                done.set_result(outputs)
-
+        call = _Call(run, outputs)
+        future = call.done.then(_unwrap)
         if self._thread is None:
-            self._thread = BackgroundThread(self._name, self._serve, end=partial(self._calls.put, None))
+            self._thread = BackgroundThread(
+                self._name,
+                self._serve,
+                without="collectives inside the node fail on this rank",
+                on_failure=self._fail,
+                end=partial(self._calls.put, None),
+                give_up=partial(self.abort, f"the process of rank {self._rank} ends while a collective is under way"),
+            )
             self._thread.start()
         self._calls.put(call)
-        return done.then(_unwrap)
+        if self._failed is not None:  # looked at behind the line above, so that the call does not stay there
+            self._drain(self._failed)
+        return future
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
-            call()
+            self._under_way = call
+            self._carry_out(call)
+            self._under_way = None
+            del call  # it holds tensors
+
+    def _carry_out(self, call: "_Call") -> None:
+        try:
+            with torch.inference_mode(any(output.is_inference() for output in call.outputs)), torch.no_grad():
+                call.run(self._connect())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the future carries it
+            try:
+                if isinstance(error, PeerError):  # or who waits elsewhere would hear of this rank's end alone
+                    self._communicator.abort(f"rank {self._rank} gave up a collective of its node: {error}")
+            finally:
+                call.done.set_result(error)
+        else:
+            call.done.set_result(call.outputs)
+
+    def _fail(self, error: BaseException) -> None:
+        """Gives the error to all who wait, here and on the other ranks."""
+        self._failed = error
+        if (call := self._under_way) is not None and not call.done.done():
+            call.done.set_result(error)
+        self._under_way = None
+        self._drain(error)
+        self.abort(f"rank {self._rank} has given up collectives of its node: {error!r}")
+
+    def _drain(self, error: BaseException) -> None:
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            if call is not None:
+                call.done.set_result(error)
 
 
 def _unwrap(done: "torch.futures.Future[list[Tensor] | BaseException]") -> list[Tensor]:

@@ -159,7 +159,13 @@ class _LookUps:
         with self._lock:
             thread = self._threads.get(host)
             if thread is None:
-                thread = BackgroundThread("gradwire look-up", partial(self._look_up, host), awaited=False)
+                thread = BackgroundThread(
+                    "gradwire look-up",
+                    partial(self._look_up, host),
+                    without=f"the address of {host} is not known",
+                    on_failure=lambda error: None,  # whoever looks it up waits for a bounded time, and finds nothing
+                    awaited=False,
+                )
                 self._threads[host] = thread
                 thread.start()
         thread.join(seconds)
@@ -168,7 +174,7 @@ class _LookUps:
     def _look_up(self, host: str) -> None:
         try:
             self._addresses[host] = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: of a name that none can be
             log.debug("%s has no address: %s", host, error)
 
 

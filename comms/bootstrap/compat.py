@@ -149,9 +149,10 @@ def is_known(group: dist.ProcessGroup) -> bool:
 def group_members() -> dict[str, tuple[int, ...]]:
     """The process groups that this rank is in: name -> its ranks in the default group, in the group's order."""
     world = distributed_c10d._world
+    names = world.pg_names.copy()  # at once: the watch's thread asks while the program makes groups
     return {
         name: tuple(sorted(ranks, key=ranks.__getitem__))
-        for group, name in world.pg_names.items()
+        for group, name in names.items()
         if (ranks := world.pg_group_ranks.get(group))
     }
 

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
 from gradwire.comms.bootstrap.kernel import look_at, to_call
 from gradwire.comms.bootstrap.losses import LONGEST_WORD_NBYTES, Loss
 from gradwire.comms.bootstrap.strangers import Strangers
-from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.bootstrap.threads import BackgroundThread, call_each
 from gradwire.comms.boundary.messages import Addresses, Kernel, MessageType, Port
 from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, is_proved, new_nonce, proof_of
 from gradwire.comms.errors import PeerError
@@ -84,9 +83,15 @@ class Door:
         self._names: dict[bytes, bytes] = {}
         """Digest -> name of a start and number of a rank."""
         self._heard: dict[bytes, Loss] = {}
-        self._closed = False
+        self._closed = self._failed = False
         self.port: int = self._listener.getsockname()[1]
-        BackgroundThread("gradwire door", self._serve, awaited=False).start()
+        BackgroundThread(
+            "gradwire door",
+            self._serve,
+            without="other ranks that ask whether this one has ended hear that it does not answer",
+            on_failure=self._fail,
+            awaited=False,
+        ).start()
 
     @classmethod
     def open(cls) -> "Door":
@@ -109,6 +114,8 @@ class Door:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
         except OSError as error:
             log.debug("the door was closed already: %s", error)
+        if self._failed:
+            self._listener.close()
 
     def leave_to_parent(self) -> None:
         """Gives up what belongs to the parent (in a forked child)."""
@@ -128,21 +135,29 @@ class Door:
         """What that rank was told first."""
         return self._heard.get(_name(start, rank))
 
+    def _fail(self, error: BaseException) -> None:
+        """Leaves the port open: were it closed, callers would hear from the kernel that this process has ended."""
+        self._failed = True
+        if self._closed:
+            self._listener.close()
+
     def _serve(self) -> None:
-        with self._listener, closing(Strangers(self._listener, self._lacks, _greeting)) as strangers:
+        with closing(Strangers(self._listener, self._lacks, _greeting)) as strangers:
             while not self._closed:
                 try:
                     callers = strangers.next(LOOK_SECONDS)
                 except OSError as error:
                     if not self._closed:
-                        log.debug("nobody is answered any more: %s", error)
-                    return
+                        raise
+                    log.debug("the door is closed: %s", error)
+                    break
                 for caller, said in callers:
                     with caller:
                         try:
                             self._answer(caller, said)
-                        except (OSError, ValueError, TypeError, RecursionError) as error:
-                            log.debug("a caller has gone again, or is a stranger: %s", error)
+                        except Exception as error:  # noqa: BLE001 - whatever it has sent, others are answered
+                            log.debug("a caller has gone again, or is a stranger: %r", error)
+        self._listener.close()
 
     def _lacks(self, heard: bytes) -> int:
         """How many bytes are to come behind those: of a stranger nothing is read but a digest."""
@@ -299,8 +314,8 @@ class Directory:
         known = [rank for rank in ranks if rank in self.doors][:CALLS]
         if not known:
             return {}
-        with ThreadPoolExecutor(len(known), thread_name_prefix="gradwire call") as pool:
-            return dict(zip(known, pool.map(lambda rank: self._call(rank, said), known), strict=True))
+        found = call_each(lambda rank: self._call(rank, said), known, "gradwire call", awaited=False)
+        return dict(zip(known, found, strict=True))
 
     def _call(self, rank: int, said: bytes) -> str:
         place = self.doors[rank]

@@ -67,6 +67,15 @@ CLOSING_SECONDS, LEAST_CLOSING_SECONDS = 0.2, 0.001
 """Seconds for all who have called to say who they are, while this rank leaves; and for each of them, where one takes it
 all."""
 
+BACKLOG = 1024
+"""Callers that the kernel keeps while the thread calls a neighbour itself, which takes `CONNECT_SECONDS` for each
+address, or asks the store. With few places a crowd of strangers would keep a neighbour out meanwhile; the kernel has
+`net.core.somaxconn` at most (4096 since Linux 5.4)."""
+
+CALLERS_AT_ONCE = 64
+"""Callers that are let in between two looks at what others have said: fewer than `MOST_STRANGERS`, so that a neighbour
+among them, which says its name with its call, is heard before it could be turned away."""
+
 CLOSING_CALLERS = 16
 """Who wait to be let in then, at most: the two neighbours, and strangers."""
 
@@ -301,7 +310,7 @@ class _Ends:
         self.telling = threading.Lock()
         self._rank = rank
         self._waker, self._woken = socket.socketpair()
-        self.listener = listener(8)
+        self.listener = listener(BACKLOG)
         self.listener.setblocking(False)  # who has called may have gone before he is let in
 
     def listen(self) -> None:
@@ -319,9 +328,11 @@ class _Ends:
         for each in (*self.peers, self.listener, self._woken, self._waker):
             each.close()
 
-    def accept(self) -> None:
-        """Lets in whoever has called."""
-        if (accepted := accept(self.listener)) is not None:
+    def accept(self, most: int = CALLERS_AT_ONCE) -> None:
+        """Lets in those who have called, in the order of their calls."""
+        for _ in range(most):
+            if (accepted := accept(self.listener)) is None:
+                return
             self.watch(accepted, _Peer(None, False, self.token, time.monotonic()))
 
     def watch(self, connection: socket.socket, peer: _Peer) -> None:
@@ -533,7 +544,15 @@ class _Pulse:
         self._waited = waited
         self._ended = threading.Event()
         self._resumed = time.monotonic()
-        BackgroundThread(f"gradwire pulse {rank}", self._run, awaited=False).start()
+        self._failed = False
+        """Whether its thread has ended by an exception: then the ring's thread says it, as often as it looks."""
+        BackgroundThread(
+            f"gradwire pulse {rank}",
+            self._run,
+            without="the thread of the liveness ring tells its neighbours that this process is there, if more rarely",
+            on_failure=self._fail,
+            awaited=False,
+        ).start()
 
     def end(self) -> None:
         """Says nothing more; any thread."""
@@ -548,6 +567,14 @@ class _Pulse:
                 rank = _sure(peer.rank)
                 raise _loss(f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", SILENT, rank)
 
+    def speak_if_failed(self) -> None:
+        """Says that this process is there where the thread that does so has failed; the ring's thread."""
+        if self._failed:
+            self._speak()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed = True
+
     def _run(self) -> None:
         before = time.monotonic()
         while not self._ended.wait(self._seconds):
@@ -555,9 +582,12 @@ class _Pulse:
             if now - before > 2 * self._seconds:
                 self._resumed = now
             before = now
-            for connection, peer in list(self._ends.peers.items()):
-                if peer.known:
-                    self._ends.tell(connection, HERE)
+            self._speak()
+
+    def _speak(self) -> None:
+        for connection, peer in list(self._ends.peers.items()):
+            if peer.known:
+                self._ends.tell(connection, HERE)
 
 
 class LivenessRing:
@@ -614,7 +644,13 @@ class LivenessRing:
         if waited is not None:
             self._calls.next.expect(comes_within, may_be_unreached)
             self._pulse = _Pulse(rank, self._ends, self._look_seconds, waited)
-        self.thread = BackgroundThread(f"gradwire liveness {rank}", self._run)
+        self.thread = BackgroundThread(
+            f"gradwire liveness {rank}",
+            self._run,
+            without="ranks that are lost show by time-outs alone",
+            on_failure=lambda error: self._ends.close(),
+            end=self._ends.wake,
+        )
         self.thread.start()
 
     def close(self, *, orderly: bool = True) -> None:
@@ -673,10 +709,12 @@ class LivenessRing:
                         self._look(selector)
                 except Exception as error:  # noqa: BLE001 - also an error of the device: the other ranks must hear of it
                     if not self._closed.is_set():
-                        self._pass_on(error)
-                        self._lost(error)
+                        try:
+                            self._pass_on(error)
+                        finally:  # or this rank's own callers would wait on
+                            self._lost(error)
                 if self._orderly:
-                    self._say_goodbye(selector)
+                    self._say_goodbye()
             finally:
                 if self._pulse is not None:
                     self._pulse.end()
@@ -706,6 +744,7 @@ class LivenessRing:
                 if (loss := source()) is not None:
                     raise LostError(replace(loss, ranks=()))  # whom, they have been told who can tell
             if self._pulse is not None:
+                self._pulse.speak_if_failed()
                 self._listen(selector, 0)  # what came while the store was asked
                 self._pulse.miss_silent()
         if (known := self._losses.first) is not None:  # heard of by another thread first
@@ -783,7 +822,7 @@ class LivenessRing:
             if peer.known:
                 self._ends.tell(connection, LOST + len(said).to_bytes(4, "big") + said)
 
-    def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
+    def _say_goodbye(self) -> None:
         """Also to a rank whose connection waits to be accepted, and through the store to one that comes later."""
         if (known := self._losses.first) is not None and known.source != OVER:
             log.debug("rank %d leaves without a goodbye: all have been told that %s", self._rank, known.reason)
@@ -791,10 +830,7 @@ class LivenessRing:
         launches = self._launches()
         goodbye = GOODBYE + launches.to_bytes(8, "big")
         self._register.leave(launches)
-        for _ in range(CLOSING_CALLERS):
-            if not any(key.fileobj is self._ends.listener for key, _ in selector.select(0)):
-                break
-            self._ends.accept()
+        self._ends.accept(CLOSING_CALLERS)
         patience = time.monotonic() + CLOSING_SECONDS
         for connection, peer in self._ends.peers.items():
             if peer.known:

@@ -76,7 +76,7 @@ def find_place() -> MpiPlace:
     node = world.Split_type(mpi.COMM_TYPE_SHARED)
     local_rank, local_world_size = node.Get_rank(), node.Get_size()
     node.Free()
-    own = (_address(local_world_size == world.Get_size()), _free_port()) if world.Get_rank() == 0 else None
+    own = (_address(local_world_size == world.Get_size()), _hold_port()) if world.Get_rank() == 0 else None
     address, port = world.bcast(own, root=0)
     return MpiPlace(world.Get_rank(), world.Get_size(), local_rank, local_world_size, address, port)
 
@@ -100,7 +100,11 @@ def init_mpi_process_group(backend: str | None = None, timeout: timedelta = DEFA
 
 def open_store(place: MpiPlace, timeout: timedelta) -> TCPStore:
     """The store that rank 0 serves and the others connect to."""
-    return TCPStore(place.address, place.port, place.world_size, place.rank == 0, timeout)
+    try:
+        return TCPStore(place.address, place.port, place.world_size, place.rank == 0, timeout)
+    finally:
+        if (holder := _holders.pop(place.port, None)) is not None:
+            holder.close()
 
 
 def _address(one_node: bool) -> str:
@@ -118,11 +122,22 @@ def _address(one_node: bool) -> str:
     return next(iter(sources(ROUTES[:1])), name)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port: int = listener.getsockname()[1]
-        return port
+_holders: dict[int, socket.socket] = {}
+"""Ports of rank 0 that its store does not listen at yet, with the sockets that keep them free for it."""
+
+
+def _hold_port() -> int:
+    """A TCP port of this host that the kernel gives to nobody else until the store listens at it.
+
+    Source: socket(7): with SO_REUSEADDR, as torch's TCPStore sets it, two sockets may be bound to a port as long as
+    none of them listens; ip(7): a bound port is chosen neither for a connection nor for who asks for any.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    port: int = holder.getsockname()[1]
+    _holders[port] = holder
+    return port
 
 
 def rendezvous(

@@ -274,7 +274,13 @@ class _Client:
         else:
             self._questions.put(cast("_Question[object]", asked))
             if not self._threads:
-                BackgroundThread("gradwire store", self._serve, end=self._end).start()
+                BackgroundThread(
+                    "gradwire store",
+                    self._serve,
+                    without=f"what it was asking {self._place} is not answered, and the next question starts another",
+                    on_failure=self._fail,
+                    end=self._end,
+                ).start()
         if not asked.answered.wait(seconds):
             asked.given_up = True
             raise StoreUnreachableError(self._silence(words, seconds))
@@ -292,6 +298,19 @@ class _Client:
         """Has the thread end when there are no questions."""
         self._ends = True
         self._questions.put(None)
+
+    def _fail(self, error: BaseException) -> None:
+        """Answers those who wait with the error: nobody else would."""
+        self._threads.discard(threading.current_thread())
+        asking, self._asking = self._asking, None
+        while asking is not None or not self._questions.empty():
+            if asking is not None and not asking.answered.is_set():
+                asking.error = RuntimeError(f"the thread that asks {self._place} has failed: {error!r}")
+                asking.answered.set()
+            try:
+                asking = self._questions.get_nowait()
+            except Empty:
+                return
 
     def _serve(self) -> None:
         this = threading.current_thread()

@@ -185,7 +185,13 @@ class Requests:
             Number of a list of them, for `listed`; 0 where there are none.
         """
         if self._thread is None:
-            self._thread = BackgroundThread("gradwire requests", self._watch)
+            self._thread = BackgroundThread(
+                "gradwire requests",
+                self._watch,
+                without="no process can join any more",
+                on_failure=self._fail,
+                end=self._closed.set,
+            )
             self._thread.start()
         with self._lock:
             waiting = [each.newcomer for each in self._open.values() if each.newcomer is not None and each.is_alive]
@@ -219,6 +225,14 @@ class Requests:
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Turns away those who wait, as far as the store can be asked; the others have a time-out of their own."""
+        self._closed.set()
+        with self._lock:
+            waiting, self._open = list(self._open), {}
+        for number in waiting:
+            self._refuse(number, f"the running job takes in nobody any more: {error!r}")
 
     def _watch(self) -> None:
         """Looks for requests, also while a step takes long; a store that does not answer holds up this thread alone."""

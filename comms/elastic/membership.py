@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,6 +24,7 @@ from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
 from gradwire.comms.bootstrap.liveness import LivenessRing, look_at_rank
 from gradwire.comms.bootstrap.losses import OVER, UNREACHED, Loss, Losses
 from gradwire.comms.bootstrap.store import PollingStore, Result
+from gradwire.comms.bootstrap.threads import call_each
 from gradwire.comms.boundary.messages import MessageError, MessageType, Rank
 from gradwire.comms.elastic.introductions import next_across
 from gradwire.comms.errors import PeerError
@@ -403,9 +403,10 @@ class Membership:
             if looks.are_due():
                 epoch.look_for_closed()
                 ask = looks.may_ask()
-                with ThreadPoolExecutor(CALLERS) as callers:
-                    found = callers.map(partial(self._has_gone, epoch, ask=ask), silent)
-                    gone |= {rank for rank, has in zip(silent, found, strict=True) if has}
+                for start in range(0, len(silent), CALLERS):
+                    some = silent[start : start + CALLERS]
+                    found = call_each(partial(self._has_gone, epoch, ask=ask), some, "gradwire call")
+                    gone |= {rank for rank, has in zip(some, found, strict=True) if has}
             time.sleep(NAP_SECONDS)
         return sorted(here)
 

@@ -61,7 +61,18 @@ class _Scrapes:
         self._closed = False
         self.address = address
         self.port: int = self._listener.getsockname()[1]
-        BackgroundThread("gradwire metrics", self._serve, awaited=False).start()
+        BackgroundThread(
+            "gradwire metrics",
+            self._serve,
+            without="metrics are not served any more",
+            on_failure=lambda error: self.close(),
+            awaited=False,
+        ).start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still answers: not once it is closed, or its thread has failed."""
+        return not self._closed
 
     def close(self) -> None:
         """Answers no more, and frees the port."""
@@ -86,8 +97,8 @@ class _Scrapes:
                     with caller:
                         try:
                             self._answer(caller, said)
-                        except OSError as error:
-                            log.debug("who asked for metrics has gone again: %s", error)
+                        except Exception as error:  # noqa: BLE001 - whatever it is, others are answered
+                            log.debug("who asked for metrics has gone again, or cannot be answered: %r", error)
 
     def _answer(self, caller: socket.socket, said: bytes) -> None:
         """Answers one request; who says something else than HTTP is dropped."""
@@ -159,7 +170,11 @@ class Metrics:
 
     def _serve(self, port: int, address: str) -> None:
         """Opens a port in place of the one that is open."""
-        if self._server is not None and (self._server.address, self._server.port) == (address, port):
+        if (
+            self.port is not None
+            and self._server is not None
+            and (self._server.address, self._server.port) == (address, port)
+        ):
             return
         opened = _Scrapes(port, address, lambda: self._text)
         self.close()
@@ -168,7 +183,7 @@ class Metrics:
     @property
     def port(self) -> int | None:
         """The port that is served; None without one."""
-        return None if self._server is None else self._server.port
+        return None if self._server is None or not self._server.is_open else self._server.port
 
     def step_ended(self, report: Callable[[], Exported]) -> None:
         """Makes the text anew, if it is time to."""

@@ -211,7 +211,13 @@ class StallWatch:
         self._all_here_said = False
         self._failures = 0
         look_seconds = min(max(seconds / LOOKS, SHORTEST_LOOK_SECONDS), LONGEST_LOOK_SECONDS)
-        self._thread = BackgroundThread(f"gradwire stall watch {job.rank}", partial(self._run, look_seconds))
+        self._thread = BackgroundThread(
+            f"gradwire stall watch {job.rank}",
+            partial(self._run, look_seconds),
+            without=f"rank {job.rank} neither says nor hears what hangs",
+            on_failure=lambda error: self._closed.set(),
+            end=self._closed.set,
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -229,6 +235,11 @@ class StallWatch:
                 log.debug("rank %d cannot say or hear what hangs: %s", self._job.rank, error)
                 if self._failures == MOST_FAILURES:
                     return
+            except (ValueError, TypeError, KeyError) as error:  # a word that another version, or a stranger, has left
+                self._failures += 1
+                log.debug("rank %d cannot read what another one says of a stall: %r", self._job.rank, error)
+                if self._failures == MOST_FAILURES:
+                    raise
 
     def _look(self) -> None:
         waiting = self._executor.oldest()

@@ -23,13 +23,17 @@ from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
 from gradwire.comms.run.launches import Bucket, EndedLaunch, Launch, RunningLaunch, WaitingLaunch, finish, pack
 from gradwire.comms.run.ledger import FirstFailure, Ledger
 from gradwire.comms.run.programs import Programs
-from gradwire.comms.streams import HostClock
+from gradwire.comms.streams import HostClock, Mark
 from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import Compressor
 from gradwire.topology.cluster import Cluster
 
 if TYPE_CHECKING:  # loaded where it is asked for
     from gradwire.comms.observe.recorder import Recorder
+
+
+GIVING_UP_SECONDS = 2.0
+"""Seconds for lanes to leave what they wait for, once it is given up: a wait for gloo looks once a second."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,31 +103,60 @@ class LaneExecutor(Executor):
             run.pending -= 1
             last = run.pending == 0
         if last:
-            now, recorder, ended = self.ledger.clock.now(), self.ledger.recorder, self.ledger.ended
-            if recorder is not None:
-                recorder.note_transfer(run, now)
-            if ended is not None and run.launch.counted:
-                assert isinstance(run.began, float) and isinstance(now, float)  # by the host's clock
-                ended.append(EndedLaunch(run.route.plan, run.began, now))
+            now = self.ledger.clock.now()
+            try:
+                self._note_end(run, now)
+            except BaseException as error:
+                finish(run.launch, run.flat, error, now)  # as no chunk is left that would
+                raise
             finish(run.launch, run.flat, None, now)
+
+    def _note_end(self, run: RunningLaunch, now: Mark) -> None:
+        """Notes for reports and traces that a launch has ended."""
+        recorder, ended = self.ledger.recorder, self.ledger.ended
+        if recorder is not None:
+            recorder.note_transfer(run, now)
+        if ended is not None and run.launch.counted:
+            assert isinstance(run.began, float) and isinstance(now, float)  # by the host's clock
+            ended.append(EndedLaunch(run.route.plan, run.began, now))
 
     def close(self, seconds: float | None = None) -> bool:
         """See `Executor.close`. Called from a lane (by the garbage collector, say), it waits for nothing."""
         self._lanes.close()
         if threading.current_thread() in list(self._threads.values()):
             return True
-        deadline = time.monotonic() + (CLOSING_SECONDS if seconds is None else seconds)
-        for thread in list(self._threads.values()):  # others may be opened meanwhile
-            thread.join(max(0.0, deadline - time.monotonic()))
-        for job in self._lanes.under_way():
-            assert isinstance(job, _ChunkJob)
-            if self.failures.error is None:
-                self.failures.error = CollectiveError(
-                    f"gradwire was closed on rank {self._rank} while an all-reduce was under way", ()
-                )
-            self._give_up(job, self.failures.error)
+        self._join(CLOSING_SECONDS if seconds is None else seconds)
+        if self._lanes.under_way():
+            self._give_up_all(f"gradwire was closed on rank {self._rank}")
+            self._join(GIVING_UP_SECONDS)
         self.failures.forget_frames()
         return True
+
+    def _join(self, seconds: float) -> None:
+        """Waits for the threads of all lanes, at most so long."""
+        deadline = time.monotonic() + seconds
+        for thread in list(self._threads.values()):  # others may be opened meanwhile
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _give_up_all(self, why: str) -> None:
+        """Completes the futures of all launches under way with an error, and wakes the lanes that wait for others.
+
+        Args:
+            why: They are given up: a clause that names this rank.
+        """
+        self._lanes.close()
+        jobs = self._lanes.under_way()
+        if not jobs:
+            return
+        self.failures.give_up(CollectiveError(f"{why} while an all-reduce was under way", ()))
+        assert self.failures.error is not None
+        for job in jobs:
+            assert isinstance(job, _ChunkJob)
+            self._give_up(job, self.failures.error)
+
+    def _lane_failed(self, error: BaseException) -> None:
+        """Ends all lanes where the thread of one has failed: what comes behind would wait for it for ever."""
+        self._give_up_all(f"the thread of a lane has failed on rank {self._rank} ({type(error).__name__}: {error})")
 
     @property
     def has_ended(self) -> bool:
@@ -141,7 +174,14 @@ class LaneExecutor(Executor):
                 continue
             with self._lock:
                 if lane not in self._threads:
-                    self._threads[lane] = BackgroundThread(f"{self._name} lane {lane}", partial(self._serve, lane))
+                    self._threads[lane] = BackgroundThread(
+                        f"{self._name} lane {lane}",
+                        partial(self._serve, lane),
+                        without="all-reduces fail on this rank",
+                        on_failure=self._lane_failed,
+                        end=self._lanes.close,
+                        give_up=partial(self._give_up_all, f"the process of rank {self._rank} ends"),
+                    )
                     self._threads[lane].start()
 
     def _serve(self, lane: Lane) -> None:

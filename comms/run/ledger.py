@@ -217,6 +217,18 @@ class FirstFailure:
         self.tell(found)
         return found
 
+    def give_up(self, error: CollectiveError) -> None:
+        """Ends everything without asking the other ranks, because this one leaves; wakes whoever waits in the groups.
+
+        Args:
+            error: What the futures of what is under way raise, unless something has failed before.
+        """
+        if self.error is None:
+            self.error = error
+        self._groups.abort(str(error))
+        self.wake()
+        self._board.warn(str(error))
+
     def settled(self) -> CollectiveError | None:
         """The same as `error`, once a diagnosis that is under way has ended."""
         with self._diagnosing:

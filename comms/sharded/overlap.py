@@ -39,14 +39,15 @@ class Submitted(dist.Work):
 
     def carry_out(self) -> None:
         """Runs it, in whichever thread it is its turn."""
-        job, self._job = self._job, None
-        assert job is not None
         try:
+            assert self._job is not None
             with torch.inference_mode(self._inference), torch.no_grad():
-                job()
+                self._job()
         except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
             self._error = error
-        self.ended = True
+        finally:
+            self._job = None
+            self.ended = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when it is done; its collectives have time-outs of their own. Raises what it raised."""
@@ -78,13 +79,22 @@ class _Jobs:
         while not wanted.ended:
             with self._turn:
                 if not wanted.ended:
-                    self._todo.popleft().carry_out()
+                    self._carry_out_first()
 
     def serve(self) -> None:
         while self._there.acquire() and not self._closed:
             with self._turn:
                 if self._todo:
-                    self._todo.popleft().carry_out()
+                    self._carry_out_first()
+
+    def _carry_out_first(self) -> None:
+        """Carries out the first job that has not ended, with `_turn` held.
+
+        It leaves the queue behind that: an exception that comes in between (of a signal's handler, say) loses none.
+        """
+        if not self._todo[0].ended:
+            self._todo[0].carry_out()
+        self._todo.popleft()
 
     def close(self) -> None:
         self._closed = True
@@ -112,7 +122,13 @@ class Overlap:
     def submit(self, job: Job) -> Submitted:
         """Has a job carried out behind all before it."""
         if self._thread is None:
-            self._thread = BackgroundThread("gradwire shards", self._jobs.serve)
+            self._thread = BackgroundThread(
+                "gradwire shards",
+                self._jobs.serve,
+                without="collectives of a sharded model run when they are waited for, and overlap no more",
+                on_failure=lambda error: None,  # whoever waits for a job carries it out
+                end=self._jobs.close,
+            )
             self._thread.start()
         return self._jobs.add(job)
 

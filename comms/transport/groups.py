@@ -192,7 +192,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._same_node = same_node
         self._timeout = timeout
         self._connect_gloo = partial(
-            connect_gloo, timeout=timeout, alarm=alarm, interface=interface, connections=connections
+            connect_gloo, timeout=timeout, alarm=self._why_given_up, interface=interface, connections=connections
         )
         self._alarm = alarm
         self.ended = ended
@@ -221,13 +221,17 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self[key] = made
         return made
 
+    def _why_given_up(self) -> str | None:
+        """Why this rank, or another one, has given up; None while none has. Asked once a second by every wait."""
+        return self._reason or self._alarm()
+
     def awaited(self, members: Sequence[int]) -> Awaited:
         """What looks whether some ranks, this one among them, have ended while they connect, or another has given up.
 
         Args:
             members: Global ranks.
         """
-        return Awaited(members, members.index(self._rank), self.ended, self._alarm)
+        return Awaited(members, members.index(self._rank), self.ended, self._why_given_up)
 
     def connect(self, sets: Iterable[tuple[int, ...]], back: Iterable[tuple[int, ...]] = ()) -> None:
         """Makes the transports of the first lane for those sets of ranks that this rank is in, one after the other.

@@ -34,6 +34,10 @@ _TAGS = 32749
 """Groups that the same ranks make at the same time, in different lanes, must differ in their tag; MPI promises tags up
 to 32767 (MPI 4.1, section 9.1.2)."""
 
+_given_up: "list[tuple[MPI.Request, tuple[object, ...]]]" = []
+"""Requests that took too long, with their buffers, until the process ends: MPI may still read and write these, and a
+request of a nonblocking collective can neither be cancelled nor freed (MPI 4.1, sections 3.8.4 and 6.12)."""
+
 _POLL_SECONDS = (0.0, 0.0, 0.0, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6)
 """Waits between two looks at a request: short ones first, then asleep, as the ranks may outnumber the cores."""
 
@@ -202,6 +206,7 @@ class _Request:
             time.sleep(_POLL_SECONDS[min(looks, len(_POLL_SECONDS) - 1)])
             looks += 1
             if looks % 64 == 0 and time.monotonic() > deadline:
+                _given_up.append((self._request, self._buffers))
                 raise PeerError(f"MPI {self._name} took longer than {self._seconds:g} s: a rank is gone or hangs", ())
         self._buffers = ()
 

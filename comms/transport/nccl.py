@@ -278,14 +278,9 @@ class NcclTransport:
             RuntimeError: NCCL could not connect.
         """
         failed: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                self._connect(device)
-            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-                failed.append(error)
-
-        connecting = BackgroundThread("gradwire NCCL connect", run)
+        connecting = BackgroundThread(
+            "gradwire NCCL connect", lambda: self._connect(device), without=None, on_failure=failed.append
+        )
         connecting.start()
         deadline = time.monotonic() + timeout.total_seconds()
         while connecting.is_alive():
@@ -397,7 +392,12 @@ class NcclTransport:
             if self._aborting is not None:
                 return
             self._reason = reason
-            self._aborting = BackgroundThread("gradwire NCCL abort", self._abort)
+            self._aborting = BackgroundThread(
+                "gradwire NCCL abort",
+                self._abort,
+                without=f"a group of {self.size} ranks is left to NCCL, which waits for ranks that do not come",
+                on_failure=lambda error: None,  # nothing can be called on it any more: `_reason` is set
+            )
             self._aborting.start()
 
     def is_done(self) -> bool:
@@ -448,10 +448,7 @@ class NcclTransport:
             log.debug("the store cannot say whether %d ranks are through: %s", self.size, error)
 
     def _abort(self) -> None:
-        try:
-            self._group.abort()
-        except RuntimeError as error:
-            log.warning("NCCL could not give a group of %d ranks up: %s", self.size, error)
+        self._group.abort()
 
     def _check(self) -> None:
         if self._reason is not None:

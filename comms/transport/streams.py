@@ -318,7 +318,15 @@ class Streams:
         self.by_descriptor = {line.connection.fileno(): line for line in self._lines}
         """All connections, for who ends them from outside."""
         self._pacing = Pacing()
-        BackgroundThread("gradwire streams", self._run, end=self.close).start()
+        BackgroundThread(
+            "gradwire streams",
+            self._run,
+            without="its connections to other ranks are closed, and what was under way over them fails",
+            on_failure=lambda error: self._fail(
+                f"the thread of the connections to other ranks has failed: {type(error).__name__}: {error}"
+            ),
+            end=self.close,
+        ).start()
 
     @property
     def count(self) -> int:
@@ -432,9 +440,6 @@ class Streams:
             self._fail(f"a connection to another rank was lost: {error.strerror or error}")
         except Ended as error:
             self._fail(f"{error}")
-        except BaseException as error:
-            self._fail(f"the thread of the connections to other ranks has failed: {type(error).__name__}: {error}")
-            raise
         finally:
             for line in self._lines:
                 line.connection.close()

@@ -10,7 +10,6 @@ in one group, 88 ms in two; the wire alone takes 84 (2-core EPYC VM, 2026-11-21)
 import os
 import socket
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -404,10 +403,12 @@ class GlooTransport(TorchTransport):
                 return outcome_of(told.get(timeout=SLICE.total_seconds()))
             except Empty:
                 if self._alarm is not None and (reason := self._alarm()):
-                    later = threading.Timer(2 * SLICE.total_seconds(), self.disconnect)
-                    later.daemon = True
-                    later.start()
+                    in_thread(self._disconnect_later, "gradwire disconnects", awaited=False)
                     raise PeerError(reason) from None
+
+    def _disconnect_later(self) -> None:
+        time.sleep(2 * SLICE.total_seconds())
+        self.disconnect()
 
     def connect_both_ways(self) -> TorchGroup:
         """Connects the group of what goes to lower ranks, where no large exchange has done so; every rank calls it."""

@@ -8,6 +8,7 @@ which the receiver took nothing in does not count: a rank that is late is not it
 Linux counts all of this from 5.4 on. RDMA and shared memory have no such counters, and are not seen.
 """
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from itertools import chain
 
 from gradwire.comms.bootstrap.kernel import TcpInfo, outside_connections
 from gradwire.comms.report import duration
+
+log = logging.getLogger("gradwire")
 
 Pair = tuple[str, str]
 """The host that sends, and the one that receives."""
@@ -74,7 +77,11 @@ def connection_states() -> dict[str, LinkState]:
     """
     found: dict[str, LinkState] = {}
     for own, peer, connection in outside_connections():
-        info = TcpInfo.of(connection)
+        try:
+            info = TcpInfo.of(connection)
+        except OSError as error:  # of another kind than its name says, as sockets of MPTCP
+            log.debug("the kernel does not count what a connection sends: %s", error)
+            continue
         if info.is_whole:
             busy = max(info.busy_seconds - info.receiver_seconds, 0.0)
             again = max(info.retransmitted - info.sent_twice, 0)

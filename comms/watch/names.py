@@ -7,6 +7,7 @@ They are looked for and asked in a thread of their own: DDP's reducer, which kno
 two backward passes.
 """
 
+import math
 import re
 import threading
 from collections.abc import Iterable, Sequence
@@ -66,7 +67,13 @@ class WatchedModels:
         if self._looking is not None and self._looking.is_alive():
             return
         self._next = 2 * seconds
-        self._looking = BackgroundThread("gradwire watch names", self._find, awaited=False)
+        self._looking = BackgroundThread(
+            "gradwire watch names",
+            self._find,
+            without="collectives are shown without the names of the parameters that they carry",
+            on_failure=self._give_up,
+            awaited=False,
+        )
         self._looking.start()
 
     def name(self, group: str, issued: Sequence[IssuedCollective]) -> list[IssuedCollective]:
@@ -81,6 +88,9 @@ class WatchedModels:
             if cycle.group == group:
                 named = lay_along(cycle, named)
         return named
+
+    def _give_up(self, error: BaseException) -> None:
+        self._cycles, self._next = [], math.inf
 
     def _find(self) -> None:
         self._cycles = find_cycles([*ddp_models(), *root_sharded_modules()])

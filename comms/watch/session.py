@@ -50,8 +50,9 @@ class Session:
     """
 
     def __init__(self, stall_seconds: float, messages: MessageNotes, trace: Path | None) -> None:
+        if dist.group.WORLD is None:
+            raise RuntimeError("the default group has been destroyed")
         self.group = dist.group.WORLD
-        assert self.group is not None
         rank, size = dist.get_rank(), dist.get_world_size()
         self._board = WatchBoard(store_of(self.group), rank, size)
         self._speaker = Speaker(self._board, traces=trace is not None)
@@ -85,17 +86,24 @@ class Session:
     def look(self) -> None:
         """Looks at this rank; now and then speaks to the others."""
         now = time.monotonic()
-        self._log.note(now, self._flight.progress())
-        self._activity.sample(now - self._last)
-        self._last = now
-        if now >= self._next_word:
-            self._next_word = now + WORD_SECONDS
-            try:
+        speaks = now >= self._next_word
+        try:
+            self._log.note(now, self._flight.progress())
+            self._activity.sample(now - self._last)
+            self._last = now
+            if speaks:
+                self._next_word = now + WORD_SECONDS
                 self.speak()
                 self._failures = 0
-            except RuntimeError as error:  # whoever trains will hear of it, too
-                self._failures += 1
-                log.debug("rank %d cannot speak to the others of the watch: %s", self._board.rank, error)
+        except Exception as error:  # noqa: BLE001 - the store, whose loss whoever trains will hear of; or others' words
+            self._failures += 1
+            log.log(
+                logging.WARNING if self.is_unanswered and not isinstance(error, RuntimeError) else logging.DEBUG,
+                "watch: rank %d cannot look at its groups or speak to the others%s: %r",
+                self._board.rank,
+                ", and leaves it" if self.is_unanswered else "",
+                error,
+            )
 
     def speak(self) -> None:
         """Leaves a word, answers what was asked, and judges on rank 0.
@@ -155,7 +163,7 @@ class Session:
                 self._board.conclude(question)
                 for each in find_disagreements(self._board.answers(question)):
                     log.warning("watch: %s", each)
-        except RuntimeError as gone:
+        except Exception as gone:  # noqa: BLE001 - the store, or what others have said: this rank ends all the same
             last = [
                 f"{each[-1]}, {one_in_words(name, each[-1].number)}, at {each[-1].line}"
                 for name, each in self._issued().items()

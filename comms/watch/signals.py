@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from types import FrameType
 
 from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.compressors.compiled import native
@@ -55,8 +56,37 @@ class Signals:
         self._reading, self._writing = reading, writing
         self._mine = mine
         for number in mine:
-            signal.signal(number, lambda number, frame: None)
+            signal.signal(number, self._pass_on)
         leave_to_parent(self)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Python's handler, in the main thread; by then the thread of the watch has been told, or this does it.
+
+        Another library may have put a descriptor of its own there since, as asyncio does for its signals.
+        """
+        told = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=told != self._writing)
+        if told != self._writing:
+            try:
+                os.write(self._writing, bytes([number]))
+            except OSError as error:  # full: it has enough to answer
+                log.debug("the watch cannot be told of signal %d: %s", number, error)
+
+    def _is_mine(self, number: int) -> bool:
+        """Whether the program still leaves a signal to the watch: it may have set a handler of its own since."""
+        return number in self._mine and signal.getsignal(number) == self._pass_on
+
+    def release(self) -> None:
+        """Leaves the signals to the system again, from any thread: they act on this process as without a watch.
+
+        One that has come and was not answered yet is answered so at once.
+        """
+        mine = [number for number in self._mine if self._is_mine(number)]
+        for number in mine:
+            _set_default(number)  # `signal.signal` may be called in the main thread alone
+        if END in mine and END in self.come():
+            os.kill(os.getpid(), END)
+        self._mine = []
 
     def leave_to_parent(self) -> None:
         """Has a signal end a forked child, as ever, and its parent hear nothing of it."""
@@ -64,7 +94,7 @@ class Signals:
             return
         if (set_now := signal.set_wakeup_fd(-1)) != self._writing:
             signal.set_wakeup_fd(set_now)
-        for number in self._mine:
+        for number in filter(self._is_mine, self._mine):
             signal.signal(number, signal.SIG_DFL)
         os.close(self._reading)
         os.close(self._writing)
@@ -73,7 +103,7 @@ class Signals:
     def close(self) -> None:
         """Leaves the signals to the system again: what ends the process now ends it at once. In the main thread."""
         if threading.current_thread() is threading.main_thread():
-            for number in self._mine:
+            for number in filter(self._is_mine, self._mine):
                 signal.signal(number, signal.SIG_DFL)
             self._mine = []
 
@@ -91,16 +121,22 @@ class Signals:
         native.let_abort_go()
 
     def come(self) -> frozenset[int]:
-        """The signals that have come since the last call, and `HELD_ABORT`."""
+        """The signals that have come since the last call, of those that are the watch's, and `HELD_ABORT`."""
         if self._reading is None:
             return frozenset()
         try:
-            return frozenset(os.read(self._reading, 4096)) & {REPORT, END, HELD_ABORT}
+            heard = frozenset(os.read(self._reading, 4096))
         except BlockingIOError:
             return frozenset()
+        return heard & {HELD_ABORT, *filter(self._is_mine, self._mine)}
 
     @staticmethod
     def end() -> None:
         """Ends the process as the signal would have without a watch; from any thread."""
-        ctypes.CDLL(None).signal(int(END), 0)  # signal.signal may be called in the main thread alone
+        _set_default(END)
         os.kill(os.getpid(), END)
+
+
+def _set_default(number: int) -> None:
+    """Has the system act on a signal, whatever handler Python has; any thread."""
+    ctypes.CDLL(None).signal(int(number), 0)

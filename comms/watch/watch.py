@@ -76,7 +76,13 @@ class Watch:
         self._signals = Signals()
         self._hook = sys.excepthook
         sys.excepthook = self._ends_with
-        self._thread = BackgroundThread("gradwire watch", self._run, end=self._closed.set)
+        self._thread = BackgroundThread(
+            "gradwire watch",
+            self._run,
+            without="nothing is watched any more in this process",
+            on_failure=self._fail,
+            end=self._closed.set,
+        )
         self._thread.start()
         atexit.register(self.close)
         leave_to_parent(self)
@@ -111,6 +117,16 @@ class Watch:
         self._signals.close()  # what torch still waits for behind this, a launcher must be able to end
         if ends:
             Signals.end()
+
+    def _fail(self, error: BaseException) -> None:
+        """Turns the watch off: a signal, an abort and the end of the program are as without it."""
+        self._session = None
+        try:
+            self._signals.release()
+        finally:
+            self._signals.let_abort_go()
+            if self._metrics is not None:
+                self._metrics.close()
 
     def _leave_report(self, report: "WatchReport") -> None:
         log.warning("watch: %s", report)
@@ -164,9 +180,10 @@ class Watch:
             self._answer_alone()
         try:
             return outcome_of(told.get())
-        except RuntimeError as error:  # whoever trains will hear of it, too
-            log.warning("watch: the default group is not watched: %s", error)
-            self._unanswered = weakref.ref(group)
+        except Exception as error:  # noqa: BLE001 - whatever it is: the next group is watched
+            if self._group() is group:  # else it has been destroyed meanwhile, and is no business of a watch's
+                log.warning("watch: the default group is not watched: %s", error)
+                self._unanswered = weakref.ref(group)
             return None
 
     def _answer_alone(self) -> None:

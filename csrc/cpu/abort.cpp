@@ -1,15 +1,23 @@
-// Holds up an abort for a moment, so that another thread of the process can still say what it knows.
+// Two ends that C++ puts to a process, and what is done about them.
 //
-// Gloo ends the process from a thread of its own where two ranks send unlike sizes. Nothing is wrong with the rest of
-// the process then: the handler writes the signal to a descriptor, and waits until a Python thread lets it go on.
+// An abort is held up for a moment, so that another thread of the process can still say what it knows: gloo ends the
+// process from a thread of its own where two ranks send unlike sizes. Nothing is wrong with the rest of the process
+// then: the handler writes the signal to a descriptor, and waits until a Python thread lets it go on.
+//
+// A thread that wants the GIL back while Python is being finalized is ended by pthread_exit, before Python 3.14. That
+// unwinds its stack into the destructor that wants the GIL, which may not be left so, and std::terminate ends the
+// process by SIGABRT in the middle of an orderly end. Such a thread is stopped there instead, as Python 3.14 does.
 #include <dlfcn.h>
 #include <nanobind/nanobind.h>
+#include <sys/syscall.h>
 #include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <csignal>
+#include <cstdlib>
+#include <exception>
 
 namespace nb = nanobind;
 
@@ -75,9 +83,36 @@ bool hold_abort(int told, int milliseconds) {
 
 void let_abort_go() { state = off; }
 
+/// Far longer than the rest of an end takes; then the process ends as it would have, should it wait for this thread.
+constexpr int stopped_seconds = 10;
+
+std::terminate_handler terminate_before = nullptr;
+int (*is_finalizing)() = nullptr;
+
+[[noreturn]] void stop_thread() {
+  if (syscall(SYS_gettid) != getpid() && is_finalizing()) {
+    const timespec pause{stopped_seconds, 0};
+    nanosleep(&pause, nullptr);
+  }
+  if (terminate_before != nullptr) terminate_before();
+  std::abort();
+}
+
+// Called once Python is about to be finalized: before that nothing is changed for the rest of the process.
+bool stop_unwound_threads() {
+  for (const char* name : {"Py_IsFinalizing", "_Py_IsFinalizing"}) {  // the latter before Python 3.13
+    if (is_finalizing == nullptr) is_finalizing = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, name));
+  }
+  if (is_finalizing == nullptr) return false;
+  const std::terminate_handler found = std::set_terminate(stop_thread);
+  if (found != stop_thread) terminate_before = found;
+  return true;
+}
+
 }  // namespace
 
 void bind_abort(nb::module_& m) {
   m.def("hold_abort", hold_abort, nb::arg("descriptor"), nb::arg("milliseconds"));
   m.def("let_abort_go", let_abort_go);
+  m.def("stop_unwound_threads", stop_unwound_threads);
 }

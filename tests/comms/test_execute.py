@@ -71,6 +71,10 @@ class Board:
     def __init__(self) -> None:
         self.asked = 0
         self.broken = False
+        self.warned: list[str] = []
+
+    def warn(self, reason: str) -> None:
+        self.warned.append(reason)
 
     def diagnose(
         self, error: BaseException, phase: str, members: tuple[int, ...], *, launches: int, waiting: bool
@@ -161,6 +165,19 @@ def test_close_gives_up_what_does_not_end(rig: Rig) -> None:
             future.wait()
     gate.opened.set()
     assert rig.board.asked == 0
+    assert rig.board.warned == ["gradwire was closed on rank 0 while an all-reduce was under way"]
+
+
+def test_close_wakes_lanes_that_wait_for_others(rig: Rig) -> None:
+    gate = Gate(RuntimeError("given up"))
+    rig.groups.abort = lambda reason: gate.opened.set()  # type: ignore[method-assign]
+    rig.script(gate)
+    future = rig.all_reduce(torch.ones(4))
+    assert gate.reached.wait(SECONDS)
+    rig.executor.close(0.01)
+    assert rig.executor.has_ended
+    with pytest.raises(RuntimeError, match="closed on rank 0"):
+        future.wait()
 
 
 def test_a_chunk_that_fails_ends_its_launch_while_others_are_under_way(rig: Rig) -> None:

@@ -3,10 +3,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 #include <tuple>
 
@@ -17,7 +20,10 @@ namespace nb = nanobind;
 namespace gradwire::shm {
 namespace {
 
+/// Whether a signal's handler has raised. Handlers run in the main thread alone; any other must not want the GIL in a
+/// wait: while Python is being finalized it would never come back from there.
 bool signal_arrived() {
+  if (syscall(SYS_gettid) != getpid()) return false;
   const nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
 }
@@ -30,7 +36,8 @@ Memory memory_at(std::uintptr_t address, std::uint64_t numel, std::uint32_t dtyp
 class Handle {
  public:
   Handle(int descriptor, std::uint32_t rank, std::uint32_t size, std::uint64_t block_nbytes,
-         double timeout_seconds) {
+         double timeout_seconds)
+      : rank_(rank) {
     try {
       auto segment = std::make_shared<Segment>(descriptor, rank, size, block_nbytes);
       group_ = std::make_shared<SharedMemoryGroup>(std::move(segment), timeout_seconds, signal_arrived);
@@ -57,7 +64,13 @@ class Handle {
   void abort(const std::string& reason) const {
     if (group_) group_->abort(reason);
   }
-  void close() { group_.reset(); }
+
+  /// A thread that is in a collective keeps the group; it is woken, and so are those that wait for this rank.
+  void close() {
+    if (group_.use_count() > 1) group_->abort("rank " + std::to_string(rank_) + " has closed the group in a collective");
+    group_.reset();
+  }
+
   std::tuple<bool, std::string, std::vector<std::uint32_t>> failure() const {
     if (!group_) return {false, "the group is closed", {}};
     const Failure& failure = group_->failure();
@@ -65,7 +78,8 @@ class Handle {
   }
 
  private:
-  std::shared_ptr<SharedMemoryGroup> group_;
+  std::uint32_t rank_;
+  std::shared_ptr<SharedMemoryGroup> group_;  // its count of owners changes under the GIL alone
 };
 
 }  // namespace

@@ -5,13 +5,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradwire.comms.bootstrap import threads
 
-COMMS = Path(threads.__file__).resolve().parents[1]
+ROOT = Path(threads.__file__).resolve().parents[2]
+STARTING = {"Thread", "Timer", "start_new_thread", "start_joinable_thread"}
+WITHOUT = "something is not done any more"
 
 OPEN_QUESTION = """
 import time
@@ -32,6 +36,14 @@ except RuntimeError:
     print("given up", flush=True)
 slow = Slow()
 """
+
+
+def started(name: str, target: Callable[[], object], **options: Any) -> threads.BackgroundThread:
+    """A thread that runs."""
+    chosen: dict[str, Any] = {"without": WITHOUT, "on_failure": lambda error: None} | options
+    thread = threads.BackgroundThread(name, target, **chosen)
+    thread.start()
+    return thread
 
 
 @pytest.fixture
@@ -59,16 +71,87 @@ def test_each_thread_is_asked_to_end_once_and_waited_for() -> None:
         ending.wait(20)
         time.sleep(0.1)
 
-    threads.BackgroundThread("test", run, end=end).start()
+    started("test", run, end=end)
     assert threads.wait_for_all(20) == []
     assert asked == [1]
 
 
 @pytest.mark.usefixtures("alone")
+def test_one_that_waits_for_others_is_made_to_give_up_once_its_time_is_over() -> None:
+    given_up = threading.Event()
+    started("waits", lambda: given_up.wait(20), give_up=given_up.set)
+    assert threads.wait_for_all(0.0, 20) == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_that_cannot_be_asked_keeps_no_other_from_ending(caplog: pytest.LogCaptureFixture) -> None:
+    stuck, ending = threading.Event(), threading.Event()
+
+    def refuse() -> None:
+        raise RuntimeError("no")
+
+    started("stuck", lambda: stuck.wait(20), end=refuse)
+    started("ends", lambda: ending.wait(20), end=ending.set)
+    assert threads.wait_for_all(0.2, 0.0) in (["stuck"], ["ends", "stuck"], ["stuck", "ends"])
+    assert ending.is_set()
+    assert "cannot be told to end" in caplog.text
+    stuck.set()
+    assert threads.wait_for_all(20) == []
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), MemoryError(), SystemExit(3), KeyboardInterrupt()])
+def test_whatever_ends_a_thread_is_logged_and_handed_to_its_one_handler(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[BaseException] = []
+
+    def fail() -> None:
+        raise error
+
+    started("test", fail, on_failure=found.append).join(20)
+    assert found == [error]
+    (said,) = caplog.records
+    assert said.levelname == "ERROR" and "'test' has failed" in said.getMessage() and WITHOUT in said.getMessage()
+
+
+def test_a_handler_that_fails_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*unused: object) -> None:
+        raise OSError("again")
+
+    started("test", fail, on_failure=fail).join(20)
+    assert "could not be released" in caplog.records[-1].getMessage()
+
+
+def test_what_a_thread_raises_for_a_caller_is_raised_there_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        threads.outcome_of(threads.in_thread(leave, "test").get(timeout=20))
+    assert caplog.records == []
+
+
+def test_calls_are_made_at_once_and_all_have_ended_when_one_raises() -> None:
+    met, ended = threading.Barrier(3), []
+
+    def call(number: int) -> int:
+        met.wait(20)
+        if number == 0:
+            raise ValueError("the first")
+        ended.append(number)
+        return number
+
+    with pytest.raises(ValueError, match="the first"):
+        threads.call_each(call, range(3), "test")
+    assert sorted(ended) == [1, 2]
+    assert threads.call_each(str, [2, 1], "test") == ["2", "1"]
+
+
+@pytest.mark.usefixtures("alone")
 def test_one_that_does_not_end_is_left_behind() -> None:
     ending = threading.Event()
-    threads.BackgroundThread("stuck", lambda: ending.wait(20)).start()
-    assert threads.wait_for_all(0.1) == ["stuck"]
+    started("stuck", lambda: ending.wait(20))
+    assert threads.wait_for_all(0.1, 0.1) == ["stuck"]
     ending.set()
     assert threads.wait_for_all(20) == []
 
@@ -81,11 +164,43 @@ def test_gloos_threads_rest_where_the_kernel_says_so(tmp_path: Path, state: str,
     assert threads.gloo_rests(tmp_path) is rests
 
 
+def _starts(file: Path) -> Iterator[str]:
+    """What a module starts threads with: a class of `threading`, or a pool that is not closed where it is opened."""
+    tree = ast.parse(file.read_text())
+    within = {id(item.context_expr) for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("threading", "_thread"):
+            yield from STARTING & {each.name for each in node.names}
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if isinstance(node.func, ast.Attribute) and name in STARTING:
+                yield name
+            if name == "ThreadPoolExecutor" and id(node) not in within:
+                yield name
+
+
 def test_no_other_module_starts_a_thread_of_its_own() -> None:
-    calls = [
-        str(file.relative_to(COMMS))
-        for file in COMMS.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "Thread"
+    """But studies and the launcher of emulated clusters, which are run beside a job; a pool hands every error on."""
+    found = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for folder in ("adapters", "bench", "cli", "comms", "compressors", "gradwire", "topology")
+        for file in (ROOT / folder).rglob("*.py")
+        if not {"studies", "emulation"} & set(file.parts)
+        for name in _starts(file)
     ]
-    assert calls == []
+    assert found == []
+
+
+def test_every_thread_says_what_is_lost_and_turns_its_feature_off() -> None:
+    """No thread is started with a handler that does nothing and says nothing."""
+    starts = [
+        (file, node)
+        for folder in ("bench", "comms")
+        for file in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "BackgroundThread"
+    ]
+    assert len(starts) > 15
+    for file, node in starts:
+        named = {each.arg for each in node.keywords}
+        assert {"without", "on_failure"} <= named, f"{file}:{node.lineno}"

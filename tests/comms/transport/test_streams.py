@@ -187,20 +187,20 @@ def test_what_fails_between_two_exchanges_ends_them_by_its_words() -> None:
     other.close()
 
 
-def test_a_thread_that_fails_ends_every_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: Streams) -> None:
+@pytest.mark.parametrize("call", ["_events", "_take_up", "_watch", "_serve", "_send", "_load"])
+def test_a_thread_that_fails_ends_every_wait_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    def full(*_: object) -> None:
         raise MemoryError("no room for a header")
 
-    seen = threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda _: seen.set())
-    monkeypatch.setattr(Streams, "_take_up", full)
+    monkeypatch.setattr(Streams, call, full)
     own, theirs = pairs(2)
     mine = Streams({1: own}, TIMEOUT, None)
     tensor = contribution(0, NUMEL)
-    work = mine.exchange([(1, tensor, torch.empty_like(tensor))])
     with pytest.raises(RuntimeError, match=r"thread of the connections .*MemoryError: no room for a header"):
-        work.wait()
-    assert seen.wait(30), "nobody is told of it"
+        mine.exchange([(1, tensor, torch.empty_like(tensor))]).wait()
+    assert "'gradwire streams' has failed (MemoryError" in caplog.text
     for each in theirs:
         each.close()
 

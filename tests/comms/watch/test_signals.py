@@ -25,6 +25,67 @@ def test_signals_are_seen_and_end_the_process_once_the_watch_is_closed() -> None
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "True frozenset()\n"), ended.stderr
 
 
+OWN = """
+import os, signal
+from gradwire.comms.watch.signals import END, Signals
+
+signals = Signals()
+came = []
+signal.signal(END, lambda number, frame: came.append(number))  # to save a checkpoint, say
+os.kill(os.getpid(), END)
+print(came == [END], END in signals.come())
+signals.release()
+signals.close()
+os.kill(os.getpid(), END)
+print(len(came))
+"""
+
+
+def test_a_signal_that_the_program_answers_itself_from_now_on_is_left_to_it() -> None:
+    ended = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "True False\n2\n"), ended.stderr
+
+
+ANOTHER = """
+import os, signal, socket
+from gradwire.comms.watch.signals import END, Signals
+
+signals = Signals()
+one, other = socket.socketpair()
+one.setblocking(False)
+signal.set_wakeup_fd(one.fileno())  # as asyncio does for signals that it is given
+os.kill(os.getpid(), END)
+print(END in signals.come(), END in signals.come(), signal.set_wakeup_fd(-1) == one.fileno())
+"""
+
+
+def test_a_signal_is_seen_though_another_library_has_taken_the_descriptor() -> None:
+    ended = subprocess.run([sys.executable, "-c", ANOTHER], capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "True False True\n"), ended.stderr
+
+
+RELEASED = """
+import os, signal, threading, time
+from gradwire.comms.watch.signals import END, Signals
+
+signals = Signals()
+{before}
+releasing = threading.Thread(target=signals.release)
+releasing.start()
+releasing.join()
+{behind}
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_released_from_any_thread_a_signal_ends_the_process_also_one_that_has_come_before(when: str) -> None:
+    sent = {"before": "", "behind": ""} | {when: "os.kill(os.getpid(), END)"}
+    code = RELEASED.format(**sent)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+
+
 ABORTS = """
 import ctypes, sys, threading, time
 from gradwire.comms.watch.signals import HELD_ABORT, Signals

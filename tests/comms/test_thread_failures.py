@@ -1,0 +1,353 @@
+"""Law: a thread that dies takes nothing with it: its feature is off, nobody waits for it, and the process can be ended.
+
+An exception is planted in each call that a thread makes, one after the other.
+"""
+
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire.bench.doctor import network as doctor_network
+from gradwire.comms.backend.node_collectives import NodeCollectives
+from gradwire.comms.bootstrap import door as doors
+from gradwire.comms.bootstrap import store as stores
+from gradwire.comms.bootstrap.compat import HashStore, TCPStore
+from gradwire.comms.bootstrap.door import SILENT, Directory, Door, Place
+from gradwire.comms.bootstrap.kernel import LISTENS, look_at, own_kernel
+from gradwire.comms.bootstrap.strangers import Strangers
+from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.elastic import joining
+from gradwire.comms.elastic.joining import Requests
+from gradwire.comms.errors import PeerError
+from gradwire.comms.observe import stall
+from gradwire.comms.observe.metrics import Metrics
+from gradwire.comms.observe.stall import StallWatch, WatchedJob
+from gradwire.comms.sharded.overlap import _Jobs
+from gradwire.comms.watch.names import WatchedModels
+
+SECONDS = 20.0
+PLANTED = MemoryError("planted")
+
+
+def fails(*arguments: object, **named: object) -> Any:
+    raise PLANTED
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator["queue.SimpleQueue[BackgroundThread]"]:
+    """The threads whose handler has run; and none may have got past it."""
+    found: queue.SimpleQueue[BackgroundThread] = queue.SimpleQueue()
+    died: list[object] = []
+    handle = BackgroundThread._fail
+
+    def note(thread: BackgroundThread, error: BaseException) -> None:
+        handle(thread, error)
+        found.put(thread)
+
+    monkeypatch.setattr(BackgroundThread, "_fail", note)
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    yield found
+    assert died == []
+
+
+class Communicator:
+    """In place of the one that made a node's collectives."""
+
+    rank, size = 0, 2
+
+    def abort(self, reason: str) -> None: ...
+
+
+class Segment:
+    """In place of shared memory."""
+
+    error: Exception | None = None
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def abort(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def of_node(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> NodeCollectives:
+    segment = Segment()
+    segment.error = error
+    made = NodeCollectives(Communicator(), HashStore(), "test")  # type: ignore[arg-type]
+    monkeypatch.setattr(made, "_connect", lambda: segment)
+    return made
+
+
+@pytest.mark.parametrize("call", ["_carry_out", "Communicator.abort", "Segment.broadcast"])
+def test_collectives_of_a_node_fail_and_nobody_waits(monkeypatch: pytest.MonkeyPatch, ended: Any, call: str) -> None:
+    made = of_node(monkeypatch, PeerError("gone") if call == "Communicator.abort" else None)
+    if call == "_carry_out":
+        monkeypatch.setattr(made, call, fails)
+    elif call == "Communicator.abort":
+        monkeypatch.setattr(Communicator, "abort", fails)
+    else:
+        monkeypatch.setattr(Segment, "broadcast", fails)
+    first = made.broadcast(torch.ones(1), 0)
+    with pytest.raises(RuntimeError, match="gone" if call == "Communicator.abort" else "planted"):
+        first.wait()
+    if call != "Segment.broadcast":  # what a collective raises ends it alone
+        ended.get(timeout=SECONDS)
+        with pytest.raises(RuntimeError, match="planted"):
+            made.broadcast(torch.ones(1), 0).wait()
+    made.close()
+
+
+def test_what_was_submitted_behind_a_collective_that_ends_the_thread_fails_too(
+    monkeypatch: pytest.MonkeyPatch, ended: Any
+) -> None:
+    made, entered, go_on = of_node(monkeypatch), threading.Event(), threading.Event()
+
+    def fail_later(call: object) -> None:
+        entered.set()
+        go_on.wait(SECONDS)
+        raise PLANTED
+
+    monkeypatch.setattr(made, "_carry_out", fail_later)
+    first = made.broadcast(torch.ones(1), 0)
+    assert entered.wait(SECONDS)
+    second = made.broadcast(torch.ones(1), 0)
+    go_on.set()
+    for each in (first, second):
+        with pytest.raises(RuntimeError, match="planted"):
+            each.wait()
+    ended.get(timeout=SECONDS)
+    made.close()
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[stores._Client, TCPStore]]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield stores._Client("the store"), store
+
+
+def test_a_question_to_the_store_is_answered_and_the_next_one_starts_a_thread(
+    monkeypatch: pytest.MonkeyPatch, ended: Any, asked: tuple[stores._Client, TCPStore]
+) -> None:
+    client, store = asked
+    with monkeypatch.context() as planted:
+        planted.setattr(stores._Question, "run", fails)
+        with pytest.raises(RuntimeError, match="the thread that asks the store has failed"):
+            client.ask("set", lambda: store.set("a", "1"), SECONDS)
+        ended.get(timeout=SECONDS)
+    client.ask("set", lambda: store.set("a", "1"), SECONDS)
+    assert client.ask("get", lambda: store.get("a"), SECONDS) == b"1"
+
+
+@pytest.mark.parametrize("call", ["next", "close"])
+def test_a_door_that_fails_does_not_look_like_a_process_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch, ended: Any, call: str
+) -> None:
+    monkeypatch.setattr(doors, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr(Strangers, "next", fails)
+    if call == "close":
+        monkeypatch.setattr(Strangers, "close", fails)
+    door = Door()
+    door.answer_for("start", 1)
+    ended.get(timeout=SECONDS)
+    there = Directory("start", 0, {1: Place(door.port, ("127.0.0.1",), own_kernel())})
+    assert there.call([1]) == {1: SILENT}
+    assert look_at(own_kernel(), door.port, ()) == LISTENS
+    door._users = 1
+    door.close()
+    assert look_at(own_kernel(), door.port, ()) != LISTENS
+
+
+def test_a_caller_at_the_door_that_cannot_be_answered_keeps_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch, ended: Any
+) -> None:
+    door, answer, called = Door(), Door._answer, []
+
+    def fail_once(*arguments: Any) -> None:
+        called.append(1)
+        (fails if len(called) == 1 else answer)(*arguments)
+
+    monkeypatch.setattr(Door, "_answer", fail_once)
+    door.answer_for("start", 1)
+    there = Directory("start", 0, {1: Place(door.port, ("127.0.0.1",), own_kernel())})
+    assert there.call([1]) != there.call([1]) == {1: doors.ANSWERS}
+    door._users = 1
+    door.close()
+    assert ended.empty()
+
+
+def test_metrics_are_not_served_any_more(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
+    monkeypatch.setattr(Strangers, "next", fails)
+    made = Metrics(None, 0, "127.0.0.1", 0.0)
+    ended.get(timeout=SECONDS)
+    assert made.port is None
+    made.close()
+
+
+def test_names_of_parameters_are_left_out(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
+    models = WatchedModels()
+    monkeypatch.setattr(models, "_find", fails)
+    models.look(10.0)
+    ended.get(timeout=SECONDS)
+    models.look(1e9)
+    assert models.name("default", []) == [] and ended.empty()
+
+
+class Executor:
+    """In place of the one whose launches are watched."""
+
+    launches = 1
+
+    def oldest(self) -> None: ...
+
+
+@pytest.mark.parametrize("error", [PLANTED, ValueError("no JSON")])
+def test_nobody_says_what_hangs_any_more(monkeypatch: pytest.MonkeyPatch, ended: Any, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(stall, "SHORTEST_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(Executor, "oldest", lambda executor: fail())
+    job = WatchedJob(0, ("a", "b"), (0, 1), {})
+    watch = StallWatch(HashStore(), job, Executor(), 0.001)  # type: ignore[arg-type]
+    ended.get(timeout=SECONDS)
+    assert watch._closed.is_set()
+    watch.close()
+
+
+def test_nobody_joins_any_more_and_who_waits_is_told(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
+    monkeypatch.setattr(joining, "LOOK_SECONDS", 0.001)
+    store = HashStore()
+    store.add("join/count", 1)
+    requests = Requests(store, timedelta(seconds=SECONDS), {}, {})
+    looks: list[object] = []
+    look: Callable[[], object] = requests._look
+
+    def fail_later() -> None:
+        looks.append(look())
+        if len(looks) == 2:
+            raise PLANTED
+
+    monkeypatch.setattr(requests, "_look", fail_later)
+    assert requests.look(lambda newcomer: None) == 0
+    ended.get(timeout=SECONDS)
+    assert b"planted" in store.get("join/1/answer")
+    assert requests.look(lambda newcomer: None) == 0
+
+
+def test_jobs_of_a_sharded_model_are_carried_out_by_who_waits(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
+    jobs, done = _Jobs(), []
+    first = jobs.add(lambda: done.append(1))
+    with monkeypatch.context() as planted:
+        planted.setattr(jobs, "_carry_out_first", fails)
+        BackgroundThread("test", jobs.serve, without="it", on_failure=lambda error: None).start()
+        ended.get(timeout=SECONDS)
+    second = jobs.add(lambda: done.append(2))
+    second.wait()
+    first.wait()
+    assert done == [1, 2]
+
+
+def test_an_interruption_between_two_jobs_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = _Jobs()
+    done: list[int] = []
+
+    def interrupted(job: object) -> None:
+        done.append(0)
+        raise PLANTED
+
+    first, second = jobs.add(lambda: done.append(1)), jobs.add(lambda: done.append(2))
+    with monkeypatch.context() as planted:
+        planted.setattr(type(first), "carry_out", interrupted)
+        with pytest.raises(MemoryError):
+            second.wait()
+    second.wait()
+    first.wait()
+    assert done == [0, 1, 2]
+
+
+@pytest.mark.parametrize("call", ["_accept", "_echo_packets"])
+def test_a_doctor_that_cannot_answer_closes_its_port(monkeypatch: pytest.MonkeyPatch, ended: Any, call: str) -> None:
+    monkeypatch.setattr(doctor_network.Listener, call, fails)
+    listener = doctor_network.Listener()
+    ended.get(timeout=SECONDS)
+    failed = listener._tcp if call == "_accept" else listener._udp
+    assert failed.fileno() == -1
+    listener.close()
+
+
+WATCH = """
+import os, signal, sys, threading, time
+import gradwire
+from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.watch.signals import Signals
+from gradwire.comms.watch.watch import Watch
+
+CALLS = sys.argv[1:]
+
+
+class Session:
+    report = None
+    is_over = is_unanswered = leaves = waits = False
+
+    def look(self): ...
+
+
+def fails(*arguments, **named):
+    raise MemoryError("planted")
+
+
+def case(call):
+    kind, name = {"Watch": Watch, "Signals": Signals, "Session": Session}[call.split(".")[0]], call.split(".")[1]
+    setattr(Watch, "_connect", lambda watch, group: Session())
+    if name not in ("_answer_alone", "_group"):
+        setattr(Watch, "_group", lambda watch: object())
+    setattr(kind, name, fails)
+    handled = threading.Event()
+    handle = BackgroundThread._fail
+    BackgroundThread._fail = lambda thread, error: (handle(thread, error), handled.set())
+    found = gradwire.watch(1.0)
+    assert handled.wait(20), call
+    assert found._session is None and found.report is None
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
+    os._exit(77)
+
+
+for call in CALLS:
+    child = os.fork()
+    if child == 0:
+        try:
+            case(call)
+        finally:
+            os._exit(78)
+    print(call, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+CALLS_OF_THE_WATCH = (
+    "Watch._group",
+    "Watch._answer_alone",
+    "Watch._connect",
+    "Watch._open_metrics",
+    "Watch._answer",
+    "Watch._export",
+    "Session.look",
+    "Signals.hold_abort",
+    "Signals.come",
+)
+
+
+@pytest.mark.slow
+def test_a_watch_that_fails_leaves_sigterm_to_the_system() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH, *CALLS_OF_THE_WATCH], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.stdout.splitlines() == [f"{call} -15" for call in CALLS_OF_THE_WATCH], done.stderr
+    assert done.stderr.count("nothing is watched any more in this process") == len(CALLS_OF_THE_WATCH)
