@@ -507,6 +507,6 @@ def test_a_listener_ends_with_its_threads() -> None:
     with network.Listener():
         assert threading.active_count() >= before + 2
     for thread in threading.enumerate():
-        if thread.daemon and thread.name.startswith("Thread-"):
+        if thread.daemon and thread.name.startswith("doctor"):
             thread.join(timeout=2)
     assert threading.active_count() <= before
