@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gradwire.comms.bootstrap import threads
+from gradwire.comms.bootstrap.compat import TCPStore
 
 ROOT = Path(threads.__file__).resolve().parents[2]
 STARTING = {"Thread", "Timer", "start_new_thread", "start_joinable_thread"}
@@ -46,6 +47,43 @@ def started(name: str, target: Callable[[], object], **options: Any) -> threads.
     return thread
 
 
+LEFT_BEHIND = (
+    OPEN_QUESTION.replace("seconds=1.0", "seconds=2.0").replace("sleep(2.0)", "sleep(5.0)")
+    + """
+import sys
+from gradwire.comms.bootstrap import threads
+
+threads.wait_for_all.__defaults__ = (0.1, 0.1)
+sys.exit(3)
+"""
+)
+"""As `OPEN_QUESTION`, and nobody waits until the thread is back from C++: it comes while Python is being finalized."""
+
+ENDS_IN_MEMORY = """
+import os, sys, time
+from datetime import timedelta
+from gradwire.comms.bootstrap import threads
+from gradwire.comms.bootstrap.compat import TCPStore
+from gradwire.comms.transport.shm import ShmGroup
+
+class Slow:
+    def __del__(self):  # while Python is finalized; far longer than a wait in shared memory takes to look at signals
+        time.sleep(2.0)
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+group = ShmGroup.create(store, rank, 2, key="test", timeout=timedelta(seconds=120))
+if rank == 1:
+    sys.stdin.read()  # never comes
+    os._exit(0)
+threads.wait_for_all.__defaults__ = (0.1, 0.1)
+threads.in_thread(group.barrier, "test")
+time.sleep(0.3)
+slow = Slow()
+sys.exit(3)
+"""
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that other tests have left are none of these tests' business."""
@@ -56,6 +94,29 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_with_an_open_question_to_the_store_ends_in_order() -> None:
     done = subprocess.run([sys.executable, "-c", OPEN_QUESTION], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "given up\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_a_thread_that_comes_back_while_python_ends_leaves_the_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "given up\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_a_thread_that_waits_in_shared_memory_while_python_ends_leaves_the_exit_code() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    late, leaves = (
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS_IN_MEMORY, str(rank), str(server.port)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (1, 0)
+    )
+    said = leaves.communicate()[1]
+    late.communicate()
+    assert leaves.returncode == 3, said
 
 
 @pytest.mark.usefixtures("alone")

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -98,6 +99,40 @@ def test_time_out_names_who_is_missing(on_groups: OnGroups) -> None:
                 group.barrier()
 
     on_groups(3, body, seconds=2.0)
+
+
+def test_closing_a_group_wakes_the_thread_that_waits_in_it_and_its_peers() -> None:
+    store, waits, errors = HashStore(), threading.Event(), [""] * 3
+
+    def body(rank: int) -> None:
+        group = ShmGroup.create(store, rank, 3, key="test", timeout=timedelta(seconds=60))
+
+        def wait() -> None:
+            waits.set()
+            try:
+                group.barrier()
+            except (PeerError, RuntimeError) as error:
+                errors[rank] = str(error)
+
+        if rank == 2:
+            assert waits.wait(20)
+            done.wait(20)
+            group.close()
+            return
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        if rank == 0:
+            time.sleep(0.3)  # in it, most likely; else it finds the group closed
+            group.close()
+        waiting.join(20)
+        assert not waiting.is_alive()
+        if rank == 1:
+            done.set()
+            group.close()
+
+    done = threading.Event()
+    run_ranks(3, body)
+    assert "closed" in errors[0] and "closed the group" in errors[1]
 
 
 def test_abort_wakes_every_waiter_with_the_reason(on_groups: OnGroups) -> None:
