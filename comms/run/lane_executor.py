@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
@@ -185,6 +186,9 @@ class LaneExecutor(Executor):
                     self._threads[lane].start()
 
     def _serve(self, lane: Lane) -> None:
+        # A thread inherits `torch.set_flush_denormal` from the one that starts it. Where one rank has called it, what
+        # every rank decodes for itself would get other bits there than elsewhere.
+        torch.set_flush_denormal(False)
         for job in self._lanes.serve(lane):
             assert isinstance(job, _ChunkJob)
             self._step(job, lane)

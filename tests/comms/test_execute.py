@@ -168,6 +168,19 @@ def test_close_gives_up_what_does_not_end(rig: Rig) -> None:
     assert rig.board.warned == ["gradwire was closed on rank 0 while an all-reduce was under way"]
 
 
+def test_lanes_keep_denormals_where_the_program_flushes_them(rig: Rig) -> None:
+    """Each rank decodes for itself: one that flushes would drift apart from the others."""
+    smallest = 1e-44
+    flat = torch.full((4,), smallest)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        found = rig.all_reduce(flat).wait()
+    finally:
+        torch.set_flush_denormal(False)
+    assert found.tolist() == pytest.approx([4 * smallest] * 4, rel=0.2, abs=0.0)
+
+
 def test_close_wakes_lanes_that_wait_for_others(rig: Rig) -> None:
     gate = Gate(RuntimeError("given up"))
     rig.groups.abort = lambda reason: gate.opened.set()  # type: ignore[method-assign]
