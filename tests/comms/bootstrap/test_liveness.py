@@ -5,12 +5,13 @@ import errno
 import json
 import logging
 import os
+import selectors
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -376,6 +377,18 @@ def test_strangers_are_turned_away(said: bytes) -> None:
     assert all(each.thread.is_alive() for each in rings)
     for each in rings:
         each.close()
+
+
+def test_a_crowd_that_calls_while_the_ring_is_busy_keeps_no_neighbour_out() -> None:
+    ends = liveness._Ends(0, 2)
+    with ExitStack() as closing, selectors.DefaultSelector() as ends.selector:
+        closing.callback(ends.close)
+        ends.listen()
+        address = ("127.0.0.1", ends.listener.getsockname()[1])
+        for _ in range(40):  # none is let in meanwhile
+            closing.enter_context(socket.create_connection(address, 2.0))
+        ends.accept()
+        assert len(ends.peers) == 40
 
 
 @pytest.mark.usefixtures("quick")
