@@ -21,10 +21,10 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.plan.routes import Chunk, Route
 from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
-from gradwire.comms.run.launches import Bucket, EndedLaunch, Launch, RunningLaunch, WaitingLaunch, finish, pack
+from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch, WaitingLaunch, finish, pack
 from gradwire.comms.run.ledger import FirstFailure, Ledger
 from gradwire.comms.run.programs import Programs
-from gradwire.comms.streams import HostClock, Mark
+from gradwire.comms.streams import HostClock
 from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import Compressor
 from gradwire.topology.cluster import Cluster
@@ -106,20 +106,11 @@ class LaneExecutor(Executor):
         if last:
             now = self.ledger.clock.now()
             try:
-                self._note_end(run, now)
+                self.ledger.note_end(run, now)
             except BaseException as error:
                 finish(run.launch, run.flat, error, now)  # as no chunk is left that would
                 raise
             finish(run.launch, run.flat, None, now)
-
-    def _note_end(self, run: RunningLaunch, now: Mark) -> None:
-        """Notes for reports and traces that a launch has ended."""
-        recorder, ended = self.ledger.recorder, self.ledger.ended
-        if recorder is not None:
-            recorder.note_transfer(run, now)
-        if ended is not None and run.launch.counted:
-            assert isinstance(run.began, float) and isinstance(now, float)  # by the host's clock
-            ended.append(EndedLaunch(run.route.plan, run.began, now))
 
     def close(self, seconds: float | None = None) -> bool:
         """See `Executor.close`. Called from a lane (by the garbage collector, say), it waits for nothing."""
@@ -155,10 +146,6 @@ class LaneExecutor(Executor):
             assert isinstance(job, _ChunkJob)
             self._give_up(job, self.failures.error)
 
-    def _lane_failed(self, error: BaseException) -> None:
-        """Ends all lanes where the thread of one has failed: what comes behind would wait for it for ever."""
-        self._give_up_all(f"the thread of a lane has failed on rank {self._rank} ({type(error).__name__}: {error})")
-
     @property
     def has_ended(self) -> bool:
         """See `Executor.has_ended`."""
@@ -179,7 +166,9 @@ class LaneExecutor(Executor):
                         f"{self._name} lane {lane}",
                         partial(self._serve, lane),
                         without="all-reduces fail on this rank",
-                        on_failure=self._lane_failed,
+                        on_failure=lambda error: self._give_up_all(  # what comes behind would wait for it for ever
+                            f"the thread of a lane has failed on rank {self._rank} ({type(error).__name__}: {error})"
+                        ),
                         end=self._lanes.close,
                         give_up=partial(self._give_up_all, f"the process of rank {self._rank} ends"),
                     )

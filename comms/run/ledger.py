@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.plan.routes import PhasePart
-from gradwire.comms.run.launches import EndedLaunch
+from gradwire.comms.run.launches import EndedLaunch, RunningLaunch
 from gradwire.comms.streams import Clock, Mark
 from gradwire.comms.transport.groups import Groups
 
@@ -131,6 +131,19 @@ class Ledger:
             row.logical_nbytes += part.logical_numel * element_nbytes
             row.wire_nbytes += part.sent_numel * element_nbytes + sent_nbytes
         return now
+
+    def note_end(self, run: RunningLaunch, now: Mark) -> None:
+        """Notes for reports and traces that a launch has ended, on a CPU.
+
+        Args:
+            run: The launch.
+            now: The moment.
+        """
+        if self.recorder is not None:
+            self.recorder.note_transfer(run, now)
+        if self.ended is not None and run.launch.counted:
+            assert isinstance(run.began, float) and isinstance(now, float)  # by the host's clock
+            self.ended.append(EndedLaunch(run.route.plan, run.began, now))
 
     def totals(self) -> tuple[PhaseTotals, ...]:
         """What has travelled so far, in the order of the phases. On CUDA waits for what was issued."""
