@@ -155,8 +155,8 @@ COLLECTIVES = (
     Mutation(
         "a communicator is ended by torch's shutdown",
         _NCCL,
-        "            self._group.abort()\n",
-        "            self._group.shutdown()\n",
+        "        self._group.abort()\n",
+        "        self._group.shutdown()\n",
         "NCCL waits in it for the other ranks, under the lock that an abort needs.",
         (f"{_CALLS}::test_close_never_calls_torchs_shutdown",),
     ),
