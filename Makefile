@@ -17,6 +17,8 @@
 #                    ARGS="--torch FOLDER" takes PyPI's builds of torch that lie there, without 2.5 GB of NVIDIA's packages
 # make torch-versions   what meets torch's own classes, on the other releases of torch in constraints.txt (0.5 GB each to download)
 #                       TORCH_WHEELS=FOLDER has their wheels already
+# make torch-diff VERSION=2.16.0   names the private code of torch that gradwire relies on and that this release has changed
+#                       TORCH_WHEELS=FOLDER has its wheel already; ARGS=--show the changes, ARGS=--record keeps its hashes
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
 # make gpu-standin       an environment with torch's CUDA build over a CUDA runtime and an NCCL in host memory, beside this one
 #                        TORCH_CUDA=FOLDER has torch's CUDA wheel already, or is one unpacked
@@ -39,7 +41,7 @@ TORCH_BUILD ?= $(if $(filter cuda,$(DEVICE)),any)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run help test test-long test-fast hosts mpi adapters real-scripts lint layers floors conformance wheel fresh-debian torch-versions clean always
+.PHONY: run help test test-long test-fast hosts mpi adapters real-scripts lint layers floors conformance wheel fresh-debian torch-versions clean always torch-diff
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -167,6 +169,10 @@ fresh-debian:
 
 torch-versions: $(stamp)test
 	$(python) tests/torch_versions.py --workers $(WORKERS) $(if $(TORCH_WHEELS),--wheels $(TORCH_WHEELS)) $(ARGS)
+
+torch-diff: $(stamp)test
+	@[ -n "$(VERSION)" ] || { echo '`VERSION` is missing; wanted a release of torch: make torch-diff VERSION=2.16.0'; exit 1; }
+	$(python) tests/torch_diff.py $(VERSION) $(if $(TORCH_WHEELS),--wheels $(TORCH_WHEELS)) $(ARGS)
 
 # The site: build/docs/index.html. A broken link or a reference that leads nowhere is an error.
 .PHONY: docs

@@ -45,6 +45,57 @@ __all__ = [
     "Work",
 ]  # passed on, besides what is defined below
 
+_C10D = "torch/include/torch/csrc/distributed/c10d"
+RELIED_ON: dict[str, tuple[str, ...]] = {
+    "torch/distributed/distributed_c10d.py": ("_World", "_world", "Backend.register_backend"),
+    "torch/distributed/constants.py": ("default_pg_timeout", "default_pg_nccl_timeout"),
+    "torch/nn/parallel/distributed.py": (
+        "DistributedDataParallel.__init__",
+        "DistributedDataParallel.__setstate__",
+        "DistributedDataParallel.register_comm_hook",
+        "DistributedDataParallel._register_builtin_comm_hook",
+        "DistributedDataParallel._check_comm_hook",
+        "DistributedDataParallel._get_ddp_logging_data",
+        "DistributedDataParallel._update_process_group",
+        "DistributedDataParallel.require_manual_backward_finalization",
+        "DistributedDataParallel.finalize_backward",
+    ),
+    "torch/_C/_distributed_c10d.pyi": (
+        "BuiltinCommHookType",
+        "GradBucket",
+        "Reducer",
+        "Logger",
+        "Store",
+        "HashStore",
+        "TCPStore",
+        "PrefixStore",
+        "AllgatherOptions",
+        "Work",
+        "Backend",
+        "ProcessGroup",
+        "ProcessGroupGloo",
+        "ProcessGroupNCCL",
+        "_ProcessGroupWrapper",
+        "_make_nccl_premul_sum",
+    ),
+    "torch/_C/__init__.pyi": ("_current_autograd_node", "_nccl_version"),
+    "torch/autograd/profiler.py": ("_is_profiler_enabled",),
+    "torch/autograd/variable.py": ("Variable",),
+    "torch/amp/grad_scaler.py": ("GradScaler.__init__", "GradScaler.get_scale"),
+    "torch/_dynamo/eval_frame.py": ("OptimizedModule.__init__",),
+    "torch/cuda/nccl.py": ("version",),
+    f"{_C10D}/Backend.hpp": (),
+    f"{_C10D}/Work.hpp": (),
+    f"{_C10D}/ProcessGroupGloo.hpp": (),
+}
+"""File of torch's wheel -> names in it that this module relies on: what `make torch-diff` compares between releases.
+
+A file without names is compared as a whole.
+"""
+
+UNDECLARED = ("_dump_fr_trace", "_dump_nccl_trace", "_Options", "_devices", "_threads")
+"""Private names of the compiled part that no file of the wheel declares; the tests on a new release meet them."""
+
 
 class BackendWork(Protocol):
     """What a torch process group returns for a collective it has issued."""

@@ -19,6 +19,86 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 
+_FSDP = "torch/distributed/fsdp/_fully_shard"
+RELIED_ON = {
+    f"{_FSDP}/_fsdp_param_group.py": (
+        "FSDPParamGroup.__init__",
+        "FSDPParamGroup._init_mp_dtypes",
+        "FSDPParamGroup._init_reduce_scatter_param_order",
+        "FSDPParamGroup._take_unsharded_grads_to_reduce",
+        "FSDPParamGroup._get_unsharded_grad_to_reduce",
+        "FSDPParamGroup._to_sharded",
+        "FSDPParamGroup.lazy_init",
+        "FSDPParamGroup.unshard",
+        "FSDPParamGroup.wait_for_unshard",
+        "FSDPParamGroup.pre_backward",
+        "FSDPParamGroup.post_backward",
+        "FSDPParamGroup.finalize_backward",
+    ),
+    f"{_FSDP}/_fsdp_state.py": (
+        "FSDPStateContext",
+        "FSDPState.__init__",
+        "FSDPState.init",
+        "FSDPState._lazy_init",
+        "FSDPState._init_shared_state",
+        "FSDPState._pre_backward",
+        "FSDPState._register_root_post_backward_final_callback",
+        "FSDPState._root_post_backward_final_callback",
+        "FSDPState.finalize_backward",
+        "FSDPState.wait_for_gradient_reduction",
+        "FSDPState._end_backward_iteration",
+    ),
+    f"{_FSDP}/_fsdp_param.py": (
+        "FSDPParam.__init__",
+        "FSDPParam._init_sharded_param",
+        "FSDPParam.init_dtype_attrs",
+        "FSDPParam.init_unsharded_param",
+        "FSDPParam.to_sharded",
+        "FSDPParam.unsharded_accumulated_grad",
+        "FSDPParam.accumulate_unsharded_grad_if_needed",
+    ),
+    f"{_FSDP}/_fsdp_collectives.py": (
+        "DefaultAllGather",
+        "DefaultReduceScatter",
+        "foreach_all_gather",
+        "foreach_all_gather_copy_out",
+        "foreach_reduce",
+        "_cast_and_view_sharded_grads",
+        "_get_gradient_divide_factors",
+        "_div_if_needed",
+    ),
+    f"{_FSDP}/_fsdp_common.py": (
+        "DataParallelMeshInfo",
+        "FSDPMeshInfo",
+        "DDPMeshInfo",
+        "HSDPMeshInfo",
+        "TrainingState",
+    ),
+    f"{_FSDP}/_fully_shard.py": (
+        "FSDPModule._get_fsdp_state",
+        "FSDPModule.set_requires_gradient_sync",
+        "FSDPModule.set_requires_all_reduce",
+        "FSDPModule.set_is_last_backward",
+        "FSDPModule.set_manual_backward_finalization",
+        "FSDPModule.finalize_backward",
+        "FSDPModule.set_all_reduce_hook",
+        "FSDPModule.set_custom_all_gather",
+        "FSDPModule.set_custom_reduce_scatter",
+        "FSDPModule.set_gradient_divide_factor",
+    ),
+    "torch/distributed/_composable_state.py": ("_State", "_module_state_mapping", "_insert_module_state"),
+    "torch/distributed/_composable/replicate_with_fsdp.py": ("_ReplicateState", "replicate", "ReplicateModule"),
+    "torch/distributed/pipelining/stage.py": (
+        "_PipelineStageBase.backward_maybe_with_nosync",
+        "_PipelineStageBase.perform_reduce_grad",
+    ),
+    "torch/_tensor.py": ("Tensor.register_post_accumulate_grad_hook",),
+}
+"""File of torch's wheel -> names in it that this module relies on: what `make torch-diff` compares between releases.
+
+What of a class changes with every release, and matters nowhere here, is left out.
+"""
+
 
 class ShardedParameter:
     """A parameter of FSDP2 on this rank, by torch's private FSDPParam.
