@@ -33,6 +33,14 @@ STREAMS = 2
 HIGH_PRIORITY = -1
 """Priority of the side streams: what a codec computes is short, and the network waits for it."""
 
+VERDICT_PRIORITY = -2
+"""Priority of the stream that a verdict is copied on: never 0.
+
+Torch hands out 32 streams of each priority in turn (torch.cuda.Stream; c10/cuda/CUDAStream.h). Those of priority 0 run
+the callbacks of futures, which wait for collectives: after 32 buckets every one of them is behind a lost collective,
+and a copy would be, too. A device that has only 0 and -1 takes this for -1, which `SideStreams` alone asks for.
+"""
+
 Mark = float | torch.cuda.Event
 """A moment: seconds on the host, or an event on a stream."""
 
@@ -128,7 +136,8 @@ class StepVerdict:
         self._device = device
         self._factor = torch.ones(1, dtype=torch.float32, device=device)
         self._bad = torch.full((1,), torch.nan, dtype=torch.float32, device="cpu", pin_memory=True)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Invariant: nothing that waits for a collective is ever put on this stream.
+        self._stream = torch.cuda.Stream(device, VERDICT_PRIORITY)  # type: ignore[no-untyped-call]
         self._given_up = False
         self.apply_to(
             torch.ones(1, dtype=torch.float32, device=device)
