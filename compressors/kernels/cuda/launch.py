@@ -125,9 +125,10 @@ def launch(
     if not blocks:
         return
     index = _index(device)
-    function = load_kernel(file, kernel, index)
-    with torch.cuda.device(index), _cupy_stream(stream_of(device), index):
-        function((blocks,), (threads,), tuple(arguments))
+    with torch.cuda.device(index):  # also while the file is loaded: CUDA loads it on the current device
+        function = load_kernel(file, kernel, index)
+        with _cupy_stream(stream_of(device), index):
+            function((blocks,), (threads,), tuple(arguments))
 
 
 _scratch: dict[tuple[str, int | None, int], Tensor] = {}

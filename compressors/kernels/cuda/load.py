@@ -110,6 +110,29 @@ def _nvrtc() -> ModuleType:
     return nvrtc
 
 
+def nearest_architecture(architecture: int) -> int:
+    """The architecture to compile for, so that a device runs it: its own, or the largest smaller one of its major.
+
+    A cubin runs on devices of the same major and no smaller minor compute capability. Source: CUDA C++ Programming
+    Guide, "Binary Compatibility".
+
+    Args:
+        architecture: 10 major + minor of the device, such as 121.
+
+    Raises:
+        CudaKernelsError: NVRTC is missing, or knows no such architecture.
+    """
+    nvrtc = _nvrtc()
+    known = tuple(nvrtc.getSupportedArchs())
+    fitting = [each for each in known if each // 10 == architecture // 10 and each <= architecture]
+    if not fitting:
+        raise CudaKernelsError(
+            f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} compiles for sm_{min(known)} to "
+            f"sm_{max(known)}, not for sm_{architecture}: update CuPy and its CUDA components"
+        )
+    return max(fitting)
+
+
 def compile_cubin(name: str, architecture: int) -> bytes:
     """Compiles one file of csrc/cuda for a compute capability; needs no GPU.
 
@@ -121,12 +144,7 @@ def compile_cubin(name: str, architecture: int) -> bytes:
         CudaKernelsError: NVRTC does not know the architecture, or refuses the source.
     """
     nvrtc = _nvrtc()
-    known = tuple(nvrtc.getSupportedArchs())
-    if architecture not in known:
-        raise CudaKernelsError(
-            f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} compiles for sm_{min(known)} to "
-            f"sm_{max(known)}, not for sm_{architecture}: update CuPy and its CUDA components"
-        )
+    architecture = nearest_architecture(architecture)
     program = nvrtc.createProgram(kernel_source(name), f"{name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, (*OPTIONS, f"-arch=sm_{architecture}"))
@@ -160,6 +178,7 @@ def _cache_folder() -> Path:
 def cached_cubin(name: str, architecture: int, folder: Path) -> Path:
     """Returns the compiled file, compiling it if this source, compiler and architecture were not seen before."""
     version = _nvrtc().getVersion()
+    architecture = nearest_architecture(architecture)
     key = repr((kernel_source(name), OPTIONS, architecture, version)).encode()
     path = folder / f"{name}-sm{architecture}-{hashlib.sha256(key).hexdigest()[:32]}.cubin"
     if not path.exists():
@@ -170,6 +189,36 @@ def cached_cubin(name: str, architecture: int, folder: Path) -> Path:
     return path
 
 
+def require_kernels(device_index: int) -> None:
+    """Finds out, before anything is compiled, whether the kernels can be used on a device.
+
+    Raises:
+        CudaKernelsError: They cannot; the message says what to install.
+    """
+    require_cupy(device_index)
+    nearest_architecture(_architecture(device_index))
+
+
+def _architecture(device_index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return 10 * major + minor
+
+
+class _Module(Protocol):
+    """A compiled file that CuPy has loaded."""
+
+    def get_function(self, name: str) -> Launchable:
+        """One of its kernels."""
+
+
+@functools.cache
+def _load_file(name: str, device_index: int) -> _Module:
+    """Loads one file of csrc/cuda on the current device, which is that of the index."""
+    cupy = require_cupy(device_index)
+    path = cached_cubin(name, _architecture(device_index), _cache_folder())
+    return cast(_Module, cupy.RawModule(path=str(path)))
+
+
 @functools.cache
 def load_kernel(name: str, kernel: str, device_index: int) -> Launchable:
     """Returns a kernel, ready for one device.
@@ -177,7 +226,7 @@ def load_kernel(name: str, kernel: str, device_index: int) -> Launchable:
     Args:
         name: A key of `ENTRY_POINTS`.
         kernel: One of its values.
-        device_index: The CUDA device.
+        device_index: The CUDA device, which is the current one.
 
     Raises:
         CudaKernelsError: The kernels cannot be used on this machine; the message says what to install.
@@ -185,8 +234,4 @@ def load_kernel(name: str, kernel: str, device_index: int) -> Launchable:
     """
     if kernel not in ENTRY_POINTS[name]:
         raise KeyError(f"`kernel` is {kernel!r}; csrc/cuda/{name}.cu has {', '.join(ENTRY_POINTS[name])}")
-    cupy = require_cupy(device_index)
-    major, minor = torch.cuda.get_device_capability(device_index)
-    with cupy.cuda.Device(device_index):
-        module = cupy.RawModule(path=str(cached_cubin(name, 10 * major + minor, _cache_folder())))
-        return cast(Launchable, module.get_function(kernel))
+    return _load_file(name, device_index).get_function(kernel)
