@@ -268,7 +268,7 @@ class JobFacts:
     started_ranks: Mapping[int, str] = field(default_factory=dict)
     """The started ranks of these, those that have said that they run, before they import torch -> their host."""
     launcher: str = ""
-    """What started the ranks: `torchrun`, `mpirun`, `srun`."""
+    """What started the ranks, as `bench.nccl_tests.start.Start.by` names it."""
     waited_seconds: float = 0.0
     """Seconds for ranks that are missing."""
     notes: tuple[str, ...] = ()

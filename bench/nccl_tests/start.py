@@ -10,12 +10,16 @@ _FIRST_PORT, _PORTS = 20000, 20000
 """Ports for srun's ranks, picked by the job's number: below the kernel's own range (32768...), or above it rarely."""
 
 
+OWN_LAUNCHER = "your own launcher"
+"""Started the ranks if RANK and WORLD_SIZE are set and torchrun did not set them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """How this rank came to be, before it has met the others.
 
     Attributes:
-        by: `torchrun`, `mpirun`, `srun`, or `-g`.
+        by: `torchrun`, `mpirun`, `srun`, `OWN_LAUNCHER`, or `-g`.
         rank: This rank.
         size: Number of ranks.
         address: Of the store that rank 0 serves.
@@ -53,7 +57,10 @@ def find_start(variables: Mapping[str, str]) -> Start | None:
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
         place = torchrun_place(variables)
-        return Start("torchrun", *place, variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        # torchrun's agent alone sets the run's identifier: pods, DeepSpeed and users set only RANK and WORLD_SIZE.
+        # Source: torch/distributed/elastic/agent/server/local_elastic_agent.py.
+        by = "torchrun" if "TORCHELASTIC_RUN_ID" in variables else OWN_LAUNCHER
+        return Start(by, *place, variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     if "OMPI_COMM_WORLD_RANK" in variables or "PMI_RANK" in variables:
         return _from_mpi(variables)
     if "SLURM_PROCID" in variables and launcher_number(variables, "SLURM_STEP_NUM_TASKS", 1) > 1:

@@ -25,6 +25,7 @@ from gradwire.bench.doctor.facts import (
     UnreachedPair,
 )
 from gradwire.bench.doctor.script import judge
+from gradwire.bench.nccl_tests.start import OWN_LAUNCHER
 from gradwire.topology.nccl_variables import HARMFUL, NCCL_GUIDE, HarmfulVariable
 from support.doctor import everywhere, healthy, interface, on_node, slowed
 
@@ -521,7 +522,7 @@ def test_a_window_that_the_kernel_would_let_grow_is_not_blamed() -> None:
         assert "tcp_buffers" not in [each.key for each in diagnose(facts)]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", OWN_LAUNCHER])
 def test_of_a_rank_that_is_late_it_is_said_whether_it_has_started(launcher: str) -> None:
     facts = replace(
         healthy(0), missing_ranks=(3, 5), started_ranks={5: "node7"}, launcher=launcher, waited_seconds=300.0
@@ -532,7 +533,7 @@ def test_of_a_rank_that_is_late_it_is_said_whether_it_has_started(launcher: str)
     )
     assert absent.title == "Rank 3 did not come" and "300 s" in absent.evidence[0]
     said = " ".join((*absent.evidence, *absent.remedy))
-    assert ("no firewall" in said) is (launcher == "torchrun") and ("nc -zv" in said) is (launcher == "srun")
+    assert ("no firewall" in said) is (launcher == "torchrun") and ("nc -zv" in said) is (launcher != "torchrun")
 
 
 def test_threads_that_differ_are_counted_as_they_are() -> None:

@@ -3,14 +3,22 @@
 import pytest
 
 from gradwire.bench.nccl_tests.ranks import RankInfo, World
-from gradwire.bench.nccl_tests.start import Start, find_start, first_host
+from gradwire.bench.nccl_tests.start import OWN_LAUNCHER, Start, find_start, first_host
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
 
 
 def test_torchrun_and_srun_are_recognised() -> None:
     assert find_start({}) is None
     assert find_start(TORCHRUN) == Start("torchrun", 3, 8, "10.0.0.1", 29500)
+    pod = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+    assert find_start(pod) == Start(OWN_LAUNCHER, 3, 8, "10.0.0.1", 29500)
     srun = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "7"}
     found = find_start(srun)
     assert found is not None and (found.by, found.rank, found.size, found.address) == ("srun", 2, 4, "gpu03")
