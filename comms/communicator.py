@@ -20,6 +20,7 @@ from gradwire.comms.bootstrap.compat import (
     BackendWork,
     PrefixStore,
     Store,
+    blames_connection,
     is_known,
     nccl_backend_of,
     store_of,
@@ -31,7 +32,7 @@ from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import NIC_PER_RANK, Config, job_is_on_one_host
-from gradwire.comms.errors import PeerError
+from gradwire.comms.errors import PeerError, UnfinishedError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
 from gradwire.comms.plan.routes import Routes
@@ -39,7 +40,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.run.executor import Executor
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.transport.groups import Groups, Transport, check_transport
-from gradwire.comms.transport.torch_group import Waiting
+from gradwire.comms.transport.torch_group import Waiting, wait_in_slices
 from gradwire.compressors.base import Compressor, Layout, Work, planned
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.host_summary import Hardware
@@ -378,9 +379,39 @@ class Communicator:
         try:
             work = issue()
             if not members:
-                work = Waiting(cast(BackendWork, work), self._board.alarm)
+                work = Waiting(cast(BackendWork, work), self._board.alarm, self.config.timeout)
             work.wait()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            raise self.executor.failures.declare(where, members, error) from None
+
+    def wait_for(
+        self, where: str, work: BackendWork, members: Sequence[int] = (), seconds: float | None = None
+    ) -> None:
+        """Waits, in the thread of the caller, for what a user has issued on a group of torch's, on a CPU.
+
+        Args:
+            where: Which, in words, for an error.
+            work: Of a group of torch's.
+            members: The ranks whose message it is; none where it is a collective, whose wait can be cut into slices.
+            seconds: How long to wait at most; None: the group's time-out.
+
+        Raises:
+            CollectiveError: A connection has failed, the time-out has passed, or another rank has given up.
+            UnfinishedError: `seconds` have passed.
+            RuntimeError: The collective was refused; the group can be used as before.
+        """
+        try:
+            if seconds is not None and not members:
+                if not wait_in_slices(work, timedelta(seconds=seconds), self._board.alarm):
+                    raise UnfinishedError(f"{where} is not done within `timeout` ({seconds:g} s)")
+            else:
+                timeout = self.config.timeout if seconds is None else timedelta(seconds=seconds)
+                Waiting(work, None if members else self._board.alarm, timeout).wait()
+        except UnfinishedError:
+            raise
+        except Exception as error:
+            if not isinstance(error, PeerError | MemoryError) and not blames_connection(error):
+                raise  # an argument's fault: on every rank, or the others' wait ends by their time-out
             raise self.executor.failures.declare(where, members, error) from None
 
     def swap(self, other: int, nbytes: int) -> float:

@@ -24,3 +24,11 @@ class OverdueError(PeerError):
 
 class MismatchError(ValueError):
     """The ranks of a group called different collectives, or the same one with other arguments."""
+
+
+class RefusedError(RuntimeError):
+    """An argument of a collective is not taken. Nothing was issued, and the group can be used as before."""
+
+
+class UnfinishedError(RuntimeError):
+    """A collective is not done within the time that its caller gave it; it goes on, and can be waited for again."""

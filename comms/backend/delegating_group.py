@@ -9,13 +9,14 @@ binding.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comms.backend.arguments import WHOLE_AND_PART, check, reduces, written_and_read
 from gradwire.comms.backend.inner_turns import InnerTurns
 from gradwire.comms.backend.strided import Packing, tensors_in
 from gradwire.comms.backend.work import FutureWork, PackedWork, WatchedWork
@@ -23,55 +24,74 @@ from gradwire.comms.bootstrap.compat import BackendWork, outside_graphs
 from gradwire.comms.communicator import Communicator
 
 MESSAGES = ("send", "recv", "recv_anysource")
-"""Whose waits are not cut into slices: after one that times out gloo closes all connections of the group. They end
-where a connection does, and whoever hears of a failure shuts his down."""
+"""Their waits are not cut into slices: after one that times out gloo closes all connections of the group. They end
+where a connection does, and a rank that hears of a failure shuts its connections down."""
 
 
-def _delegate(name: str) -> Callable[..., dist.Work]:
+def _collective(name: str) -> Callable[..., dist.Work]:
+    """A method that every call of a collective passes: refused, run by the group itself, or given to the inner group.
+
+    Args:
+        name: Of the inner group's method.
+    """
+
+    @outside_graphs
+    def call(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
+        check(name, group.size(), arguments, named)
+        work = None if named else group.own_work(name, arguments)
+        return work or _pass_on(group, name, arguments, named)
+
+    return call
+
+
+def _message(name: str) -> Callable[..., dist.Work]:
     """A method that calls the inner group's of this name with the same arguments, which torch checks itself."""
 
     @outside_graphs
-    def delegate(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
-        work: dist.Work = getattr(group.inner, name)(*arguments, **named)
-        communicator = group.communicator
-        first = next(iter(tensors_in([*arguments, *named.values()])), None)
-        on_cpu = not torch.cuda.is_available() if first is None else first.device.type == "cpu"  # a barrier has none
-        if communicator is None or not on_cpu:
-            return work
-        members = range(group.size()) if name in MESSAGES else ()
-        return WatchedWork(work, lambda: communicator.carry_out(name, lambda: cast(BackendWork, work), members))
+    def call(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
+        return _delegate(group, name, arguments, named)
 
-    return delegate
+    return call
 
 
-def _packed(name: str) -> Callable[..., dist.Work]:
-    """The same for a method that would take strided tensors as they lie.
+def _pass_on(
+    group: "DelegatingGroup", name: str, arguments: Sequence[object], named: Mapping[str, object]
+) -> dist.Work:
+    """Calls the inner group's method with CPU tensors in the shape that gloo takes."""
+    moves, flat = not reduces(name), name.startswith(WHOLE_AND_PART)
+    written, read = Packing(moves, flat), Packing(moves, flat)
+    positional = [(read if place else written).pack(argument) for place, argument in enumerate(arguments)]
+    by_name = {key: (read if key.startswith("input") else written).pack(argument) for key, argument in named.items()}
+    first = next(iter(tensors_in([*positional, *by_name.values()])), None)
+    device = None if first is None else first.device
+    work = group.turns.issue(lambda: _delegate(group, name, positional, by_name), device)
+    if not written.changes:
+        return work
+    outputs = tensors_in(written_and_read(arguments, named)[0])
 
-    It writes to its first argument, and to all arguments given by name but `input...`.
-    """
-    delegate = _delegate(name)
+    def finish() -> list[Tensor]:
+        written.copy_back()
+        return outputs
 
-    @outside_graphs
-    def delegate_packed(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
-        written, read = Packing(), Packing()
-        positional = [(read if place else written).pack(argument) for place, argument in enumerate(arguments)]
-        by_name = {
-            key: (read if key.startswith("input") else written).pack(argument) for key, argument in named.items()
-        }
-        first = next(iter(tensors_in([*positional, *by_name.values()])), None)
-        device = None if first is None else first.device
-        work = group.turns.issue(lambda: delegate(group, *positional, **by_name), device)
-        if not written.copies:
-            return work
-        outputs = tensors_in([*arguments[:1], *(named[key] for key in named if not key.startswith("input"))])
+    return group.issued(PackedWork(work, finish))
 
-        def finish() -> list[Tensor]:
-            written.copy_back()
-            return outputs
 
-        return group.issued(PackedWork(work, finish))
+def _delegate(
+    group: "DelegatingGroup", name: str, arguments: Sequence[object], named: Mapping[str, object]
+) -> dist.Work:
+    """Calls the inner group's method; on a CPU its work hears of failures elsewhere, and has a deadline."""
+    work: dist.Work = getattr(group.inner, name)(*arguments, **named)
+    communicator = group.communicator
+    first = next(iter(tensors_in([*arguments, *named.values()])), None)
+    on_cpu = not torch.cuda.is_available() if first is None else first.device.type == "cpu"  # a barrier has none
+    if communicator is None or not on_cpu:
+        return work
+    members = range(group.size()) if name in MESSAGES else ()
 
-    return delegate_packed
+    def wait(seconds: float | None) -> None:
+        communicator.wait_for(name, cast(BackendWork, work), members, seconds)
+
+    return WatchedWork(work, wait)
 
 
 class DelegatingGroup(dist.ProcessGroup):
@@ -102,31 +122,43 @@ class DelegatingGroup(dist.ProcessGroup):
         self._outstanding.append(work)
         return work
 
+    def own_work(self, name: str, arguments: Sequence[object]) -> dist.Work | None:
+        """The work of a collective that the group runs itself, under way; None where it is the inner group's.
+
+        Args:
+            name: Of the inner group's method.
+            arguments: Of the call, which has none by name.
+        """
+        return None
+
     @outside_graphs
     def barrier(self, *arguments: object, **named: object) -> dist.Work:
         """Waits on the host for what this rank has issued, as gloo's does, then for the other ranks."""
-        for work in self._outstanding:
+        while self._outstanding:
+            work = self._outstanding.popleft()
+            if work.is_completed():  # one that has failed has said so, or will, to who waits for it
+                continue
             if isinstance(work, FutureWork):
                 work.wait_on_host()
             else:
                 work.wait()
-        return _delegate("barrier")(self, *arguments, **named)
+        return _delegate(self, "barrier", arguments, named)
 
-    allreduce = _packed("allreduce")
-    allreduce_coalesced = _packed("allreduce_coalesced")
-    broadcast = _packed("broadcast")
-    reduce = _packed("reduce")
-    allgather = _packed("allgather")
-    allgather_coalesced = _packed("allgather_coalesced")
-    all_gather_single = _allgather_base = _packed("_allgather_base")
-    all_gather_single_coalesced = allgather_into_tensor_coalesced = _packed("allgather_into_tensor_coalesced")
-    reduce_scatter = _packed("reduce_scatter")
-    reduce_scatter_single = _reduce_scatter_base = _packed("_reduce_scatter_base")
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _packed("reduce_scatter_tensor_coalesced")
-    gather = _packed("gather")
-    scatter = _packed("scatter")
-    alltoall = _packed("alltoall")
-    all_to_all_single = alltoall_base = _packed("alltoall_base")
-    send = _delegate("send")
-    recv = _delegate("recv")
-    recvAnysource = recv_anysource = _delegate("recv_anysource")
+    allreduce = _collective("allreduce")
+    allreduce_coalesced = _collective("allreduce_coalesced")
+    broadcast = _collective("broadcast")
+    reduce = _collective("reduce")
+    allgather = _collective("allgather")
+    allgather_coalesced = _collective("allgather_coalesced")
+    all_gather_single = _allgather_base = _collective("_allgather_base")
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _collective("allgather_into_tensor_coalesced")
+    reduce_scatter = _collective("reduce_scatter")
+    reduce_scatter_single = _reduce_scatter_base = _collective("_reduce_scatter_base")
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _collective("reduce_scatter_tensor_coalesced")
+    gather = _collective("gather")
+    scatter = _collective("scatter")
+    alltoall = _collective("alltoall")
+    all_to_all_single = alltoall_base = _collective("alltoall_base")
+    send = _message("send")
+    recv = _message("recv")
+    recvAnysource = recv_anysource = _message("recv_anysource")

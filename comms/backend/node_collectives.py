@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradwire.comms.backend.strided import is_plain, overwrite, plain
 from gradwire.comms.backend.work import FutureTensors
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.threads import BackgroundThread
@@ -66,10 +67,10 @@ class NodeCollectives:
         tensor = tensor.detach()
 
         def run(group: ShmGroup) -> None:
-            flat = tensor.contiguous()
+            flat = plain(tensor)
             group.broadcast(flat, root)
             if flat is not tensor and self._rank != root:
-                tensor.copy_(flat)
+                overwrite(tensor, flat)
 
         return self._submit(run, [tensor])
 
@@ -79,11 +80,9 @@ class NodeCollectives:
 
         def run(group: ShmGroup) -> None:
             gathered = (
-                output
-                if output.is_contiguous()
-                else torch.empty(output.shape, dtype=output.dtype, device=output.device)
+                output if is_plain(output) else torch.empty(output.shape, dtype=output.dtype, device=output.device)
             )
-            group.all_gather(gathered, source.contiguous())
+            group.all_gather(gathered, plain(source))
             if gathered is not output:
                 output.copy_(gathered)
 
@@ -95,7 +94,7 @@ class NodeCollectives:
 
         def run(group: ShmGroup) -> None:
             gathered = source.new_empty((self._size, *source.shape))
-            group.all_gather(gathered, source.contiguous())
+            group.all_gather(gathered, plain(source))
             for output, contribution in zip(outputs, gathered, strict=True):
                 output.copy_(contribution)
 

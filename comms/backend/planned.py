@@ -97,9 +97,9 @@ class PlannedAllReduce:
         self._sums += 1
         future = self._start(communicator, tensors, scale)
         if not on_cuda:
-            return FutureWork(future)
+            return FutureWork(future, self._config.timeout)
         communicator.executor.release()  # a sum that went directly is watched from here on, too
-        return FutureWork(future, communicator.executor.last)
+        return FutureWork(future, self._config.timeout, communicator.executor.last)
 
     def _start(self, communicator: Communicator, tensors: list[Tensor], scale: float) -> FutureTensors:
         views = [tensor.detach() for tensor in tensors]

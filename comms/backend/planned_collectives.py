@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gradwire.comms.backend.strided import overwrite
+from gradwire.comms.backend.strided import is_plain, overwrite
 from gradwire.comms.backend.work import FutureTensors, finished
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.collectives import BROADCAST, SMALL_NBYTES, CollectivePlan, beats_library, plan_collective
@@ -167,7 +167,7 @@ class PlannedCollectives:
         """Copies this rank's piece to its place in all of them, unless it is there."""
         numel = source.numel()
         own = target[self._rank * numel : (self._rank + 1) * numel]
-        if own.data_ptr() != source.data_ptr() or not source.is_contiguous():
+        if own.data_ptr() != source.data_ptr() or not is_plain(source):
             own.view(source.shape).copy_(source.detach())
 
     def _reduce_scatter(self, output: Tensor, flat: Tensor, scale: float, *, keep: bool) -> FutureTensors:
@@ -231,7 +231,7 @@ def together(futures: Sequence[FutureTensors]) -> FutureTensors:
 
 def _as_lies(tensor: Tensor) -> Tensor | None:
     """The tensor's memory, 1-D; None where a copy must travel: it has gaps, or other threads may not write to it."""
-    if not tensor.is_contiguous() or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+    if not is_plain(tensor) or tensor.is_inference():
         return None
     with torch.inference_mode(False):
         return tensor.detach().view(-1)

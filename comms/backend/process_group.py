@@ -16,13 +16,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
 
 from gradwire.comms.backend.delegating_group import DelegatingGroup
 from gradwire.comms.backend.node_collectives import NodeCollectives
 from gradwire.comms.backend.planned import PlannedAllReduce
 from gradwire.comms.backend.planned_collectives import PlannedCollectives, together
-from gradwire.comms.backend.work import FutureWork
+from gradwire.comms.backend.work import FutureTensors, FutureWork
 from gradwire.comms.bootstrap.compat import (
     GroupName,
     GroupOptions,
@@ -30,7 +35,6 @@ from gradwire.comms.bootstrap.compat import (
     Store,
     clone_of,
     factor_of,
-    outside_graphs,
     register_backends,
 )
 from gradwire.comms.config import PLANNING, Config
@@ -149,104 +153,65 @@ class GradwireGroup(DelegatingGroup):
         """The store that all ranks of this group share."""
         return self._store
 
-    @outside_graphs
-    def allreduce(self, *arguments: object, **named: object) -> dist.Work:
-        """Sums and averages by a plan where that is faster. In place."""
-        match arguments:
-            case [[Tensor() as tensor], AllreduceOptions() as options] if not named:
-                return self._sum([tensor], options.reduceOp) or super().allreduce(*arguments, **named)
-        return super().allreduce(*arguments, **named)
+    def own_work(self, name: str, arguments: Sequence[object]) -> dist.Work | None:
+        """Sums by a plan where that is faster; CPU tensors move through shared memory, or by a plan on several nodes.
 
-    @outside_graphs
-    def allreduce_coalesced(self, *arguments: object, **named: object) -> dist.Work:
-        """As one all-reduce of all tensors end to end, where that pays. In place."""
-        match arguments:
-            case [list() as tensors, AllreduceOptions() as options] if tensors and not named:
-                return self._sum(tensors, options.reduceOp) or super().allreduce_coalesced(*arguments, **named)
-        return super().allreduce_coalesced(*arguments, **named)
+        Args:
+            name: Of the method of torch's process groups.
+            arguments: Of the call, in the shape that torch's own functions use.
 
-    @outside_graphs
-    def broadcast(self, *arguments: object, **named: object) -> dist.Work:
-        """Sends through shared memory on a single node, by a plan on several. In place."""
-        match arguments:
-            case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named and _is_local(tensor):
-                if (exact := self._exact(BROADCAST, tensor.nbytes, options.rootRank)) is not None:
-                    return self.issued(FutureWork(exact.broadcast(tensor, options.rootRank)))
-        return super().broadcast(*arguments, **named)
+        Returns:
+            The work, under way; None where it is the inner group's.
+        """
+        match name, arguments:
+            case "allreduce", [[Tensor() as tensor], AllreduceOptions() as options]:
+                return self._sum([tensor], options.reduceOp)
+            case "allreduce_coalesced", [
+                list() as tensors,
+                AllreduceOptions() | AllreduceCoalescedOptions() as given,
+            ] if tensors:
+                return self._sum(tensors, given.reduceOp)
+        future = self._own_future(name, arguments)
+        return None if future is None else self.issued(FutureWork(future, self.config.timeout))
 
-    @outside_graphs
-    def allgather(self, *arguments: object, **named: object) -> dist.Work:
-        """As `broadcast`; `arguments` are ([outputs of all ranks], [source], options)."""
-        match arguments:
-            case [[list() as outputs], [Tensor() as source], AllgatherOptions()] if not named:
-                fits = _is_local(source, *outputs) and self._is_alike(source, outputs)
-                if fits and (exact := self._exact(ALL_GATHER, source.nbytes * self.size())) is not None:
-                    return self.issued(FutureWork(exact.all_gather_list(outputs, source)))
-        return super().allgather(*arguments, **named)
-
-    @outside_graphs
-    def all_gather_single(self, *arguments: object, **named: object) -> dist.Work:
-        """As `broadcast`; `arguments` are (output, source, options)."""
-        match arguments:
-            case [Tensor() as output, Tensor() as source, AllgatherOptions()] if not named:
-                fits = _is_local(source, output) and self._fits(output, source)
-                if fits and (exact := self._exact(ALL_GATHER, output.nbytes)) is not None:
-                    return self.issued(FutureWork(exact.all_gather(output, source)))
-        return super().all_gather_single(*arguments, **named)
-
-    @outside_graphs
-    def all_gather_single_coalesced(self, *arguments: object, **named: object) -> dist.Work:
-        """As `all_gather_single`, all under way together; `arguments` are (outputs, sources, options)."""
-        match arguments:
-            case [list() as outputs, list() as sources, *_] if not named and len(outputs) == len(sources) > 0:
-                pairs = list(zip(outputs, sources, strict=True))
-                if _is_local(*outputs, *sources) and all(self._fits(*pair) for pair in pairs):
-                    total = sum(output.nbytes for output in outputs)
-                    if (exact := self._exact(ALL_GATHER, total)) is not None:
-                        return self.issued(FutureWork(together([exact.all_gather(*pair) for pair in pairs])))
-        return super().all_gather_single_coalesced(*arguments, **named)
-
-    @outside_graphs
-    def reduce_scatter(self, *arguments: object, **named: object) -> dist.Work:
-        """As `reduce_scatter_single`; `arguments` are ([output], [sources of all ranks], options)."""
-        match arguments:
-            case [[Tensor() as output], [list() as sources], ReduceScatterOptions() as options] if not named:
-                if _is_dense(output, *sources) and self._is_alike(output, sources):
+    def _own_future(self, name: str, arguments: Sequence[object]) -> FutureTensors | None:
+        """A collective that is no all-reduce, as `own_work`; the shapes were checked."""
+        match name, arguments:
+            case "broadcast", [[Tensor() as tensor], dist.BroadcastOptions() as options] if _is_local(tensor):
+                if 0 <= options.rootRank < self.size():
+                    exact = self._exact(BROADCAST, tensor.nbytes, options.rootRank)
+                    return None if exact is None else exact.broadcast(tensor, options.rootRank)
+            case "allgather", [[list() as outputs], [Tensor() as source], AllgatherOptions()]:
+                if _is_local(source, *outputs) and self._is_alike(source, outputs):
+                    exact = self._exact(ALL_GATHER, source.nbytes * self.size())
+                    return None if exact is None else exact.all_gather_list(outputs, source)
+            case "_allgather_base", [Tensor() as output, Tensor() as source, AllgatherOptions()]:
+                if _is_local(source, output):
+                    exact = self._exact(ALL_GATHER, output.nbytes)
+                    return None if exact is None else exact.all_gather(output, source)
+            case "allgather_into_tensor_coalesced", [list() as outputs, list() as sources, *_]:
+                if len(outputs) == len(sources) > 0 and _is_local(*outputs, *sources):
+                    exact = self._exact(ALL_GATHER, sum(output.nbytes for output in outputs))
+                    pairs = zip(outputs, sources, strict=True)
+                    return None if exact is None else together([exact.all_gather(*pair) for pair in pairs])
+            case "reduce_scatter", [[Tensor() as output], [list() as sources], ReduceScatterOptions() as options]:
+                if _is_dense(output, *sources):
                     exact, scale = self._summing(options.reduceOp, [output], output.nbytes * self.size())
-                    if exact is not None:
-                        return self.issued(FutureWork(exact.reduce_scatter_list(output, sources, scale)))
-        return super().reduce_scatter(*arguments, **named)
-
-    @outside_graphs
-    def reduce_scatter_single(self, *arguments: object, **named: object) -> dist.Work:
-        """Sums and averages, through shared memory or by a plan; `arguments` are (output, source, options)."""
-        match arguments:
-            case [Tensor() as output, Tensor() as source, ReduceScatterOptions() as options] if not named:
-                if _is_dense(source, output) and self._fits(source, output):
+                    return None if exact is None else exact.reduce_scatter_list(output, sources, scale)
+            case "_reduce_scatter_base", [Tensor() as output, Tensor() as source, ReduceScatterOptions() as options]:
+                if _is_dense(source, output):
                     exact, scale = self._summing(options.reduceOp, [source], source.nbytes)
-                    if exact is not None:
-                        return self.issued(FutureWork(exact.reduce_scatter(output, source, scale)))
-        return super().reduce_scatter_single(*arguments, **named)
-
-    @outside_graphs
-    def reduce_scatter_single_coalesced(self, *arguments: object, **named: object) -> dist.Work:
-        """As `reduce_scatter_single`, all under way together; `arguments` are (outputs, sources, options)."""
-        match arguments:
-            case [list() as outputs, list() as sources, ReduceScatterOptions() as options] if not named:
-                pairs = list(zip(sources, outputs, strict=False))
-                alike = len(outputs) == len(sources) > 0 and _is_dense(*sources, *outputs)
-                if alike and all(self._fits(*pair) for pair in pairs):
-                    total = sum(source.nbytes for source in sources)
-                    exact, scale = self._summing(options.reduceOp, sources, total)
-                    if exact is not None:
-                        sums = [exact.reduce_scatter(part, whole, scale) for whole, part in pairs]
-                        return self.issued(FutureWork(together(sums)))
-        return super().reduce_scatter_single_coalesced(*arguments, **named)
-
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+                    return None if exact is None else exact.reduce_scatter(output, source, scale)
+            case "reduce_scatter_tensor_coalesced", [
+                list() as outputs,
+                list() as sources,
+                ReduceScatterOptions() as given,
+            ]:
+                if len(outputs) == len(sources) > 0 and _is_dense(*sources, *outputs):
+                    exact, scale = self._summing(given.reduceOp, sources, sum(source.nbytes for source in sources))
+                    pairs = zip(outputs, sources, strict=True)
+                    return None if exact is None else together([exact.reduce_scatter(*pair, scale) for pair in pairs])
+        return None
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Sends everything to the inner group, which collects it (NCCL), until `_end_coalescing`."""
@@ -346,6 +311,3 @@ class GradwireGroup(DelegatingGroup):
         return len(outputs) == self.size() and all(
             output.shape == source.shape and output.dtype == source.dtype for output in outputs
         )
-
-    def _fits(self, whole: Tensor, part: Tensor) -> bool:
-        return whole.dtype == part.dtype and whole.numel() == self.size() * part.numel()

@@ -3,12 +3,15 @@
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comms.errors import UnfinishedError
 from gradwire.comms.streams import IssuedWork
+from gradwire.comms.transport.torch_group import WAIT_MARGIN
 
 FutureTensors = torch.futures.Future[list[Tensor]]
 
@@ -18,29 +21,35 @@ class FutureWork(dist.Work):
 
     Args:
         future: Done when the collective is; its value is the list of output tensors, as DDP's reducer expects.
+        timeout: The group's: `wait` ends by then and `WAIT_MARGIN`.
         passed: On CUDA, where the future is done as soon as all is issued: a moment behind the collective.
     """
 
-    def __init__(self, future: FutureTensors, passed: torch.cuda.Event | IssuedWork | None = None) -> None:
+    def __init__(
+        self, future: FutureTensors, timeout: timedelta, passed: torch.cuda.Event | IssuedWork | None = None
+    ) -> None:
         super().__init__()
         self._future = future
+        self._timeout = timeout
         self._passed = passed
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until done (CUDA: makes the current stream wait); raises what the collective raised.
 
         Args:
-            timeout: None, zero or less waits as long as the group's own time-out allows.
+            timeout: None, zero or less waits as long as the group's own time-out and `WAIT_MARGIN` allow.
 
         Raises:
-            RuntimeError: The collective failed, or is not done within `timeout`.
+            RuntimeError: The collective failed, or is not done in time.
         """
-        if timeout is not None and timeout > timedelta(0) and not self._done_within(timeout):
+        given = timeout is not None and timeout > timedelta(0)
+        limit = timeout if timeout is not None and given else self._timeout + WAIT_MARGIN
+        if not self._future.done() and not self._done_within(limit):
             raise RuntimeError(
-                f"`timeout` of {timeout.total_seconds():g} s has passed and the collective is not done: a "
-                "rank is late or has issued other collectives"
+                f"`timeout` of {(limit if given else self._timeout).total_seconds():g} s has passed and the collective "
+                "is not done: a rank is late or has issued other collectives"
             )
-        self._future.wait()
+        self._future.wait()  # done: raises what it holds, and on CUDA has the stream wait
         return True
 
     def get_future(self) -> FutureTensors:
@@ -95,13 +104,16 @@ class WatchedWork(dist.Work):
 
     Args:
         work: What torch's group returned.
-        carry_out: Waits for it, as long as the group's own time-out allows; see `Communicator.carry_out`.
+        wait: Waits for it so many seconds, or as long as the group's own time-out allows; see
+            `Communicator.wait_for`.
     """
 
-    def __init__(self, work: dist.Work, carry_out: Callable[[], object]) -> None:
+    def __init__(self, work: dist.Work, wait: Callable[[float | None], object]) -> None:
         super().__init__()
         self._work = work
-        self._carry_out = carry_out
+        self._wait = wait
+        self._ended = False
+        """Whether it was waited for until its end: some of gloo's works never say so themselves."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the results are there.
@@ -112,10 +124,14 @@ class WatchedWork(dist.Work):
         Raises:
             RuntimeError: The collective failed, another rank has given up, or it is not done within `timeout`.
         """
-        if timeout is not None and timeout > timedelta(0):
-            self._work.wait(timeout)
-        else:
-            self._carry_out()
+        try:
+            self._wait(timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None)
+        except UnfinishedError:  # goes on
+            raise
+        except BaseException:
+            self._ended = True
+            raise
+        self._ended = True
         return True
 
     def get_future(self) -> FutureTensors:
@@ -128,7 +144,7 @@ class WatchedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
-        return bool(self._work.is_completed())
+        return self._ended or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
         """Whether it is done and did not fail."""
@@ -156,6 +172,14 @@ class WatchedWork(dist.Work):
         return self._work._source_rank()
 
 
+def _wait_for(work: dist.Work, seconds: float | None) -> None:
+    """Waits for a work of the inner group, which has a deadline of its own where no seconds are given."""
+    if seconds is None:
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=seconds))
+
+
 class PackedWork(WatchedWork):
     """The work of a collective that was given copies; the results are there once it is seen to be done.
 
@@ -167,7 +191,7 @@ class PackedWork(WatchedWork):
     """
 
     def __init__(self, work: dist.Work, finish: Callable[[], list[Tensor]]) -> None:
-        super().__init__(work, work.wait)
+        super().__init__(work, partial(_wait_for, work))
         self._finish = finish
         self._lock = threading.Lock()
         self._outputs: list[Tensor] | None = None

@@ -167,6 +167,23 @@ GLOO_SEGMENT_NBYTES = 1 << 20
 """The most that gloo's ring all_reduce sends at a time. Source: gloo, gloo/allreduce.h, kMaxSegmentSize. With it go the
 cuts and the order of its sums (gloo/allreduce.cc, `ring`), and that it rounds 16-bit sums after each addition."""
 
+GLOO_DTYPES = frozenset(
+    (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    )
+)
+"""What gloo's collectives have elements of. Source: torch, ProcessGroupGloo.cpp, GENERATE_ALL_TYPES."""
+
+_GLOO_CONNECTION_WORDS = ("gloo/transport/", "gloo/rendezvous/", "pair closure", "Connection closed", "Timed out")
+"""What is in gloo's errors about a connection; those about an argument have none of them."""
+
+
+def blames_connection(error: BaseException) -> bool:
+    """Whether an error of gloo is about a connection, or a time-out, and not about an argument of the call."""
+    return any(words in str(error) for words in _GLOO_CONNECTION_WORDS)
+
+
 GLOO_SUMS_KNOWN_UP_TO = (2, 15)
 """The newest torch supported, whose gloo the tests compare with that order: of a later one nobody knows."""
 

@@ -6,6 +6,7 @@ operation that survives losses: all of it is an all-reduce, in which a rank that
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -171,7 +172,7 @@ class ElasticGroup(dist.ProcessGroup):
         devices: list[int | str | torch.device] = [tensors[0].device] if tensors and tensors[0].is_cuda else []
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(list(tensors))
-        return FutureWork(future)
+        return FutureWork(future, timedelta(0))  # is done
 
     def _refuse(self, call: str) -> NoReturn:
         raise NotImplementedError(

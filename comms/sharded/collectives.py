@@ -542,7 +542,9 @@ class ExactReduceScatter(ReduceScatter):
         def run() -> None:
             self._communicator.carry_out(
                 "reduce_scatter (of shards)",
-                lambda: FutureWork(planned.reduce_scatter(output_tensor, input_tensor, keep=False)),
+                lambda: FutureWork(
+                    planned.reduce_scatter(output_tensor, input_tensor, keep=False), self._communicator.config.timeout
+                ),
                 range(group.size()),
             )
             if divisor != 1.0:
@@ -599,7 +601,7 @@ class ExactAllGather(AllGather):
         def run() -> None:
             self._communicator.carry_out(
                 "all_gather (of shards)",
-                lambda: FutureWork(planned.all_gather(output_tensor, input_tensor)),
+                lambda: FutureWork(planned.all_gather(output_tensor, input_tensor), self._communicator.config.timeout),
                 range(group.size()),
             )
 

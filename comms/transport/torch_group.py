@@ -43,7 +43,7 @@ from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
 from gradwire.comms.bootstrap.kernel import TcpInfo, tcp_sockets
 from gradwire.comms.bootstrap.threads import in_thread, outcome_of
 from gradwire.comms.config import gloo_interfaces
-from gradwire.comms.errors import PeerError
+from gradwire.comms.errors import OverdueError, PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
 if TYPE_CHECKING:
@@ -57,6 +57,13 @@ Alarm = Callable[[], str | None]
 SLICE = timedelta(seconds=1)
 """How long a wait goes on before it asks the alarm: one look at the store a second and lane, which costs nothing."""
 
+WAIT_MARGIN = timedelta(seconds=30)
+"""How long a wait outlasts the group's time-out at most: what waits below it ends by that time-out, and then asks the
+other ranks who is missing (`failure.PATIENCE` and more), whose answer says more than this wait can."""
+
+MAKING_MARGIN = timedelta(seconds=5)
+"""How long the wait for one of torch's works outlasts the time-out: gloo's own error, which names a connection, is
+first unless its threads are all busy."""
 
 LARGE_NBYTES = 256 << 10
 """Messages from here on go through two groups. At 200 Mbit/s two groups were ahead at 128 KiB between two nodes and
@@ -138,18 +145,31 @@ class TorchTransport:
         size: Number of ranks.
         alarm: Asked about once a second while a work is waited for; what it returns, another rank has given up for.
             A broken connection shows only to its two ends, and gloo cannot wake the others.
+        timeout: That the group was made with.
     """
 
-    def __init__(self, group: TorchGroup, rank: int, size: int, alarm: Alarm | None = None) -> None:
+    def __init__(
+        self,
+        group: TorchGroup,
+        rank: int,
+        size: int,
+        alarm: Alarm | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
         self.rank = rank
         self.size = size
         self._group = group
         self._alarm = alarm
+        self._timeout = timeout
+
+    def _waiting(self, work: BackendWork) -> Work:
+        """A work of the group, whose wait hears the alarm and has a deadline."""
+        return Waiting(work, self._alarm or (lambda: None), self._timeout)
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Transport.all_reduce`. Gloo runs a ring: each element is summed on one rank and copied to the others."""
         scale_in_place(tensor, scale)
-        return Waiting(self._group.allreduce([tensor], dist.AllreduceOptions()), self._alarm)
+        return self._waiting(self._group.allreduce([tensor], dist.AllreduceOptions()))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_to_all`."""
@@ -159,7 +179,7 @@ class TorchTransport:
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`."""
         issue = getattr(self._group, ALL_GATHER_SINGLE)
-        return Waiting(issue(output.view(-1), source.view(-1), AllgatherOptions()), self._alarm)
+        return self._waiting(issue(output.view(-1), source.view(-1), AllgatherOptions()))
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0, rings: Rings = ()) -> Work:
         """See `Transport.reduce_scatter`. Every rank sends each slice to its owner, which sums in rank order.
@@ -222,7 +242,7 @@ class TorchTransport:
         """See `Transport.broadcast`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return Waiting(self._group.broadcast([tensor], options), self._alarm)
+        return self._waiting(self._group.broadcast([tensor], options))
 
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
@@ -239,7 +259,7 @@ class TorchTransport:
         if len({*output_splits, *source_splits}) == 1:
             output_splits = source_splits = []  # equal parts
         issue = getattr(self._group, ALL_TO_ALL_SINGLE)
-        return Waiting(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()), self._alarm)
+        return self._waiting(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()))
 
 
 class GlooTransport(TorchTransport):
@@ -255,7 +275,7 @@ class GlooTransport(TorchTransport):
         alarm: See `TorchTransport`.
         connections: From the round trip in seconds between the farthest two ranks, how many connections large messages
             between two of them travel over; the largest answer of all ranks counts. Below 2 they are gloo's. None: 1.
-        timeout: For what those connections carry.
+        timeout: That the groups are made with, and for what those connections carry.
     """
 
     sums_as_rings = True
@@ -272,10 +292,9 @@ class GlooTransport(TorchTransport):
     ) -> None:
         self._sockets = GlooSockets()
         self._connect = connect
-        super().__init__(self._sockets.opened_by(lambda: connect("first")), rank, size, alarm)
+        super().__init__(self._sockets.opened_by(lambda: connect("first")), rank, size, alarm, timeout)
         self._downwards: TorchGroup | None = None
         self._choose = connections
-        self._timeout = timeout
         self._streams: Streams | None = None
         self._adds_as_ring = False
         """Whether gloo's ring was seen to add in the order of `ring_runs`; alike on all ranks."""
@@ -381,7 +400,8 @@ class GlooTransport(TorchTransport):
         upwards, downwards = (cast(PairwiseGroup, group) for group in (self._group, self.connect_both_ways()))
         sending, receiving = (upwards, downwards) if other > self.rank else (downwards, upwards)
         coming = receiving.recv([received], other, 0)
-        return Works([Waiting(sending.send([sent], other, 0), None), Waiting(coming, None)])
+        sent_work = sending.send([sent], other, 0)
+        return Works([Waiting(each, None, self._timeout) for each in (sent_work, coming)])
 
     def listening(self, call: Callable[[], Result]) -> Result:
         """What `call` returns, which swaps and knows no alarm: it runs in a thread, and this one asks the alarm.
@@ -440,7 +460,7 @@ class GlooTransport(TorchTransport):
         down = getattr(downwards, ALL_TO_ALL_SINGLE)(
             higher_out, lower_in, self._higher(output_splits), self._lower(source_splits), dist.AllToAllOptions()
         )
-        return Works([Waiting(up, self._alarm), Waiting(down, self._alarm)])
+        return Works([self._waiting(up), self._waiting(down)])
 
     def _pieces(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]
@@ -695,28 +715,68 @@ class Works:
 
 
 class Waiting:
-    """A torch Work under gradwire's protocol."""
+    """A torch Work under gradwire's protocol.
 
-    def __init__(self, work: BackendWork, alarm: Alarm | None) -> None:
+    Args:
+        work: Gloo's.
+        alarm: See `TorchTransport`. None: the wait is not cut into slices, and hears no alarm.
+        timeout: The group's, for every collective.
+    """
+
+    def __init__(self, work: BackendWork, alarm: Alarm | None, timeout: timedelta) -> None:
         self._work = work
         self._alarm = alarm
+        self._timeout = timeout
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """See `Work.wait`.
+
+        Raises:
+            RuntimeError: What gloo raised; or the time-out and `MAKING_MARGIN` are over.
+            PeerError: Another rank has given up.
+        """
         if self._alarm is None:
-            self._work.wait()
+            self._work.wait(self._timeout)
             return
-        while True:
-            try:
-                self._work.wait(SLICE)
-            except RuntimeError:
-                if self._work.is_completed():  # by now; only a second look distinguishes a time-out from a failure
-                    self._work.wait()
-                    return
-                if reason := self._alarm():
-                    raise PeerError(reason) from None
-            else:
-                return
+        limit = self._timeout + MAKING_MARGIN
+        if not wait_in_slices(self._work, limit, self._alarm):
+            raise OverdueError(
+                f"a collective of gloo was not done within `timeout` ({self._timeout.total_seconds():g} s): a rank is "
+                "late, or has issued another collective"
+            )
+
+
+def wait_in_slices(work: BackendWork, limit: timedelta, alarm: Alarm) -> bool:
+    """Waits for a work, and asks the alarm once a second.
+
+    Args:
+        work: Gloo's.
+        limit: How long, at most; a wait that gloo does not cut short (reduce_scatter's) ends by gloo's own time-out.
+        alarm: See `TorchTransport`.
+
+    Returns:
+        Whether it is done.
+
+    Raises:
+        RuntimeError: What gloo raised.
+        PeerError: Another rank has given up.
+    """
+    deadline = time.monotonic() + limit.total_seconds()
+    while True:
+        began = time.monotonic()
+        part = min(SLICE.total_seconds(), max(deadline - began, 0.001))
+        try:
+            work.wait(timedelta(seconds=part))
+            return True
+        except RuntimeError:
+            # A work that has failed raises at once when it is asked again. Not all of gloo's say that they have ended.
+            if work.is_completed() or time.monotonic() - began < part / 2:
+                work.wait(timedelta(seconds=part))  # raises what it has raised, unless it is done by now
+                return True
+            if reason := alarm():
+                raise PeerError(reason) from None
+            if time.monotonic() >= deadline:
+                return False
 
 
 class Then:

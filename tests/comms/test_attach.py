@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import metadata
 from typing import Any
 
@@ -144,7 +145,7 @@ class Stand(dist.ProcessGroup):
 def _done(tensors: list[Tensor]) -> dist.Work:
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
-    return FutureWork(future)
+    return FutureWork(future, timedelta(seconds=10))
 
 
 def left_alone(_: int) -> dict[str, object]:
