@@ -364,7 +364,15 @@ class Communicator:
         """
         return self._groups[lane, members]
 
-    def carry_out(self, where: str, issue: Callable[[], Work | BackendWork], members: Sequence[int] = ()) -> None:
+    def carry_out(
+        self,
+        where: str,
+        issue: Callable[[], Work | BackendWork],
+        members: Sequence[int] = (),
+        *,
+        seconds: float | None = None,
+        refusable: bool = False,
+    ) -> None:
         """Runs one collective in the thread of the caller, on a CPU, and waits for it.
 
         Args:
@@ -372,46 +380,30 @@ class Communicator:
             issue: Issues it: on a `transport`, or on a group of torch's.
             members: The ranks of the transport; none where it is torch's group, which hears no alarm by itself, and
                 whose wait can be cut into slices.
+            seconds: How long to wait for torch's group at most; None: the group's time-out.
+            refusable: A user has given the arguments; an error that is about no connection is raised as it is, and the
+                group can be used as before.
 
         Raises:
             CollectiveError: It failed, or another rank has given up.
+            UnfinishedError: `seconds` have passed, and it goes on.
+            RuntimeError: It was refused, where it is `refusable`.
         """
         try:
             work = issue()
             if not members:
-                work = Waiting(cast(BackendWork, work), self._board.alarm, self.config.timeout)
+                on_torch = cast(BackendWork, work)
+                if seconds is not None:
+                    if not wait_in_slices(on_torch, timedelta(seconds=seconds), self._board.alarm):
+                        raise UnfinishedError(f"{where} is not done within `timeout` ({seconds:g} s)")
+                    return
+                work = Waiting(on_torch, self._board.alarm, self.config.timeout)
             work.wait()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-            raise self.executor.failures.declare(where, members, error) from None
-
-    def wait_for(
-        self, where: str, work: BackendWork, members: Sequence[int] = (), seconds: float | None = None
-    ) -> None:
-        """Waits, in the thread of the caller, for what a user has issued on a group of torch's, on a CPU.
-
-        Args:
-            where: Which, in words, for an error.
-            work: Of a group of torch's.
-            members: The ranks whose message it is; none where it is a collective, whose wait can be cut into slices.
-            seconds: How long to wait at most; None: the group's time-out.
-
-        Raises:
-            CollectiveError: A connection has failed, the time-out has passed, or another rank has given up.
-            UnfinishedError: `seconds` have passed.
-            RuntimeError: The collective was refused; the group can be used as before.
-        """
-        try:
-            if seconds is not None and not members:
-                if not wait_in_slices(work, timedelta(seconds=seconds), self._board.alarm):
-                    raise UnfinishedError(f"{where} is not done within `timeout` ({seconds:g} s)")
-            else:
-                timeout = self.config.timeout if seconds is None else timedelta(seconds=seconds)
-                Waiting(work, None if members else self._board.alarm, timeout).wait()
         except UnfinishedError:
             raise
         except Exception as error:
-            if not isinstance(error, PeerError | MemoryError) and not blames_connection(error):
-                raise  # an argument's fault: on every rank, or the others' wait ends by their time-out
+            if refusable and not isinstance(error, PeerError | MemoryError) and not blames_connection(error):
+                raise  # on every rank, or the others' wait ends by their time-out
             raise self.executor.failures.declare(where, members, error) from None
 
     def swap(self, other: int, nbytes: int) -> float:

@@ -8,13 +8,16 @@ Python bindings release the GIL. So every method that the trampoline knows exist
 binding.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from gradwire.comms.backend.arguments import WHOLE_AND_PART, check, reduces, written_and_read
 from gradwire.comms.backend.inner_turns import InnerTurns
@@ -22,6 +25,7 @@ from gradwire.comms.backend.strided import Packing, tensors_in
 from gradwire.comms.backend.work import FutureWork, PackedWork, WatchedWork
 from gradwire.comms.bootstrap.compat import BackendWork, outside_graphs
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.transport.torch_group import WAIT_MARGIN, Waiting
 
 MESSAGES = ("send", "recv", "recv_anysource")
 """Their waits are not cut into slices: after one that times out gloo closes all connections of the group. They end
@@ -86,10 +90,15 @@ def _delegate(
     on_cpu = not torch.cuda.is_available() if first is None else first.device.type == "cpu"  # a barrier has none
     if communicator is None or not on_cpu:
         return work
-    members = range(group.size()) if name in MESSAGES else ()
 
     def wait(seconds: float | None) -> None:
-        communicator.wait_for(name, cast(BackendWork, work), members, seconds)
+        issued = cast(BackendWork, work)
+        if name in MESSAGES:
+            limit = communicator.config.timeout if seconds is None else timedelta(seconds=seconds)
+            message, everybody = Waiting(issued, None, limit), range(group.size())
+            communicator.carry_out(name, lambda: message, everybody, refusable=True)
+        else:
+            communicator.carry_out(name, lambda: issued, seconds=seconds, refusable=True)
 
     return WatchedWork(work, wait)
 
@@ -103,6 +112,7 @@ class DelegatingGroup(dist.ProcessGroup):
     Attributes:
         inner: The same.
         turns: Of what it issues.
+        timeout: For a collective.
         communicator: Of the ranks, for CPU tensors: what fails is told to all of them, and heard of by those who wait
             for the inner group; None: torch says what it sees.
     """
@@ -112,6 +122,7 @@ class DelegatingGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
         self.turns = InnerTurns(inner)
+        self.timeout = default_pg_timeout
         self.communicator: Communicator | None = None
         self._outstanding: deque[dist.Work] = deque()
 
@@ -133,15 +144,21 @@ class DelegatingGroup(dist.ProcessGroup):
 
     @outside_graphs
     def barrier(self, *arguments: object, **named: object) -> dist.Work:
-        """Waits on the host for what this rank has issued, as gloo's does, then for the other ranks."""
+        """Waits on the host for what this rank has issued, as gloo's does, then for the other ranks.
+
+        Raises:
+            RuntimeError: What was issued has failed, or is not done within the group's time-out and `WAIT_MARGIN`.
+        """
+        deadline = time.monotonic() + (self.timeout + WAIT_MARGIN).total_seconds()
         while self._outstanding:
             work = self._outstanding.popleft()
             if work.is_completed():  # one that has failed has said so, or will, to who waits for it
                 continue
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             if isinstance(work, FutureWork):
-                work.wait_on_host()
+                work.wait_on_host(left)
             else:
-                work.wait()
+                work.wait(left)
         return _delegate(self, "barrier", arguments, named)
 
     allreduce = _collective("allreduce")

@@ -112,6 +112,7 @@ class GradwireGroup(DelegatingGroup):
         self._store = options.store
         options = replace(options, store=clone_of(options.store))
         self.config = replace(config, timeout=options.timeout)
+        self.timeout = options.timeout
         _retired.clear()
         self._planned: PlannedAllReduce | None = None
         self._node: NodeCollectives | None = None

@@ -62,9 +62,9 @@ class FutureWork(dist.Work):
             return bool(self._passed.query())
         return self._future.done()
 
-    def wait_on_host(self) -> None:
-        """Blocks the host until done, on CUDA too."""
-        self.wait()
+    def wait_on_host(self, timeout: timedelta | None = None) -> None:
+        """Blocks the host until done, on CUDA too; the time-out as of `wait`."""
+        self.wait(timeout)
         if self._passed is not None:
             self._passed.synchronize()
 
@@ -105,7 +105,7 @@ class WatchedWork(dist.Work):
     Args:
         work: What torch's group returned.
         wait: Waits for it so many seconds, or as long as the group's own time-out allows; see
-            `Communicator.wait_for`.
+            `Communicator.carry_out`.
     """
 
     def __init__(self, work: dist.Work, wait: Callable[[float | None], object]) -> None:

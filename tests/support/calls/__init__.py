@@ -18,6 +18,9 @@ from gradwire.comms.backend.strided import tensors_in
 Made = tuple[Callable[..., object], list[Tensor]]
 """Issues a call with `async_op=True`, and the tensors that it writes to."""
 
+Call = Callable[[torch.dtype, str, object, int], Made]
+"""A collective, from a dtype, a layout, an op (any, where it does not add) and this rank."""
+
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
     *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64),
