@@ -214,8 +214,8 @@ COLLECTIVES = (
     Mutation(
         "a planned sum is complete when it is issued",
         "comms/backend/planned.py",
-        "        return FutureWork(future, communicator.executor.last)\n",
-        "        return FutureWork(future)\n",
+        "        return FutureWork(future, self._config.timeout, communicator.executor.last)\n",
+        "        return FutureWork(future, self._config.timeout)\n",
         "Work.is_completed says so while the GPU is busy.",
         ("tests/fake_cuda/test_backend_streams.py",),
     ),
