@@ -265,7 +265,7 @@ ELASTIC = (
     Mutation(
         "who leaves says nothing",
         _RING,
-        "                if self._orderly:\n                    self._say_goodbye(selector)\n",
+        "                if self._orderly:\n                    self._say_goodbye()\n",
         "",
         "The end of the training is an alarm.",
         (_LIVENESS, _LOSSES),
@@ -281,8 +281,8 @@ ELASTIC = (
     Mutation(
         "what a neighbour saw goes no further",
         _RING,
-        "                        self._pass_on(error)\n                        self._lost(error)\n",
-        "                        self._lost(error)\n",
+        "                            self._pass_on(error)\n",
+        "                            pass\n",
         "Where the store is gone, two ranks of many hear of a loss.",
         (_LIVENESS,),
     ),
@@ -321,8 +321,8 @@ ELASTIC = (
     Mutation(
         "nobody says that it is there",
         _RING,
-        "                    self._ends.tell(connection, HERE)\n",
-        "                    pass\n",
+        "                self._ends.tell(connection, HERE)\n",
+        "                pass\n",
         "Ranks that wait for a slow one take each other for stopped.",
         (f"{_LAWS}::test_a_rank_that_computes_for_long_is_waited_for",),
     ),
