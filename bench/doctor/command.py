@@ -178,7 +178,7 @@ def _is_file(name: str) -> bool:
 
 def _report(facts: JobFacts, options: argparse.Namespace, took_seconds: float) -> int:
     found: list[Diagnosis] = diagnose(facts)
-    status = facts.script_status or (FINDINGS if found else NOTHING)
+    status = facts.script_status or (NOTHING if all(each.remark for each in found) else FINDINGS)
     if options.json != STDOUT:
         console = CleanConsole(highlight=False, emoji=False, width=fitting_width(PIPE_WIDTH))
         print_report(facts, found, console, took_seconds)

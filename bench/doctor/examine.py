@@ -27,6 +27,7 @@ from gradwire.bench.doctor.control import Control, spread
 from gradwire.bench.doctor.facts import (
     BackendTime,
     CoreWork,
+    ForeignTraffic,
     InterfaceRate,
     JobFacts,
     PairRates,
@@ -72,6 +73,8 @@ BACKEND_SECONDS = 0.4
 ROUNDS, MOST_BACKEND_ROUNDS = 4, 10
 """All-reduces of a backend, of which the first one warms up; more where the best of them looks slow."""
 AGAIN_TRIES = 5
+QUIET_SECONDS, LISTEN_SECONDS = 0.1, 0.5
+"""Silence before the counters of a card are read, and the time between two readings."""
 SUSPECT = 0.75
 """A node below this share of the others' work is looked at again, alone."""
 
@@ -144,8 +147,10 @@ class _Examination:
             else:
                 self._facts = with_script(self._facts, self._wanted, [])
             if len(self._nodes) > 1:
+                self._foreign()
                 self._pairs()
                 self._other_interfaces()
+                self._foreign()
             self._work()
             self._backends()
             self._note_links(links)
@@ -296,6 +301,28 @@ class _Examination:
         runs = [from_record(ScriptRun, each) for each in self._control.gather(to_record(run), 2 * WORD) or []]
         if self._start.rank == 0:
             self._facts = with_script(self._facts, self._wanted, runs)
+
+    def _foreign(self) -> None:
+        """Counts what each node's card carries while no rank sends anything; the busiest time of all counts."""
+        self._wanted.say("listening for other traffic")
+        self._control.meet(WORD)
+        name = self._own.gloo_interface or ""
+        own: dict[str, object] | None = None
+        if self._leads:
+            time.sleep(QUIET_SECONDS)  # the last bytes of what ranks said before are gone
+            before, began = local.interface_nbytes().get(name), time.monotonic()
+            time.sleep(LISTEN_SECONDS)
+            after, passed = local.interface_nbytes().get(name), time.monotonic() - began
+            if before is not None and after is not None:
+                sent, received = ((late - early) / passed for early, late in zip(before, after, strict=True))
+                own = {"node": self._node, "interface": name, "sent": sent, "received": received}
+        found = [from_record(ForeignTraffic, each) for each in self._collect(own) if isinstance(each, dict)]
+        known = {each.node: each for each in self._facts.foreign}
+        for each in found:
+            old = known.get(each.node)
+            if old is None or max(each.sent, each.received) > max(old.sent, old.received):
+                known[each.node] = each
+        self._facts = replace(self._facts, foreign=tuple(known[node] for node in sorted(known)))
 
     def _pairs(self) -> None:
         """Every pair of nodes (of many nodes, some pairs of each), then those again that look bad."""

@@ -193,6 +193,16 @@ class InterfaceRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignTraffic:
+    """What one node's card carried, by its counters, while no rank of the doctor sent anything; bytes per second."""
+
+    node: int
+    interface: str
+    sent: float
+    received: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoreWork:
     """How much one rank's core does beside all others'; the same small sum again and again."""
 
@@ -259,6 +269,8 @@ class JobFacts:
     unreached: tuple[UnreachedPair, ...] = ()
     """Pairs of nodes that could not be measured."""
     others: tuple[InterfaceRate, ...] = ()
+    foreign: tuple[ForeignTraffic, ...] = ()
+    """What the cards in use carried while no rank sent anything, by node."""
     own_bytes_per_second: Mapping[int, float] = field(default_factory=dict)
     """Node -> what the same program moves inside it, over the loopback: more it could not show on a network."""
     work: tuple[CoreWork, ...] = ()
@@ -333,6 +345,23 @@ class JobFacts:
         usual = median(reached) if reached else 0.0
         return max([usual, *(min(rate, limit) for rate in promised[:1])]) or 1.25e9
 
+    def foreign_share(self, node: int) -> float:
+        """Share of a good link that other programs use on a node's card, in the busier direction, 0 to 1."""
+        rates = [max(each.sent, each.received) for each in self.foreign if each.node == node]
+        return min(1.0, max(rates, default=0.0) / self.good_rate())
+
+    @property
+    def gains_by_gradwire(self) -> bool:
+        """Whether init_process_group("gradwire") is no slower than gloo in this run, or was not measured."""
+        times = {each.backend: each.seconds / each.nbytes for each in self.backends if each.seconds is not None}
+        return times.get("gradwire", 0.0) <= times.get("gloo", float("inf"))
+
+    @property
+    def all_reduce_seconds(self) -> float | None:
+        """The fastest measured all-reduce, for the job's gradients; None if none was measured."""
+        times = [each.seconds / each.nbytes for each in self.backends if each.seconds is not None]
+        return min(times) * self.gradient_nbytes if times else None
+
     def exchange_seconds(self, bytes_per_second: float) -> float:
         """The least time of an exact all-reduce of the gradients between the nodes, in which every link has this rate.
 
@@ -370,6 +399,10 @@ class Diagnosis:
     nodes: tuple[str, ...] = ()
     stops: bool = False
     """Whether a job would not start, or would hang."""
+    remark: bool = False
+    """Whether it costs too little to count as a fault: it does not change the exit status."""
+    mended_bytes_per_second: float | None = None
+    """Rate of a link once the remedy is applied; None if the remedy does not change it."""
 
 
 def to_record(facts: object) -> dict[str, object]:

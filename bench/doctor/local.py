@@ -154,6 +154,24 @@ def link_changes(root: Path = LIVE) -> dict[str, int]:
     return {name: number_of(folder / name / "carrier_changes") or 0 for name in names_in(folder)}
 
 
+def interface_nbytes(root: Path = LIVE) -> dict[str, tuple[int, int]]:
+    """Interface -> the bytes that it has sent and received so far.
+
+    Source: Linux Documentation/ABI/testing/sysfs-class-net-statistics.
+
+    Args:
+        root: Folder with sys/.
+    """
+    folder = root / "sys/class/net"
+    return {
+        name: (
+            number_of(folder / name / "statistics/tx_bytes") or 0,
+            number_of(folder / name / "statistics/rx_bytes") or 0,
+        )
+        for name in names_in(folder)
+    }
+
+
 def pcie_rate(device: Path) -> float | None:
     """Bits per second of a PCIe link, one direction; None where the kernel does not say.
 

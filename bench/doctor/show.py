@@ -8,7 +8,10 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from gradwire.bench.doctor.checks.basis import BASES
+from gradwire.bench.doctor.checks.machine import available_cores
+from gradwire.bench.doctor.checks.network import SLOW
 from gradwire.bench.doctor.checks.steps import step_split
+from gradwire.bench.doctor.checks.transfers import LOST_SHARE, counted_loss
 from gradwire.bench.doctor.checks.words import nbytes, rate, seconds
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
 from gradwire.bench.terminal import right_columns
@@ -26,10 +29,22 @@ WORTH_CHANGING = 1.5
 TYPE = "Type: "
 """What the last line begins with."""
 
-ON_TWO_NODES = (
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 -m gradwire doctor   "
-    "# on every node, as you start your script"
-)
+FAR_ROUND_TRIP = 1e-3
+"""Seconds of a round trip from which on it and the loss are handed to `gradwire predict`."""
+
+
+def on_two_nodes(facts: JobFacts) -> str:
+    """Returns the command that looks at two machines like this one: a rank for each GPU, else for each usable core.
+
+    Args:
+        facts: Of one machine.
+    """
+    first = facts.ranks[0]
+    ranks = len(first.gpus) or max(1, int(available_cores([first])))
+    return (
+        f"torchrun --nnodes 2 --nproc-per-node {ranks} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 "
+        "-m gradwire doctor   # on every node, as you start your script"
+    )
 
 
 def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, took_seconds: float) -> None:
@@ -79,19 +94,24 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
         ]
     if count == 1:
         first = (
-            "What is wrong is above" if found else "Nothing is wrong on this machine, as far as one machine can tell"
+            "What is wrong is above"
+            if any(not each.remark for each in found)
+            else f"{_nothing(facts, found)} on this machine"
         )
         return [
             f"{first}; links, the order of ranks and the pace of other nodes were not seen.",
-            f"Type: {ON_TWO_NODES}",
+            f"Type: {on_two_nodes(facts)}",
         ]
     if not facts.pairs:
         return ["No link was measured: the nodes do not reach each other.", f"Type: {again}, when that is mended"]
-    good = facts.good_rate()
+    good = min(mended_rates(facts, found))
     exact = facts.exchange_seconds(good)
     small = exact / CODES_SHARE
-    costly = any(each.stops or each.cost_seconds for each in found)
-    first = "Once that is mended" if costly else "Nothing that is above costs time" if found else "Nothing is broken"
+    faults = [each for each in found if not each.remark]
+    if any(each.stops or each.cost_seconds for each in faults):
+        first = "Once that is mended"
+    else:
+        first = "Nothing that is above costs time" if faults else _nothing(facts, found)
     alone = computed_seconds(facts)
     if alone is not None:
         gains = [count * alone / overlap.step_seconds(alone, each) for each in (exact, small)]
@@ -108,9 +128,37 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
             f"{first}: {count} nodes beat one if a step on one node alone takes more than "
             f"{seconds(overlap.least_compute_seconds(count, exact))}, with int8 more than "
             f"{seconds(overlap.least_compute_seconds(count, small))}. In a shorter step the link ({rate(good)}) is the "
-            "limit, and no setting changes that: send fewer bytes, or send less often."
+            "limit: send fewer bytes, or send less often."
+            + ("" if facts.promised(0) else " What a link should give is not known here: say it with --link 25gbit.")
         )
-    return [f"{line}{_faster_backend(facts)}", f"Type: {predict_command(facts)}"]
+    return [f"{line}{_faster_backend(facts)}", f"Type: {predict_command(facts, found)}"]
+
+
+def _nothing(facts: JobFacts, found: Sequence[Diagnosis]) -> str:
+    """What is said if nothing counts as a fault; that nothing was found only after a look at everything."""
+    lost = counted_loss(facts)
+    if lost >= LOST_SHARE:
+        return f"No fault is named, but {100 * lost:.2g} % of the packets of a pair were lost"
+    if facts.notes:
+        return "No fault is named, and not everything was looked at"
+    return "Nothing found that costs a twentieth of a step" if found else "Nothing found"
+
+
+def mended_rates(facts: JobFacts, found: Sequence[Diagnosis]) -> list[float]:
+    """Each node's rate once the remedies of the findings are applied, in bytes per second.
+
+    Args:
+        facts: Of the job; links were measured.
+        found: What is wrong.
+    """
+    good = facts.good_rate()
+    rates = []
+    for node, name in enumerate(facts.names):
+        then = [each.mended_bytes_per_second or 0.0 for each in found if name in each.nodes]
+        reached = min(facts.reached(node) or (good, good))
+        # A rate near that of the others is theirs: the rest is noise.
+        rates.append(max(good if reached >= SLOW * good else reached, *then, 0.0))
+    return rates
 
 
 def _faster_backend(facts: JobFacts) -> str:
@@ -134,18 +182,27 @@ def computed_seconds(facts: JobFacts) -> float | None:
     return overlap.compute_seconds(facts.step_seconds, exchange)
 
 
-def predict_command(facts: JobFacts) -> str:
+def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
     """The command that says for this cluster which plan and compressor to take.
 
     Args:
         facts: Of the job; links were measured.
+        found: What is wrong: the links are those after its remedies.
     """
-    ranks = max(len(node) for node in facts.nodes)
+    counts = [len(node) for node in facts.nodes]
+    ranks = counts[0] if len(set(counts)) == 1 else ",".join(str(each) for each in counts)
+    nics = [f"{max(1, round(8 * each / 1e6))}mbit" for each in mended_rates(facts, found)]
+    nic = nics[0] if len(set(nics)) == 1 else ",".join(nics)
+    trip = 2 * max(pair.latency_seconds for pair in facts.pairs)
+    far = ""
+    if trip >= FAR_ROUND_TRIP and not facts.has_gpus:
+        lost = counted_loss(facts)
+        far = f" --rtt {1e3 * trip:.3g}ms" + (f" --loss {100 * lost:.2g}%" if lost >= LOST_SHARE else "")
     computed = computed_seconds(facts)
     backward = f" --backward-ms {1e3 * computed / (1 + overlap.FORWARD_SHARE):.1f}" if computed is not None else ""
     return (
         f"gradwire predict --preset {'pcie_box' if facts.has_gpus else 'cpu_only'} --nodes {len(facts.nodes)} "
-        f"--ranks-per-node {ranks} --nic {max(1, round(8 * facts.good_rate() / 1e6))}mbit "
+        f"--ranks-per-node {ranks} --nic {nic}{far} "
         f"--gradient-mb {facts.gradient_nbytes / 1e6:g}{backward}"
     )
 
@@ -191,7 +248,7 @@ def _split_line(facts: JobFacts) -> str:
 
 def _print_one(number: int, each: Diagnosis, console: Console) -> None:
     cost = "stops the job" if each.stops else f"costs {seconds(each.cost_seconds)} a step" if each.cost_seconds else ""
-    tail = ", ".join(text for text in (cost, f"{each.sure:.0%} sure") if text)
+    tail = ", ".join(text for text in ("a remark" if each.remark else "", cost, f"{each.sure:.0%} sure") if text)
     console.print(f"{number}. [bold]{escape(each.title)}[/bold]  ({tail})", highlight=False)
     seen = Table.grid(Column(no_wrap=True), Column(overflow="fold"))
     for line in each.evidence:

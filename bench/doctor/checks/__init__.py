@@ -1,6 +1,7 @@
 """What the facts of a job say is wrong: pure functions, one file for each kind of cause."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from gradwire.bench.doctor.checks import cards, machine, network, placement, settings, software, steps, transfers
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
@@ -20,6 +21,14 @@ CHECKS: tuple[Callable[[JobFacts], Iterable[Diagnosis]], ...] = (
 EXPLAINS: dict[str, tuple[str, ...]] = {
     "unreachable": ("no_connection", "slow_exchange"),
     "mtu": ("slow_exchange", "packet_loss"),
+    "foreign_traffic": (
+        "slow_link",
+        "slow_path",
+        "single_connection",
+        "half_duplex",
+        "packet_loss",
+        "slow_exchange",
+    ),
     "packet_loss": (
         "slow_link",
         "slow_path",
@@ -33,31 +42,87 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
     "half_duplex": ("far_apart", "single_connection", "slow_path", "slow_exchange"),
     "far_apart": ("half_duplex", "single_connection", "slow_path", "slow_exchange"),
     "slow_link": ("half_duplex", "single_connection", "far_apart", "slow_exchange"),
+    "slow_path": ("half_duplex", "single_connection", "slow_exchange"),
+    "single_connection": ("slow_exchange",),
     "wrong_interface": ("slow_link", "slow_exchange", "idle_card"),
     "rank_order": ("slow_exchange",),
     "crowded_cores": ("slow_exchange",),
     "slow_node": ("slow_exchange",),
     "variable": ("slow_exchange",),
 }
-"""Cause -> what it alone makes look wrong as well: that is not said beside it, where it is of no other node."""
+"""Cause -> what it makes look wrong as well, on the same nodes, up to the cause's own cost."""
 
 EVERYWHERE = ("unreachable", "mtu")
-"""A way that carries nothing keeps a whole group of ranks from connecting, whoever of them complains."""
+"""Causes for which a whole group of ranks does not connect, whichever of them complains."""
+
+OF_THE_EXCHANGE = (
+    "slow_link",
+    "slow_path",
+    "narrow_slot",
+    "single_connection",
+    "half_duplex",
+    "far_apart",
+    "packet_loss",
+    "tcp_buffers",
+    "wrong_interface",
+    "idle_card",
+    "foreign_traffic",
+    "slow_exchange",
+    "rank_order",
+)
+"""Findings whose cost is a part of the all-reduce: it cannot exceed the one that was measured."""
+
+REMARK_SHARE = 0.05
+"""Share of a step, or of the all-reduce if no step is known, below which a finding is a remark. Two runs of one healthy
+step differ by as much (2-core EPYC VM, 2026-11-28)."""
 
 
 def diagnose(facts: JobFacts) -> list[Diagnosis]:
-    """What is wrong, the dearest first: what stops a job, then cost times sureness.
+    """Returns what is wrong: first what stops a job, then by cost times sureness.
 
     Args:
         facts: Of the job; with `CHECKS` nothing else is looked at.
     """
-    found = [diagnosis for check in CHECKS for diagnosis in check(facts)]
-    found = [each for each in found if not any(_explains(cause, each, facts) for cause in found)]
-    return sorted(found, key=lambda each: (not each.stops, -each.cost_seconds * each.sure, -each.sure, each.key))
+    found = [_at_most_measured(diagnosis, facts) for check in CHECKS for diagnosis in check(facts)]
+    least = REMARK_SHARE * _whole_seconds(facts)
+    left: list[Diagnosis] = []
+    # Invariant: a cause that a dearer one explains explains nothing itself.
+    causes = sorted(found, key=lambda each: (each.stops, each.cost_seconds), reverse=True)
+    gone: list[Diagnosis] = []
+    for each in causes:
+        explaining = [cause for cause in causes if cause not in gone and _explains(cause, each, facts)]
+        rest = (
+            0.0
+            if any(cause.stops for cause in explaining)
+            else each.cost_seconds - sum(cause.cost_seconds for cause in explaining)
+        )
+        if explaining and rest <= least:
+            gone.append(each)
+        else:
+            left.append(replace(each, cost_seconds=rest) if explaining else each)
+    left = [replace(each, remark=not each.stops and 0 < each.cost_seconds < least) for each in left]
+    return sorted(left, key=lambda each: (not each.stops, -each.cost_seconds * each.sure, -each.sure, each.key))
+
+
+def _whole_seconds(facts: JobFacts) -> float:
+    """A step; the all-reduce if none is known."""
+    if facts.step_seconds is not None:
+        return facts.step_seconds
+    if len(facts.nodes) < 2:
+        return 0.0
+    return facts.all_reduce_seconds or facts.exchange_seconds(facts.good_rate())
+
+
+def _at_most_measured(each: Diagnosis, facts: JobFacts) -> Diagnosis:
+    """The finding with a cost of no more than the all-reduce, and the script's step, as they were measured."""
+    most = facts.all_reduce_seconds if each.key in OF_THE_EXCHANGE else None
+    if facts.script_runs and facts.step_seconds is not None:
+        most = min(facts.step_seconds, float("inf") if most is None else most)
+    return each if most is None or each.cost_seconds <= most else replace(each, cost_seconds=most)
 
 
 def _explains(cause: Diagnosis, symptom: Diagnosis, facts: JobFacts) -> bool:
-    """Whether a symptom is the cause's, and costs no more than it: a dearer one is worth a line of its own."""
+    """Whether a symptom may be the cause's. Of two that explain each other the dearer one is the cause."""
     if symptom.key not in EXPLAINS.get(cause.key, ()):
         return False
     if cause.key in EXPLAINS.get(symptom.key, ()) and symptom.cost_seconds > cause.cost_seconds:

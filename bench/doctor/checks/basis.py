@@ -80,6 +80,10 @@ BASES = {
         "the nodes belong to one network, and somebody may change what keeps them apart",
         f"{_NCCL}, Troubleshooting, Networking issues; ip-route(8)",
     ),
+    "foreign_traffic": Basis(
+        "that traffic is not this job's own data, read from a file system over the same card",
+        "Linux Documentation/ABI/testing/sysfs-class-net-statistics; ss(8)",
+    ),
     "slow_exchange": Basis(
         "the links were measured at the same time of day: other jobs may have come since",
         "Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005 (the bound)",

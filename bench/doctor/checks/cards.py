@@ -42,6 +42,7 @@ def idle_card(facts: JobFacts) -> Iterator[Diagnosis]:
             ),
             _why(first, facts.has_gpus),
         ),
+        mended_bytes_per_second=together,
         remedy=_remedy(first, card, best.interface, facts.has_gpus),
         nodes=tuple(names),
     )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from gradwire.bench.doctor.checks.steps import LEAST_SECONDS, waited_seconds
 from gradwire.bench.doctor.checks.words import listed, nbytes, seconds
 from gradwire.bench.doctor.facts import CoreWork, Diagnosis, JobFacts, RankFacts
 
@@ -145,13 +146,18 @@ def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
         share = _share(facts.work, ranks)
         if share is None or _limit(ranks) < len(ranks):  # a quota is named by its own check
             continue
+        # In the user's own script the node costs no more than the others wait for its ranks.
+        waited = waited_seconds(facts, [each.rank for each in ranks])
+        if waited is not None and waited < LEAST_SECONDS:
+            continue
+        cost = facts.compute_seconds * (1 / max(share, 0.01) - 1)
         governor = ranks[0].governor
         hint = f"; its clock governor is {governor}" if governor in ("powersave", "conservative") else ""
         yield Diagnosis(
             key="slow_node",
             title=f"{name} computes {1 / max(share, 0.01):.1f} times slower than the others",
             sure=0.9,
-            cost_seconds=facts.compute_seconds * (1 / max(share, 0.01) - 1),
+            cost_seconds=cost if waited is None else min(cost, waited),
             evidence=(
                 (
                     f"a core of {name} usually did {share:.0%} of a good node's work, in several tries beside "

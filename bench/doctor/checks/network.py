@@ -48,6 +48,9 @@ SLOW_ANSWER = 5.0
 """Times the usual latency of the other pairs, and at least `ANSWER_SECONDS` more."""
 ANSWER_SECONDS = 3e-4
 
+FOREIGN_SHARE = 0.05
+"""Share of a good link that other programs have to use to be named. Heartbeats and logs use far less."""
+
 USUAL_MTU = 1500
 HEADERS_NBYTES, FRAME_NBYTES = 52, 38
 """IPv4 and TCP with time stamps inside a packet; Ethernet's header, checksum, preamble and gap around it."""
@@ -120,28 +123,45 @@ def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
     wanted, why = max(slow.values())
     worst = min(slow, key=best.__getitem__)
     reached = facts.reached(worst) or (0.0, 0.0)
-    who = "All links are" if len(slow) == len(nodes) > 1 else f"The link of {listed([names[node] for node in slow])} is"
+    # A rate belongs to both ends of a pair: of two nodes, or of two with one partner, it is not known which is slow.
+    ends = [names[node] for node in slow if best[node] == best[worst]]
+    tied = len(ends) > 1 and len(ends) == len(slow)
+    where = f"one of {', '.join(ends)}" if tied else names[worst]
+    if tied:
+        who, pronoun = f"The link of {where} is", "it"
+    elif len(slow) == len(nodes):
+        who, pronoun = "All links are", "they"
+    else:
+        who = (
+            f"The link of {names[worst]} is"
+            if len(slow) == 1
+            else f"The links of {listed([names[e] for e in slow])} are"
+        )
+        pronoun = "it" if len(slow) == 1 else "they"
+    on = listed(ends) if tied else names[worst]
     card = _card(facts.nodes[worst][0])
     on_card = facts.promised(worst)
     evidence = [
         f"{names[worst]} sends {rate(reached[0])} and receives {rate(reached[1])} at best; {why} {rate(wanted)}"
+        + ("; both ends share that rate: look at each" if tied else "")
         + (f" (tried {_times(facts, worst)} times)" if _times(facts, worst) > 1 else ""),
     ]
     if on_card is not None and facts.link_bytes_per_second is None:
         evidence.append(f"the card says that its link runs at {rate(on_card / TCP_SHARE)}")
     yield Diagnosis(
         key="slow_link",
-        title=f"{who} {wanted / max(best[worst], 1.0):.1f} times slower than it should be",
+        title=f"{who} {wanted / max(best[worst], 1.0):.1f} times slower than {pronoun} should be",
         sure=max(sureness(facts, (node,), wanted) for node in slow) if _times(facts, worst) > 1 else 0.5,
         cost_seconds=facts.exchange_seconds(best[worst]) - facts.exchange_seconds(wanted),
         evidence=tuple(evidence),
         remedy=(
-            f"on {names[worst]}: ethtool {card} | grep -E 'Speed|Duplex'   # is it the card's full rate?",
-            f"on {names[worst]}: ethtool -S {card} | grep -iE 'err|drop|crc'   # a bad cable, a full switch",
-            f"on {names[worst]}: tc qdisc show dev {card}   # a limit that someone left there",
+            f"on {on}: ethtool {card} | grep -E 'Speed|Duplex'   # is it the card's full rate?",
+            f"on {on}: ethtool -S {card} | grep -iE 'err|drop|crc'   # a bad cable, a full switch",
+            f"on {on}: tc qdisc show dev {card}   # a limit that someone left there",
             "in a cloud: the instance type's network rate; another job or a backup on the same link",
         ),
         nodes=tuple(names[node] for node in slow),
+        mended_bytes_per_second=wanted,
     )
 
 
@@ -242,7 +262,12 @@ def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
 def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
     """One connection reaches far less than several: clouds limit a flow, and a core's TCP stack does."""
     confirmed = _confirmed(facts)
-    limited = [pair for pair in confirmed if min(pair.one) < ONE_OF_MANY * min(pair.many)]
+    # A core that moves little more than several connections do is what limits one: that is no fault of the network.
+    limited = [
+        pair
+        for pair in confirmed
+        if min(pair.one) < ONE_OF_MANY * min(pair.many) and _has_headroom(facts, pair, min(pair.many))
+    ]
     if not limited or 2 * len(limited) < len(confirmed):
         return
     one, many = (median(min(getattr(pair, name)) for pair in limited) for name in ("one", "many"))
@@ -259,7 +284,11 @@ def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
         ),
         remedy=(
             "NCCL over sockets: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4",
-            'gloo: use init_process_group("gradwire"), which opens a connection for each local rank',
+            *(
+                ('gloo: use init_process_group("gradwire"), which opens a connection for each local rank',)
+                if facts.gains_by_gradwire
+                else ()
+            ),
             "in a cloud: a placement group or compact placement raises the limit of one flow",
         ),
     )
@@ -337,8 +366,13 @@ def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _halved(facts: JobFacts, pair: PairRates) -> bool:
+    return _both_share(pair) < HALF_DUPLEX and _has_headroom(facts, pair, min(pair.many))
+
+
+def _has_headroom(facts: JobFacts, pair: PairRates, bytes_per_second: float) -> bool:
+    """Whether both nodes move so much more inside themselves that the rate is the network's."""
     own = [facts.own_bytes_per_second.get(node, float("inf")) for node in (pair.a, pair.b)]
-    return _both_share(pair) < HALF_DUPLEX and min(own) >= HEADROOM * min(pair.many)
+    return min(own) >= HEADROOM * bytes_per_second
 
 
 def _both_share(pair: PairRates) -> float:
@@ -371,6 +405,8 @@ def far_apart(facts: JobFacts) -> Iterator[Diagnosis]:
         pair
         for pair in facts.pairs
         if pair.times >= CONFIRMED
+        # Distance is the latency of an idle link: beside other traffic a packet waits in queues.
+        and max(facts.foreign_share(pair.a), facts.foreign_share(pair.b)) < FOREIGN_SHARE
         and (
             pair.latency_seconds > FAR_SECONDS
             or (len(facts.pairs) > 2 and pair.latency_seconds > max(SLOW_ANSWER * usual, usual + ANSWER_SECONDS))
@@ -496,6 +532,7 @@ def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
             title=f"The job uses {used}, and {best.interface} is {best.bytes_per_second / now:.1f} times faster",
             sure=0.95,
             cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(best.bytes_per_second),
+            mended_bytes_per_second=best.bytes_per_second,
             evidence=(
                 (
                     f"{names[best.a]} to {names[best.b]}: {rate(now)} over {used}, {rate(best.bytes_per_second)} "

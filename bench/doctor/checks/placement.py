@@ -34,7 +34,11 @@ def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:
             "Open MPI: mpirun --map-by slot   MPICH, Intel MPI: mpirun -ppn RANKS_OF_A_NODE",
             "Slurm: srun --distribution=block   or #SBATCH --distribution=block",
             "your own launcher: RANK = NODE_RANK * RANKS_OF_A_NODE + LOCAL_RANK, as torchrun numbers them",
-            'or use init_process_group("gradwire"): its plans go by who shares a node',
+            *(
+                ('or use init_process_group("gradwire"): its plans go by who shares a node',)
+                if facts.gains_by_gradwire
+                else ()
+            ),
         ),
         nodes=tuple(names),
     )

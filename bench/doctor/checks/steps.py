@@ -1,6 +1,6 @@
 """Where a step of the user's own script goes: to a rank that comes late, a data loader, checkpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from statistics import median, median_low
 
@@ -50,6 +50,22 @@ def _split_runs(facts: JobFacts) -> list[ScriptRun]:
 
 def _kinds(runs: list[ScriptRun]) -> list[str]:
     return sorted({kind for run in runs for kind in run.activity})
+
+
+def waited_seconds(facts: JobFacts, ranks: Collection[int]) -> float | None:
+    """Seconds of a step for which the usual rank waits for the latest of some ranks; None if that was not seen.
+
+    Args:
+        facts: Of the job.
+        ranks: For whom.
+    """
+    under = [run.under_way_seconds for run in _split_runs(facts)]
+    times = [each for each in under if each is not None]
+    if len(times) < 2 or len(times) < len(under) or facts.step_seconds is None:
+        return None
+    if facts.has_gpus and facts.step_seconds < GPU_STEP_SECONDS:
+        return None
+    return max(0.0, sorted(times)[len(times) // 2] - min(times[rank] for rank in ranks))
 
 
 def late_rank(facts: JobFacts) -> Iterator[Diagnosis]:

@@ -6,7 +6,7 @@ And the last question of all: whether an all-reduce takes as long as the links t
 import math
 from collections.abc import Iterator, Sequence
 
-from gradwire.bench.doctor.checks.network import CONFIRMED, FAR_SECONDS, SLOW, in_all
+from gradwire.bench.doctor.checks.network import CONFIRMED, FAR_SECONDS, FOREIGN_SHARE, SLOW, in_all
 from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
 from gradwire.bench.doctor.facts import BackendTime, Diagnosis, JobFacts, PairRates
 
@@ -28,6 +28,10 @@ SLOW_EXCHANGE = 1.5
 """An all-reduce is slow that takes so many times what the links that were measured need for it."""
 LEAST_EXTRA_SECONDS = 5e-3
 """Least seconds beyond what the links need: a scheduler alone may delay an all-reduce by less."""
+
+WORK_OF_A_SUM = 8.0
+"""An all-reduce gets at most the rate inside a node over this from the processors: it copies, sums, and ranks share the
+cores. On links without a limit healthy ones took up to 7.9 times what the links need (2-core EPYC VM, 2026-11-28)."""
 
 MOST_TCP_NBYTES = 1 << 30
 USUAL_TCP_NBYTES = 6 << 20
@@ -82,6 +86,12 @@ def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
         ),
         nodes=tuple(names[node] for node in sorted(blamed)),
     )
+
+
+def counted_loss(facts: JobFacts) -> float:
+    """The largest share of segments that was lost in one direction of a pair, whatever it costs."""
+    return max((lost / sent for pair in facts.pairs for lost, sent in zip(pair.lost, pair.sent, strict=True) if sent),
+               default=0.0)  # fmt: skip
 
 
 def _on_the_way(lossy: Sequence[PairRates], node: int, good: float) -> str:
@@ -216,8 +226,38 @@ def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
     )
 
 
+def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
+    """Other programs use the links of this job: their cards count bytes while no rank sends any."""
+    busy = [node for node in range(len(facts.nodes)) if facts.foreign_share(node) >= FOREIGN_SHARE]
+    if not busy or not facts.pairs:
+        return
+    good = facts.good_rate()
+    names = facts.names
+    # TCP shares a full link among its flows: of a link that one foreign flow fills, half is left.
+    share = min(0.5, max(facts.foreign_share(node) for node in busy))
+    slower = facts.exchange_seconds(good * (1 - share)) - facts.exchange_seconds(good)
+    took = facts.all_reduce_seconds
+    yield Diagnosis(
+        key="foreign_traffic",
+        title=f"Other programs use the network of {listed([names[node] for node in busy])}",
+        sure=0.95,
+        cost_seconds=slower if took is None else max(slower, took - facts.exchange_seconds(good)),
+        evidence=tuple(
+            f"{names[each.node]}: {each.interface} sent {rate(each.sent)} and received {rate(each.received)} while no "
+            f"rank of this job sent anything (/sys/class/net/{each.interface}/statistics)"
+            for each in facts.foreign
+            if each.node in busy
+        ),
+        remedy=(
+            f"on {listed([names[node] for node in busy])}: ss -tinp; iftop   # which program has those connections?",
+            "another job, a backup or a file system on this network: another node, another card, or another time",
+        ),
+        nodes=tuple(names[node] for node in busy),
+    )
+
+
 def slow_exchange(facts: JobFacts) -> Iterator[Diagnosis]:
-    """The fastest all-reduce takes far longer than the links that were measured need for it."""
+    """The fastest all-reduce takes far longer than the measured links, and the nodes' processors, need for it."""
     timed = [each for each in facts.backends if _best(each) is not None]
     if not timed or len(facts.nodes) < 2 or not facts.pairs:
         return
@@ -257,7 +297,7 @@ def _best(backend: BackendTime) -> float | None:
 
 
 def exchange_bound(facts: JobFacts, count_nbytes: int) -> float | None:
-    """The least time of an all-reduce over the slowest link as it was measured; None where one was not.
+    """The least time of an all-reduce over the slowest link, or processor, as measured; None if one was not.
 
     Args:
         facts: Of the job.
@@ -269,9 +309,10 @@ def exchange_bound(facts: JobFacts, count_nbytes: int) -> float | None:
     ]
     if min(both) <= 0:
         return None
+    rates = [min(both), *(rate / WORK_OF_A_SUM for rate in facts.own_bytes_per_second.values())]
     hops = 2 * (len(facts.nodes) - 1)
     latency = max(pair.latency_seconds for pair in facts.pairs)
-    return facts.exchange_seconds(min(both)) * count_nbytes / facts.gradient_nbytes + hops * latency
+    return facts.exchange_seconds(min(rates)) * count_nbytes / facts.gradient_nbytes + hops * latency
 
 
-CHECKS = (packet_loss, tcp_buffers, unreachable, slow_exchange)
+CHECKS = (packet_loss, tcp_buffers, unreachable, foreign_traffic, slow_exchange)

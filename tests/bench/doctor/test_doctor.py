@@ -282,7 +282,7 @@ def test_the_last_lines_are_a_verdict_and_a_command_that_runs(
         facts = replace(healthy(3, nodes=4), step_seconds=step_seconds)
         facts = slowed(facts, 2, 0.25) if found_any else facts
         lines = show.verdict(facts, diagnose(facts))
-        assert lines[0].startswith("Once that is mended" if found_any else "Nothing is broken"), lines
+        assert lines[0].startswith("Once that is mended" if found_any else "Nothing found"), lines
         assert "int8" in lines[0] and ("one node alone" in lines[0] if step_seconds is None else "as one" in lines[0])
         command = lines[1].removeprefix("Type: gradwire predict ").split()
         assert predict.main(command) == 0

@@ -1,0 +1,158 @@
+"""Laws of what the doctor's findings cost, explain and advise, on recorded jobs."""
+
+import argparse
+from dataclasses import replace
+
+import pytest
+
+from gradwire.bench.doctor import command, show
+from gradwire.bench.doctor.checks import REMARK_SHARE, diagnose
+from gradwire.bench.doctor.facts import BackendTime, ForeignTraffic, InterfaceRate, JobFacts, ScriptRun
+from support.doctor import everywhere, healthy, slowed
+
+MBIT = 1e6 / 8
+
+
+def job(nodes: int = 2, rate: float = 190 * MBIT, own: float = 2e9, **times: float) -> JobFacts:
+    """A job on CPUs whose links have one rate, with 20 MB of gradients, of which each backend took some seconds."""
+    facts = everywhere(healthy(3, nodes=nodes, times=3), gpus=(), device="cpu")
+    card = replace(facts.ranks[0].interfaces[1], bits_per_second=None)
+    facts = everywhere(facts, interfaces=(facts.ranks[0].interfaces[0], card))
+    rates = (rate, rate)
+    return replace(
+        facts,
+        gradient_nbytes=20_000_000,
+        step_seconds=None,
+        pairs=tuple(
+            replace(pair, one=rates, many=rates, both=rates, lost=(0, 0), latency_seconds=2e-5) for pair in facts.pairs
+        ),
+        own_bytes_per_second=dict.fromkeys(range(nodes), own),
+        backends=tuple(BackendTime(backend=name, nbytes=20_000_000, seconds=took) for name, took in times.items()),
+    )
+
+
+def keys(facts: JobFacts) -> list[str]:
+    return [each.key for each in diagnose(facts)]
+
+
+def test_a_cause_of_milliseconds_explains_no_seconds() -> None:
+    """A long way costs 12 ms; the all-reduce takes a second more than the links need."""
+    facts = job(gloo=2.1)
+    facts = replace(facts, pairs=tuple(replace(pair, latency_seconds=3e-3) for pair in facts.pairs))
+    found = {each.key: each for each in diagnose(facts)}
+    assert set(found) == {"far_apart", "slow_exchange"}
+    assert found["far_apart"].remark and not found["slow_exchange"].remark
+    assert found["far_apart"].cost_seconds + found["slow_exchange"].cost_seconds <= 2.1
+
+
+def test_other_programs_traffic_is_named_and_its_queues_are_no_distance() -> None:
+    facts = job(gloo=2.1)
+    facts = replace(
+        facts,
+        pairs=tuple(replace(pair, latency_seconds=5e-3) for pair in facts.pairs),
+        foreign=(ForeignTraffic(node=1, interface="eth0", sent=180 * MBIT, received=1e5),),
+    )
+    (found,) = diagnose(facts)
+    assert found.key == "foreign_traffic" and found.nodes == ("node1",) and "180 Mbit/s" in found.evidence[0]
+    assert found.cost_seconds <= 2.1
+    quiet = replace(facts, foreign=(replace(facts.foreign[0], sent=0.01 * 190 * MBIT),))
+    assert "foreign_traffic" not in keys(quiet)
+
+
+def test_no_cost_exceeds_the_all_reduce_that_was_measured() -> None:
+    facts = slowed(job(nodes=3, gloo=0.5), 1, 0.05)
+    assert [each.cost_seconds for each in diagnose(facts) if each.key == "slow_link"] == [0.5]
+
+
+@pytest.mark.parametrize("gbit", [1, 10, 30])
+@pytest.mark.parametrize("times", [1.2, 3.9, 7.9])
+def test_processors_that_are_the_limit_are_no_fault_of_the_links(gbit: float, times: float) -> None:
+    """On links without a limit: one connection is a core, and an all-reduce sums and copies."""
+    facts = job(rate=gbit * 1e9 / 8, own=min(gbit, 15.0) * 1e9 / 8, gloo=times * 20e6 / (gbit * 1e9 / 8))
+    facts = replace(facts, pairs=tuple(replace(p, one=(0.3 * p.many[0],) * 2) for p in facts.pairs))
+    assert diagnose(facts) == []
+    assert show.verdict(facts, [])[0].startswith("Nothing found:")
+
+
+def test_what_costs_less_than_a_twentieth_of_a_step_is_a_remark_and_leaves_the_exit_status() -> None:
+    facts = slowed(job(nodes=4), 1, 0.65)
+    (found,) = diagnose(facts)
+    for share, remark in ((0.9 * REMARK_SHARE, True), (1.1 * REMARK_SHARE, False)):
+        (each,) = diagnose(replace(facts, step_seconds=found.cost_seconds / share))
+        assert each.remark is remark
+        options = argparse.Namespace(json=command.STDOUT, svg=None)
+        assert command._report(replace(facts, step_seconds=found.cost_seconds / share), options, 1.0) == (not remark)
+
+
+def test_nothing_found_is_said_only_after_a_look_at_everything_and_without_loss() -> None:
+    facts = job()
+    lossy = replace(facts, pairs=tuple(replace(pair, sent=(1000, 1000), lost=(3, 0)) for pair in facts.pairs))
+    for each in (lossy, replace(facts, notes=("the script failed",))):
+        assert diagnose(each) == []
+        assert "Nothing found" not in show.verdict(each, [])[0]
+        alone = replace(each, ranks=each.ranks[:1])
+        assert "Nothing found" not in show.verdict(alone, [])[0]
+
+
+def test_a_remedy_names_no_backend_that_was_slower() -> None:
+    for gradwire, named in ((0.5, True), (2.5, False)):
+        facts = job(gloo=1.0, gradwire=gradwire)
+        facts = replace(facts, pairs=tuple(replace(p, one=(0.3 * p.many[0],) * 2) for p in facts.pairs))
+        said = [line for each in diagnose(facts) for line in each.remedy if each.key == "single_connection"]
+        assert said and any("init_process_group" in line for line in said) is named
+
+
+def test_of_two_nodes_both_ends_of_a_slow_link_are_named() -> None:
+    facts = replace(job(rate=25 * MBIT), link_bytes_per_second=100 * MBIT)
+    (found,) = diagnose(facts)
+    assert found.title.startswith("The link of one of node0, node1 is") and found.title.endswith("than it should be")
+    assert set(found.nodes) == {"node0", "node1"} and "on node0 and node1" in found.remedy[0]
+    three = replace(job(nodes=3, rate=25 * MBIT), link_bytes_per_second=100 * MBIT)
+    three = replace(three, pairs=(replace(three.pairs[0], many=(24 * MBIT,) * 2), *three.pairs[1:]))
+    (found,) = diagnose(slowed(three, 2, 0.9))
+    assert found.title.startswith("All links are") and found.title.endswith("than they should be")
+
+
+def test_the_command_at_the_end_is_of_the_mended_links_with_the_way_as_measured() -> None:
+    facts = replace(job(), others=(InterfaceRate(a=0, b=1, interface="eth1", bytes_per_second=833 * MBIT),))
+    found = diagnose(facts)
+    assert [each.key for each in found] == ["wrong_interface"]
+    line, typed = show.verdict(facts, found)
+    assert "833 Mbit/s" in line and "--nic 833mbit" in typed
+    far = replace(
+        facts,
+        others=(),
+        pairs=tuple(replace(p, latency_seconds=10e-3, sent=(1000, 1000), lost=(7, 0)) for p in facts.pairs),
+    )
+    assert "--rtt 20ms --loss 0.7%" in show.verdict(far, diagnose(far))[1]
+
+
+def test_the_command_for_two_machines_has_a_rank_for_each_usable_core() -> None:
+    alone = replace(job(), ranks=(replace(job().ranks[0], cores=2, affinity=(0, 1)),), pairs=(), backends=())
+    assert "--nproc-per-node 2 " in show.verdict(alone, [])[1]
+
+
+def test_a_slow_path_explains_the_all_reduce_over_it() -> None:
+    facts = job(nodes=3, gloo=7.3)
+    slow = (30 * MBIT, 30 * MBIT)
+    facts = replace(facts, pairs=tuple(replace(p, one=slow, many=slow, both=slow) if (p.a, p.b) == (0, 2) else p
+                                       for p in facts.pairs))  # fmt: skip
+    facts = replace(facts, backends=(replace(facts.backends[0], seconds=facts.exchange_seconds(30 * MBIT)),))
+    assert keys(facts) == ["slow_path"]
+
+
+@pytest.mark.parametrize(("late", "named"), [(0, False), (1, True)])
+def test_a_slow_node_costs_no_more_than_the_script_waited_for_it(late: int, named: bool) -> None:
+    facts = replace(job(nodes=3), step_seconds=0.141)
+    facts = replace(facts, ranks=tuple(node[0] for node in facts.nodes))
+    facts = replace(facts, ranks=tuple(replace(each, rank=rank) for rank, each in enumerate(facts.ranks)))
+    runs = tuple(
+        ScriptRun(step_seconds=0.141, activity={"the backward pass": 0.1},
+                  under_way_seconds=0.02 if rank == late else 0.055)
+        for rank in range(3)
+    )  # fmt: skip
+    work = tuple(replace(healthy(3).work[0], rank=rank, again=(0.5,) * 5 if rank == 1 else ()) for rank in range(3))
+    found = {each.key: each for each in diagnose(replace(facts, script_runs=runs, work=work))}
+    assert ("slow_node" in found) is named
+    if named:
+        assert found["slow_node"].cost_seconds == pytest.approx(0.035)
