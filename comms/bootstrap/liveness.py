@@ -729,7 +729,10 @@ class LivenessRing:
                 self._hear(found)
         if self._ends.listener in ready:  # behind those who have said who they are: they are strangers no more
             self._ends.accept()
-        for each in to_turn_away({one: peer.since for one, peer in self._ends.peers.items() if peer.rank is None}):
+        # A neighbour whose proof is on its way goes last: its thread may be asking the store, or calling somebody else.
+        strangers = [(one, peer) for one, peer in self._ends.peers.items() if peer.rank is None]
+        strangers.sort(key=lambda each: bool(each[1].hello))
+        for each in to_turn_away({one: peer.since for one, peer in strangers}):
             self._ends.hang_up(each)
 
     def _look(self, selector: selectors.BaseSelector) -> None:

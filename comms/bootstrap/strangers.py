@@ -21,6 +21,10 @@ heard before the next one is let in."""
 STRANGER_SECONDS = 20.0
 """Seconds for saying it: a few round trips, lost packets, and a process that waits for the GIL between the two."""
 
+LEAST_SECONDS = 0.25
+"""Seconds that each caller has at least to say it, one that is greeted first above all: while so many have come within
+them, the next ones wait in the kernel's queue. A thousand ranks may call one at once, where another one has failed."""
+
 FULL_NAP_SECONDS = 0.05
 """Where this process has no descriptor left for a caller, whose call stays: it must not be looked for all the time."""
 
@@ -80,6 +84,7 @@ class Strangers:
         self._lacks = lacks
         self._greeting = greeting
         self._greeted: dict[socket.socket, bytes] = {}
+        self._lets_in = True
         self._heard: dict[socket.socket, tuple[float, bytes]] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -97,6 +102,7 @@ class Strangers:
         Raises:
             OSError: The listener is closed.
         """
+        seconds = min(seconds, self._let_in_or_wait() or seconds)
         ready = [key.fileobj for key, _ in self._selector.select(seconds)]
         callers = [each for each in ready if isinstance(each, socket.socket) and each is not self._listener]
         through = [(each, self._leave(each)) for each in callers if self._hear(each)]
@@ -116,6 +122,19 @@ class Strangers:
             self._leave(each)
             each.close()
         self._selector.close()
+
+    def _let_in_or_wait(self) -> float:
+        """Looks for new callers only while there is room; else the seconds until there will be."""
+        seconds = 0.0
+        if len(self._heard) >= MOST_STRANGERS:
+            oldest, _ = next(iter(self._heard.values()))
+            seconds = max(oldest + LEAST_SECONDS - time.monotonic(), 0.0)
+        if self._lets_in and seconds:
+            self._selector.unregister(self._listener)
+        elif not self._lets_in and not seconds:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        self._lets_in = not seconds
+        return seconds
 
     def _greet(self, caller: socket.socket) -> None:
         self._greeted[caller] = b"" if self._greeting is None else self._greeting()

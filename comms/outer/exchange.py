@@ -19,11 +19,13 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.agree import Agreement
+from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.elastic.survive import Survivor
@@ -48,6 +50,10 @@ DIFFERENT = (
     "those of rank 0, though they come from the same averages: memory was changed or a processor is faulty. Restart "
     "from the last checkpoint, or call outer.synchronize() on all ranks, which gives all of them those of rank 0"
 )
+
+
+_WORD: MessageType[dict[str, Any]] = MessageType(dict[str, object])
+"""What a rank says of the state that it loads."""
 
 
 class OuterExchange:
@@ -284,7 +290,7 @@ class OuterExchange:
             "start": self.averaging.communicator.presences.start,  # one for all ranks with the same shards
             "anchors": saved.digest(),
         }
-        found = [json.loads(each) for each in self.averaging.agreement.gather(json.dumps(word))]
+        found = [_WORD.read(each) for each in self.averaging.agreement.gather(json.dumps(word))]
         for rank, each in enumerate(found):
             if "error" in each:
                 raise ValueError(f"`state` of rank {rank} does not fit, so no rank has loaded its own: {each['error']}")

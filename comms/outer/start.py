@@ -14,11 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.comms.attach import look_inside
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
+from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.outer.fragments import OuterSettings
 from gradwire.comms.outer.workers import model_inside
 
 PACKED_NBYTES = 2**25
 """Most bytes sent at a time of what is made alike at the start and is not trained."""
+
+
+_DIGESTS: MessageType[tuple[str, ...]] = MessageType(tuple[str, ...], most_nbytes=1 << 26)
+"""Of each tensor that is not trained."""
 
 
 def facts_of(
@@ -46,7 +51,7 @@ def copy_from_rank_0(tensors: Sequence[Tensor], device: torch.device, agreement:
     digests = [hashlib.sha256(_bytes_of(each).cpu().numpy().tobytes()).hexdigest()[:16] for each in tensors]
     if len(set(agreement.gather(hashlib.sha256(repr(digests).encode()).hexdigest()))) == 1:
         return
-    said = [json.loads(word) for word in agreement.gather(json.dumps(digests))]
+    said = [_DIGESTS.read(word) for word in agreement.gather(json.dumps(digests))]
     differ = [each for number, each in enumerate(tensors) if len({word[number] for word in said}) > 1]
     packs: list[list[Tensor]] = [[]]
     for each in differ:

@@ -17,8 +17,12 @@ from torch.optim import Optimizer
 from gradwire.comms.attach import look_inside
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
+from gradwire.comms.boundary.messages import MessageType, Rank
 from gradwire.comms.outer.options import EXACT, NONE
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster
+
+_SHARDS: MessageType[tuple[str, tuple[int, ...]]] = MessageType(tuple[str, tuple[Rank, ...]], most_nbytes=1 << 26)
+"""What the shards of a rank are of, and the ranks that share the model."""
 
 
 def model_inside(model: nn.Module) -> nn.Module:
@@ -93,7 +97,7 @@ def peers_of(
         raise ValueError(
             "`model` has parameters that are sharded and others that are not: call fully_shard on all of it"
         )
-    said = [json.loads(word) for word in agreement.gather(json.dumps([_shard_key(sharded), sorted(worker)]))]
+    said = [_SHARDS.read(word) for word in agreement.gather(json.dumps([_shard_key(sharded), sorted(worker)]))]
     groups = shard_groups([(key, tuple(ranks)) for key, ranks in said])
     own: dist.ProcessGroup | None = None
     for ranks in groups:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, new_nonce, proof_of
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.pacing import Pacing
 from gradwire.compressors.base import Work
@@ -59,8 +60,8 @@ is so low that the last chunks take long. Of 400 Mbit/s 35 connections between t
 
 HEADER = struct.Struct("!QQQ")
 """Number of the message, offset and bytes of the chunk."""
-_HELLO = struct.Struct("!QI")
-"""Token of who listens, rank of who connects."""
+_HELLO = struct.Struct(f"!I{PROOF_NBYTES}s")
+"""Rank of who connects, and its proof that it knows the token of who listens, which greets it with a nonce."""
 _TCP_NOTSENT_LOWAT = 25
 """Number of the socket option. Source: Linux include/uapi/linux/tcp.h."""
 
@@ -101,7 +102,7 @@ class StreamListener:
         self._socket.listen(backlog)
         self.port: int = self._socket.getsockname()[1]
         self.token = int.from_bytes(os.urandom(8))
-        """What a connection says at first; another program's is closed."""
+        """What a connection proves that it knows; another program's is closed."""
 
     def accept(self, wanted: Mapping[int, int], deadline: float, alarm: Alarm | None) -> dict[int, list[socket.socket]]:
         """Waits for connections.
@@ -118,13 +119,14 @@ class StreamListener:
         found: dict[int, list[socket.socket]] = {rank: [] for rank in wanted}
         with (
             ExitStack() as unless_all_come,
-            closing(Strangers(self._socket, lambda heard: _HELLO.size - len(heard))) as strangers,
+            closing(Strangers(self._socket, lambda heard: _HELLO.size - len(heard), new_nonce)) as strangers,
         ):
             while any(len(found[rank]) < count for rank, count in wanted.items()):
                 _check_on(deadline, alarm)
                 for connection, said in strangers.next(1.0):
-                    token, rank = _HELLO.unpack(said.ljust(_HELLO.size, b"\0"))  # zeros are nobody's token
-                    if token == self.token and len(found.get(rank, ())) < wanted.get(rank, 0):
+                    nonce, hello = said[:NONCE_NBYTES], said[NONCE_NBYTES:]
+                    rank, proof = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))  # zeros are no proof
+                    if proof == _proof(self.token, nonce, rank) and len(found.get(rank, ())) < wanted.get(rank, 0):
                         found[rank].append(unless_all_come.enter_context(connection))
                     else:
                         connection.close()
@@ -176,12 +178,35 @@ def connect(
                 _check_on(deadline, alarm)
             if error := each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise _unreached(address, error)
-            each.sendall(_HELLO.pack(token, rank))  # 12 bytes into an empty buffer
+            nonce = _greeting(each, deadline, alarm)
+            each.sendall(_HELLO.pack(rank, _proof(token, nonce, rank)))  # 36 bytes into an empty buffer
     except BaseException:
         for each in made:
             each.close()
         raise
     return made
+
+
+def _greeting(connection: socket.socket, deadline: float, alarm: Alarm | None) -> bytes:
+    """The nonce that who listens says at first.
+
+    Raises:
+        OSError: Another program listens there, or has hung up.
+    """
+    heard = b""
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
+    while len(heard) < NONCE_NBYTES:
+        while not waiting.poll(1000):
+            _check_on(deadline, alarm)
+        if not (more := connection.recv(NONCE_NBYTES - len(heard))):
+            raise OSError(errno.ECONNRESET, "who listens at the port of a rank has hung up")
+        heard += more
+    return heard
+
+
+def _proof(token: int, nonce: bytes, rank: int) -> bytes:
+    return proof_of(token.to_bytes(8, "big"), "stream", nonce, rank.to_bytes(4, "big"))
 
 
 def _unreached(address: str, error: int) -> OSError:

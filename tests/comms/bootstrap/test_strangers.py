@@ -121,6 +121,29 @@ def test_of_too_many_the_oldest_are_turned_away(listener: socket.socket, callers
     one.close()
 
 
+def test_callers_that_are_greeted_first_have_time_to_answer_in_a_crowd(
+    listener: socket.socket, callers: Callers, few: int
+) -> None:
+    """More than may be silent at a time call at once, and answer what they are greeted with: all are heard."""
+    one = Strangers(listener, lambda said: 4 - len(said), lambda: b"hello")
+    crowd = callers.crowd(listener.getsockname()[1], 3 * few)
+    found: list[bytes] = []
+    deadline = time.monotonic() + SECONDS
+    while len(found) < 3 * few and time.monotonic() < deadline:
+        for connection, said in one.next(0.01):
+            found.append(said)
+            connection.close()
+        for each in crowd:
+            each.setblocking(False)
+            try:
+                if each.recv(5) == b"hello":
+                    each.send(b"name")
+            except BlockingIOError:
+                continue
+    assert found == [b"helloname"] * (3 * few)
+    one.close()
+
+
 def test_who_is_silent_for_long_is_turned_away(
     listener: socket.socket, callers: Callers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,18 @@ def test_no_pickle_comes_from_another_rank() -> None:
         assert where in OWN_BYTES or not found & {"pickle", "cPickle", "dill", "marshal", "shelve"}, where
 
 
+def test_one_parser_reads_json() -> None:
+    """What a process reads of its own environment is no message."""
+    own = {"config.py", "boundary/messages.py"}
+    found = {
+        str(file.relative_to(COMMS))
+        for file in COMMS.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.loads", "json.load", "zlib.decompress")
+    }
+    assert found <= own, f"{found - own}: use a MessageType, parsed or inflated"
+
+
 def test_torch_loads_tensors_and_plain_values_alone() -> None:
     for file in COMMS.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

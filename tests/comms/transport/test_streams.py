@@ -5,6 +5,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
@@ -367,9 +368,12 @@ def test_an_address_that_cannot_be_reached_at_all_is_named() -> None:
 def test_who_came_is_let_go_where_others_do_not_come() -> None:
     listener = StreamListener(socket.AF_INET, "127.0.0.1", 8)
     deadline = time.monotonic() + 30
-    (early,) = streams.connect(socket.AF_INET, "127.0.0.1", listener.port, listener.token, 1, 1, deadline, None)
-    with pytest.raises(RuntimeError, match="did not open its connections") as caught:
-        listener.accept({1: 2}, time.monotonic() + 0.5, None)
+    asking = (socket.AF_INET, "127.0.0.1", listener.port, listener.token, 1, 1, deadline, None)
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(streams.connect, *asking)
+        with pytest.raises(RuntimeError, match="did not open its connections") as caught:
+            listener.accept({1: 2}, time.monotonic() + 2.0, None)
+        (early,) = calling.result()
     early.settimeout(30)
     assert early.recv(1) == b"", f"still open behind {caught.value}"
     early.close()
@@ -380,7 +384,7 @@ def test_strangers_are_not_let_in() -> None:
     listener = StreamListener(socket.AF_INET, "127.0.0.1", 8)
     place = ("127.0.0.1", listener.port)
     stranger = socket.create_connection(place)
-    stranger.sendall(struct.pack("!QI", listener.token ^ 1, 1))
+    stranger.sendall(struct.pack("!I32s", 1, bytes(32)))
     deadline = time.monotonic() + 30
     asking = (socket.AF_INET, *place, listener.token, 1, 2, deadline, None)
     knocking = threading.Thread(target=streams.connect, args=asking)
@@ -388,7 +392,7 @@ def test_strangers_are_not_let_in() -> None:
     found = listener.accept({1: 2}, deadline, None)
     knocking.join()
     assert len(found[1]) == 2
-    assert stranger.recv(1) == b""
+    assert len(stranger.recv(16)) == 16 and stranger.recv(1) == b""
     for each in (*found[1], stranger):
         each.close()
     listener.close()
