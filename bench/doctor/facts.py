@@ -244,6 +244,8 @@ class ScriptRun:
     """What its main thread did in a step, as `gradwire.comms.watch.activity` names it -> seconds."""
     lines: Mapping[str, str] = field(default_factory=dict)
     """What its main thread did -> the line where it did that most."""
+    all_reduces: Mapping[str, float] = field(default_factory=dict)
+    """Line of the script -> all-reduces that it issued in a step, of the group of all ranks."""
     under_way_seconds: float | None = None
     """Seconds of a step in which this rank had a collective under way; None without one."""
     error: str | None = None

@@ -92,6 +92,7 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
     return ScriptRun(
         activity=split.get("activity", {}),
         lines=split.get("lines", {}),
+        all_reduces=split.get("all_reduces", {}),
         under_way_seconds=split.get("under_way_seconds"),
         gradient_nbytes=max((int(row[0]) for row in rows), default=0),
         step_seconds=median(steps) if steps else None,
@@ -133,7 +134,7 @@ def main(argv: list[str]) -> None:
         if steps == WARM_UP_STEPS:
             split.begin()
         elif steps > WARM_UP_STEPS:
-            split.write(steps - WARM_UP_STEPS)
+            split.write(steps - WARM_UP_STEPS, last=steps >= STEPS)
         if steps >= STEPS:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -6,6 +6,7 @@ Runs in the script's own process, in a thread that looks now and then, as `gradw
 import json
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class StepSplit:
         self._log = RankLog()
         self._lock = threading.Lock()
         self._last = time.monotonic()
+        self._first_issued: dict[str, int] = {}
         self._first: tuple[dict[str, float], float] | None = None
         self._closed = threading.Event()
         BackgroundThread(
@@ -72,12 +74,14 @@ class StepSplit:
                 return
             self._look()
             self._first = dict(self._activity.seconds), self._under_way()
+            self._first_issued = {name: state.issued for name, state in self._log.states()}
 
-    def write(self, steps: int) -> None:
+    def write(self, steps: int, *, last: bool) -> None:
         """Writes what a step took since `begin`.
 
         Args:
             steps: That were made since then; one at least.
+            last: Whether no step follows: reading the stacks of all collectives would lengthen it.
         """
         with self._lock:
             if self._first is None:
@@ -90,8 +94,20 @@ class StepSplit:
                 },
                 "under_way_seconds": (self._under_way() - waited) / steps if self._flight.members else None,
                 "lines": self._activity.newest_lines(),
+                "all_reduces": {line: count / steps for line, count in (self._all_reduces() if last else {}).items()},
             }
         self._file.write_text(json.dumps(found))
+
+    def _all_reduces(self) -> Counter[str]:
+        """Line -> all-reduces since `begin` in groups of all ranks; of the last `KEPT_COLLECTIVES` at most."""
+        whole = {name for name, ranks in self._flight.members.items() if len(ranks) == dist.get_world_size()}
+        return Counter(
+            each.line or "?"
+            for name, issued in self._flight.issued().items()
+            if name in whole
+            for each in issued
+            if each.number > self._first_issued.get(name, 0) and each.what.startswith("all_reduce")
+        )
 
     def _under_way(self) -> float:
         return sum(state.waited_seconds for _, state in self._log.states())

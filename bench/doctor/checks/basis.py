@@ -125,6 +125,10 @@ BASES = {
         "the rank is late in every run; one that is late once had a neighbour",
         "documentation of DistributedDataParallel, join (uneven inputs); of torch.distributed.checkpoint, async_save",
     ),
+    "many_exchanges": Basis(
+        "the exchanges may wait or be joined: a step that needs a sum at once keeps it",
+        "documentation of DistributedDataParallel, no_sync, bucket_cap_mb and find_unused_parameters",
+    ),
     "slow_loader": Basis(
         "the node has cores and memory left for more workers",
         "documentation of torch.utils.data, DataLoader, num_workers and prefetch_factor",

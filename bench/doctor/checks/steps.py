@@ -5,10 +5,15 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 from gradwire.bench.doctor.checks.words import seconds
-from gradwire.bench.doctor.facts import Diagnosis, JobFacts, ScriptRun
+from gradwire.bench.doctor.facts import BUCKET_NBYTES, Diagnosis, JobFacts, ScriptRun
 
 LOADER, SAVING = "the data loader", "saving a checkpoint"
 """As gradwire/comms/watch/activity.py names them; not imported, because that needs torch."""
+
+FIRST_BUCKET_NBYTES = 1 << 20
+"""DDP's first bucket. Source: torch/nn/parallel/distributed.py, dist._DEFAULT_FIRST_BUCKET_BYTES."""
+MANY = 2
+"""Times the all-reduces that the gradients need, above which a script makes too many."""
 
 LATE_SHARE = 0.15
 """Share of a step for which the others wait for a rank, before it is named."""
@@ -174,6 +179,38 @@ WASTES = (
 )
 
 
+def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
+    """The script exchanges far more often in a step than the gradients need: by accumulation, buckets, or logging."""
+    runs = _split_runs(facts)
+    if not runs or len(facts.nodes) < 2:
+        return
+    count = median_low(sum(run.all_reduces.values()) for run in runs)
+    needed = 1 + max(0, -(-(facts.gradient_nbytes - FIRST_BUCKET_NBYTES) // BUCKET_NBYTES))
+    under_way = min(run.under_way_seconds or 0.0 for run in runs)
+    cost = under_way - facts.exchange_seconds(facts.good_rate())
+    if count <= MANY * needed or cost < LEAST_SECONDS:
+        return
+    lines = sorted(runs[0].all_reduces.items(), key=lambda item: -item[1])
+    yield Diagnosis(
+        key="many_exchanges",
+        title=f"A step makes {count:.0f} all-reduces; its gradients need {needed}",
+        sure=0.8,
+        cost_seconds=cost,
+        evidence=(
+            (
+                f"all exchanges of a step take {seconds(under_way)}; one of the gradients takes "
+                f"{seconds(facts.exchange_seconds(facts.good_rate()))} at the best rate seen"
+            ),
+            *(f"{line}: {number:.3g} all-reduces a step" for line, number in lines[:3]),
+        ),
+        remedy=(
+            "several backward passes a step: with model.no_sync(): for all but the last one",
+            "small buckets: leave bucket_cap_mb at 25, or raise it; find_unused_parameters=False saves one more",
+            "logging: add up on each rank, and all-reduce every some steps",
+        ),
+    )
+
+
 def wasted_steps(facts: JobFacts) -> Iterator[Diagnosis]:
     """The usual rank's main thread waits for its data, or saves checkpoints in the steps themselves again and again."""
     runs = _split_runs(facts)
@@ -197,4 +234,4 @@ def wasted_steps(facts: JobFacts) -> Iterator[Diagnosis]:
         )
 
 
-CHECKS = (late_rank, wasted_steps)
+CHECKS = (late_rank, many_exchanges, wasted_steps)

@@ -8,6 +8,7 @@ import pytest
 from gradwire.bench.doctor import command, show
 from gradwire.bench.doctor.checks import REMARK_SHARE, diagnose
 from gradwire.bench.doctor.facts import BackendTime, ForeignTraffic, InterfaceRate, JobFacts, ScriptRun
+from gradwire.bench.terminal import STDOUT
 from support.doctor import everywhere, healthy, slowed
 
 MBIT = 1e6 / 8
@@ -80,7 +81,7 @@ def test_what_costs_less_than_a_twentieth_of_a_step_is_a_remark_and_leaves_the_e
     for share, remark in ((0.9 * REMARK_SHARE, True), (1.1 * REMARK_SHARE, False)):
         (each,) = diagnose(replace(facts, step_seconds=found.cost_seconds / share))
         assert each.remark is remark
-        options = argparse.Namespace(json=command.STDOUT, svg=None)
+        options = argparse.Namespace(json=STDOUT, svg=None)
         assert command._report(replace(facts, step_seconds=found.cost_seconds / share), options, 1.0) == (not remark)
 
 
@@ -156,3 +157,15 @@ def test_a_slow_node_costs_no_more_than_the_script_waited_for_it(late: int, name
     assert ("slow_node" in found) is named
     if named:
         assert found["slow_node"].cost_seconds == pytest.approx(0.035)
+
+
+@pytest.mark.parametrize(("count", "under_way", "named"), [(40, 1.9, True), (4, 1.9, False), (40, 0.846, False)])
+def test_a_script_that_exchanges_too_often_is_named_with_its_lines(count: int, under_way: float, named: bool) -> None:
+    """Law: only for what its exchanges take longer than one of the gradients, which need two buckets."""
+    facts = replace(job(), step_seconds=2.5)
+    facts = replace(facts, ranks=tuple(replace(node[0], rank=place) for place, node in enumerate(facts.nodes)))
+    run = ScriptRun(step_seconds=2.5, activity={"the backward pass": 2.0}, under_way_seconds=under_way,
+                    all_reduces={"train.py:9 in <module>": count})  # fmt: skip
+    found = diagnose(replace(facts, script_runs=(run, run)))
+    assert [each.key for each in found] == ["many_exchanges"] * named
+    assert all(each.cost_seconds < under_way and "train.py:9" in each.evidence[1] for each in found)
