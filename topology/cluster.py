@@ -151,12 +151,15 @@ class Cluster:
             its own. None: by the links alone.
         equal_sums: Whether exact sums have owners of equal parts however the units' links differ, as NCCL's have: then
             compressors' payloads alone go to owners by their links.
+        nvls_possible: Whether some rank's GPU is one whose NVSwitch can sum (NVIDIA, Hopper or later), whatever is
+            known of the switches: a container may hide them.
     """
 
     locations: tuple[tuple[int, ...], ...]
     levels: tuple[Level, ...]
     fabric: GpuFabric | None = None
     equal_sums: bool = False
+    nvls_possible: bool = False
 
     def __post_init__(self) -> None:
         if not self.locations:
@@ -241,8 +244,12 @@ class Cluster:
         return len({self.unit(rank, 0) for rank in members}) == len(members)
 
     def sums_in_switch(self, members: Sequence[int]) -> bool:
-        """Whether NVSwitches can sum for some ranks: inside the one node of all, or inside each of several."""
-        return self.fabric is not None and self.fabric.nvls and not self.all_apart(members)
+        """Whether NVSwitches may sum for some ranks: inside the one node of all, or inside each of several.
+
+        True also if nothing rules them out: a pass over the bucket costs less than a ring in the place of the switch.
+        """
+        known = self.fabric is not None and self.fabric.nvls
+        return (known or self.nvls_possible) and not self.all_apart(members)
 
     def describe(self) -> str:
         """One line: `2 nodes x 4 ranks`, `3 nodes of 3, 3 and 1 ranks`."""

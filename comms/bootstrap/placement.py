@@ -15,6 +15,7 @@ from gradwire.comms.bootstrap.kernel import host_identity, own_kernel
 from gradwire.comms.boundary.messages import Addresses, Count, Kernel, Port, Rank
 from gradwire.comms.config import Config, local_rank
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
+from gradwire.topology.fabric import NVLS_CAPABILITY
 from gradwire.topology.host_summary import Hardware
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
@@ -41,6 +42,7 @@ class Presence:
         port: Where it can be called; 0 where it cannot.
         addresses: Of its host, the best one first.
         kernel: That its process runs on; empty where it does not say.
+        nvls_possible: Whether its GPU is one whose NVSwitch, if it has one, can sum.
     """
 
     rank: Rank
@@ -55,6 +57,7 @@ class Presence:
     port: Port = 0
     addresses: Addresses = ()
     kernel: Kernel = ""
+    nvls_possible: bool = False
 
     @classmethod
     def here(
@@ -80,6 +83,7 @@ class Presence:
             config.shared(),
             config.nic_bytes_per_second,
             kernel=own_kernel(),
+            nvls_possible=_nvls_possible(device),
         )
 
 
@@ -104,7 +108,18 @@ def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
     cluster = _with_links(locations, *_of_gpus(presences, cluster, fabric, config))
     cluster = replace(with_node_rates(cluster, _node_rates(presences, cluster)), equal_sums=True)
     presumed = any(cluster.levels[number].link.presumed for number in cluster.wide_levels)
-    return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric)
+    nvls_possible = any(presence.nvls_possible for presence in presences)
+    return replace(
+        cluster, fabric=None if presumed or cluster.depth != 2 else fabric, nvls_possible=nvls_possible
+    )
+
+
+def _nvls_possible(device: torch.device) -> bool:
+    """Whether a device's NVSwitch, if it has one, can sum."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= NVLS_CAPABILITY
 
 
 def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:

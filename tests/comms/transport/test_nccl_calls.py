@@ -423,6 +423,8 @@ def test_which_groups_a_switch_sums_for() -> None:
         everybody = tuple(range(cluster.size))
         groups = everybody, everybody[:2], everybody[:: cluster.size // 2]
         assert not any(map(cluster.sums_in_switch, groups)), "without NVLS AVG costs nothing"
+        unknown = replace(cluster, nvls_possible=True)
+        assert tuple(map(unknown.sums_in_switch, groups)) == wanted, "a hidden switch gets what it can sum"
         assert tuple(map(replace(cluster, fabric=fabric).sums_in_switch, groups)) == wanted
 
 
