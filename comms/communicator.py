@@ -87,6 +87,7 @@ class Communicator:
         board: Shared with other groups that wait for this one; None makes one for this group.
         oversight: Who hears of a failure, and watches the other ranks; its board is the one that counts. None leaves it
             to this communicator.
+        kernels: Name of those that the compressor runs, the same on all ranks; empty if that does not matter.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -107,10 +108,12 @@ class Communicator:
         global_ranks: Sequence[int] | None = None,
         board: Board | None = None,
         oversight: Oversight | None = None,
+        kernels: str = "",
     ) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         check_transport(config.transport_name, device)
+        self._kernels = kernels
         config = config.with_timeout_of(timeout_of(group, device))
         self.rank = rank
         self.device = device
@@ -178,6 +181,8 @@ class Communicator:
         needless = (size == 1 or on_one_host) and not config.elastic and config.nics != NIC_PER_RANK
         nobody = Hardware(None, None, None) if needless else None  # whom links would lead to
         own = Presence.here(self.rank, size, config, self.device, known=nobody)
+        if self._kernels:
+            own = replace(own, shared=own.shared | {"kernels": self._kernels})
         return replace(own, port=door.port, addresses=tuple(own_addresses(store_host)))
 
     @property

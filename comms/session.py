@@ -162,6 +162,7 @@ class AveragingSession:
             group=ranks.group,
             board=ranks.board,
             oversight=ranks.oversight,
+            kernels=_kernels(device) if self.compression else "",
         )
         weakref.finalize(self, self.communicator.close)  # also where something later raises
         if self.compression is not None:
@@ -728,6 +729,15 @@ def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks)
     compression = Compression(config.compressor, config.compressor_options, config.rules, ranks.rank, ranks.size)
     compression.compressor.bind_model(numels)
     return compression
+
+
+def _kernels(device: torch.device) -> str:
+    """The name of the kernels on a device: on a GPU the same on all ranks, as PowerSGD's factors differ in rounding."""
+    if device.type == "cpu":
+        return ""
+    from gradwire.compressors.kernels.dispatch import kernels_name  # here: exact gradients need no kernels
+
+    return kernels_name(device)
 
 
 def _returned(compression: "Compression | None") -> "ReturnedGradients | None":

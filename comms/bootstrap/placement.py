@@ -109,9 +109,7 @@ def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
     cluster = replace(with_node_rates(cluster, _node_rates(presences, cluster)), equal_sums=True)
     presumed = any(cluster.levels[number].link.presumed for number in cluster.wide_levels)
     nvls_possible = any(presence.nvls_possible for presence in presences)
-    return replace(
-        cluster, fabric=None if presumed or cluster.depth != 2 else fabric, nvls_possible=nvls_possible
-    )
+    return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric, nvls_possible=nvls_possible)
 
 
 def _nvls_possible(device: torch.device) -> bool:

@@ -432,6 +432,11 @@ def _misfit(own: Presence, word: dict[str, Any]) -> str | None:
 
 
 def _words(name: str, rank: int, here: object, there: object) -> str:
+    if name == "kernels":
+        return (
+            f"`kernels` are {here} on rank {rank} and {there} on rank 0; wanted the same on all ranks: "
+            "the warning of the rank with `reference` says what to install there"
+        )
     return (
         f"`{name}` is {here} on rank {rank} and {there} on rank 0; wanted the same on all ranks: start them with one "
         "configuration"

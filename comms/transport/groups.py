@@ -136,6 +136,11 @@ def check_transport(transport: str, device: torch.device | None = None) -> None:
         RuntimeError: It is mpi, and mpi4py cannot be loaded, or MPI refuses threads.
     """
     if device is not None:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"the gradients are on {device}; wanted cpu or cuda (NVIDIA's and AMD's GPUs): no transport here "
+                "takes tensors of other devices, so train without it there"
+            )
         if transport == "nccl" and device.type != "cuda":
             raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
         if transport == "gloo" and device.type == "cuda":

@@ -111,13 +111,27 @@ class _KernelsByDevice(dict[str, Kernels]):
 KERNELS_ON = _KernelsByDevice()
 """The kernels for each device type: `KERNELS_ON[tensor.device.type].encode_pieces(codec, ...)`.
 
-They are chosen, and the choice is logged, when the first tensor of a device type is seen. To use torch's slower
-compositions on CUDA instead, call `register_kernels("cuda", reference)` before.
-
-Raises:
-    CudaKernelsError: It is a CUDA tensor, and CuPy, the driver or the device do not fit; the message says what to
-        install.
+They are chosen, and the choice is logged, when the first tensor of a device type is seen, or before, by `kernels_for`.
+On a CUDA device that cannot use CUDA's kernels (no CuPy, an old driver, AMD's GPUs) they are the reference, in torch
+operators, and a warning says what to install. `register_kernels("cuda", reference)` takes these on purpose.
 """
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Returns the kernels for tensors on a device, and chooses them now if none of its type were chosen before.
+
+    Args:
+        device: Whose driver and compute capability count; of a type that is known, any.
+    """
+    if device.type not in KERNELS_ON:
+        register_kernels(device.type, _choose(device.type, device.index))
+    return KERNELS_ON[device.type]
+
+
+def kernels_name(device: torch.device) -> str:
+    """Returns how the kernels for a device are called: `native`, `cuda`, `reference`, or a name of a user's own."""
+    kernels = kernels_for(device)
+    return str(getattr(kernels, "__name__", type(kernels).__name__)).rpartition(".")[2]
 
 
 def register_kernels(device_type: str, kernels: Kernels) -> None:
@@ -131,7 +145,7 @@ def register_kernels(device_type: str, kernels: Kernels) -> None:
     logger.info("gradwire: %s kernels: %s", device_type, getattr(kernels, "__name__", type(kernels).__name__))
 
 
-def _choose(device_type: str) -> Kernels:
+def _choose(device_type: str, index: int | None = None) -> Kernels:
     """Returns the fastest kernels that fit the device type; the reference for a device without kernels of its own."""
     if device_type == "cpu":
         try:
@@ -142,8 +156,13 @@ def _choose(device_type: str) -> Kernels:
             return cast(Kernels, native)
     if device_type == "cuda":  # CuPy is imported here, with the first CUDA tensor, and never before
         from gradwire.compressors.kernels import cuda
-        from gradwire.compressors.kernels.cuda.require import require_cupy
+        from gradwire.compressors.kernels.cuda.load import require_kernels
+        from gradwire.compressors.kernels.cuda.require import CudaKernelsError
 
-        require_cupy(torch.cuda.current_device())
-        return cast(Kernels, cuda)
+        try:
+            require_kernels(torch.cuda.current_device() if index is None else index)
+        except CudaKernelsError as error:
+            logger.warning("gradwire: compressors run in torch operators, which are slower on a GPU: %s", error)
+        else:
+            return cast(Kernels, cuda)
     return cast(Kernels, reference)

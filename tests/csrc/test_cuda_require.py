@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gradwire.compressors.kernels import dispatch as kernels
+from gradwire.compressors.kernels import reference
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda.launch import blocks_for, even_grid
 from gradwire.compressors.kernels.cuda.load import cached_cubin, load_kernel
@@ -28,6 +29,7 @@ def test_a_good_machine_is_accepted() -> None:
     ("change", "said"),
     [
         ({"torch_cuda": None}, r"no CUDA: this torch was built without it.*cupy-cuda13x"),
+        ({"torch_cuda": None, "torch_hip": "7.0"}, r"no kernels for AMD's GPUs: torch was built for ROCm 7\.0"),
         ({"device_count": 0}, r"no CUDA device: torch was built for CUDA 13\.0"),
         (
             {"cupy_cuda": None, "cupy_problem": "No module named 'cupy'"},
@@ -118,13 +120,30 @@ assert not found, found
 def test_a_cuda_tensor_asks_for_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The door, without a device: what it would choose, and that nothing is chosen silently where that fails."""
     from gradwire.compressors.kernels import cuda
-    from gradwire.compressors.kernels.cuda import require as cuda_require
+    from gradwire.compressors.kernels.cuda import load as cuda_load
 
     asked: list[int] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(cuda_require, "require_cupy", asked.append)
+    monkeypatch.setattr(cuda_load, "require_kernels", asked.append)
     assert kernels._choose("cuda") is cuda
-    assert asked == [3]
+    assert kernels._choose("cuda", 5) is cuda
+    assert asked == [3, 5], "the tensor's own device, where it is known"
+
+
+def test_a_device_without_kernels_takes_the_reference_and_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delitem(kernels.KERNELS_ON, "cuda", raising=False)
+    device = torch.device("cuda", 1)
+    try:
+        assert kernels.kernels_for(device) is kernels.kernels_for(device) is reference
+        assert kernels.kernels_name(device) == "reference"
+    finally:
+        kernels.KERNELS_ON.pop("cuda", None)
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warned) == 1 and "torch was built for ROCm 7.0" in warned[0]
 
 
 @pytest.mark.parametrize("slots", [1, 7, 396])

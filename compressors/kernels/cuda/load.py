@@ -123,7 +123,7 @@ def nearest_architecture(architecture: int) -> int:
         CudaKernelsError: NVRTC is missing, or knows no such architecture.
     """
     nvrtc = _nvrtc()
-    known = tuple(nvrtc.getSupportedArchs())
+    known: tuple[int, ...] = tuple(nvrtc.getSupportedArchs())
     fitting = [each for each in known if each // 10 == architecture // 10 and each <= architecture]
     if not fitting:
         raise CudaKernelsError(

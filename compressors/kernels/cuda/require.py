@@ -35,6 +35,8 @@ class CudaSetup:
     """Compute capability of the device."""
     device_name: str
     """Name of the device."""
+    torch_hip: str | None = None
+    """ROCm that torch was built for; None for a build for CUDA."""
 
 
 def _text(version: int) -> str:
@@ -47,6 +49,11 @@ def check(found: CudaSetup) -> None:
     Raises:
         CudaKernelsError: A part is missing, too old, or built for another CUDA; the message says what to install.
     """
+    if found.torch_hip is not None:
+        raise CudaKernelsError(
+            f"no kernels for AMD's GPUs: torch was built for ROCm {found.torch_hip}, the CUDA kernels run on NVIDIA's "
+            "alone; there is nothing to install"
+        )
     if found.torch_cuda is None:
         raise CudaKernelsError(
             "no CUDA: this torch was built without it; install a CUDA build of torch, and then "
@@ -133,6 +140,7 @@ def require_cupy(device_index: int) -> ModuleType:
             driver,
             capability,
             name,
+            torch.version.hip,
         )
     )
     assert cupy is not None, "`check` refuses this"
