@@ -14,6 +14,10 @@ class PeerError(RuntimeError):
         return type(self), (str(self), self.missing)
 
 
+class PeerSystemError(OSError):
+    """The system has refused a peer something, and that peer has told this rank: memory, or an open file."""
+
+
 class DidNotJoinError(RuntimeError):
     """A rank did not come to the start-up within the time-out."""
 

@@ -9,6 +9,7 @@ survivors, from what it was given: no step is lost but the part of it that the l
 """
 
 import ctypes
+import errno
 import logging
 import time
 import traceback
@@ -36,6 +37,7 @@ from gradwire.comms.elastic.membership import (
     Membership,
     View,
 )
+from gradwire.comms.errors import PeerSystemError
 from gradwire.comms.run.launches import FutureTensor
 
 log = logging.getLogger("gradwire")
@@ -53,6 +55,13 @@ again is raised."""
 MEETING_SECONDS = 60.0
 """Seconds for members that all live to meet: a network between two of them that is mended within that time ends no
 job."""
+
+MOST_REFUSALS = 2
+"""The most times that the system refuses a rank memory or files while the ranks meet again: what it lacks may be there
+a moment later, when others have given theirs back. Then the rank leaves, and the others go on."""
+
+_REFUSALS = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE})
+"""What an errno says that is this process's or its host's own affair, whatever its peers do: errno(3)."""
 
 Rebuild = Callable[[View, Store, Oversight], Communicator]
 """Makes the communicator of a new epoch; the one before is closed."""
@@ -106,6 +115,16 @@ class _Stopwatch:
         self._last = now
 
 
+class RefusedError(CollectiveError):
+    """A collective has failed because the system refused this rank memory or files; no peer is at fault."""
+
+
+def _is_refusal(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _REFUSALS and not isinstance(error, PeerSystemError)
+    return isinstance(error, (RefusedError, torch.OutOfMemoryError))
+
+
 class EpochBoard(Board):
     """Where a failure of one epoch's communicator is told: the membership finds out who is left.
 
@@ -120,7 +139,8 @@ class EpochBoard(Board):
         """Ends the epoch for all ranks; who is missing, the membership finds out."""
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         self.warn(f"{phase} failed: {cause}")
-        return CollectiveError(f"{phase} failed: {cause}", ())
+        kind = RefusedError if _is_refusal(error) else CollectiveError
+        return kind(f"{phase} failed: {cause}", ())
 
 
 def first_oversight(rank: int, size: int, timeout: timedelta) -> Oversight:
@@ -358,11 +378,13 @@ class Survivor:
 
         Raises:
             GivenUpError: This rank cannot go on.
-            RuntimeError: The same members have failed to meet again and again, for `MEETING_SECONDS`.
+            RuntimeError: The same members have failed to meet again and again, for `MEETING_SECONDS`; or the system has
+                refused this rank memory or files `MOST_REFUSALS` times, and the others go on without it.
+            OSError: The system has refused this rank memory or files, as above.
         """
-        alike, began = 0, time.monotonic()
+        alike, refusals, began = 0, 0, time.monotonic()
         while True:
-            before = self.view
+            before, former = self.view, self.communicator
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if before.size == 1:
                 raise GivenUpError(f"no other rank is left, and this one has failed: {reason}") from error
@@ -383,6 +405,12 @@ class Survivor:
             except (RuntimeError, OSError) as failed:
                 alike = alike + 1 if view.members == before.members else 0
                 if alike >= MOST_REPEATS and time.monotonic() - began > MEETING_SECONDS:
+                    raise
+                # A future of torch's keeps an error's text alone; the communicator has the error itself.
+                kept = None if self.communicator is former else self.communicator.executor.failure
+                refusals += _is_refusal(kept or failed)
+                if refusals >= MOST_REFUSALS:
+                    self.membership.losses.take(Loss.of(failed))
                     raise
                 _forget(error)
                 error = failed

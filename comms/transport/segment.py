@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store
 from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.store import Naps
 from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Rank
-from gradwire.comms.errors import PeerError
+from gradwire.comms.errors import PeerError, PeerSystemError
 from gradwire.compressors.compiled import native
 
 log = logging.getLogger("gradwire")
@@ -385,7 +385,7 @@ def _join(
     """Every other rank's part."""
     offer = _OFFER.read(words.hear(DOOR))
     if isinstance(offer, _NoOffer):
-        raise OSError(offer.errno, f"rank 0 {offer.error}")
+        raise PeerSystemError(offer.errno, f"rank 0 {offer.error}")
     for name, own, theirs in (("size", size, offer.size), ("block_nbytes", block_nbytes, offer.block_nbytes)):
         if theirs != own:
             raise ValueError(f"`{name}` is {own} here and {theirs} on rank 0: all ranks must pass the same value")

@@ -1,5 +1,6 @@
 """An elastic job in simulated time: real memberships and survivors, on communicators that sum exactly or break."""
 
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class SimCommunicator:
         self.view = view
         self.rank, self.size = view.rank, view.size
         self.device = torch.device("cpu")
-        self.executor = SimpleNamespace(has_ended=True, deadline=None, release=lambda: None)
+        self.executor = SimpleNamespace(has_ended=True, deadline=None, release=lambda: None, failure=None)
         self._board = board
         self._process = job.simulation.process
         self._numbers = 0
@@ -78,6 +79,10 @@ class SimCommunicator:
 
     def _wait(self, meeting: _Meeting, flat: Tensor) -> Tensor:
         simulation = self.job.simulation
+        if self._process.name in self.job.refused:
+            refusal = OSError(errno.ENOMEM, "no shared memory")
+            self.executor.failure = self._board.diagnose(refusal, "all_reduce", ())
+            raise RuntimeError(str(self.executor.failure))  # as a future of torch's does
         began = simulation.now
         links = [frozenset((one, other)) for one in self.view.members for other in self.view.members]
 
@@ -165,6 +170,8 @@ class Job:
         self.dark: set[str] = set()
         self.failing: dict[tuple[str, int], int] = {}
         """Process and step -> how often what it computes there fails."""
+        self.refused: set[str] = set()
+        """Processes whose system refuses them memory for every connection."""
         self.slow: dict[tuple[str, int], float] = {}
         """Process and step -> how long it computes there."""
         self.doomed: dict[str, int] = {}

@@ -184,6 +184,18 @@ def test_a_failure_that_comes_again_is_raised_and_one_that_does_not_is_repeated(
     assert job.failing[name, step] == max(0, times - MOST_REPEATS)
 
 
+@pytest.mark.parametrize("refused", [{"p0"}, {"p2"}, {"p1", "p3"}])
+def test_a_rank_that_its_system_refuses_memory_leaves_and_the_others_go_on(refused: set[str]) -> None:
+    simulation = Simulation(random.Random(5))
+    with simulated(simulation):
+        job = Job(simulation, "aabb", STEPS, {})
+        job.refused |= refused
+        simulation.play(END_SECONDS)
+    check(job, set(job.started))
+    assert {name for name, diary in job.diaries.items() if not diary.finished} == refused, job.describe()
+    assert all("no shared memory" in str(job.diaries[name].given_up) for name in refused), job.describe()
+
+
 @pytest.mark.parametrize("seconds", [1.0, 20.0, END_SECONDS])
 def test_a_connection_that_cannot_be_made_is_an_error_at_last_and_one_that_broke_is_made_anew(seconds: float) -> None:
     """Both ends live and reach the store, so nobody is to be given up; who raises leaves, and the others may go on."""
