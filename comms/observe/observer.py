@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from gradwire.comms.bootstrap.compat import profiler_is_on
-from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.bootstrap.compat import PrefixStore, profiler_is_on
+from gradwire.comms.bootstrap.store import PollingStore, unprefixed
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.report import Report
@@ -30,6 +30,9 @@ log = logging.getLogger("gradwire")
 
 GET_TIMEOUT = timedelta(seconds=2)
 """The get timeout for a key of the store that was there a moment ago."""
+
+WAITS = "gradwire/waits"
+"""The prefix of what ranks wait in, common to all communicators of a job."""
 
 TRACE_AFTER = 5
 """Steps before the trace that GRADWIRE_TRACE asks for: buckets are rebuilt, and connections made, in the first ones."""
@@ -86,13 +89,16 @@ class Observer(StepListener):
         )
 
     def _watch_for_stalls(self, ranks: Sequence[int]) -> "StallWatch":
+        from gradwire.comms.observe.order import Waits
         from gradwire.comms.observe.stall import StallWatch, WatchedJob
 
         communicator = self._communicator
         on_cuda = communicator.device.type == "cuda"
         job = WatchedJob(communicator.rank, communicator.hostnames, tuple(ranks), self.contents, on_cuda)
         store = PollingStore(communicator.plain_store, GET_TIMEOUT)
-        return StallWatch(store, job, communicator.executor, self._config.stall_seconds)
+        shared = PollingStore(PrefixStore(WAITS, unprefixed(communicator.plain_store)), GET_TIMEOUT)
+        waits = Waits(shared, communicator.presences.start, ranks[communicator.rank])
+        return StallWatch(store, job, communicator.executor, self._config.stall_seconds, waits)
 
     @property
     def wants_times(self) -> bool:

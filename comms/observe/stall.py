@@ -23,6 +23,7 @@ from functools import partial
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.messages import MessageError, MessageType
+from gradwire.comms.observe.order import Waits
 from gradwire.comms.report import bucket_words, duration
 from gradwire.comms.run.executor import Executor
 
@@ -189,13 +190,17 @@ class StallWatch:
         job: Whom it watches.
         executor: Whose launches are watched.
         seconds: Without progress, until the first word.
+        waits: What the ranks of all models wait in; told after half of `seconds`, so that it is there when a watch of
+            another model gives its verdict. None: only this model is looked at.
 
     Attributes:
         last: What the last warning said, here or on the rank that gave it; None before one.
         count: How many there were.
     """
 
-    def __init__(self, store: Store, job: WatchedJob, executor: Executor, seconds: float) -> None:
+    def __init__(
+        self, store: Store, job: WatchedJob, executor: Executor, seconds: float, waits: Waits | None = None
+    ) -> None:
         self.last: str | None = None
         self.count = 0
         self._store = store
@@ -210,6 +215,9 @@ class StallWatch:
         self._stall: Stall | None = None
         self._all_here_said = False
         self._failures = 0
+        self._waits = waits
+        if waits is not None:
+            waits.know(self)
         look_seconds = min(max(seconds / LOOKS, SHORTEST_LOOK_SECONDS), LONGEST_LOOK_SECONDS)
         self._thread = BackgroundThread(
             f"gradwire stall watch {job.rank}",
@@ -219,6 +227,11 @@ class StallWatch:
             end=self._closed.set,
         )
         self._thread.start()
+
+    @property
+    def launches(self) -> int:
+        """How many launches this rank has started."""
+        return self._executor.launches
 
     def close(self) -> None:
         """Ends the thread."""
@@ -252,6 +265,8 @@ class StallWatch:
         if self._executor.launches == 0:
             return
         passed = time.monotonic() - self._since
+        if self._waits is not None and waiting is not None and passed >= self._seconds / 2:
+            self._waits.say(waiting.number, self._words_of(waiting.bucket.index))
         if passed >= self._next:
             self._next = 2 * passed
             self._say(passed)
@@ -278,7 +293,7 @@ class StallWatch:
         waiting = self._executor.oldest()
         launches, where = self._executor.launches, line_of_thread(self._watched)
         if waiting is not None:
-            named = bucket_words(waiting.bucket.index, self._job.contents.get(waiting.bucket.index, (0, ()))[1])
+            named = self._words_of(waiting.bucket.index)
             word = Word(launches, passed, waiting.number, waiting.phase, named, where)
         else:
             word = Word(launches, passed, where=where)
@@ -312,6 +327,8 @@ class StallWatch:
         found = verdict(words, job.hostnames, job.ranks, on_cuda=job.on_cuda)
         if found is None:
             return
+        if self._waits is not None and (text := self._waits.disorder([job.ranks[rank] for rank in found.late])):
+            found = StallVerdict(text)
         repeated = not found.late and self._all_here_said
         log.log(logging.INFO if repeated else logging.WARNING, "stall: %s", found.text)
         self._all_here_said |= not found.late
@@ -326,13 +343,18 @@ class StallWatch:
         if not 0 < behind <= len(carried):
             return dict(words)
         index = carried[-behind]
-        named = bucket_words(index, self._job.contents.get(index, (0, ()))[1])
+        named = self._words_of(index)
         return {rank: replace(word, bucket=named) for rank, word in words.items()}
+
+    def _words_of(self, index: int) -> str:
+        return bucket_words(index, self._job.contents.get(index, (0, ()))[1])
 
     def _go_on(self, idle: float) -> None:
         """Takes this rank's word back."""
         self._next = self._seconds
         self._failures = 0
+        if self._waits is not None:
+            self._waits.take_back()
         stall, self._stall = self._stall, None
         if stall is None:
             return

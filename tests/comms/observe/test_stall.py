@@ -3,13 +3,15 @@
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.observe import observer as observer_module
 from gradwire.comms.observe import stall
+from gradwire.comms.observe.order import Waits
 from gradwire.comms.observe.stall import StallVerdict, Word, verdict
 from support.observed import Steps, on_ranks
 
@@ -118,6 +120,66 @@ def test_real_ranks_say_who_is_late_and_that_it_goes_on(caplog: pytest.LogCaptur
     assert said.startswith(LATE[0])
     assert [part for part in LATE if part not in said] == []
     assert any(record.getMessage() == f"gradwire: stall: {said}" for record in caplog.records)
+
+
+def test_ranks_that_run_their_models_in_another_order_are_told_so_and_none_is_blamed() -> None:
+    class Executor:
+        def __init__(self, number: int | None) -> None:
+            self.launches = 3
+            self.waits = (
+                None
+                if number is None
+                else SimpleNamespace(number=number, phase="all_reduce", bucket=SimpleNamespace(index=0))
+            )
+
+        def oldest(self) -> SimpleNamespace | None:
+            return self.waits
+
+    job_store, watches = HashStore(), {}
+    for start in ("first", "second"):
+        store = PrefixStore(start, HashStore())
+        for rank in (0, 1):
+            waits = start == ("first", "second")[rank]
+            executor = Executor(3 if waits else None)
+            executor.launches += waits
+            job = stall.WatchedJob(rank, ("a", "b"), (0, 1), {0: (4, (f"{start}.weight",))})
+            watch = stall.StallWatch(store, job, executor, 1e6, Waits(job_store, start, rank))  # type: ignore[arg-type]
+            watches[start, rank] = watch
+    for watch in watches.values():
+        watch.close()  # its looks are taken here
+        watch._look()
+        watch._since, watch._next = time.monotonic() - 2e6, 1.0
+    for _ in range(2):  # all have left their words in the first round
+        for watch in watches.values():
+            watch._look()
+    for start, rank in (("first", 0), ("second", 1)):
+        said = watches[start, rank].last
+        assert said is not None
+        assert said.startswith("rank 0 waits in bucket 0 (`first.weight`) of model ")
+        assert ", rank 1 in bucket 0 (`second.weight`) of model " in said
+        assert said.endswith(": the ranks run their models in another order")
+    for watch in watches.values():
+        watch._go_on(0.0)
+    assert job_store.num_keys() == 0
+
+
+def test_a_rank_that_waits_for_a_third_one_in_another_model_is_late() -> None:
+    """This rank has started the launch that the late one waits in: it is another rank that both wait for."""
+    store = HashStore()
+    this, other = Waits(store, "A", 0), Waits(store, "B", 1)
+    this.say(3, BUCKET)
+    other.say(3, BUCKET)
+    watch = SimpleWatch(launches=4)
+    Waits(store, "B", 0).know(watch)  # type: ignore[arg-type]
+    assert this.disorder([1]) is None
+    watch.launches = 3
+    assert this.disorder([1]) is not None
+
+
+class SimpleWatch(SimpleNamespace):
+    """In place of a watch; can be referred to weakly."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 class Counted(PollingStore):
