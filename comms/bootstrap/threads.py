@@ -238,9 +238,12 @@ def _at_exit() -> None:
     if left := wait_for_all():
         log.debug("still in C++ at the end of the process: %s", ", ".join(left))
     wait_for_gloo()
-    if "gradwire._native" in sys.modules:  # else nothing of this process waits in C++, as in `gradwire doctor`
-        from gradwire.compressors.compiled import native
-
+    if left or "gradwire._native" in sys.modules:  # else nothing of this process waits in C++
+        try:
+            from gradwire.compressors.compiled import native
+        except (ImportError, RuntimeError) as error:  # as in `gradwire doctor` from the wheel for every machine
+            log.debug("threads in C++ may end the process: %s", error)
+            return
         if not native.stop_unwound_threads():
             log.debug("this interpreter does not say when it is being finalized: threads in C++ may end the process")
 

@@ -188,7 +188,7 @@ def test_what_fails_between_two_exchanges_ends_them_by_its_words() -> None:
     other.close()
 
 
-@pytest.mark.parametrize("call", ["_events", "_take_up", "_watch", "_serve", "_send", "_load"])
+@pytest.mark.parametrize("call", ["_move", "_take_up", "_watch", "_serve", "_send", "_load"])
 def test_a_thread_that_fails_ends_every_wait_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:

@@ -52,6 +52,7 @@ ENDED_BY = {
         comms/observe/trace.py: bucket.future.wait
         comms/observe/trace.py: bucket.result().wait
         comms/outer/averaging.py: future.wait
+        comms/outer/averaging.py: pending.checksums.wait
         comms/outer/averaging.py: pending.future.wait
         comms/run/stream_executor.py: bucket.result().wait
         comms/sharded/state.py: future.wait
@@ -77,6 +78,7 @@ ENDED_BY = {
         comms/backend/work.py: self.wait
         comms/backend/work.py: work.wait
         comms/bootstrap/liveness.py: self._ends.accept
+        comms/bootstrap/threads.py: each.get
         comms/elastic/survive.py: self.synchronize
         comms/outer/outer.py: self.exchange.synchronize
         comms/sharded/overlap.py: self._reducing.pop(0).wait
