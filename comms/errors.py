@@ -30,7 +30,7 @@ class MismatchError(ValueError):
     """The ranks of a group called different collectives, or the same one with other arguments."""
 
 
-class RefusedError(RuntimeError):
+class ArgumentError(RuntimeError):
     """An argument of a collective is not taken. Nothing was issued, and the group can be used as before."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.comms.backend.strided import tensors_in
 from gradwire.comms.bootstrap.compat import GLOO_DTYPES
-from gradwire.comms.errors import RefusedError
+from gradwire.comms.errors import ArgumentError
 
 FLOATING = frozenset(dtype for dtype in GLOO_DTYPES if dtype.is_floating_point)
 COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
@@ -79,7 +79,7 @@ def check(name: str, size: int, arguments: Sequence[object], named: Mapping[str,
         named: Likewise.
 
     Raises:
-        RefusedError: With what was found and what was wanted.
+        ArgumentError: With what was found and what was wanted.
     """
     written, read = (tensors_in(each) for each in written_and_read(arguments, named))
     tensors = [*written, *read]
@@ -92,7 +92,7 @@ def check(name: str, size: int, arguments: Sequence[object], named: Mapping[str,
         _check_one_dtype(title, tensors)
     for tensor in () if name in IN_PLACE else written:
         if any(stride == 0 and numel > 1 for numel, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise RefusedError(
+            raise ArgumentError(
                 f"{title}: an output of shape {tuple(tensor.shape)} was made by expand(), so several of its elements "
                 "share their memory; wanted memory for each: pass a tensor made by torch.empty"
             )
@@ -100,7 +100,7 @@ def check(name: str, size: int, arguments: Sequence[object], named: Mapping[str,
         for whole, part in zip(*((read, written) if reduces(name) else (written, read)), strict=False):
             _check_one_dtype(title, (whole, part))
             if whole.numel() != size * part.numel():
-                raise RefusedError(
+                raise ArgumentError(
                     f"{title}: a tensor of {whole.numel()} elements for {size} parts of {part.numel()}; wanted "
                     f"{size * part.numel()}: one part for each of the {size} ranks"
                 )
@@ -128,7 +128,7 @@ def _check_op(title: str, op: object, tensors: Sequence[Tensor], *, premultiplie
         if tensor.dtype not in wanted:
             word = "" if kind is None else kind.name
             dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in wanted)) or "another op"
-            raise RefusedError(
+            raise ArgumentError(
                 f"{title}: `op` is {word or op} and a tensor has dtype {tensor.dtype}; on the CPU wanted {dtypes}: "
                 "convert the tensor first, tensor.to(dtype)"
             )
@@ -136,7 +136,9 @@ def _check_op(title: str, op: object, tensors: Sequence[Tensor], *, premultiplie
 
 def _check_one_dtype(title: str, tensors: Sequence[Tensor]) -> None:
     if len(found := {each.dtype for each in tensors}) > 1:
-        raise RefusedError(f"{title}: tensors have dtypes {', '.join(sorted(map(str, found)))}; wanted one of them all")
+        raise ArgumentError(
+            f"{title}: tensors have dtypes {', '.join(sorted(map(str, found)))}; wanted one of them all"
+        )
 
 
 def _check_parts(title: str, size: int, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -144,7 +146,7 @@ def _check_parts(title: str, size: int, outputs: Sequence[Tensor], sources: Sequ
     _check_one_dtype(title, (*outputs, *sources))
     shapes = {tuple(each.shape) for each in chain(outputs, sources)}
     if len(sources) != size * len(outputs) or len(shapes) > 1:
-        raise RefusedError(
+        raise ArgumentError(
             f"{title}: {len(sources)} sources, and shapes {', '.join(map(str, sorted(shapes)))}; wanted {size} of the "
             "output's shape, one for each rank"
         )
@@ -155,7 +157,7 @@ def _check_splits(title: str, size: int, tensors: Sequence[Tensor], splits: Sequ
     output, source = tensors
     given = [each for each in splits if isinstance(each, list | tuple) and each]
     if not given and output.numel() != source.numel():
-        raise RefusedError(
+        raise ArgumentError(
             f"{title}: the output has {output.numel()} elements and the input {source.numel()}; without splits wanted "
             "as many"
         )
@@ -164,7 +166,7 @@ def _check_splits(title: str, size: int, tensors: Sequence[Tensor], splits: Sequ
             continue
         rows = tensor.shape[0] if tensor.dim() else 0
         if len(each) != size or min(each) < 0 or sum(each) != rows:
-            raise RefusedError(
+            raise ArgumentError(
                 f"{title}: splits {list(each)} of a tensor with {rows} rows; wanted {size} numbers, none negative, "
                 f"that add up to {rows}"
             )

@@ -53,6 +53,7 @@ ENDED_BY = {
         comms/observe/trace.py: bucket.result().wait
         comms/outer/averaging.py: future.wait
         comms/outer/averaging.py: pending.checksums.wait
+        comms/outer/averaging.py: pending.checksums.wait
         comms/outer/averaging.py: pending.future.wait
         comms/run/stream_executor.py: bucket.result().wait
         comms/sharded/state.py: future.wait
@@ -77,6 +78,7 @@ ENDED_BY = {
     "a method of ours that has a deadline itself": """
         comms/backend/work.py: self.wait
         comms/backend/work.py: work.wait
+        comms/bootstrap/threads.py: each.get
         comms/bootstrap/liveness.py: self._ends.accept
         comms/bootstrap/threads.py: each.get
         comms/elastic/survive.py: self.synchronize
@@ -99,6 +101,7 @@ ENDED_BY = {
         comms/transport/segment.py: listener.accept
         comms/transport/segment.py: self.socket.recv
         comms/transport/segment.py: socket.recv_fds
+        comms/transport/streams.py: connection.recv
         comms/transport/streams.py: line.connection.recv_into
         comms/transport/streams.py: self._bell[1].recv
     """,
