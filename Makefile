@@ -168,11 +168,11 @@ fresh-debian:
 	python3 tests/fresh_debian.py $(ARGS)
 
 torch-versions: $(stamp)test
-	$(python) tests/torch_versions.py --workers $(WORKERS) $(if $(TORCH_WHEELS),--wheels $(TORCH_WHEELS)) $(ARGS)
+	PYTHONPATH=tests $(python) -m torch_releases.versions --workers $(WORKERS) $(if $(TORCH_WHEELS),--wheels $(TORCH_WHEELS)) $(ARGS)
 
 torch-diff: $(stamp)test
 	@[ -n "$(VERSION)" ] || { echo '`VERSION` is missing; wanted a release of torch: make torch-diff VERSION=2.16.0'; exit 1; }
-	$(python) tests/torch_diff.py $(VERSION) $(if $(TORCH_WHEELS),--wheels $(TORCH_WHEELS)) $(ARGS)
+	PYTHONPATH=tests $(python) -m torch_releases.diff $(VERSION) $(if $(TORCH_WHEELS),--wheels $(TORCH_WHEELS)) $(ARGS)
 
 # The site: build/docs/index.html. A broken link or a reference that leads nowhere is an error.
 .PHONY: docs

@@ -81,6 +81,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "torch/_C/__init__.pyi": ("_current_autograd_node", "_nccl_version"),
     "torch/autograd/profiler.py": ("_is_profiler_enabled",),
     "torch/autograd/variable.py": ("Variable",),
+    "torch/distributed/optim/apply_optimizer_in_backward.py": ("_apply_optimizer_in_backward",),
     "torch/amp/grad_scaler.py": ("GradScaler.__init__", "GradScaler.get_scale"),
     "torch/_dynamo/eval_frame.py": ("OptimizedModule.__init__",),
     "torch/cuda/nccl.py": ("version",),

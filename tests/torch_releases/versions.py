@@ -1,9 +1,10 @@
-"""Runs the tests that meet torch's own classes against several releases of torch, one after the other.
+"""Runs the tests that meet torch's own classes against several releases of torch, one after the other. With
+tests/ in PYTHONPATH:
 
-    python tests/torch_versions.py                      # all but the one of this environment: `make torch-versions`
-    python tests/torch_versions.py 2.14.1 -- -k hook    # one release; what follows `--` goes to pytest
-    python tests/torch_versions.py 2.14.1 --tests tests/comms/plan tests/compressors    # some folders or files
-    python tests/torch_versions.py --wheels FOLDER      # its wheels are there already
+    python -m torch_releases.versions                      # all but the one of this environment: `make torch-versions`
+    python -m torch_releases.versions 2.14.1 -- -k hook    # one release; what follows `--` goes to pytest
+    python -m torch_releases.versions 2.14.1 --tests tests/comms/plan tests/compressors    # some folders or files
+    python -m torch_releases.versions --wheels FOLDER      # its wheels are there already
 
 Each release gets an environment of its own, which sees this one's packages (gradwire, numpy, pytest) behind its own
 torch, and is deleted after its tests unless `--keep` is given. pip decides from where: PIP_INDEX_URL or
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from support.cuda_wheel import BuildError, listed_releases, make_cpu_environment
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 TESTS = ("tests/comms", "tests/compressors/optim", "tests/bench/train", "tests/test_public_names.py")
 """What touches process groups, works, stores, DDP's buckets and optimizers, and the main job on a small model; the rest

@@ -8,10 +8,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch_diff
 
 from gradwire.comms.bootstrap.compat import UNDECLARED
 from support.cuda_wheel import listed_releases
+from torch_releases import diff as torch_diff
 
 SOURCES = torch_diff.sources(torch_diff.installed)
 PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
