@@ -94,11 +94,11 @@ class Observer(StepListener):
 
         communicator = self._communicator
         on_cuda = communicator.device.type == "cuda"
-        job = WatchedJob(communicator.rank, communicator.hostnames, tuple(ranks), self.contents, on_cuda)
         store = PollingStore(communicator.plain_store, GET_TIMEOUT)
         shared = PollingStore(PrefixStore(WAITS, unprefixed(communicator.plain_store)), GET_TIMEOUT)
         waits = Waits(shared, communicator.presences.start, ranks[communicator.rank])
-        return StallWatch(store, job, communicator.executor, self._config.stall_seconds, waits)
+        job = WatchedJob(communicator.rank, communicator.hostnames, tuple(ranks), self.contents, on_cuda, waits)
+        return StallWatch(store, job, communicator.executor, self._config.stall_seconds)
 
     @property
     def wants_times(self) -> bool:

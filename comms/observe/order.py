@@ -9,14 +9,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.boundary.messages import MessageType
 
-if TYPE_CHECKING:
-    from gradwire.comms.observe.stall import StallWatch
+
+class CountsLaunches(Protocol):
+    """A stall watch, as far as it is asked here."""
+
+    @property
+    def launches(self) -> int:
+        """The number of all-reduces that this rank has started in the watched model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Wait:
 
 _WAIT: MessageType[Wait] = MessageType(Wait)
 _models: dict[int, "count[int]"] = {}
-_watches: "WeakValueDictionary[tuple[str, int], StallWatch]" = WeakValueDictionary()
+_watches: "WeakValueDictionary[tuple[str, int], CountsLaunches]" = WeakValueDictionary()
 """The living watches of this process, by their communicator's start and the rank in the default group."""
 
 
@@ -58,7 +63,7 @@ class Waits:
         self._model = next(_models.setdefault(rank, count()))
         self._said: Wait | None = None
 
-    def know(self, watch: "StallWatch") -> None:
+    def know(self, watch: CountsLaunches) -> None:
         """Notes which watch of this process looks at the model's launches."""
         _watches[self._start, self._rank] = watch
 

@@ -173,6 +173,7 @@ class WatchedJob:
         ranks: All ranks' places in the default group.
         contents: What each bucket holds.
         on_cuda: The gradients are on a CUDA device.
+        waits: This rank's waits in the models of the job; None if they are not published.
     """
 
     rank: int
@@ -180,6 +181,7 @@ class WatchedJob:
     ranks: tuple[int, ...]
     contents: Contents
     on_cuda: bool = False
+    waits: Waits | None = None
 
 
 class StallWatch:
@@ -190,17 +192,13 @@ class StallWatch:
         job: Whom it watches.
         executor: Whose launches are watched.
         seconds: Without progress, until the first word.
-        waits: What the ranks of all models wait in; told after half of `seconds`, so that it is there when a watch of
-            another model gives its verdict. None: only this model is looked at.
 
     Attributes:
         last: What the last warning said, here or on the rank that gave it; None before one.
         count: How many there were.
     """
 
-    def __init__(
-        self, store: Store, job: WatchedJob, executor: Executor, seconds: float, waits: Waits | None = None
-    ) -> None:
+    def __init__(self, store: Store, job: WatchedJob, executor: Executor, seconds: float) -> None:
         self.last: str | None = None
         self.count = 0
         self._store = store
@@ -215,9 +213,8 @@ class StallWatch:
         self._stall: Stall | None = None
         self._all_here_said = False
         self._failures = 0
-        self._waits = waits
-        if waits is not None:
-            waits.know(self)
+        if job.waits is not None:
+            job.waits.know(self)
         look_seconds = min(max(seconds / LOOKS, SHORTEST_LOOK_SECONDS), LONGEST_LOOK_SECONDS)
         self._thread = BackgroundThread(
             f"gradwire stall watch {job.rank}",
@@ -265,8 +262,8 @@ class StallWatch:
         if self._executor.launches == 0:
             return
         passed = time.monotonic() - self._since
-        if self._waits is not None and waiting is not None and passed >= self._seconds / 2:
-            self._waits.say(waiting.number, self._words_of(waiting.bucket.index))
+        if self._job.waits is not None and waiting is not None and passed >= self._seconds / 2:
+            self._job.waits.say(waiting.number, self._words_of(waiting.bucket.index))
         if passed >= self._next:
             self._next = 2 * passed
             self._say(passed)
@@ -327,7 +324,7 @@ class StallWatch:
         found = verdict(words, job.hostnames, job.ranks, on_cuda=job.on_cuda)
         if found is None:
             return
-        if self._waits is not None and (text := self._waits.disorder([job.ranks[rank] for rank in found.late])):
+        if self._job.waits is not None and (text := self._job.waits.disorder([job.ranks[rank] for rank in found.late])):
             found = StallVerdict(text)
         repeated = not found.late and self._all_here_said
         log.log(logging.INFO if repeated else logging.WARNING, "stall: %s", found.text)
@@ -353,8 +350,8 @@ class StallWatch:
         """Takes this rank's word back."""
         self._next = self._seconds
         self._failures = 0
-        if self._waits is not None:
-            self._waits.take_back()
+        if self._job.waits is not None:
+            self._job.waits.take_back()
         stall, self._stall = self._stall, None
         if stall is None:
             return

@@ -142,8 +142,10 @@ def test_ranks_that_run_their_models_in_another_order_are_told_so_and_none_is_bl
             waits = start == ("first", "second")[rank]
             executor = Executor(3 if waits else None)
             executor.launches += waits
-            job = stall.WatchedJob(rank, ("a", "b"), (0, 1), {0: (4, (f"{start}.weight",))})
-            watch = stall.StallWatch(store, job, executor, 1e6, Waits(job_store, start, rank))  # type: ignore[arg-type]
+            job = stall.WatchedJob(
+                rank, ("a", "b"), (0, 1), {0: (4, (f"{start}.weight",))}, waits=Waits(job_store, start, rank)
+            )
+            watch = stall.StallWatch(store, job, executor, 1e6)  # type: ignore[arg-type]
             watches[start, rank] = watch
     for watch in watches.values():
         watch.close()  # its looks are taken here
@@ -170,7 +172,7 @@ def test_a_rank_that_waits_for_a_third_one_in_another_model_is_late() -> None:
     this.say(3, BUCKET)
     other.say(3, BUCKET)
     watch = SimpleWatch(launches=4)
-    Waits(store, "B", 0).know(watch)  # type: ignore[arg-type]
+    Waits(store, "B", 0).know(watch)
     assert this.disorder([1]) is None
     watch.launches = 3
     assert this.disorder([1]) is not None
