@@ -124,9 +124,10 @@ def _write_units(sums: Tensor, runs: Sequence[tuple[int, int]], units: Tensor) -
     """
     if not sums.numel():
         return
-    totals = torch.stack([fixed_order_sum(sums[start:stop]) for start, stop in runs])
-    counts = [sums.numel(), *(stop - start for start, stop in runs)]
-    means = torch.cat([fixed_order_sum(totals)[None], totals]) / totals.new_tensor(counts)
+    totals = [fixed_order_sum(sums[start:stop]) for start, stop in runs]
+    # Counts are Python numbers: as a tensor they would make the host wait for a copy to the device.
+    mean = [fixed_order_sum(torch.stack(totals)) / sums.numel()]
+    means = torch.stack(mean + [total / (stop - start) for total, (start, stop) in zip(totals, runs, strict=True)])
     above = _power_of_two_above(means)
     whole = torch.where(means[0] > 0.0, above[0], 1.0)
     floors = torch.where(means[1:] > 0.0, FLOOR * above[1:] / whole, 1.0)  # zeros end as 1
