@@ -15,7 +15,6 @@ from gradwire.comms.bootstrap.kernel import host_identity, own_kernel
 from gradwire.comms.boundary.messages import Addresses, Count, Kernel, Port, Rank
 from gradwire.comms.config import Config, local_rank
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
-from gradwire.topology.fabric import NVLS_CAPABILITY
 from gradwire.topology.host_summary import Hardware
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
@@ -116,6 +115,8 @@ def _nvls_possible(device: torch.device) -> bool:
     """Whether a device's NVSwitch, if it has one, can sum."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
+    from gradwire.topology.fabric import NVLS_CAPABILITY  # here: ranks on CPUs need nothing of it
+
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor >= NVLS_CAPABILITY
 

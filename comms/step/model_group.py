@@ -42,8 +42,10 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     Raises:
         ValueError: Several DDP models with different groups hold them.
     """
-    if isinstance(model, DistributedDataParallel):
-        return model.process_group
+    # DDP and what wraps it (torch.compile) have it as an attribute.
+    own: dist.ProcessGroup | None = getattr(model, "process_group", None)
+    if own is not None:
+        return own
     parameter = next((each for each in model.parameters() if each.requires_grad), None)
     return None if parameter is None else _only_group(_owners(parameter))
 
