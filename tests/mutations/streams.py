@@ -215,8 +215,8 @@ STREAMS = (
     Mutation(
         "kernels run on CuPy's default stream",
         _LAUNCH,
-        "    with torch.cuda.device(index), _cupy_stream(stream_of(device), index):\n",
-        "    with torch.cuda.device(index):\n",
+        "        with _cupy_stream(stream_of(device), index):\n",
+        "        with torch.cuda.device(index):\n",
         "Nothing orders them after the collectives on torch's streams.",
         (f"{_LAUNCHES}test_bits.py::test_the_kernels_of_cuda_give_the_bits_of_the_cpu[int8]",),
     ),

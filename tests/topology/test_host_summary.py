@@ -53,7 +53,7 @@ def test_a_rank_whose_gpu_nobody_can_tell_says_why(monkeypatch: pytest.MonkeyPat
 
 
 def test_importing_it_loads_nothing_else() -> None:
-    assert loaded("import gradwire.topology.host_summary") == {"host_summary"}
+    assert loaded("import gradwire.topology.host_summary") == {"cluster", "host_summary"}
 
 
 def test_a_rank_loads_no_reader_of_files() -> None:

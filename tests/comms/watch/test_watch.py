@@ -35,7 +35,7 @@ def test_what_is_no_setting_is_one_line_and_torch_is_imported() -> None:
     ended = started("import torch; print('done')", GRADWIRE_WATCH="1", GRADWIRE_WATCH_STALL_SECONDS="soon")
     assert (ended.returncode, ended.stdout) == (0, "done\n")
     (said,) = ended.stderr.splitlines()
-    assert said.startswith("nothing is watched: `GRADWIRE_WATCH_STALL_SECONDS` is 'soon'")
+    assert said.startswith("gradwire: nothing is watched: `GRADWIRE_WATCH_STALL_SECONDS` is 'soon'")
 
 
 @pytest.mark.slow
