@@ -214,6 +214,7 @@ def _check_of_plain(kind: Any, finite: bool) -> _Check:
     if origin is Literal:
         return lambda value, place: _literal(value, parts, place)
     if origin in (Union, types.UnionType):
+        parts = tuple(sorted(parts, key=lambda each: each is not types.NoneType))  # the last one names what is wanted
         return _either([_check_of(each, finite) for each in parts])
     if origin is tuple and parts[1:] != (Ellipsis,):
         return _row([_check_of(each, finite) for each in parts])
@@ -255,15 +256,18 @@ def _literal(value: object, allowed: Sequence[object], place: str) -> object:
 
 
 def _either(checks: Sequence[_Check]) -> _Check:
+    """The first of several that takes a value; what the last one says where none does.
+
+    No error is kept: with its frames, and what those of the callers hold, it would be a circle.
+    """
+
     def either(value: object, place: str) -> Any:
-        first = None
-        for check in checks:
+        for check in checks[:-1]:
             try:
                 return check(value, place)
-            except MessageError as error:
-                first = first or error
-        assert first is not None
-        raise first
+            except MessageError:
+                continue
+        return checks[-1](value, place)
 
     return either
 

@@ -115,14 +115,14 @@ class _Stopwatch:
         self._last = now
 
 
-class RefusedError(CollectiveError):
+class OutOfResourcesError(CollectiveError):
     """A collective has failed because the system refused this rank memory or files; no peer is at fault."""
 
 
 def _is_refusal(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _REFUSALS and not isinstance(error, PeerSystemError)
-    return isinstance(error, (RefusedError, torch.OutOfMemoryError))
+    return isinstance(error, (OutOfResourcesError, torch.OutOfMemoryError))
 
 
 class EpochBoard(Board):
@@ -139,7 +139,7 @@ class EpochBoard(Board):
         """Ends the epoch for all ranks; who is missing, the membership finds out."""
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         self.warn(f"{phase} failed: {cause}")
-        kind = RefusedError if _is_refusal(error) else CollectiveError
+        kind = OutOfResourcesError if _is_refusal(error) else CollectiveError
         return kind(f"{phase} failed: {cause}", ())
 
 
@@ -384,7 +384,7 @@ class Survivor:
         """
         alike, refusals, began = 0, 0, time.monotonic()
         while True:
-            before, former = self.view, self.communicator
+            before, former = self.view, weakref.ref(self.communicator)  # a failed meeting's error holds this frame
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if before.size == 1:
                 raise GivenUpError(f"no other rank is left, and this one has failed: {reason}") from error
@@ -407,8 +407,8 @@ class Survivor:
                 if alike >= MOST_REPEATS and time.monotonic() - began > MEETING_SECONDS:
                     raise
                 # A future of torch's keeps an error's text alone; the communicator has the error itself.
-                kept = None if self.communicator is former else self.communicator.executor.failure
-                refusals += _is_refusal(kept or failed)
+                begun = self.communicator is not former()
+                refusals += _is_refusal((begun and self.communicator.executor.failure) or failed)
                 if refusals >= MOST_REFUSALS:
                     self.membership.losses.take(Loss.of(failed))
                     raise

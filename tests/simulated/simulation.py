@@ -426,29 +426,16 @@ class _Thread:
             self._simulation.block(lambda: task.ended, seconds)
 
 
-class _Pool:
-    """In place of a ThreadPoolExecutor: each call in a thread of its own."""
+def _call_each(simulation: Simulation, function: Callable[[Any], Any], items: Iterable[Any], name: str) -> list[Any]:
+    """In place of `threads.call_each`: each call in a thread of the simulation's own."""
+    found: dict[int, Any] = {}
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def call(number: int, item: Any) -> None:
+        found[number] = function(item)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        found: dict[int, Any] = {}
-
-        def call(number: int, item: Any) -> None:
-            found[number] = function(item)
-
-        tasks = [
-            self._simulation.start(self._simulation.process, partial(call, number, item))
-            for number, item in enumerate(items)
-        ]
-        self._simulation.block(lambda: all(task.ended for task in tasks), None)
-        return [found[number] for number in range(len(tasks))]
+    tasks = [simulation.start(simulation.process, partial(call, number, item)) for number, item in enumerate(items)]
+    simulation.block(lambda: all(task.ended for task in tasks), None)
+    return [found[number] for number in sorted(found)]
 
 
 class _Names:
@@ -543,7 +530,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         stack.enter_context(patch.object(liveness, "own_kernel", lambda: simulation.process.host))
         stack.enter_context(patch.object(liveness, "own_addresses", lambda *toward: [simulation.process.host]))
         stack.enter_context(patch.object(liveness, "to_call", lambda name, addresses: list(addresses)))
-        stack.enter_context(patch.object(membership, "ThreadPoolExecutor", lambda callers: _Pool(simulation)))
+        stack.enter_context(patch.object(membership, "call_each", partial(_call_each, simulation)))
         stack.enter_context(patch.object(store.PollingStore, "_ask", ask))
         stack.enter_context(patch.object(membership, "NAP_SECONDS", NAP_SECONDS))
         stack.enter_context(patch.object(liveness, "FIRST_NAP_SECONDS", NAP_SECONDS))

@@ -1,10 +1,12 @@
 """Whatever bytes come from another process, a parser gives a value of its type or one error; never anything else."""
 
 import dataclasses
+import gc
 import json
 import random
 import socket
 import tracemalloc
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -105,6 +107,28 @@ def test_inflating_takes_no_more_memory_than_is_allowed() -> None:
     for wrong, most in ((packed, 999), (packed[:-1], 1000), (packed + b"y", 1000), (b"", 1000), (b"zip", 1000)):
         with pytest.raises(MessageError):
             inflated(wrong, most)
+
+
+def test_no_message_keeps_what_its_reader_holds() -> None:
+    """An error that were kept would hold its frames, and those of all callers, until the next collection."""
+
+    class Held:
+        pass
+
+    def read(said: str) -> "weakref.ref[Held]":
+        held = Held()
+        try:
+            EXAMPLE.read(said)
+        except MessageError:
+            return weakref.ref(held)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        for said in ('{"number": 1, "names": [], "rate": null}', '{"number": 1, "names": [], "rate": 1}', "[", "1e999"):
+            assert read(said)() is None, said
+    finally:
+        gc.enable()
 
 
 def test_a_type_that_no_message_can_have_is_refused() -> None:
