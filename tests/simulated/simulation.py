@@ -330,6 +330,8 @@ class SimSocket:
         return bytes(what[:nbytes])
 
     def accept(self) -> "tuple[SimSocket, tuple[str, int]]":
+        if not self.is_readable():
+            raise BlockingIOError("nobody has connected")
         _, accepted = self._came.pop(0)
         return accepted, ("", 0)
 
