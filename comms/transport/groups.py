@@ -153,6 +153,26 @@ def check_transport(transport: str, device: torch.device | None = None) -> None:
         mpi.load()
 
 
+class _GivenUp:
+    """Returns why this rank, or another one, has given up; None if none has. Every wait asks once a second.
+
+    Transports hold it and not their `Groups`: that circle would keep both until the next collection of garbage.
+
+    Args:
+        alarm: Returns why another rank has given up.
+
+    Attributes:
+        own: Why this rank has.
+    """
+
+    def __init__(self, alarm: Alarm) -> None:
+        self.own: str | None = None
+        self._alarm = alarm
+
+    def __call__(self) -> str | None:
+        return self.own or self._alarm()
+
+
 class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
     """The transports of one rank: `groups[lane, members]`, members being global ranks, this one among them.
 
@@ -196,10 +216,10 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._transport = transport
         self._same_node = same_node
         self._timeout = timeout
+        self._given_up = _GivenUp(alarm)
         self._connect_gloo = partial(
-            connect_gloo, timeout=timeout, alarm=self._why_given_up, interface=interface, connections=connections
+            connect_gloo, timeout=timeout, alarm=self._given_up, interface=interface, connections=connections
         )
-        self._alarm = alarm
         self.ended = ended
         self._nccl = nccl_groups
         self._connecting: NcclTransport | None = None
@@ -211,7 +231,6 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             everybody = tuple(range(self._nccl.size))
             in_switch = self._nccl.sums_in_switch(everybody)
             self._users = nccl.borrow(self._nccl.backend, rank, self._nccl.size, sums_in_switch=in_switch)
-        self._reason: str | None = None
         self._closed = False
 
     def __missing__(self, key: tuple[Lane, tuple[int, ...]]) -> Transport:
@@ -226,17 +245,13 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self[key] = made
         return made
 
-    def _why_given_up(self) -> str | None:
-        """Why this rank, or another one, has given up; None while none has. Asked once a second by every wait."""
-        return self._reason or self._alarm()
-
     def awaited(self, members: Sequence[int]) -> Awaited:
         """What looks whether some ranks, this one among them, have ended while they connect, or another has given up.
 
         Args:
             members: Global ranks.
         """
-        return Awaited(members, members.index(self._rank), self.ended, self._why_given_up)
+        return Awaited(members, members.index(self._rank), self.ended, self._given_up)
 
     def connect(self, sets: Iterable[tuple[int, ...]], back: Iterable[tuple[int, ...]] = ()) -> None:
         """Makes the transports of the first lane for those sets of ranks that this rank is in, one after the other.
@@ -267,7 +282,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         NCCL's groups are aborted all at once, and this returns before they are gone. Who waits for one to connect gives
         up waiting: NCCL itself goes on in a thread that is left behind.
         """
-        self._reason = reason
+        self._given_up.own = reason
         for group in [*self.values(), self._connecting, self._users]:
             if isinstance(group, Abortable):
                 group.abort(reason)
@@ -288,7 +303,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             seconds: For what is under way in them, in all.
         """
         self._closed = True
-        if self._reason is not None:  # or gloo's destructors would wait for what is under way
+        if self._given_up.own is not None:  # or gloo's destructors would wait for what is under way
             self.disconnect()
         deadline = time.monotonic() + seconds
         for (lane, members), group in list(self.items()):
@@ -303,7 +318,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         from gradwire.comms.transport.launch_order import devices
 
         group = cast("NcclTransport", self[lane, members])
-        together = self._store.below(f"end/{self._name_of(lane, members)}") if self._reason is None else None
+        together = self._store.below(f"end/{self._name_of(lane, members)}") if self._given_up.own is None else None
         group.close(seconds, together)
         devices.leave(group)
 
@@ -353,8 +368,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             )
         self._connecting = made
         try:
-            if self._reason is not None:  # looked at behind the line above, so that an `abort` is not missed
-                raise PeerError(self._reason)
+            if self._given_up.own is not None:  # looked at behind the line above, so that an `abort` is not missed
+                raise PeerError(self._given_up.own)
             made.connect(self._device, self._timeout)
         except BaseException as error:
             made.abort(f"NCCL could not connect ranks {nccl.describe_ranks(members)}: {error}")  # ends torch's threads
