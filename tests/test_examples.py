@@ -38,7 +38,7 @@ RUNS = {
     "elastic.py": Example("--steps 6", "3 of 4 ranks have done 6 steps: the same weights, bit for bit"),
     "fsdp.py": Example("--steps 3", "the same weights as with whole models, up to rounding"),
     "fsdp_compressed.py": Example("--steps 3", "FSDP, int8: loss"),
-    "outer.py": Example("--steps 12", "the same model on all 2 units, bit for bit"),
+    "outer.py": Example("--steps 12", "the same model on all 2 workers, bit for bit"),
     "own_codec.py": Example("--steps 4", "float8: loss"),
     "read_report.py": Example("--steps 4", "a node sent    0.154 MB a step to the other node"),
     "tune.py": Example("--steps 12", "transfers in step 3: 2; in the last step:"),
