@@ -47,9 +47,9 @@ COMPRESSED = (
 MOST_EXACT, MOST_COMPRESSED = 11, 16
 """Files of one question each: an executor, the programs that it takes forward, what it notes, and what it is given."""
 
-MOST_OF_A_BUCKET = {"none": (47, 22), "int8": (78, 40)}
+MOST_OF_A_BUCKET = {"none": (48, 23), "int8": (80, 42)}
 """Compressor -> functions that a bucket enters on a rank, and hops from file to file: what a reader pays for. Counted
-2026-11-27: 43 to 44 and 19 to 21, 73 to 74 and 38 to 40; whether a lane's look for work before the bucket, and that
+2026-11-28: up to 47 and 22, up to 79 and 41; whether a lane's look for work before the bucket, and that
 after it, are seen depends on other threads."""
 
 Edge = tuple[str | None, str]
