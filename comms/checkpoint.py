@@ -247,10 +247,10 @@ def _check_complete(key: str, entry: Mapping[str, StateValue], number: int) -> N
 
 
 def _crc(value: StateValue) -> int:
-    """The CRC-32 of a value with its type, and of a tensor with its shape; `value` is on the CPU."""
+    """Return the CRC-32 of a value with its type, and of a tensor with its shape, on whatever device it is."""
     if not isinstance(value, Tensor):
         return zlib.crc32(repr(value).encode(errors="surrogatepass"))
-    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data, zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode()))
 
 
