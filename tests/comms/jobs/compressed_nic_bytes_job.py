@@ -18,6 +18,7 @@ WIDTH = 1024
 
 
 def step(model: nn.Module, width: int) -> None:
+    model.zero_grad()
     model(torch.randn(4, width, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
 
 
