@@ -56,13 +56,13 @@ SPARSE_PHASE = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Oversight:
-    """Who hears of a failure, where that is not the ranks of one communicator among themselves: elastic training.
+class FailurePolicy:
+    """Replaces how a communicator reports a failed rank, so that training can go on without that rank.
 
     Attributes:
-        board: Where ranks that survive leave their word.
-        polling: Makes a store whose waits end when a rank is lost.
-        presences: What the ranks have said about themselves when they came; None where they have not met yet.
+        board: Receives the failures that this communicator sees.
+        polling: Wraps a store so that each wait for a key ends when a rank of the communicator fails.
+        presences: Hardware and settings of each rank, if they are known already; None lets the ranks exchange them.
     """
 
     board: Board
@@ -85,8 +85,8 @@ class Communicator:
             what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
         global_ranks: Of the group in the default group, for logs; None asks torch, which knows registered groups only.
         board: Shared with other groups that wait for this one; None makes one for this group.
-        oversight: Who hears of a failure, and watches the other ranks; its board is the one that counts. None leaves it
-            to this communicator.
+        failure_policy: Replaces this communicator's own detection and report of failed ranks; its board is used
+            in place of `board`.
         kernels: Name of those that the compressor runs, the same on all ranks; empty if that does not matter.
 
     Raises:
@@ -107,7 +107,7 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         global_ranks: Sequence[int] | None = None,
         board: Board | None = None,
-        oversight: Oversight | None = None,
+        failure_policy: FailurePolicy | None = None,
         kernels: str = "",
     ) -> None:
         if device.type == "cuda" and device.index is None:
@@ -121,13 +121,13 @@ class Communicator:
         self.compressor = compressor
 
         def polling(plain: Store) -> PollingStore:
-            return oversight.polling(plain) if oversight else PollingStore(plain, config.timeout, ranks=size)
+            return failure_policy.polling(plain) if failure_policy else PollingStore(plain, config.timeout, ranks=size)
 
         own = polling(PrefixStore(f"gradwire/{name}", store))
         door: Door | None = None
         self._leave: Callable[[], object] = lambda: None
-        if oversight is not None and oversight.presences is not None:
-            presences = oversight.presences
+        if failure_policy is not None and failure_policy.presences is not None:
+            presences = failure_policy.presences
         else:
             door = Door.open()
             try:
@@ -145,8 +145,8 @@ class Communicator:
         cluster = cluster_of(presences, config)
         self.routes = Routes(cluster, rank, device.type, config, compressor)
         directory = None if door is None else _directory(presences, cluster, rank, door)
-        if oversight is not None:
-            board = oversight.board
+        if failure_policy is not None:
+            board = failure_policy.board
         elif board is None:
             board = FailureBoard(store, rank, size, directory=directory)
         self._board = board
@@ -172,7 +172,7 @@ class Communicator:
         self.executor = _executor(
             device, f"gradwire {name}", self._groups, rank, cluster, compressor, board, config.timeout
         )
-        self._ring = _ring(self.executor, store, rank, size, board) if oversight is None else None
+        self._ring = _ring(self.executor, store, rank, size, board) if failure_policy is None else None
         self._held = _held_state(compressor, loaded=False)
 
     def _presence(self, door: Door, store_host: str | None, size: int) -> Presence:

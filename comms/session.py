@@ -22,7 +22,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import Store, store_of
 from gradwire.comms.bootstrap.failure import Board
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.communicator import Communicator, Oversight
+from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.config import DELAYED, SAMPLES, Config
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
@@ -79,7 +79,7 @@ class SessionRanks:
         rank: This one.
         size: How many.
         group: Torch's group of them; None in elastic training, once the ranks have changed.
-        oversight: In elastic training, who hears of a failure.
+        failure_policy: Replaces the report of failed ranks, so that training goes on without them; None ends it.
         board: Where other ranks hear of a failure, too; None: these alone do.
     """
 
@@ -88,23 +88,28 @@ class SessionRanks:
     rank: int
     size: int
     group: dist.ProcessGroup | None
-    oversight: Oversight | None = None
+    failure_policy: FailurePolicy | None = None
     board: Board | None = None
 
     @classmethod
     def of(
-        cls, group: dist.ProcessGroup, kind: str, *, oversight: Oversight | None = None, board: Board | None = None
+        cls,
+        group: dist.ProcessGroup,
+        kind: str,
+        *,
+        failure_policy: FailurePolicy | None = None,
+        board: Board | None = None,
     ) -> "SessionRanks":
         """The ranks of a group of torch's.
 
         Args:
             group: Which.
             kind: Of session; those of a kind are made in the same order on all ranks of the group.
-            oversight: As above.
+            failure_policy: Attribute of the result.
             board: As above.
         """
         name = cls.name_in(group, kind)
-        return cls(store_of(group), name, group.rank(), group.size(), group, oversight, board)
+        return cls(store_of(group), name, group.rank(), group.size(), group, failure_policy, board)
 
     @classmethod
     def name_in(cls, group: dist.ProcessGroup, kind: str) -> str:
@@ -146,7 +151,7 @@ class AveragingSession:
     ) -> None:
         self.group = ranks.group
         self._config = config
-        self._oversight = ranks.oversight
+        self._failure_policy = ranks.failure_policy
         self._called = None if ranks.board is None or ranks.group is None else dist.get_process_group_ranks(ranks.group)
         """What the ranks are called in messages: by the numbers of all ranks that the board is for."""
         self._sizes: Sequence[int] = ()
@@ -161,7 +166,7 @@ class AveragingSession:
             compressor=self.compression.compressor if self.compression else reduction,
             group=ranks.group,
             board=ranks.board,
-            oversight=ranks.oversight,
+            failure_policy=ranks.failure_policy,
             kernels=_kernels(device) if self.compression else "",
         )
         weakref.finalize(self, self.communicator.close)  # also where something later raises
@@ -202,8 +207,8 @@ class AveragingSession:
         from gradwire.comms.bootstrap.agree import Agreement  # here: fixed plans need no decisions
 
         ranks = self.communicator
-        if self._oversight is not None:  # nobody waits for a rank that is lost
-            own = self._oversight.polling(ranks.plain_store)
+        if self._failure_policy is not None:  # nobody waits for a rank that is lost
+            own = self._failure_policy.polling(ranks.plain_store)
         else:
             own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
         return Agreement(own, ranks.rank, ranks.size, name, timeout, ended=ranks.awaited().among, names=self._called)

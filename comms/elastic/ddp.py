@@ -20,7 +20,7 @@ from gradwire.comms.bootstrap.compat import PrefixStore, Store, swap_process_gro
 from gradwire.comms.bootstrap.nics import interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.store import unprefixed
-from gradwire.comms.communicator import Communicator, Oversight
+from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.config import Config
 from gradwire.comms.elastic.group import ElasticGroup
 from gradwire.comms.elastic.introductions import packed, presences
@@ -28,7 +28,7 @@ from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, f
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
 from gradwire.comms.elastic.step import GradientBackup, agree
-from gradwire.comms.elastic.survive import Survivor, first_membership, first_oversight, oversight, unheld
+from gradwire.comms.elastic.survive import Survivor, failure_policy_of, first_failure_policy, first_membership, unheld
 from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
@@ -225,8 +225,8 @@ class ElasticTraining:
         return session
 
     def _connect_first(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        first = first_oversight(group.rank(), group.size(), self._state.config.timeout)
-        peers = SessionRanks.of(group, "hook", oversight=first)
+        first = first_failure_policy(group.rank(), group.size(), self._state.config.timeout)
+        peers = SessionRanks.of(group, "hook", failure_policy=first)
         name = peers.name
         session = GradientSession(peers, device, self._state.config, self._state.names)
         self._state._connection = session
@@ -283,8 +283,8 @@ class ElasticTraining:
             view, said = ask(store, self._shared(device), self._state.config.timeout, presence, own)
             membership = Membership(store, view, self._state.config.timeout, said)
             try:
-                overseen = oversight(view, membership, self._state.config.timeout)
-                peers = SessionRanks(membership.store, "hook", view.rank, view.size, None, overseen)
+                policy = failure_policy_of(view, membership, self._state.config.timeout)
+                peers = SessionRanks(membership.store, "hook", view.rank, view.size, None, policy)
                 session = GradientSession(peers, device, self._state.config, self._state.names, joined=True)
                 self._state._connection = session
                 self._survive(membership, session.communicator, joins=True)
@@ -315,10 +315,10 @@ class ElasticTraining:
             notes = ResidualNotes(membership, session.communicator, session.compression)
             session.listeners.add(RESIDUAL_NOTES, notes)
 
-    def _rebuild(self, view: View, store: Store, oversight: Oversight) -> Communicator:
+    def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
         """Connects the ranks of a new epoch."""
         previous = self._session()
-        peers = SessionRanks(store, "hook", view.rank, view.size, None, oversight)
+        peers = SessionRanks(store, "hook", view.rank, view.size, None, failure_policy)
         made = GradientSession(
             peers,
             previous.communicator.device,

@@ -26,7 +26,7 @@ from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
 from gradwire.comms.bootstrap.store import unprefixed
-from gradwire.comms.communicator import Communicator, Oversight
+from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.elastic.introductions import packed, presences
 from gradwire.comms.elastic.joining import Newcomer, Requests
 from gradwire.comms.elastic.membership import (
@@ -63,7 +63,7 @@ a moment later, when others have given theirs back. Then the rank leaves, and th
 _REFUSALS = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE})
 """What an errno says that is this process's or its host's own affair, whatever its peers do: errno(3)."""
 
-Rebuild = Callable[[View, Store, Oversight], Communicator]
+Rebuild = Callable[[View, Store, FailurePolicy], Communicator]
 """Makes the communicator of a new epoch; the one before is closed."""
 
 
@@ -143,20 +143,20 @@ class EpochBoard(Board):
         return kind(f"{phase} failed: {cause}", ())
 
 
-def first_oversight(rank: int, size: int, timeout: timedelta) -> Oversight:
-    """What the communicator of the first epoch reports to; the membership that is made later takes its `losses`."""
+def first_failure_policy(rank: int, size: int, timeout: timedelta) -> FailurePolicy:
+    """Returns the failure policy of the first communicator; the membership, made later, shares its `losses`."""
     board = EpochBoard(rank, Losses())
-    return Oversight(board, lambda store: EpochStore(store, timeout, board.alarm, ranks=size))
+    return FailurePolicy(board, lambda store: EpochStore(store, timeout, board.alarm, ranks=size))
 
 
-def first_membership(communicator: Communicator, prefix: str, timeout: timedelta, first: Oversight) -> Membership:
+def first_membership(communicator: Communicator, prefix: str, timeout: timedelta, first: FailurePolicy) -> Membership:
     """The membership of the ranks that start together.
 
     Args:
         communicator: Of all of them.
         prefix: Of its keys, in the store without any prefix; with the name of this start.
         timeout: For the other ranks' answers.
-        first: What the communicator reports to.
+        first: Failure policy of `communicator`.
     """
     names = tuple(f"rank {rank}" for rank in range(communicator.size))
     said = {name: packed(each) for name, each in zip(names, communicator.presences, strict=True)}
@@ -168,18 +168,18 @@ def unheld(rebuild: Rebuild) -> Rebuild:
     """A method, as a function that does not keep its object alive."""
     method = weakref.WeakMethod(rebuild)
 
-    def call(view: View, store: Store, oversight: Oversight) -> Communicator:
+    def call(view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
         found = method()
         assert found is not None
-        return found(view, store, oversight)
+        return found(view, store, failure_policy)
 
     return call
 
 
-def oversight(view: View, membership: Membership, timeout: timedelta) -> Oversight:
-    """What a communicator of a later epoch reports to."""
+def failure_policy_of(view: View, membership: Membership, timeout: timedelta) -> FailurePolicy:
+    """Returns the failure policy of the communicator that the members of `view` make."""
     board = EpochBoard(view.rank, membership.losses)
-    return Oversight(
+    return FailurePolicy(
         board,
         lambda store: EpochStore(store, timeout, board.alarm, ranks=view.size),
         presences(view.members, membership.said),
@@ -434,7 +434,9 @@ class Survivor:
         return change
 
     def _begin(self, view: View) -> None:
-        self.communicator = self._rebuild(view, self.membership.store, oversight(view, self.membership, self._timeout))
+        self.communicator = self._rebuild(
+            view, self.membership.store, failure_policy_of(view, self.membership, self._timeout)
+        )
 
     def _catch_up(self, like: Tensor | None) -> tuple[bool, Tensor | None]:
         """Takes the result of the running operation from ranks that have come to its end."""

@@ -20,14 +20,14 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, timeout_of
 from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.checkpoint import JOB, OUTER, Checkpoint, normalize, refuse_other_owner, unpack
-from gradwire.comms.communicator import Communicator, Oversight, meet
+from gradwire.comms.communicator import Communicator, FailurePolicy, meet
 from gradwire.comms.config import (
     ENVIRONMENT_PREFIX,
     NVTX,
     Config,
 )
 from gradwire.comms.elastic.membership import View
-from gradwire.comms.elastic.survive import Survivor, first_membership, first_oversight, unheld
+from gradwire.comms.elastic.survive import Survivor, first_failure_policy, first_membership, unheld
 from gradwire.comms.hook import HookState
 from gradwire.comms.outer.averaging import agreement_of
 from gradwire.comms.outer.exchange import OuterExchange
@@ -256,7 +256,7 @@ class Outer(TrainingState[AveragingSession]):
 
     def _connect(
         self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]]
-    ) -> tuple[AveragingSession, Oversight | None]:
+    ) -> tuple[AveragingSession, FailurePolicy | None]:
         self._group = group
         self._exchanged = replace(
             self.config.only(OF_EXCHANGES),
@@ -266,8 +266,8 @@ class Outer(TrainingState[AveragingSession]):
         )
         self._survivor: Survivor | None = None
         timeout, numels = self.config.timeout, {name: local_of(each).numel() for name, each in trained}
-        first = first_oversight(group.rank(), group.size(), timeout) if self.config.elastic else None
-        ranks = SessionRanks.of(group, "outer", oversight=first)
+        first = first_failure_policy(group.rank(), group.size(), timeout) if self.config.elastic else None
+        ranks = SessionRanks.of(group, "outer", failure_policy=first)
         device, held = local_of(trained[0][1]).device, {name: numel for name, numel in numels.items() if numel}
         connection = AveragingSession(ranks, device, self._exchanged, held)
         if connection.compression is not None:
@@ -276,7 +276,7 @@ class Outer(TrainingState[AveragingSession]):
         connection.observer.phase = "exchange"
         return connection, first
 
-    def _survive(self, first: Oversight) -> None:
+    def _survive(self, first: FailurePolicy) -> None:
         """Has this rank's exchanges go on where others are lost."""
         communicator = self._connected("elastic").communicator
         prefix = f"gradwire/{ELASTIC}/{communicator.presences.start}"
@@ -286,22 +286,22 @@ class Outer(TrainingState[AveragingSession]):
         self.exchange.survive(self._survivor)
         self.exchange.averaging.agreement = self._council(communicator, first)
 
-    def _rebuild(self, view: View, store: Store, oversight: Oversight) -> Communicator:
+    def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
         """Connects the ranks that are left."""
         previous = self._connected("elastic")
-        ranks = SessionRanks(store, ELASTIC, view.rank, view.size, None, oversight)
+        ranks = SessionRanks(store, ELASTIC, view.rank, view.size, None, failure_policy)
         connection = AveragingSession(ranks, previous.communicator.device, self._exchanged, {}, previous=previous)
         connection.watch_steps(previous)
         connection.observer.phase = "exchange"
         self._connection, communicator = connection, connection.communicator
         self.exchange.be_watched(connection)
-        self.exchange.reconnect(communicator, self._council(communicator, oversight))
+        self.exchange.reconnect(communicator, self._council(communicator, failure_policy))
         self._workers = workers_in(communicator.cluster, NONE)
         return communicator
 
-    def _council(self, communicator: Communicator, oversight: Oversight) -> Agreement:
+    def _council(self, communicator: Communicator, failure_policy: FailurePolicy) -> Agreement:
         """The agreement of the ranks of one epoch: nobody waits in it for one that is lost."""
-        store = oversight.polling(PrefixStore(COUNCIL, communicator.plain_store))
+        store = failure_policy.polling(PrefixStore(COUNCIL, communicator.plain_store))
         return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
 
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, Store
 from gradwire.comms.bootstrap.placement import Presence
-from gradwire.comms.communicator import Oversight
+from gradwire.comms.communicator import FailurePolicy
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.survive import EpochBoard, Survivor
@@ -218,9 +218,9 @@ class Job:
             first = self._communicator(view, EpochBoard(view.rank, membership.losses))
             diary.views.append(view)
 
-            def rebuild(view: View, store: Store, oversight: Oversight) -> Any:
+            def rebuild(view: View, store: Store, failure_policy: FailurePolicy) -> Any:
                 diary.views.append(view)
-                return self._communicator(view, oversight.board)
+                return self._communicator(view, failure_policy.board)
 
             survivor = Survivor(membership, cast(Any, first), rebuild, TIMEOUT, joins=view.epoch > 0)
             applied: Tensor | None = None
