@@ -27,7 +27,7 @@ from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.state import FsdpState, ShardTraffic, shard_groups
 from gradwire.comms.sharded.turns import TorchGroups
 from gradwire.comms.sharded.units import DEFAULT_SHARDED_COMMS, ShardedUnit, sharded_roots, sharded_units
-from gradwire.comms.step.loaded import LoadedAlike
+from gradwire.comms.step.loaded import LoadConsistencyCheck
 from gradwire.comms.transport.launch_order import TakesTurns
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
@@ -248,7 +248,7 @@ class ShardLinks:
             awaited.among,
             ranks,
         )
-        return LoadedRows(lambda rows: LoadedAlike(communicator, rows, consensus, like))
+        return LoadedRows(lambda rows: LoadConsistencyCheck(communicator, rows, consensus, like))
 
     def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Communicator:
         return Communicator(

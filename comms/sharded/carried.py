@@ -23,7 +23,7 @@ from gradwire.comms.compression import refuse_not_finite
 from gradwire.comms.loss_scale import LossScale
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
 from gradwire.comms.sharded.rows import gather_runs, scatter_runs
-from gradwire.comms.step.loaded import Loaded, LoadedAlike
+from gradwire.comms.step.loaded import LoadConsistencyCheck, Loaded
 from gradwire.compressors.rules import Rule
 
 CARRIED_ON = PREFIX + "carried/"
@@ -189,7 +189,7 @@ class LoadedRows:
         loaded: What they must have alike; see `Compression.loaded`.
     """
 
-    def __init__(self, alike: Callable[[Loaded], LoadedAlike] | None = None) -> None:
+    def __init__(self, alike: Callable[[Loaded], LoadConsistencyCheck] | None = None) -> None:
         self.loaded: Mapping[str, str] = {"state": "not loaded"}
         self._rows: dict[str, LeftOut | SentRows] = {}
         self._alike = None if alike is None else alike(self)
@@ -203,6 +203,6 @@ class LoadedRows:
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": each.describe() for key, each in self._rows.items()}
 
     def compare(self) -> None:
-        """Has the ranks compare; see `LoadedAlike.compare`."""
+        """Has the ranks compare; see `LoadConsistencyCheck.compare`."""
         if self._alike is not None:
             self._alike.compare()

@@ -72,13 +72,13 @@ def compare_loaded(
         kept: What this rank keeps, in a word: ranks are compared with those alone that keep the same.
     """
     if communicator.size > 1:
-        from gradwire.comms.step.loaded import LoadedAlike
+        from gradwire.comms.step.loaded import LoadConsistencyCheck
 
         different = consensus("load_state_dict()", communicator.config.timeout)
         said = different.gather(kept) if kept else []
         like = [said.index(each) for each in said] or None
         compared = source.loaded if changed else None
-        listeners.add(order.LOADED, LoadedAlike(communicator, source, different, like, compared))
+        listeners.add(order.LOADED, LoadConsistencyCheck(communicator, source, different, like, compared))
 
 
 def weigh_by_samples(listeners: Listeners, communicator: Communicator, config: Config) -> "SampleWeights | None":

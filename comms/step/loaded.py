@@ -1,7 +1,8 @@
-"""Ranks go on from one moment: a rank that has loaded nothing, or what is older, would send other messages than others.
+"""Check that all ranks resume from the same saved state.
 
-Between nodes of one rank each nothing looks at a message's size and kind: gloo ends the process where it is longer than
-what is waited for, and waits until the time-out where it is shorter.
+A rank that loaded nothing, or an older state, would send messages of other sizes than its peers expect. gloo checks
+neither size nor kind of a message: it aborts the process if one is longer than expected, and waits until the timeout if
+it is shorter. So the ranks compare what they loaded before the first collective that depends on it.
 """
 
 import hashlib
@@ -22,26 +23,26 @@ REMEDY = "load on all ranks, before the same step, what they have saved at one m
 
 
 class Loaded(Protocol):
-    """What states are loaded into."""
+    """An object that states are loaded into, such as a compressor's state."""
 
     @property
     def loaded(self) -> Mapping[str, str]:
-        """What ranks must have alike of the state that was loaded last, by name: another mapping after each load."""
+        """Description of the last loaded state, by name, equal on consistent ranks; a new mapping after each load."""
 
 
-class LoadedAlike(StepListener):
-    """Has all ranks compare what they have loaded: in the first step, and in the first one after a load.
+class LoadConsistencyCheck(StepListener):
+    """Compares the loaded states of all ranks in the first step, and in the first step after each load.
 
-    In the first step all of them take part: by one small message, or on CUDA, where the host waits for no device,
-    through the store. Later those alone take part that have loaded: through the store, where one that has not is waited
-    for and named, and nothing of theirs meets its gradients.
+    In the first step all ranks take part: with one small collective, or on CUDA through the store, because the host
+    must not wait for the device. Later only the ranks that loaded a state take part, through the store. A rank that did
+    not load is then waited for and named in the error, before its gradients can meet those of the others.
 
     Args:
-        communicator: Of the ranks; None where they have none, on CUDA.
-        source: What is loaded into.
-        consensus: All its ranks'.
-        like: For each rank the one that it must have loaded the same as; None: rank 0 for all.
-        compared: What has been loaded already, and is not compared; None: all of them compare in the first step.
+        communicator: Connects the ranks; None (on CUDA) compares through the store only.
+        source: The object whose loaded state is compared.
+        consensus: Agreement over the store, with the same ranks.
+        like: For each rank, the rank whose loaded state must equal its own; None compares all with rank 0.
+        compared: Value of `source.loaded` that was compared before and is skipped; None compares in the first step.
     """
 
     def __init__(
@@ -59,17 +60,17 @@ class LoadedAlike(StepListener):
         self._compared = compared
 
     def step_began(self, steps: int) -> None:
-        """As `compare`."""
+        """Compare at the beginning of a step."""
         self.compare()
 
     def compare(self) -> None:
-        """Compares what has been loaded since the last call; the host waits for the others, and nothing is in flight.
+        """Compare the states loaded since the last call: blocks until the other ranks answer.
 
-        In elastic training nothing is compared where a rank is lost meanwhile, which the first launch says.
+        In elastic training the comparison is skipped if a rank fails meanwhile: the next launch reports the failure.
 
         Raises:
-            ValueError: On all ranks: they have loaded unlike states.
-            RuntimeError: A rank has loaded nothing before this step.
+            ValueError: On all ranks, if they loaded different states.
+            RuntimeError: A rank did not load a state before this step.
         """
         loaded = self._source.loaded
         if loaded is self._compared:
@@ -78,12 +79,12 @@ class LoadedAlike(StepListener):
         if ranks is None or ranks.device.type == "cuda" or self._differs(ranks, loaded):
             try:
                 self._consensus.compare(loaded, REMEDY, self._like)
-            except PeerError as error:  # from the store of an epoch alone
+            except PeerError as error:  # only the store of an elastic job raises it
                 log.debug("what the ranks have loaded is not compared: %s", error)
         self._compared = loaded
 
     def _differs(self, ranks: Communicator, loaded: Mapping[str, str]) -> bool:
-        """Whether ranks have loaded unlike states; not where a rank was lost, which the first launch says."""
+        """Return whether the ranks loaded different states; False if a rank failed, which the next launch reports."""
         digest = hashlib.sha256(json.dumps(list(loaded.items())).encode()).digest()
         rows = Shared(ranks, [float(int.from_bytes(digest[:6], "big"))]).read()
         return rows is not None and any(row != rows[other] for row, other in zip(rows, self._like, strict=True))

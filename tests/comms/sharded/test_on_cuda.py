@@ -35,7 +35,7 @@ from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import ShardNodes, TorchMembers, arrange
 from gradwire.comms.sharded.state import FsdpState
 from gradwire.comms.sharded.units import ShardedUnit
-from gradwire.comms.step.loaded import LoadedAlike
+from gradwire.comms.step.loaded import LoadConsistencyCheck
 from gradwire.compressors.rules import rules_from
 
 SIZE = 4
@@ -205,7 +205,7 @@ def trained(
             for kind, like in ((LEFT_OUT, None), (SENT, placed.counterparts)):
                 words = PrefixStore(f"{kind}/{row}", boards)
                 consensus = Agreement(words, row.index(rank), len(row), "loaded", TIMEOUT)
-                loaded[kind] = LoadedRows(partial(LoadedAlike, None, consensus=consensus, like=like))
+                loaded[kind] = LoadedRows(partial(LoadConsistencyCheck, None, consensus=consensus, like=like))
             link = ShardLink(placed, None, None, None, loaded)
             install(units, names, shards, weights, rules_from(()), Rounding(0, rank), lambda group: link)
             streams = {f"{name}_stream": side_stream() for name in ("reduce_scatter", "all_reduce")}
