@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradwire.comms.report import duration
-from gradwire.comms.watch.board import WatchBoard
 from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
 from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
 from gradwire.comms.watch.links import LinkWatch, SlowLink
@@ -15,6 +14,7 @@ from gradwire.comms.watch.rank import RankWord
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport, late_in_words
 from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS, TimelineWriter
 from gradwire.comms.watch.trouble import Stuck, find_absent, find_disagreements, find_stuck, origin, stuck_in_words
+from gradwire.comms.watch.watch_store import WatchStore
 
 log = logging.getLogger("gradwire")
 
@@ -31,7 +31,7 @@ class OpenQuestion:
     """What all ranks have been asked for: their last collectives.
 
     Attributes:
-        number: Its number on the board.
+        number: Its number on the store.
         until: Monotonic seconds; who has not answered by then is left out.
         stuck: What hangs, where that is why.
         compares: Ranks that disagree are looked for. Not in a job that goes on, where ranks may ask from unlike lines.
@@ -47,7 +47,7 @@ class Judge:
     """Judges, and logs what is new.
 
     Args:
-        board: Where words are read.
+        store: Where words are read.
         size: Of the default group.
         stall_seconds: Without progress, until that is said; then again after twice the time.
         trace: A file for the timeline; None writes none.
@@ -56,9 +56,9 @@ class Judge:
         report: What was found so far.
     """
 
-    def __init__(self, board: WatchBoard, size: int, stall_seconds: float, trace: Path | None = None) -> None:
+    def __init__(self, store: WatchStore, size: int, stall_seconds: float, trace: Path | None = None) -> None:
         self.report = WatchReport(0.0)
-        self._board = board
+        self._store = store
         self._size = size
         self._stall_seconds = self._next_stall = stall_seconds
         self._began = time.monotonic()
@@ -70,11 +70,11 @@ class Judge:
         self._last_question = 0
         self._words: dict[int, RankWord] = {}
         self._links = LinkWatch()
-        self._drawing = None if trace is None else TimelineWriter(board, size, trace)
+        self._drawing = None if trace is None else TimelineWriter(store, size, trace)
 
     def look(self) -> None:
         """Reads all words, and says what is new."""
-        self._words = self._board.words()
+        self._words = self._store.words()
         self._meet()
         now = time.monotonic()
         for rank, word in self._words.items():
@@ -107,7 +107,7 @@ class Judge:
         names = {name for word in self._words.values() for name in word.groups}
         if names <= set(self._members) and len(self._hosts) == self._size:
             return
-        found = self._board.introductions()
+        found = self._store.introductions()
         self._hosts = {rank: host for rank, (host, _) in found.items()}
         members = {name: ranks for _, groups in found.values() for name, ranks in groups.items()}
         if members != self._members:
@@ -163,7 +163,7 @@ class Judge:
         for each in self._unnamed() if self._question is None else ():
             if each.asked < len(ASK_SECONDS) and now - self._began >= each.began + ASK_SECONDS[each.asked]:
                 each.asked += 1
-                self._last_question = self._board.ask()
+                self._last_question = self._store.ask()
                 self._question = OpenQuestion(self._last_question, now + ANSWER_SECONDS, compares=False)
                 return
 
@@ -197,12 +197,12 @@ class Judge:
             self._next_stall = self._stall_seconds
         elif longest >= self._next_stall:
             self._next_stall = 2 * longest
-            self._last_question = self._board.ask()
+            self._last_question = self._store.ask()
             self._question = OpenQuestion(self._last_question, now + ANSWER_SECONDS, stuck)
 
     def _judge_answers(self, now: float) -> None:
         assert self._question is not None
-        question, answers = self._question, self._board.answers(self._question.number)
+        question, answers = self._question, self._store.answers(self._question.number)
         if len(answers) < self._size and now < question.until:
             return
         self._question = None
@@ -220,7 +220,7 @@ class Judge:
         elif question.compares:
             for stuck in find_absent(answers, self._words, self._members, self._quiet_seconds(now)):
                 self._add_stall(stuck, answers, disagree=bool(disagreements))
-        self._board.conclude(question.number)
+        self._store.conclude(question.number)
 
     def _add_stall(
         self, stuck: Stuck, answers: Mapping[int, Mapping[str, list[IssuedCollective]]], *, disagree: bool

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.observe.stack import line_of_thread
 from gradwire.comms.watch.activity import QUEUE, Activity, queue_seconds
-from gradwire.comms.watch.board import WatchBoard
 from gradwire.comms.watch.collective import IssuedCollective, one_in_words
 from gradwire.comms.watch.flight import FlightReader
 from gradwire.comms.watch.judge import Judge
@@ -20,6 +19,7 @@ from gradwire.comms.watch.report import WatchReport
 from gradwire.comms.watch.speaker import Speaker
 from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS
 from gradwire.comms.watch.trouble import find_disagreements
+from gradwire.comms.watch.watch_store import WatchStore
 
 log = logging.getLogger("gradwire")
 
@@ -54,9 +54,9 @@ class Session:
             raise RuntimeError("the default group has been destroyed")
         self.group = dist.group.WORLD
         rank, size = dist.get_rank(), dist.get_world_size()
-        self._board = WatchBoard(store_of(self.group), rank, size)
-        self._speaker = Speaker(self._board, traces=trace is not None)
-        self._judge = Judge(self._board, size, stall_seconds, trace) if rank == 0 else None
+        self._store = WatchStore(store_of(self.group), rank, size)
+        self._speaker = Speaker(self._store, traces=trace is not None)
+        self._judge = Judge(self._store, size, stall_seconds, trace) if rank == 0 else None
         self._messages = messages
         self._thread = threading.main_thread().ident or 0
         self._flight = FlightReader()
@@ -100,7 +100,7 @@ class Session:
             log.log(
                 logging.WARNING if self.is_unanswered and not isinstance(error, RuntimeError) else logging.DEBUG,
                 "watch: rank %d cannot look at its groups or speak to the others%s: %r",
-                self._board.rank,
+                self._store.rank,
                 ", and leaves it" if self.is_unanswered else "",
                 error,
             )
@@ -152,16 +152,16 @@ class Session:
         """
         self._leaves = why
         try:
-            question = self._board.ask()
+            question = self._store.ask()
             until = time.monotonic() + CONCLUDE_SECONDS
             self.speak()
-            while time.monotonic() < until and not self._board.concluded(question):
+            while time.monotonic() < until and not self._store.concluded(question):
                 time.sleep(LOOK_SECONDS)
                 if threading.current_thread() is not threading.main_thread() and self._judge is not None:
                     self.speak()
-            if not self._board.concluded(question):  # C++ has ended rank 0, as gloo does for unlike sizes
-                self._board.conclude(question)
-                for each in find_disagreements(self._board.answers(question)):
+            if not self._store.concluded(question):  # C++ has ended rank 0, as gloo does for unlike sizes
+                self._store.conclude(question)
+                for each in find_disagreements(self._store.answers(question)):
                     log.warning("watch: %s", each)
         except Exception as gone:  # noqa: BLE001 - the store, or what others have said: this rank ends all the same
             last = [
@@ -171,7 +171,7 @@ class Session:
             ]
             log.warning(
                 "watch: rank %d ends with %s, and cannot ask the others what they did: %s; its own last collective: %s",
-                self._board.rank,
+                self._store.rank,
                 why,
                 gone,
                 "; ".join(last),

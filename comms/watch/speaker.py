@@ -1,13 +1,13 @@
-"""What one rank leaves on the board: its words as they come, and what all are asked for, once for each question."""
+"""What one rank leaves on the store: its words as they come, and what all are asked for, once for each question."""
 
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from gradwire.comms.watch.board import WatchBoard
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
 from gradwire.comms.watch.links import LinkState
 from gradwire.comms.watch.rank import GroupState, RankWord
+from gradwire.comms.watch.watch_store import WatchStore
 
 Issued = Callable[[], dict[str, list[IssuedCollective]]]
 """Group -> its collectives, as far as they are known."""
@@ -17,12 +17,12 @@ class Speaker:
     """One rank's voice.
 
     Args:
-        board: Where all read it.
+        store: Where all read it.
         traces: Parts of the timeline may be asked for.
     """
 
-    def __init__(self, board: WatchBoard, *, traces: bool) -> None:
-        self._board = board
+    def __init__(self, store: WatchStore, *, traces: bool) -> None:
+        self._store = store
         self._traces = traces
         self._beats = self._groups = self._answered = self._timelines = 0
 
@@ -34,7 +34,7 @@ class Speaker:
         """
         if len(members) != self._groups:
             self._groups = len(members)
-            self._board.introduce(members, socket.gethostname())
+            self._store.introduce(members, socket.gethostname())
 
     def say(
         self,
@@ -47,7 +47,7 @@ class Speaker:
     ) -> None:
         """Leaves a word, with its number and the time; see `RankWord`."""
         self._beats += 1
-        self._board.say(RankWord(self._beats, time.monotonic(), groups, activity, lines, at, leaves, links))
+        self._store.say(RankWord(self._beats, time.monotonic(), groups, activity, lines, at, leaves, links))
 
     def answer(self, issued: Issued, timeline: Issued) -> int:
         """Answers what has been asked since.
@@ -59,11 +59,11 @@ class Speaker:
         Returns:
             The number of the question that is open; 0 without one.
         """
-        question = self._board.asked()
+        question = self._store.asked()
         if question > self._answered:
             self._answered = question
-            self._board.answer(question, issued())
-        if self._traces and (asked := self._board.timelines_asked()) > self._timelines:
+            self._store.answer(question, issued())
+        if self._traces and (asked := self._store.timelines_asked()) > self._timelines:
             self._timelines = asked
-            self._board.leave_timeline(TimelinePart(asked, time.time(), timeline()))
+            self._store.leave_timeline(TimelinePart(asked, time.time(), timeline()))
         return question

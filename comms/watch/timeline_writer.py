@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gradwire.comms.boundary.files import replace_text
-from gradwire.comms.watch.board import WatchBoard
+from gradwire.comms.watch.watch_store import WatchStore
 
 log = logging.getLogger("gradwire")
 
@@ -21,13 +21,13 @@ class TimelineWriter:
     """Asks, collects and writes, a little at each call.
 
     Args:
-        board: Where questions and answers are.
+        store: Where questions and answers are.
         size: Of the default group.
         file: For the timeline.
     """
 
-    def __init__(self, board: WatchBoard, size: int, file: Path) -> None:
-        self._board = board
+    def __init__(self, store: WatchStore, size: int, file: Path) -> None:
+        self._store = store
         self._size = size
         self._file: Path | None = file
         self._question: tuple[int, float] | None = None
@@ -49,10 +49,10 @@ class TimelineWriter:
         if self._question is None:
             if now >= self._next:
                 self._next = now + TIMELINE_SECONDS
-                self._question = self._board.ask_for_timelines(), now + ANSWER_SECONDS
+                self._question = self._store.ask_for_timelines(), now + ANSWER_SECONDS
             return
         question, until = self._question
-        parts = self._board.timelines(question)
+        parts = self._store.timelines(question)
         if len(parts) < self._size and now < until:
             return
         self._question = None

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.comms.bootstrap.compat import store_of
-from gradwire.comms.watch.board import WatchBoard
+from gradwire.comms.watch.watch_store import WatchStore
 
 WIDTH, LAYERS, BATCH = 32, 4, 8
 MICRO_BATCHES = 4
@@ -121,11 +121,11 @@ def wait_until_watched() -> None:
     """
     group = dist.group.WORLD
     assert group is not None
-    board = WatchBoard(store_of(group), dist.get_rank(), dist.get_world_size())
+    store = WatchStore(store_of(group), dist.get_rank(), dist.get_world_size())
     until = time.monotonic() + WATCHED_SECONDS
-    while len(board.words()) < dist.get_world_size():
+    while len(store.words()) < dist.get_world_size():
         if time.monotonic() > until:
-            raise RuntimeError(f"only the ranks {sorted(board.words())} are watched after {WATCHED_SECONDS:.0f} s")
+            raise RuntimeError(f"only the ranks {sorted(store.words())} are watched after {WATCHED_SECONDS:.0f} s")
         time.sleep(STEP_SECONDS)
 
 

@@ -32,7 +32,7 @@ from gradwire.comms.boundary.messages import (
 from gradwire.comms.elastic import introductions, joining, membership, residual_notes, transfer
 from gradwire.comms.observe import metrics, stall
 from gradwire.comms.transport import segment
-from gradwire.comms.watch import board
+from gradwire.comms.watch import watch_store
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
 from gradwire.comms.watch.links import LinkState
 from gradwire.comms.watch.rank import GroupState, QuietPoint, RankWord
@@ -227,13 +227,13 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     ),
     "a decision": (agree._DECIDED.read, b'["accepted", {"a": [1, 2.5, null]}]'),
     "a stalled rank's word": (stall._WORD.read, json.dumps(asdict(stall.Word(3, 1.5, 2, "x", "b", "w"))).encode()),
-    "a watch's word": (board._WORD.read, json.dumps(asdict(WORD)).encode()),
-    "a watch's introduction": (board._MEMBER.read, b'{"host": "h", "members": {"default": [0, 1]}}'),
+    "a watch's word": (watch_store._WORD.read, json.dumps(asdict(WORD)).encode()),
+    "a watch's introduction": (watch_store._MEMBER.read, b'{"host": "h", "members": {"default": [0, 1]}}'),
     "a watch's answer": (
-        board._ANSWER.read,
+        watch_store._ANSWER.read,
         json.dumps({name: [asdict(each) for each in some] for name, some in ISSUED.items()}).encode(),
     ),
-    "a watch's timeline": (board._TIMELINE.read, json.dumps(asdict(TimelinePart(3, 1.0, ISSUED))).encode()),
+    "a watch's timeline": (watch_store._TIMELINE.read, json.dumps(asdict(TimelinePart(3, 1.0, ISSUED))).encode()),
     "a doctor's question": (
         doctor._ASKED.read,
         json.dumps({"do": "flow", "sends": 1, "receives": 1, "seconds": 0.1, "buffer": 0, "pace": 0.0}).encode(),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.comms.watch import board
+from gradwire.comms.watch import watch_store
 from support.processes import Processes
 
 STILL_HERE = "still here"
@@ -61,7 +61,7 @@ def test_a_rank_whose_store_is_gone_ends(processes: Processes) -> None:
 
 def with_a_silent_store(rank: int) -> str:
     """Torch does not come back from connecting to a store whose server is stopped."""
-    setattr(board, "clone_of", lambda store: threading.Event().wait())  # noqa: B010 - of a module
+    setattr(watch_store, "clone_of", lambda store: threading.Event().wait())  # noqa: B010 - of a module
     gradwire.watch()
     dist.init_process_group("gloo")
     time.sleep(1.0)  # the watch has begun to connect

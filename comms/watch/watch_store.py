@@ -39,8 +39,8 @@ _TIMELINE: MessageType[TimelinePart] = MessageType(TimelinePart, most_nbytes=1 <
 ASKED, CONCLUDED, TIMELINES = "asked", "concluded", "timelines"
 
 
-class WatchBoard:
-    """One rank's view of the board.
+class WatchStore:
+    """One rank's client of the store that all ranks of a watch share.
 
     Args:
         store: Of the default group.
