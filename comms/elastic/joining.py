@@ -23,7 +23,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Rank
 from gradwire.comms.elastic.introductions import unpacked
-from gradwire.comms.elastic.membership import GivenUpError, View, own_name
+from gradwire.comms.elastic.membership import EvictedError, View, own_name
 
 log = logging.getLogger("gradwire")
 
@@ -332,7 +332,7 @@ def ask(
         The epoch that begins with it, and what its members have said about themselves.
 
     Raises:
-        GivenUpError: The job refuses it, or has not answered within `timeout`.
+        EvictedError: The job refuses it, or has not answered within `timeout`.
     """
     own = PollingStore(store, timeout)
     number, name = own.add("join/count", 1), own_name()
@@ -342,10 +342,10 @@ def ask(
     deadline = time.monotonic() + timeout.total_seconds()
     while not own.check([f"join/{number}/answer"]):
         if time.monotonic() > deadline:
-            raise GivenUpError(f"the running job has not taken this process in within {timeout.total_seconds():g} s")
+            raise EvictedError(f"the running job has not taken this process in within {timeout.total_seconds():g} s")
         own.add(f"join/{number}/pulse", 1)
         time.sleep(PULSE_SECONDS)
     answer = _ANSWER.read(own.read(f"join/{number}/answer"))
     if isinstance(answer, _Refused):
-        raise GivenUpError(f"the running job refuses this process: {answer.refused}")
+        raise EvictedError(f"the running job refuses this process: {answer.refused}")
     return View(answer.epoch, answer.rank, answer.members, joined=(name,)), dict(answer.said)

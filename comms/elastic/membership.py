@@ -5,7 +5,7 @@ ranks are numbered anew. In each epoch a ring of connections notices within a se
 `bootstrap.liveness`), also while the training thread computes. Two rounds through the store follow, made by the rings'
 threads: each rank that hears of the loss says that it is here; the first of them waits until every other one has said
 so or is known to be gone, and writes down who is left. That word is set once, by compare-and-set: two leaders, or one
-that dies over it, cannot make two. Who is not in it has been given up by the others, and ends.
+that dies over it, cannot make two. A rank that is not in it is evicted: its calls raise `EvictedError`.
 """
 
 import json
@@ -88,8 +88,8 @@ class View:
         return len(self.members)
 
 
-class GivenUpError(PeerError):
-    """This rank cannot go on: the others have given it up, or nobody can be asked who is left."""
+class EvictedError(PeerError):
+    """Raised on a rank that cannot stay in the job: the other ranks removed it, or there was no agreement to join."""
 
 
 class EpochStore(PollingStore):
@@ -211,16 +211,16 @@ class Membership:
             seconds: How long the others may take.
 
         Raises:
-            GivenUpError: There is no next epoch for this rank.
+            EvictedError: There is no next epoch for this rank.
         """
         epoch = self._current
         with self._changed:
             self._changed.wait_for(lambda: self._latest is not epoch or self._failure is not None, seconds)
             if self._failure is not None:
-                raise GivenUpError(str(self._failure)) from self._failure
+                raise EvictedError(str(self._failure)) from self._failure
             if self._latest is epoch:
                 reason = epoch.losses.first.reason if epoch.losses.first is not None else "all live"
-                raise GivenUpError(f"no agreement in {seconds:g} s on which ranks are left: {reason}")
+                raise EvictedError(f"no agreement in {seconds:g} s on which ranks are left: {reason}")
             self._current = self._latest
         epoch.losses.take(Loss(f"epoch {epoch.view.epoch} is over", OVER), told=True)
         return self._current.view
@@ -235,7 +235,7 @@ class Membership:
                 themselves.
 
         Raises:
-            GivenUpError: There is no next epoch for this rank.
+            EvictedError: There is no next epoch for this rank.
         """
         epoch, key = self._current, f"{self.view.epoch}/members"
         if self.view.rank == 0:
@@ -248,7 +248,7 @@ class Membership:
                 self._enter(epoch)
                 break
             if time.monotonic() > deadline:
-                raise GivenUpError(f"rank 0 has not said within {self._timeout.total_seconds():g} s who has joined")
+                raise EvictedError(f"rank 0 has not said within {self._timeout.total_seconds():g} s who has joined")
             time.sleep(NAP_SECONDS)
         return self.next(2 * SILENCE_SECONDS + LEADER_SECONDS)
 
@@ -329,7 +329,7 @@ class Membership:
         """Begins the epoch that is written down as the one after `epoch`, unless that has been done.
 
         Raises:
-            GivenUpError: This rank is not in it.
+            EvictedError: This rank is not in it.
         """
         view = epoch.view
         word = _MEMBERS.read(self._store.read(f"{view.epoch}/members"))
@@ -338,9 +338,9 @@ class Membership:
             raise MessageError(f"the members of epoch {view.epoch + 1} are {left} of {view.size} ranks")
         self.said.update(word.joined)
         if view.rank not in left:
-            raise GivenUpError(
-                f"rank {view.rank} was given up by the others, which heard nothing of it for at least "
-                f"{SILENCE_SECONDS:g} s: start it anew to join them"
+            raise EvictedError(
+                f"rank {view.rank} was removed from the job by the other ranks, which received nothing from "
+                f"it for at least {SILENCE_SECONDS:g} s: restart its process with GRADWIRE_ELASTIC=HOST:PORT to rejoin"
             )
         members = (*(view.members[rank] for rank in left), *joined)
         lost = tuple(name for name in view.members if name not in members)

@@ -33,7 +33,7 @@ from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
     EpochStore,
-    GivenUpError,
+    EvictedError,
     Membership,
     View,
 )
@@ -254,7 +254,7 @@ class Survivor:
             The result, of this rank or of one that is ahead.
 
         Raises:
-            GivenUpError: This rank cannot go on.
+            EvictedError: This rank cannot go on.
             RuntimeError: The operation has failed `MOST_REPEATS` times though nobody was lost, and this rank was the
                 first to fail. Those that have only heard of it go on without this one.
         """
@@ -267,7 +267,7 @@ class Survivor:
             try:
                 result = attempt()
                 break
-            except GivenUpError:
+            except EvictedError:
                 raise
             except (RuntimeError, OSError) as error:
                 if self._joins:
@@ -292,7 +292,7 @@ class Survivor:
         Only where no rank can be further than this one; else what it has missed would be lost.
 
         Raises:
-            GivenUpError: This rank cannot go on.
+            EvictedError: This rank cannot go on.
         """
         if (loss := self.membership.losses.first) is not None:
             self._recover(RuntimeError(loss.reason), None)
@@ -325,7 +325,7 @@ class Survivor:
                 watch.lap("meet")
                 _trim_heap()
                 self._note(view, "ranks have joined", False, watch)
-            except GivenUpError:
+            except EvictedError:
                 raise
             except (RuntimeError, OSError) as error:
                 self._recover(error, None)
@@ -377,7 +377,7 @@ class Survivor:
         """Forms the groups of the next epoch; whether the running operation has come to its end, and its result.
 
         Raises:
-            GivenUpError: This rank cannot go on.
+            EvictedError: This rank cannot go on.
             RuntimeError: The same members have failed to meet again and again, for `MEETING_SECONDS`; or the system has
                 refused this rank memory or files `MOST_REFUSALS` times, and the others go on without it.
             OSError: The system has refused this rank memory or files, as above.
@@ -387,13 +387,13 @@ class Survivor:
             before, former = self.view, weakref.ref(self.communicator)  # a failed meeting's error holds this frame
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if before.size == 1:
-                raise GivenUpError(f"no other rank is left, and this one has failed: {reason}") from error
+                raise EvictedError(f"no other rank is left, and this one has failed: {reason}") from error
             watch = _Stopwatch()
             self.membership.losses.take(Loss(reason, FAILED))
             self.communicator.abandon(reason)
             self.communicator.close(LANES_SECONDS)
             if not self.communicator.executor.has_ended:  # it may write to gradients that are to be sent again
-                raise GivenUpError(f"what was under way has not ended {LANES_SECONDS:g} s after: {reason}") from error
+                raise EvictedError(f"what was under way has not ended {LANES_SECONDS:g} s after: {reason}") from error
             watch.lap("close")
             view = self.membership.next(AGREEMENT_SECONDS)
             watch.lap("agree")

@@ -178,7 +178,7 @@ ELASTIC = (
         "        if view.rank not in left:\n",
         "        if False:\n",
         "A rank that is not among the members has no number among them.",
-        ("tests/comms/elastic/test_membership.py::test_who_was_given_up_is_told_so",),
+        ("tests/comms/elastic/test_membership.py::test_an_evicted_rank_gets_an_error",),
     ),
     Mutation(
         "survivors are numbered as before",

@@ -20,7 +20,7 @@ from gradwire.comms.bootstrap.compat import HashStore, TCPStore
 from gradwire.comms.elastic import joining
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.joining import Newcomer, Requests, ask
-from gradwire.comms.elastic.membership import GivenUpError, View
+from gradwire.comms.elastic.membership import EvictedError, View
 from gradwire.comms.elastic.transfer import check_state
 from support.processes import Processes
 from support.threads import run_ranks
@@ -79,7 +79,7 @@ def train(rank: int, kind: str) -> tuple[int, int, int] | str:
     model = DistributedDataParallel(module)
     try:
         state = gradwire.HookState(model, elastic=True, carries=[Odd(state_of)], timeout=timedelta(seconds=60))
-    except GivenUpError as error:
+    except EvictedError as error:
         TCPStore(host, port, is_master=False, wait_for_workers=False).set("told", "1")
         return str(error)
     model.register_comm_hook(state, gradwire.comm_hook)

@@ -242,4 +242,4 @@ def test_a_rank_that_is_stopped_is_given_up() -> None:
         simulation.play(END_SECONDS)
     check(job, {"p0", "p2"})
     assert [job.diaries[f"p{rank}"].finished for rank in range(3)] == [True, False, True], job.describe()
-    assert "was given up by the others" in str(job.diaries["p1"].given_up)
+    assert "was removed from the job by the other ranks" in str(job.diaries["p1"].given_up)

@@ -24,7 +24,7 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.elastic.membership import GivenUpError, Membership, View
+from gradwire.comms.elastic.membership import EvictedError, Membership, View
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.observe.stall import StallWatch
 from gradwire.comms.plan.routes import Routes
@@ -217,7 +217,7 @@ def suffer(rank: int) -> dict[str, Any]:
             model(torch.randn(16, 8, generator=generator)).square().mean().backward()
             optimizer.step()
             digests[state.steps] = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
-    except GivenUpError as error:
+    except EvictedError as error:
         return {"digests": digests, "sizes": sizes, "kept": kept, "error": str(error)}
     state.close()
     deadline = time.monotonic() + 30  # this process serves the store, in which rank 1 still reads that it is given up
@@ -235,7 +235,7 @@ def test_what_else_can_happen_is_survived(processes: Processes) -> None:
     assert second["sizes"][-1] == (6, 2)
     assert first["sizes"] == [*second["sizes"], (9, 1)]
     assert first["error"] is None
-    assert "rank 1 was given up by the others" in second["error"]
+    assert "rank 1 was removed from the job by the other ranks" in second["error"]
     for after_one, *later in (first["kept"], second["kept"]):
         assert after_one["Communicator"] == after_one["LaneExecutor"] == 1
         assert later

@@ -17,7 +17,7 @@ from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
     EpochStore,
-    GivenUpError,
+    EvictedError,
     Membership,
     View,
 )
@@ -100,7 +100,7 @@ def test_another_rank_leads_where_the_leader_is_lost(monkeypatch: pytest.MonkeyP
             dead.append(leader)
             epoch.ring._ends.listener.close()
             epoch.ring._pass_on = lambda error: None
-            raise GivenUpError("lost")
+            raise EvictedError("lost")
         return collect(leader, epoch)
 
     monkeypatch.setattr(Membership, "_collect", die)
@@ -117,7 +117,7 @@ def test_another_rank_leads_where_the_leader_is_lost(monkeypatch: pytest.MonkeyP
 def died(rank: Membership) -> bool:
     try:
         rank.next(SECONDS)
-    except GivenUpError:
+    except EvictedError:
         return True
     return False
 
@@ -187,12 +187,12 @@ def test_who_waits_for_the_store_is_not_taken_for_frozen(
         each.close(orderly=False)
 
 
-def test_who_was_given_up_is_told_so() -> None:
+def test_an_evicted_rank_gets_an_error() -> None:
     store = HashStore()
     made = members(store, 2)
     PrefixStore("0", store).set("members", '{"left": [1], "joined": {}}')
     made[0].losses.take(Loss("silence", FAILED))
-    with pytest.raises(GivenUpError, match="rank 0 was given up by the others"):
+    with pytest.raises(EvictedError, match="rank 0 was removed from the job by the other ranks"):
         made[0].next(SECONDS)
     assert made[1].next(SECONDS).members == ("rank 1",)
     lose(made, [0, 1])
