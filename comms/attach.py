@@ -31,7 +31,7 @@ def attach(
     model: nn.Module,
     *,
     config: Config | None = None,
-    carries: "Sequence[Carried]" = (),
+    extra_state: "Sequence[Carried]" = (),
     on_change: "OnChange | None" = None,
     **options: object,
 ) -> HookState:
@@ -42,7 +42,7 @@ def attach(
             have made of one; a Transformers Trainer's `trainer.model_wrapped`, a Lightning Trainer's
             `trainer.strategy.model`.
         config: As for `HookState`.
-        carries: As for `HookState`.
+        extra_state: As for `HookState`.
         on_change: As for `HookState`.
         **options: Fields of `Config` by name; they win over the environment.
 
@@ -57,7 +57,7 @@ def attach(
     """
     ddp = find_ddp(model)
     automatic = automatic_of(ddp)
-    if automatic is not None and config is None and on_change is None and not carries and not options:
+    if automatic is not None and config is None and on_change is None and not extra_state and not options:
         return automatic
     found = comm_hook_name(ddp)
     if found and automatic is None:
@@ -66,7 +66,7 @@ def attach(
         else:
             remedy = "register gradwire's hook in its place"
         raise ValueError(f"`model` has a hook already, {found}, and DDP takes one: {remedy}, or leave attach() out")
-    state = HookState(ddp, config=config, carries=carries, on_change=on_change, **options)
+    state = HookState(ddp, config=config, extra_state=extra_state, on_change=on_change, **options)
     ddp.register_comm_hook(state, comm_hook)
     return state
 

@@ -67,8 +67,8 @@ PYTHON_REDUCER = (
 )
 
 JOINED = (
-    "`state` is loaded by a process that has just joined a running job, which has given it the model, what `carries` "
-    "holds and the compressor's counters: load no checkpoint where GRADWIRE_ELASTIC names a job"
+    "`state` was loaded by a process that has just joined a running job. That job has sent it the model, the objects in "
+    "`extra_state` and the compressor's counters: load no checkpoint if GRADWIRE_ELASTIC names a job"
 )
 
 UNNAMED = (
@@ -116,9 +116,9 @@ class HookState(GradientState[GradientSession]):
         model_or_group: The DDP model, or any module (its parameter names are used), or a process group; None binds to
             the model's group at the first bucket, for frameworks that want the state before the model exists.
         config: The configuration; by default what the environment gives.
-        carries: In elastic training, what a process that joins must know besides the model: the optimizer, and whatever
-            else has a `state_dict`: scheduler, GradScaler, data loader. The same on all ranks, in the same order.
-            Without it nobody can join.
+        extra_state: In elastic training, the objects whose `state_dict` a joining process receives in addition to the
+            model: the optimizer, scheduler, GradScaler, data loader. The same on all ranks, in the same order. Without
+            it no process can join.
         on_change: In elastic training, called with (old, new) `View`s at the end of the first step that other ranks
             have made than the one before, from inside of `loss.backward()`: the place to deal out the data anew.
         **options: Fields of `Config` by name; they win over the environment.
@@ -139,7 +139,7 @@ class HookState(GradientState[GradientSession]):
         model_or_group: nn.Module | dist.ProcessGroup | None = None,
         *,
         config: Config | None = None,
-        carries: "Sequence[Carried]" = (),
+        extra_state: "Sequence[Carried]" = (),
         on_change: "OnChange | None" = None,
         **options: object,
     ) -> None:
@@ -155,13 +155,13 @@ class HookState(GradientState[GradientSession]):
         self._resume: Resume | None = None
         self._elastic: ElasticTraining | None = None
         self._samples: int | None = None
-        for name, given in (("on_change", on_change), ("carries", carries)):
+        for name, given in (("on_change", on_change), ("extra_state", extra_state)):
             if given and not self.config.elastic:
                 raise ValueError(f"`{name}` is given but `elastic` is not set: pass elastic=True, too")
         if self.config.elastic:
             from gradwire.comms.elastic import ddp  # here: a step that is not kept needs none of it
 
-            self._elastic = ddp.ElasticTraining(self, carries, on_change)
+            self._elastic = ddp.ElasticTraining(self, extra_state, on_change)
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):

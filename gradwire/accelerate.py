@@ -25,7 +25,7 @@ def attach(
     model: nn.Module,
     *,
     config: Config | None = None,
-    carries: Sequence[Carried] = (),
+    extra_state: Sequence[Carried] = (),
     on_change: OnChange | None = None,
     **options: object,
 ) -> HookState:
@@ -37,7 +37,7 @@ def attach(
         accelerator: That prepared the model.
         model: What `accelerator.prepare` returned.
         config: As for `gradwire.HookState`.
-        carries: As for `gradwire.HookState`.
+        extra_state: As for `gradwire.HookState`.
         on_change: As for `gradwire.HookState`.
         **options: Fields of `gradwire.Config` by name.
 
@@ -45,7 +45,7 @@ def attach(
         TypeError: The model is not wrapped in DDP (one process, FSDP, DeepSpeed), or an option has an unknown name.
         ValueError: The model has a hook already, or a value does not fit.
     """
-    state = attaching.attach(model, config=config, carries=carries, on_change=on_change, **options)
+    state = attaching.attach(model, config=config, extra_state=extra_state, on_change=on_change, **options)
     attaching.watch_scaler(state, accelerator.scaler)
     number = _attached[accelerator] = _attached.get(accelerator, 0) + 1
 

@@ -98,7 +98,7 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
     state = gradwire.attach(
         model,
         elastic=True,
-        carries=[optimizer],
+        extra_state=[optimizer],
         compressor=None if compressor == "none" else compressor,
         compressor_options=settings,
         timeout=timedelta(seconds=60),

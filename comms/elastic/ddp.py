@@ -76,11 +76,11 @@ class CarriedState:
 
     Args:
         state: Of the model's gradients.
-        carries: As for `HookState`.
+        extra_state: As for `HookState`.
     """
 
-    def __init__(self, state: Averaging, carries: Sequence[Carried]) -> None:
-        self.carries = tuple(carries)
+    def __init__(self, state: Averaging, extra_state: Sequence[Carried]) -> None:
+        self.extra_state = tuple(extra_state)
         self._state = state
 
     def given(self, model: DistributedDataParallel) -> dict[str, object]:
@@ -93,7 +93,7 @@ class CarriedState:
         return {
             "steps": self._state.steps,
             "model": model.module.state_dict(),
-            "carried": [each.state_dict() for each in self.carries],
+            "carried": [each.state_dict() for each in self.extra_state],
             "compression": {} if compression is None else compression.progress(),
         }
 
@@ -105,20 +105,20 @@ class CarriedState:
             found: What that rank has given.
 
         Raises:
-            ValueError: `carries` is another one here.
+            ValueError: `extra_state` is another one here.
         """
         load_module(model.module, found["model"])
-        if len(found["carried"]) != len(self.carries):
+        if len(found["carried"]) != len(self.extra_state):
             raise ValueError(
-                f"`carries` has {len(self.carries)} entries here and {len(found['carried'])} in the running job; "
-                "wanted the same objects in the same order"
+                f"`extra_state` has {len(self.extra_state)} entries here and {len(found['carried'])} in the running "
+                "job; wanted the same objects in the same order"
             )
-        for number, (each, state) in enumerate(zip(self.carries, found["carried"], strict=True)):
+        for number, (each, state) in enumerate(zip(self.extra_state, found["carried"], strict=True)):
             try:
                 each.load_state_dict(state)
             except Exception as error:
                 raise ValueError(
-                    f"`carries` has a {type(each).__name__} as number {number} here, which does not take the state "
+                    f"`extra_state` has a {type(each).__name__} as number {number} here, which does not take the state "
                     f"that the running job has there: {error}"
                 ) from error
         self._state.steps = found["steps"]
@@ -136,17 +136,17 @@ class ElasticTraining:
 
     Args:
         state: Of the model's gradients; it is not kept alive.
-        carries: As for `HookState`.
+        extra_state: As for `HookState`.
         on_change: As for `HookState`.
 
     Attributes:
         survivor: Goes on with the ranks that are left; None before the ranks have connected.
     """
 
-    def __init__(self, state: Averaging, carries: Sequence[Carried], on_change: OnChange | None) -> None:
+    def __init__(self, state: Averaging, extra_state: Sequence[Carried], on_change: OnChange | None) -> None:
         self.survivor: Survivor | None = None
         self._state: Averaging = weakref.proxy(state)
-        self._own = CarriedState(self._state, carries)
+        self._own = CarriedState(self._state, extra_state)
         self._on_change = on_change
         self._kept: GradientBackup | None = None
         self._told: View | None = None
@@ -233,7 +233,7 @@ class ElasticTraining:
         communicator = session.communicator
         prefix = f"gradwire/elastic/{name}/{communicator.presences.start}"
         membership = first_membership(communicator, prefix, self._state.config.timeout, first)
-        if self._own.carries:
+        if self._own.extra_state:
             outside = unprefixed(communicator.plain_store)
             self._requests = self._open_door(PrefixStore(prefix, outside), device)
             if group.rank() == 0:
@@ -272,8 +272,10 @@ class ElasticTraining:
 
     def _join(self, address: str, group: dist.ProcessGroup, device: torch.device) -> None:
         """Joins a running job: waits until it takes this process in, and takes over its state."""
-        if not self._own.carries:
-            raise ValueError("`join` is set and `carries` is empty; wanted the optimizer in it, as in the running job")
+        if not self._own.extra_state:
+            raise ValueError(
+                "`join` is set and `extra_state` is empty; wanted the optimizer in it, as in the running job"
+            )
         name = SessionRanks.name_in(group, "hook")
         store = find_job(address, name, self._state.config.timeout)
         self._requests = self._open_door(store, device)

@@ -311,7 +311,7 @@ def find_job(address: str, name: str, timeout: timedelta) -> Store:
     except (RuntimeError, dist.DistError) as error:
         raise RuntimeError(
             f"`join` is {address}, and no elastic job can be joined there ({str(error).splitlines()[0]}): wanted "
-            "MASTER_ADDR:MASTER_PORT of the job's ranks, trained with elastic=True and `carries`"
+            "MASTER_ADDR:MASTER_PORT of the job's ranks, trained with elastic=True and `extra_state`"
         ) from None
     return PrefixStore(prefix, store)
 

@@ -57,7 +57,7 @@ def endure(place: ForkedRank, steps: int, seconds: float) -> dict[str, object]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = gradwire.attach(model, elastic=True, carries=[optimizer], stall_seconds=10.0, straggler_every=50)
+    state = gradwire.attach(model, elastic=True, extra_state=[optimizer], stall_seconds=10.0, straggler_every=50)
     generator = torch.Generator().manual_seed(1 + place.rank)
     began = time.monotonic()
     for done in range(1, steps + 1):

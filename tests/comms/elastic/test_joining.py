@@ -78,7 +78,7 @@ def train(rank: int, kind: str) -> tuple[int, int, int] | str:
         dist.init_process_group("gloo")
     model = DistributedDataParallel(module)
     try:
-        state = gradwire.HookState(model, elastic=True, carries=[Odd(state_of)], timeout=timedelta(seconds=60))
+        state = gradwire.HookState(model, elastic=True, extra_state=[Odd(state_of)], timeout=timedelta(seconds=60))
     except EvictedError as error:
         TCPStore(host, port, is_master=False, wait_for_workers=False).set("told", "1")
         return str(error)

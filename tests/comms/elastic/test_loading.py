@@ -22,7 +22,7 @@ def start() -> tuple[DistributedDataParallel, gradwire.HookState]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = gradwire.HookState(model, elastic=True, carries=[optimizer], compressor="waterfill4")
+    state = gradwire.HookState(model, elastic=True, extra_state=[optimizer], compressor="waterfill4")
     model.register_comm_hook(state, gradwire.comm_hook)
     return model, state
 

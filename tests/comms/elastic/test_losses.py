@@ -67,7 +67,7 @@ def train(
         optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
     changes: list[tuple[View, View]] = []
     state = gradwire.HookState(
-        model, elastic=True, carries=optimizers, on_change=lambda *views: changes.append(views), **options
+        model, elastic=True, extra_state=optimizers, on_change=lambda *views: changes.append(views), **options
     )
     model.register_comm_hook(state, gradwire.comm_hook)
     generator = torch.Generator().manual_seed(rank)
