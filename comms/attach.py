@@ -18,7 +18,7 @@ from gradwire.comms.hook import HookState, comm_hook
 from gradwire.comms.loss_scale import LossScaler
 
 if TYPE_CHECKING:
-    from gradwire.comms.elastic.ddp import OnChange
+    from gradwire.comms.elastic.ddp import OnMembershipChange
     from gradwire.comms.elastic.transfer import Carried
 
 log = logging.getLogger("gradwire")
@@ -32,7 +32,7 @@ def attach(
     *,
     config: Config | None = None,
     extra_state: "Sequence[Carried]" = (),
-    on_change: "OnChange | None" = None,
+    on_membership_change: "OnMembershipChange | None" = None,
     **options: object,
 ) -> HookState:
     """Registers gradwire's hook on a model that is wrapped in DDP, and returns the hook's state.
@@ -43,7 +43,7 @@ def attach(
             `trainer.strategy.model`.
         config: As for `HookState`.
         extra_state: As for `HookState`.
-        on_change: As for `HookState`.
+        on_membership_change: As for `HookState`.
         **options: Fields of `Config` by name; they win over the environment.
 
     Returns:
@@ -57,7 +57,7 @@ def attach(
     """
     ddp = find_ddp(model)
     automatic = automatic_of(ddp)
-    if automatic is not None and config is None and on_change is None and not extra_state and not options:
+    if automatic is not None and config is None and on_membership_change is None and not extra_state and not options:
         return automatic
     found = comm_hook_name(ddp)
     if found and automatic is None:
@@ -66,7 +66,7 @@ def attach(
         else:
             remedy = "register gradwire's hook in its place"
         raise ValueError(f"`model` has a hook already, {found}, and DDP takes one: {remedy}, or leave attach() out")
-    state = HookState(ddp, config=config, extra_state=extra_state, on_change=on_change, **options)
+    state = HookState(ddp, config=config, extra_state=extra_state, on_membership_change=on_membership_change, **options)
     ddp.register_comm_hook(state, comm_hook)
     return state
 

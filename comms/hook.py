@@ -45,7 +45,7 @@ from gradwire.compressors.base import Layout
 if TYPE_CHECKING:
     from gradwire.comms.checkpoint import Checkpoint
     from gradwire.comms.compression import Compression
-    from gradwire.comms.elastic.ddp import ElasticTraining, OnChange
+    from gradwire.comms.elastic.ddp import ElasticTraining, OnMembershipChange
     from gradwire.comms.elastic.membership import View
     from gradwire.comms.elastic.survive import Change
     from gradwire.comms.elastic.transfer import Carried
@@ -67,8 +67,8 @@ PYTHON_REDUCER = (
 )
 
 JOINED = (
-    "`state` was loaded by a process that has just joined a running job. That job has sent it the model, the objects in "
-    "`extra_state` and the compressor's counters: load no checkpoint if GRADWIRE_ELASTIC names a job"
+    "`state` was loaded by a process that has just joined a running job. That job has sent it the model, the objects "
+    "in `extra_state` and the compressor's counters: load no checkpoint if GRADWIRE_ELASTIC names a job"
 )
 
 UNNAMED = (
@@ -119,8 +119,9 @@ class HookState(GradientState[GradientSession]):
         extra_state: In elastic training, the objects whose `state_dict` a joining process receives in addition to the
             model: the optimizer, scheduler, GradScaler, data loader. The same on all ranks, in the same order. Without
             it no process can join.
-        on_change: In elastic training, called with (old, new) `View`s at the end of the first step that other ranks
-            have made than the one before, from inside of `loss.backward()`: the place to deal out the data anew.
+        on_membership_change: In elastic training, called as `on_membership_change(old, new)` with two `View`s, inside
+            `loss.backward()`, at the end of the first step that ran on other ranks than the step before. Assign the
+            data to the ranks again here.
         **options: Fields of `Config` by name; they win over the environment.
 
     Raises:
@@ -140,7 +141,7 @@ class HookState(GradientState[GradientSession]):
         *,
         config: Config | None = None,
         extra_state: "Sequence[Carried]" = (),
-        on_change: "OnChange | None" = None,
+        on_membership_change: "OnMembershipChange | None" = None,
         **options: object,
     ) -> None:
         super().__init__(Config.given(config, options))
@@ -155,13 +156,13 @@ class HookState(GradientState[GradientSession]):
         self._resume: Resume | None = None
         self._elastic: ElasticTraining | None = None
         self._samples: int | None = None
-        for name, given in (("on_change", on_change), ("extra_state", extra_state)):
+        for name, given in (("on_membership_change", on_membership_change), ("extra_state", extra_state)):
             if given and not self.config.elastic:
                 raise ValueError(f"`{name}` is given but `elastic` is not set: pass elastic=True, too")
         if self.config.elastic:
             from gradwire.comms.elastic import ddp  # here: a step that is not kept needs none of it
 
-            self._elastic = ddp.ElasticTraining(self, extra_state, on_change)
+            self._elastic = ddp.ElasticTraining(self, extra_state, on_membership_change)
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):

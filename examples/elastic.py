@@ -44,7 +44,9 @@ def main() -> None:
         if view.rank == 0:
             print(f"lost {', '.join(view.lost)}; {view.size} ranks go on", flush=True)
 
-    state = gradwire.attach(model, elastic=True, extra_state=[optimizer], on_change=deal_out, hostname=f"node{rank}")
+    state = gradwire.attach(
+        model, elastic=True, extra_state=[optimizer], on_membership_change=deal_out, hostname=f"node{rank}"
+    )
     while state.steps < options.steps:
         if rank == size - 1 and state.steps == options.steps // 3:
             os._exit(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwire.comms import attach as attaching
 from gradwire.comms.config import Config
-from gradwire.comms.elastic.ddp import OnChange
+from gradwire.comms.elastic.ddp import OnMembershipChange
 from gradwire.comms.elastic.transfer import Carried
 from gradwire.comms.hook import HookState
 
@@ -26,7 +26,7 @@ def attach(
     *,
     config: Config | None = None,
     extra_state: Sequence[Carried] = (),
-    on_change: OnChange | None = None,
+    on_membership_change: OnMembershipChange | None = None,
     **options: object,
 ) -> HookState:
     """Registers the hook on a prepared model, and its state for `accelerator.save_state` and `load_state`.
@@ -38,14 +38,16 @@ def attach(
         model: What `accelerator.prepare` returned.
         config: As for `gradwire.HookState`.
         extra_state: As for `gradwire.HookState`.
-        on_change: As for `gradwire.HookState`.
+        on_membership_change: As for `gradwire.HookState`.
         **options: Fields of `gradwire.Config` by name.
 
     Raises:
         TypeError: The model is not wrapped in DDP (one process, FSDP, DeepSpeed), or an option has an unknown name.
         ValueError: The model has a hook already, or a value does not fit.
     """
-    state = attaching.attach(model, config=config, extra_state=extra_state, on_change=on_change, **options)
+    state = attaching.attach(
+        model, config=config, extra_state=extra_state, on_membership_change=on_membership_change, **options
+    )
     attaching.watch_scaler(state, accelerator.scaler)
     number = _attached[accelerator] = _attached.get(accelerator, 0) + 1
 

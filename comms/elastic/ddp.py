@@ -44,7 +44,7 @@ MOST_ATTEMPTS = 5
 """The most attempts of a process to join a running job: each costs the others a change of the ranks, and the end of it
 another one."""
 
-OnChange = Callable[[View, View], None]
+OnMembershipChange = Callable[[View, View], None]
 """Called with the ranks as they were and as they are; see `HookState`."""
 
 
@@ -137,17 +137,19 @@ class ElasticTraining:
     Args:
         state: Of the model's gradients; it is not kept alive.
         extra_state: As for `HookState`.
-        on_change: As for `HookState`.
+        on_membership_change: As for `HookState`.
 
     Attributes:
         survivor: Goes on with the ranks that are left; None before the ranks have connected.
     """
 
-    def __init__(self, state: Averaging, extra_state: Sequence[Carried], on_change: OnChange | None) -> None:
+    def __init__(
+        self, state: Averaging, extra_state: Sequence[Carried], on_membership_change: OnMembershipChange | None
+    ) -> None:
         self.survivor: Survivor | None = None
         self._state: Averaging = weakref.proxy(state)
         self._own = CarriedState(self._state, extra_state)
-        self._on_change = on_change
+        self._on_membership_change = on_membership_change
         self._kept: GradientBackup | None = None
         self._told: View | None = None
         """The ranks that the user knows of."""
@@ -430,8 +432,8 @@ class ElasticTraining:
             for name in lost:
                 note = self.survivor.membership.note_of(name)
                 log.warning("what the compressor held back on %s is lost; %s", name, norm_in_words(note))
-        if self._on_change is not None:
-            self._on_change(old, new)
+        if self._on_membership_change is not None:
+            self._on_membership_change(old, new)
 
 
 class TakeIn:

@@ -67,7 +67,11 @@ def train(
         optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
     changes: list[tuple[View, View]] = []
     state = gradwire.HookState(
-        model, elastic=True, extra_state=optimizers, on_change=lambda *views: changes.append(views), **options
+        model,
+        elastic=True,
+        extra_state=optimizers,
+        on_membership_change=lambda *views: changes.append(views),
+        **options,
     )
     model.register_comm_hook(state, gradwire.comm_hook)
     generator = torch.Generator().manual_seed(rank)
@@ -194,7 +198,7 @@ def suffer(rank: int) -> dict[str, Any]:
         if new.size == 1:
             os.kill(pids[1], signal.SIGCONT)
 
-    state = gradwire.HookState(model, elastic=True, on_change=changed)
+    state = gradwire.HookState(model, elastic=True, on_membership_change=changed)
     model.register_comm_hook(state, gradwire.comm_hook)
     generator = torch.Generator().manual_seed(rank)
     digests: dict[int, bytes] = {}

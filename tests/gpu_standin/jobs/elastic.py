@@ -31,7 +31,7 @@ def main(kind: str, options: str) -> None:
     state = gradwire.attach(
         ddp,
         elastic=True,
-        on_change=lambda old, new: sizes.append(new.size),
+        on_membership_change=lambda old, new: sizes.append(new.size),
         hostname=os.environ["NODES"][rank],
         timeout=timedelta(seconds=80),
         **json.loads(options),
