@@ -274,10 +274,10 @@ class HookState(GradientState[GradientSession]):
         if self._connection is not None and (self._elastic is None or self._elastic.survivor is None):
             self._connection.communicator.close()
 
-    def take_in(self) -> None:
-        """Takes in processes that wait; called by the model before each forward pass (in elastic training)."""
+    def admit_joining(self) -> None:
+        """Admits the processes that wait to join; the model calls it before each forward pass in elastic training."""
         if self._elastic is not None:
-            self._elastic.take_in()
+            self._elastic.admit_joining()
 
     def reduce(self, bucket: GradBucket) -> FutureTensor:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""

@@ -1,1 +1,1 @@
-"""Training goes on where a rank or a node is lost, and takes in new ones, without a restart."""
+"""Elastic training: continues without failed ranks and admits new ones, without a restart of the job."""

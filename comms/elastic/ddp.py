@@ -169,11 +169,15 @@ class ElasticTraining:
         self._model = weakref.ref(model)
 
     def take_over_group(self) -> dist.ProcessGroup:
-        """Has the model use a group that changes with the ranks, and take in processes that wait; returns the group."""
+        """Gives the model a group that changes with the ranks, and admits joining processes before each forward pass.
+
+        Returns:
+            The group.
+        """
         assert self.survivor is not None
         model, group = self._bound(), ElasticGroup(self.survivor)
         swap_process_group(model, group)
-        model.register_forward_pre_hook(TakeIn(weakref.ref(self)), prepend=True)
+        model.register_forward_pre_hook(AdmitJoining(weakref.ref(self)), prepend=True)
         return group
 
     def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -273,7 +277,7 @@ class ElasticTraining:
         return {**self._state.config.shared(), "device": device.type, "nic_bytes_per_second": given}
 
     def _join(self, address: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Joins a running job: waits until it takes this process in, and takes over its state."""
+        """Joins a running job: waits until the job admits this process, and receives its state."""
         if not self._own.extra_state:
             raise ValueError(
                 "`join` is set and `extra_state` is empty; wanted the optimizer in it, as in the running job"
@@ -379,7 +383,7 @@ class ElasticTraining:
         listed = torch.tensor([found], device=communicator.device)
         return survivor.wait(communicator.all_reduce(listed))
 
-    def take_in(self) -> None:
+    def admit_joining(self) -> None:
         """Takes in processes that wait; called by the model before each forward pass."""
         if not self._listed or self._state._life.in_step or self.survivor is None or self._requests is None:
             return
@@ -416,7 +420,7 @@ class ElasticTraining:
         if not joins:
             swap_process_group(model, model.process_group)
         elif found.state is None:
-            raise ValueError(f"the running job cannot take this process in: {found.refused}")
+            raise ValueError(f"the running job cannot admit this process: {found.refused}")
         else:
             self._own.take(model, found.state)
 
@@ -436,7 +440,7 @@ class ElasticTraining:
             self._on_membership_change(old, new)
 
 
-class TakeIn:
+class AdmitJoining:
     """Forward pre-hook of an elastic model; called by all ranks alike in training, which an evaluation need not be.
 
     Args:
@@ -447,14 +451,14 @@ class TakeIn:
         self._training = training
 
     def __call__(self, model: nn.Module, inputs: object) -> None:
-        """Takes in processes that wait, before a step."""
+        """Admits the processes that wait to join, before a step."""
         training = self._training()
         if training is not None and model.training and torch.is_grad_enabled():
-            training.take_in()
+            training.admit_joining()
 
     def __reduce__(self) -> tuple[object, ...]:
         """A copy of the model has no state."""
-        return TakeIn, (_no_training,)
+        return AdmitJoining, (_no_training,)
 
 
 def _no_training() -> None:

@@ -1,4 +1,4 @@
-"""How a process joins a running job: it leaves a request in the job's store, and is taken in between two steps.
+"""Lets a process join a running job: it puts a request into the job's store, and is admitted between two steps.
 
 A newcomer may harm nobody. What it asks with is read, and refused in words where it does not fit, before any rank that
 trains hears of it; that it lives it shows by counting in the store; and a thread of rank 0 looks for it, so that no
@@ -34,7 +34,7 @@ PULSE_SECONDS = 0.1
 """Seconds between two signs of life of a process that waits, and between its looks for an answer."""
 
 SILENT_SECONDS = 2.0
-"""Seconds without a sign of life after which a waiting process is not taken in. Nobody waits for it but itself."""
+"""Seconds without a heartbeat after which a waiting process is not admitted. No rank of the job waits for it."""
 
 FORGOTTEN_SECONDS, UNSEEN_SECONDS = 60.0, 10.0
 """Seconds without one after which it is not looked at any more, and told so, should it live; and of one that has not
@@ -71,7 +71,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _TakenIn:
+class _Admitted:
     """The epoch that begins, the process's rank in it, its members, and what they have said about themselves."""
 
     epoch: Count
@@ -88,7 +88,7 @@ class _Refused:
 
 
 _REQUEST: MessageType[_Asked] = MessageType(_Asked, most_nbytes=MOST_REQUEST_NBYTES)
-_ANSWER: MessageType[_TakenIn | _Refused] = MessageType(_TakenIn | _Refused, most_nbytes=1 << 28)
+_ANSWER: MessageType[_Admitted | _Refused] = MessageType(_Admitted | _Refused, most_nbytes=1 << 28)
 
 
 def job_key(name: str) -> str:
@@ -232,7 +232,7 @@ class Requests:
         with self._lock:
             waiting, self._open = list(self._open), {}
         for number in waiting:
-            self._refuse(number, f"the running job takes in nobody any more: {error!r}")
+            self._refuse(number, f"the running job admits no process any more: {error!r}")
 
     def _watch(self) -> None:
         """Looks for requests, also while a step takes long; a store that does not answer holds up this thread alone."""
@@ -319,7 +319,7 @@ def find_job(address: str, name: str, timeout: timedelta) -> Store:
 def ask(
     store: Store, shared: Mapping[str, str], timeout: timedelta, presence: str, model: Mapping[str, str]
 ) -> tuple[View, dict[str, str]]:
-    """Waits until a running job takes this process in.
+    """Waits until a running job admits this process.
 
     Args:
         store: The membership's.
@@ -338,11 +338,11 @@ def ask(
     number, name = own.add("join/count", 1), own_name()
     word = {"name": name, "shared": dict(shared), "presence": presence, "model": dict(model)}
     own.set(f"join/{number}/request", json.dumps(word))
-    log.info("waiting to be taken in, as %s", name)
+    log.info("waiting to be admitted to the running job as %s", name)
     deadline = time.monotonic() + timeout.total_seconds()
     while not own.check([f"join/{number}/answer"]):
         if time.monotonic() > deadline:
-            raise EvictedError(f"the running job has not taken this process in within {timeout.total_seconds():g} s")
+            raise EvictedError(f"the running job did not admit this process within {timeout.total_seconds():g} s")
         own.add(f"join/{number}/pulse", 1)
         time.sleep(PULSE_SECONDS)
     answer = _ANSWER.read(own.read(f"join/{number}/answer"))
