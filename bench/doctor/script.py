@@ -1,14 +1,11 @@
 """The user's own script, for a few steps: how many bytes of gradients it has, and how long a step takes.
 
-The script runs unchanged, as a child of each rank with the same place in the job. A hook on every optimizer's `step`,
-which torch offers for all optimizers at once, looks at the gradients and at the clock; after `STEPS` steps the child
-ends. Nothing else in the script is touched.
+The script runs unchanged, as a child of each rank with the same place in the job; after `STEPS` optimizer steps the
+child ends (see `gradwire.bench.steps`). Nothing in the script is touched.
 """
 
 import itertools
 import json
-import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -108,37 +105,21 @@ def main(argv: list[str]) -> None:
     Args:
         argv: File for the record, script, its arguments.
     """
-    from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-
     # Here: the doctor reads this module without torch, too.
     from gradwire.bench.doctor.split import StepSplit
+    from gradwire.bench.steps import run_until
     from gradwire.comms.bootstrap.threads import BackgroundThread
     from gradwire.comms.observe.stack import line_of_thread
 
-    record, script, *_ = argv
-    first: list[Optimizer] = []
-    nbytes: dict[int, int] = {}
-    steps = 0
+    record, *words = argv
 
-    def after_step(optimizer: Optimizer, arguments: object, options: object) -> None:
-        nonlocal steps
-        parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-        nbytes[id(optimizer)] = sum(each.grad.numel() * each.grad.element_size() for each in parameters)
-        if not first:
-            first.append(optimizer)
-        if optimizer is not first[0]:  # a script with several optimizers: its step is that of the first
-            return
-        steps += 1
+    def after_step(steps: int, nbytes: int) -> None:
         with Path(record).open("a") as file:
-            file.write(_RECORD % (sum(nbytes.values()), time.perf_counter()))
+            file.write(_RECORD % (nbytes, time.perf_counter()))
         if steps == WARM_UP_STEPS:
             split.begin()
         elif steps > WARM_UP_STEPS:
             split.write(steps - WARM_UP_STEPS, last=steps >= STEPS)
-        if steps >= STEPS:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)  # the script's own end may be hours away, and its exit handlers may wait for other ranks
 
     def say_where() -> None:
         if ended.wait(STANDS_SECONDS):
@@ -155,14 +136,10 @@ def main(argv: list[str]) -> None:
         end=ended.set,
     ).start()
     split = StepSplit(Path(f"{record}{SPLIT}"))
-    hook = register_optimizer_step_post_hook(after_step)
-    sys.argv = argv[1:]
-    sys.path[0] = str(Path(script).resolve().parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        run_until(STEPS, words, after_step)
     finally:
         ended.set()
-        hook.remove()
 
 
 if __name__ == "__main__":

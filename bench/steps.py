@@ -1,0 +1,53 @@
+"""Runs an unchanged script and calls back after each of its optimizer steps, until it has made as many as are wanted.
+
+torch offers a hook on the `step` of all optimizers at once, so that nothing in the script needs to change.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+AfterStep = Callable[[int, int], None]
+"""Called after a step of the script's first optimizer with (steps made, bytes of the gradients of all optimizers)."""
+
+
+def run_until(steps: int, words: Sequence[str], after_step: AfterStep) -> None:
+    """Run a script as `python SCRIPT ...` would; the process ends with status 0 right after step `steps`.
+
+    Args:
+        steps: Number of optimizer steps.
+        words: The script and its arguments.
+        after_step: Called in the main thread.
+    """
+    first: list[Optimizer] = []
+    nbytes: dict[int, int] = {}
+    made = 0
+
+    def stepped(optimizer: Optimizer, arguments: object, options: object) -> None:
+        nonlocal made
+        parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        nbytes[id(optimizer)] = sum(each.grad.numel() * each.grad.element_size() for each in parameters)
+        if not first:
+            first.append(optimizer)
+        # A script with several optimizers makes one step for each step of the first.
+        if optimizer is not first[0]:
+            return
+        made += 1
+        after_step(made, sum(nbytes.values()))
+        if made >= steps:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # The script's own end may be hours away, and its exit handlers may wait for other ranks.
+            os._exit(0)
+
+    hook = register_optimizer_step_post_hook(stepped)
+    sys.argv = list(words)
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        hook.remove()
