@@ -488,8 +488,8 @@ class Communicator:
             self._groups.close(0.0)
 
     @property
-    def seats(self) -> str:
-        """How ranks share what a compressor keeps: the plan that it works in, and the ranks of each node, in a word.
+    def placement(self) -> str:
+        """The plan that a compressor works in and the ranks of each node: they decide which rank keeps which residuals.
 
         `exact` where nothing is compressed, however large a bucket is.
         """

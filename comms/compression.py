@@ -34,7 +34,7 @@ SHORT = 24
 """Characters of a value of a loaded state that are shown where ranks have loaded other ones."""
 
 IDLE = "exact "
-"""Begins `Communicator.seats` where nothing is compressed."""
+"""Begins `Communicator.placement` where nothing is compressed."""
 
 
 class Compression:
@@ -49,10 +49,10 @@ class Compression:
 
     Attributes:
         loss_scale: Of the gradients; what the compressor holds back follows it.
-        seats: How ranks share what is kept; see `Communicator.seats`.
+        placement: Plan and ranks of each node that the saved state belongs to; see `Communicator.placement`.
         left_alone: Parameters whose averages DDP does not take in the step that is about to end, the same on all ranks:
             what is held back of them is still to be sent.
-        alike: Whether what payloads are decoded with lies as ranks sit now: not in a state that other seats have saved.
+        alike: Whether the loaded state was saved with the placement that ranks have now.
         loaded: What of the state that was loaded last all ranks must have alike, by name: what they send goes by it.
     """
 
@@ -67,7 +67,7 @@ class Compression:
         self.compressor: Compressor = make_routed(name, options, rules)
         self.flushing = False
         self.left_alone: Collection[str] = ()
-        self.seats, self.alike = "", True
+        self.placement, self.alike = "", True
         self.loaded: Mapping[str, str] = {"state": "not loaded"}
         self._rank = rank
         self._size = size
@@ -80,7 +80,7 @@ class Compression:
     @property
     def is_idle(self) -> bool:
         """Whether the ranks sit so that nothing is compressed, whatever the compressor: all on one node."""
-        return self.seats.startswith(IDLE)
+        return self.placement.startswith(IDLE)
 
     def renumber(self, rank: int, size: int) -> None:
         """Notes that this rank is another one, of others, from now on."""
@@ -189,7 +189,7 @@ class Compression:
             PREFIX + "dirty": int(self._dirty),
             PREFIX + "loss_scale": float(self.loss_scale.value),
             PREFIX + "transfers": transfers,
-            PREFIX + "seats": self.seats,
+            PREFIX + "placement": self.placement,
         }
         return own | self.compressor.state_dict()
 
@@ -206,21 +206,22 @@ class Compression:
             raise ValueError(f"`state[{PREFIX + 'transfers'!r}]` holds no transfers: it is damaged; {INSTEAD}")
         refuse_odd_scale(float(state[PREFIX + "loss_scale"]))
         refuse_not_finite(state)
-        seats = str(state.get(PREFIX + "seats", self.seats))
-        if state[PREFIX + "dirty"] and self.is_idle and not seats.startswith(IDLE):
+        placement = str(state.get(PREFIX + "placement", self.placement))
+        if state[PREFIX + "dirty"] and self.is_idle and not placement.startswith(IDLE):
             raise ValueError(
-                f"`state` was saved by ranks that compressed ({seats}) and holds residuals that would be lost: here "
-                f"nothing is compressed ({self.seats}), as all ranks are on one node. Resume on several nodes, or with "
-                'plan="flat", or call state.flush() and train one more step before saving (of Outer: synchronize())'
+                f"`state` was saved by ranks that compressed ({placement}) and holds residuals that would be lost: "
+                f"here nothing is compressed ({self.placement}), as all ranks are on one node. Resume on several "
+                'nodes, or with plan="flat", or call state.flush() and train one more step before saving (of Outer: '
+                "synchronize())"
             )
         try:
             self.take_progress(state)
         except (TypeError, KeyError, OverflowError, AttributeError) as error:
             raise ValueError(f"`state` is damaged in what the compressor saved: {error}; {INSTEAD}") from error
-        self.alike = seats == self.seats
+        self.alike = placement == self.placement
         self._undecided = None
         self._saved_transfers = transfers if transfers.numel() else None
-        facts = self.progress() | {"seats": seats, "transfers": str(transfers.tolist())}
+        facts = self.progress() | {"placement": placement, "transfers": str(transfers.tolist())}
         self.loaded = {"state": "loaded"} | {f"state[{key!r}]": _shortly(str(value)) for key, value in facts.items()}
 
 

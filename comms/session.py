@@ -171,7 +171,7 @@ class AveragingSession:
         )
         weakref.finalize(self, self.communicator.close)  # also where something later raises
         if self.compression is not None:
-            self.compression.seats = self.communicator.seats
+            self.compression.placement = self.communicator.placement
         self.listeners = Listeners()
 
     def connect(self, nbytes: int) -> None:

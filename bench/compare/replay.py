@@ -299,7 +299,7 @@ def plain_step_seconds(case: ReplayCase, ranks: int, bits_per_second: int) -> fl
 
     Args:
         case: What is replayed.
-        ranks: In all, seated node by node.
+        ranks: In all, placed node by node.
         bits_per_second: That the ring reaches between two nodes.
 
     Source: docs/explanation/plans.md for the ring's bytes.

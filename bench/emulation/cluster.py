@@ -13,9 +13,9 @@ from gradwire.bench.emulation.launch import JobOutcome, RankLine, Ranks
 from gradwire.bench.emulation.namespaces import Holder, available, is_unprivileged, run_shell
 from gradwire.bench.emulation.netem import Netem, has_netem
 from gradwire.bench.emulation.paths import PathOptions, Paths
+from gradwire.bench.emulation.placement import Order, Placement, place_ranks, torchrun_environment
 from gradwire.bench.emulation.rate import parse_cards
 from gradwire.bench.emulation.relay import PathCounts, Relay, send_real_packets
-from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
 from gradwire.topology.printable import shortened
 
 INTERFACE = "eth0"
@@ -207,7 +207,7 @@ class EmulatedCluster:
             ValueError: if a parameter is out of range.
             RuntimeError: if this machine cannot emulate a cluster (see `available`), or refuses while it is set up.
         """
-        seat_ranks(nodes)
+        place_ranks(nodes)
         self.nodes = tuple(nodes)
         self.card_rates = () if nic is None else parse_cards(nic, len(nodes), "nic")
         """The card rates of each node, bits per second of each card's link, each direction; empty without a limit."""
@@ -478,8 +478,8 @@ class EmulatedCluster:
             RuntimeError: The relay that carries the network has ended; the ranks have been ended, too.
         """
         self._check_relays("")
-        seats = seat_ranks(self.nodes, order)
-        argvs = [self._command_line(seat, seats, command, environment or {}) for seat in seats]
+        placements = place_ranks(self.nodes, order)
+        argvs = [self._command_line(placement, placements, command, environment or {}) for placement in placements]
         self._runs += 1
         before = self._carried()
         with Ranks(argvs, raw=raw, on_line=on_line) as ranks:
@@ -511,12 +511,16 @@ class EmulatedCluster:
                 raise RuntimeError(failure + consequence)
 
     def _command_line(
-        self, seat: Seat, seats: Sequence[Seat], command: Sequence[str], environment: Mapping[str, str]
+        self,
+        placement: Placement,
+        placements: Sequence[Placement],
+        command: Sequence[str],
+        environment: Mapping[str, str],
     ) -> list[str]:
         variables = torchrun_environment(
-            seat,
-            seats,
-            master_address=self.address(seats[0].node),
+            placement,
+            placements,
+            master_address=self.address(placements[0].node),
             # The last command's port may still be in TIME_WAIT, or held by a process it left behind.
             master_port=FIRST_PORT + self._runs % 1000,
             run_id=f"emulate-{self._runs}",
@@ -527,7 +531,7 @@ class EmulatedCluster:
         if len(self.interfaces) == 1 or self.names != "all":
             variables["GLOO_SOCKET_IFNAME"] = INTERFACE
         variables |= environment
-        words = [*self._holders[seat.node].enter(), "env", "--default-signal=TERM", f"--chdir={Path.cwd()}"]
+        words = [*self._holders[placement.node].enter(), "env", "--default-signal=TERM", f"--chdir={Path.cwd()}"]
         words += [f"{name}={value}" for name, value in variables.items()]
         return [*words, "sh", "-c", WITH_ONE_THREAD, "sh", *command]
 

@@ -23,8 +23,8 @@ from gradwire.bench.emulation.cluster import (
 from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.paths import PathOptions
+from gradwire.bench.emulation.placement import Order
 from gradwire.bench.emulation.rate import format_cards, parse_cards
-from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import STDOUT, CleanConsole, add_json_option, complain, right_columns, working, write_json

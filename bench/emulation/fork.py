@@ -41,7 +41,7 @@ from torch._C._distributed_c10d import TCPStore
 from gradwire.bench.emulation.cluster import INTERFACE, WITH_ONE_THREAD, EmulatedCluster, RunResult
 from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.paths import PathOptions
-from gradwire.bench.emulation.seats import seat_ranks
+from gradwire.bench.emulation.placement import place_ranks
 from gradwire.bench.emulation.signals import die_with_parent
 from gradwire.bench.pipe import status_of
 from gradwire.comms.config import launcher_variables
@@ -526,7 +526,7 @@ def _fork_node(loaded: ModuleType, words: list[str]) -> int:
     node = int(variables["RANK"])
     places = [
         ForkedRank(
-            seat.rank,
+            placement.rank,
             sum(nodes),
             node,
             nodes,
@@ -534,8 +534,8 @@ def _fork_node(loaded: ModuleType, words: list[str]) -> int:
             int(variables["MASTER_PORT"]) + 1000,
             INTERFACE,
         )
-        for seat in seat_ranks(nodes, order)
-        if seat.node == node
+        for placement in place_ranks(nodes, order)
+        if placement.node == node
     ]
     return fork_ranks(places, loaded.rank_main, arguments)
 

@@ -14,7 +14,7 @@ from os import P_PID, WEXITED, WNOHANG, WNOWAIT, close, killpg, pidfd_open, wait
 from pathlib import Path
 from typing import Self
 
-from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
+from gradwire.bench.emulation.placement import Order, Placement, place_ranks, torchrun_environment
 
 TERMINATE_SECONDS = 5.0
 """How long a rank may take to leave after SIGTERM before it is killed."""
@@ -221,7 +221,7 @@ def run_logical(
     order: Order = "contiguous",
     timeout_seconds: float | None = None,
     grace_seconds: float = 30.0,
-    environment: Mapping[str, str] | Callable[[Seat], Mapping[str, str]] | None = None,
+    environment: Mapping[str, str] | Callable[[Placement], Mapping[str, str]] | None = None,
     on_line: RankLine | None = None,
 ) -> JobOutcome:
     """Runs a command as every rank on this machine, with torchrun's variables and a node's name for gradwire.
@@ -232,18 +232,22 @@ def run_logical(
         order: How the ranks are dealt over the nodes.
         timeout_seconds: Longest time for the whole; None for no limit.
         grace_seconds: How long the other ranks may go on after one has failed.
-        environment: Variables to set besides; they win. A function gets each rank's seat.
+        environment: Variables to set besides; they win. A function is called with each rank's placement.
         on_line: Called with (rank, line) for every line printed.
     """
-    seats = seat_ranks(nodes, order)
+    placements = place_ranks(nodes, order)
     with held_port() as port:
         argvs = []
-        for seat in seats:
+        for placement in placements:
             variables = torchrun_environment(
-                seat, seats, master_address="127.0.0.1", master_port=port, run_id=f"logical-{port}"
+                placement, placements, master_address="127.0.0.1", master_port=port, run_id=f"logical-{port}"
             )
-            variables |= {"GRADWIRE_HOSTNAME": f"node{seat.node}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-            variables |= (environment(seat) if callable(environment) else environment) or {}
+            variables |= {
+                "GRADWIRE_HOSTNAME": f"node{placement.node}",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            }
+            variables |= (environment(placement) if callable(environment) else environment) or {}
             words = [f"{name}={value}" for name, value in variables.items()]
             # The kernel ends the ranks if this process is killed.
             argvs.append(["setpriv", "--pdeathsig", "KILL", "env", *words, *command])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from gradwire.bench.emulation.launch import JobOutcome, python_module, run_logical
-from gradwire.bench.emulation.seats import Seat
+from gradwire.bench.emulation.placement import Placement
 from gradwire.bench.selftest.checks import FAIL, SKIPPED, SelftestResult
 from gradwire.bench.selftest.coverage import Touched
 from gradwire.bench.selftest.kernel_checks import KernelBandwidth
@@ -55,9 +55,9 @@ class Part:
     nodes: tuple[int, ...] = (1,)
     shares_gpu: bool = False
 
-    def environment(self, seat: Seat) -> dict[str, str]:
+    def environment(self, placement: Placement) -> dict[str, str]:
         """What a rank's variables are, besides those of its place."""
-        return {**SHARED_GPU, "NCCL_HOSTID": f"rank{seat.rank}"} if self.shares_gpu else {}
+        return {**SHARED_GPU, "NCCL_HOSTID": f"rank{placement.rank}"} if self.shares_gpu else {}
 
 
 @dataclass(slots=True)

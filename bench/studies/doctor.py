@@ -25,8 +25,8 @@ from rich.table import Table
 
 from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster
 from gradwire.bench.emulation.namespaces import run_shell
+from gradwire.bench.emulation.placement import Order
 from gradwire.bench.emulation.rate import parse_rate
-from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.shared.parser import StudyParser

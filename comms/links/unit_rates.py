@@ -37,12 +37,12 @@ def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
 
     Source: the circle method for round-robin tournaments (Lucas, Recreations mathematiques, vol. 2, 1883).
     """
-    seats = list(range(count)) + [-1] * (count % 2)
+    slots = list(range(count)) + [-1] * (count % 2)
     found = []
-    for _ in range(min(rounds, len(seats) - 1)):
-        pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+    for _ in range(min(rounds, len(slots) - 1)):
+        pairs = zip(slots[: len(slots) // 2], reversed(slots[len(slots) // 2 :]), strict=True)
         found.append([(min(pair), max(pair)) for pair in pairs if min(pair) >= 0])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        slots = [slots[0], slots[-1], *slots[1:-1]]
     return found
 
 

@@ -273,7 +273,7 @@ def load_of_earlier(rank: int) -> list[bool]:
     own = dict(state.state_dict()[rank_key(rank)])
     kept = {name: value.clone() for name, value in model.module.state_dict().items()}
     through, found = train(model, 3, STEPS), []
-    for later in ENTRIES, "gradwire/seats", "gradwire/named":
+    for later in ENTRIES, "gradwire/placement", "gradwire/named":
         del own[later]
     job = (("size", 2), ("dirty", 1))
     for saved in ({JOB: job, rank_key(rank): tuple(own.items())}, own):

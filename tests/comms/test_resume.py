@@ -62,8 +62,8 @@ def gradients(model: DistributedDataParallel, step: int) -> Tensor:
     return found
 
 
-def check_other_seats(rank: int) -> None:
-    """Ranks that sit otherwise than those that saved decode alike, and what was held back arrives once."""
+def check_other_placement(rank: int) -> None:
+    """Ranks placed unlike those that saved decode identically, and residuals are sent once."""
     dist.init_process_group("gloo")
     exact = DistributedDataParallel(Shuffled(), bucket_cap_mb=0.02)
     for name, options in {"onebit": {"warmup_steps": 1, "momentum": 0.0}, "int4": {}}.items():
@@ -155,7 +155,7 @@ def train_with(model: DistributedDataParallel, optimizers: Sequence[Steps], rank
 
 
 def test_a_state_goes_on_where_ranks_sit_otherwise(processes: Processes) -> None:
-    processes(len(NODES), check_other_seats, nodes=NODES)
+    processes(len(NODES), check_other_placement, nodes=NODES)
 
 
 def check_resume_of_two_optimizers(rank: int) -> dict[str, tuple[bool, bool]]:

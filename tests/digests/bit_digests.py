@@ -96,7 +96,7 @@ Record = dict[str, Any]
 def own_state(state: gradwire.HookState) -> dict[str, object]:
     """What a rank's state holds, without what says which rank it is, how ranks sit and what parameters are called."""
     entries = [entry for key, entry in state.state_dict().items() if key.startswith("gradwire/rank")]
-    names = ("gradwire/named", "gradwire/entries", "gradwire/seats")
+    names = ("gradwire/named", "gradwire/entries", "gradwire/placement")
     return {key: value for entry in entries for key, value in entry if key not in names}
 
 

@@ -40,7 +40,7 @@ import gradwire
 from gradwire.bench.contender import Contender, take_turns
 from gradwire.bench.emulation.fork import ForkedRank, hear_forked
 from gradwire.bench.emulation.paths import PathOptions
-from gradwire.bench.emulation.seats import seat_ranks
+from gradwire.bench.emulation.placement import place_ranks
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.optimizers import MUON, optimizers_of
 from gradwire.bench.studies.convergence.tasks import (
@@ -209,9 +209,10 @@ class Training:
             power = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             self.model.register_comm_hook(power, powerSGD_hook)
         elif method.name == POST_LOCAL:
-            seats = seat_ranks(place.nodes)
+            placements = place_ranks(place.nodes)
             groups = [
-                dist.new_group([seat.rank for seat in seats if seat.node == node]) for node in range(len(place.nodes))
+                dist.new_group([placement.rank for placement in placements if placement.node == node])
+                for node in range(len(place.nodes))
             ]
             local = PostLocalSGDState(None, groups[place.node], start_localSGD_iter=0)  # type: ignore[no-untyped-call]
             self.model.register_comm_hook(local, post_localSGD_hook)

@@ -22,7 +22,7 @@ import gradwire
 import gradwire.fsdp
 from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks
 from gradwire.bench.emulation.launch import held_port
-from gradwire.bench.emulation.seats import seat_ranks
+from gradwire.bench.emulation.placement import place_ranks
 from gradwire.bench.studies.convergence.tasks import RANKS, Task, marks_of, quality_of_ranks, schedules_of
 from gradwire.compressors.registry import Option, options_of
 from gradwire.compressors.registry import names as compressor_names
@@ -256,8 +256,8 @@ def on_forked_ranks(
         importlib.import_module(module)
     with held_port() as port, tempfile.TemporaryDirectory(prefix="gradwire-convergence-") as folder:
         places = [
-            ForkedRank(seat.rank, sum(nodes), seat.node, tuple(nodes), "127.0.0.1", port, "lo")
-            for seat in seat_ranks(nodes)
+            ForkedRank(placement.rank, sum(nodes), placement.node, tuple(nodes), "127.0.0.1", port, "lo")
+            for placement in place_ranks(nodes)
         ]
         file = Path(folder, "run.json")
 

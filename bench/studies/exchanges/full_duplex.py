@@ -40,9 +40,9 @@ NEVER = 1 << 40
 
 def exchange(place: ForkedRank, store: Store, name: str, large_nbytes: int) -> Contender:
     """An all-to-all with the ranks of the same index on the other nodes; from `large_nbytes` on over two groups."""
-    count, seat = len(place.nodes), place.rank % place.nodes[0]
+    count, index = len(place.nodes), place.rank % place.nodes[0]
     transport = torch_group.connect_gloo(
-        PrefixStore(f"{name}/{seat}", store), place.node, count, TIMEOUT, interface=place.interface
+        PrefixStore(f"{name}/{index}", store), place.node, count, TIMEOUT, interface=place.interface
     )
     piece = PAYLOAD_NBYTES // (count - 1)
     source, output = torch.zeros(2, count * piece, dtype=torch.uint8)

@@ -53,10 +53,10 @@ def two_each(facts: JobFacts, round_robin: bool = False) -> JobFacts:
     """The job with two ranks on each node and without GPUs."""
     count = len(facts.nodes)
     first = [node[0] for node in facts.nodes]
-    seats = [(rank % count, rank // count) if round_robin else divmod(rank, 2) for rank in range(2 * count)]
+    placements = [(rank % count, rank // count) if round_robin else divmod(rank, 2) for rank in range(2 * count)]
     ranks = tuple(
         replace(first[node], rank=rank, local_rank=local, device="cpu", gpus=(), threads=1)
-        for rank, (node, local) in enumerate(seats)
+        for rank, (node, local) in enumerate(placements)
     )
     return replace(facts, ranks=ranks, work=tuple(replace(facts.work[0], rank=rank) for rank in range(2 * count)))
 

@@ -1,16 +1,16 @@
-"""Where each rank sits: node and local rank for every rank of a job, and the variables that torchrun would set."""
+"""Placement of ranks on the nodes of an emulated job, and the variables that torchrun would set for each rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Order = Literal["contiguous", "round-robin"]
-"""contiguous fills node 0 first, as torchrun does; round-robin deals the ranks over the nodes like cards."""
+"""Order of ranks over nodes: contiguous fills node 0 first, as torchrun does; round-robin alternates between nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """The place of one rank."""
+class Placement:
+    """Placement of one rank: its node, and its index among the ranks of that node."""
 
     rank: int
     node: int
@@ -18,15 +18,15 @@ class Seat:
     local_world_size: int
 
 
-def seat_ranks(nodes: Sequence[int], order: str = "contiguous") -> tuple[Seat, ...]:
-    """Seats the ranks of a job on its nodes.
+def place_ranks(nodes: Sequence[int], order: str = "contiguous") -> tuple[Placement, ...]:
+    """Assigns the ranks of a job to its nodes.
 
     Args:
         nodes: Ranks of each node, one entry a node; each at least 1.
         order: One of `Order`.
 
     Returns:
-        The seats, by rank.
+        The placement of each rank.
 
     Raises:
         ValueError: if there is no node, a node without ranks, or an order that is unknown.
@@ -35,40 +35,40 @@ def seat_ranks(nodes: Sequence[int], order: str = "contiguous") -> tuple[Seat, .
         raise ValueError(f"`nodes`: found {list(nodes)}, wanted at least one node and at least one rank on each")
     if order not in get_args(Order):
         raise ValueError(f"`order`: found {order!r}, wanted one of {', '.join(get_args(Order))}")
-    chairs = [(node, local_rank) for node, count in enumerate(nodes) for local_rank in range(count)]
+    free = [(node, local_rank) for node, count in enumerate(nodes) for local_rank in range(count)]
     if order == "round-robin":
-        # One round deals a card to every node that still has a chair free.
-        chairs.sort(key=lambda chair: (chair[1], chair[0]))
+        # Each round gives the next rank to every node that has a slot left.
+        free.sort(key=lambda slot: (slot[1], slot[0]))
     return tuple(
-        Seat(rank=rank, node=node, local_rank=local_rank, local_world_size=nodes[node])
-        for rank, (node, local_rank) in enumerate(chairs)
+        Placement(rank=rank, node=node, local_rank=local_rank, local_world_size=nodes[node])
+        for rank, (node, local_rank) in enumerate(free)
     )
 
 
 def torchrun_environment(
-    seat: Seat, seats: Sequence[Seat], *, master_address: str, master_port: int, run_id: str
+    placement: Placement, placements: Sequence[Placement], *, master_address: str, master_port: int, run_id: str
 ) -> dict[str, str]:
-    """The environment that torchrun gives to a rank, so that a script written for torchrun needs no change.
+    """Returns the variables that torchrun would set for a rank, so that a script written for torchrun runs unchanged.
 
     Args:
-        seat: The rank's own seat.
-        seats: The seats of the whole job.
+        placement: That of the rank.
+        placements: Those of all ranks of the job.
         master_address: Address of the node of rank 0.
         master_port: TCP port of the store that rank 0 opens there.
         run_id: The job's name.
 
     Source: PyTorch documentation, torchrun (Elastic Launch), Environment Variables.
     """
-    world_size = str(len(seats))
+    world_size = str(len(placements))
     return {
-        "RANK": str(seat.rank),
+        "RANK": str(placement.rank),
         "WORLD_SIZE": world_size,
-        "LOCAL_RANK": str(seat.local_rank),
-        "LOCAL_WORLD_SIZE": str(seat.local_world_size),
-        "GROUP_RANK": str(seat.node),
-        "GROUP_WORLD_SIZE": str(1 + max(other.node for other in seats)),
+        "LOCAL_RANK": str(placement.local_rank),
+        "LOCAL_WORLD_SIZE": str(placement.local_world_size),
+        "GROUP_RANK": str(placement.node),
+        "GROUP_WORLD_SIZE": str(1 + max(other.node for other in placements)),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(seat.rank),
+        "ROLE_RANK": str(placement.rank),
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": master_address,
         "MASTER_PORT": str(master_port),
