@@ -1,4 +1,4 @@
-"""The order in which jobs pass through lanes: a line in front of each lane, and whose turn it is.
+"""The order in which jobs pass through lanes: a queue in front of each lane, and whose turn it is.
 
 Communicators belong to lanes, and a lane is served by one thread (see `run.lane_executor`). As every rank submits the
 same jobs in the same order and every job visits the same lanes, each communicator sees the same sequence of
@@ -51,13 +51,13 @@ class LaneJob:
 
 
 class _Signal(Enum):
-    """What is put into a line besides a job that arrives."""
+    """What is put into a queue besides a job that arrives."""
 
     LOOK_AGAIN = auto()
     CLOSE = auto()
 
 
-class _Line:
+class _StageQueue:
     """The jobs in front of one lane: those expected, in their order, and those that have arrived."""
 
     def __init__(self) -> None:
@@ -67,10 +67,10 @@ class _Line:
 
 
 class Lanes:
-    """The lines in front of all lanes of one rank. Several threads may use it; one thread serves each lane."""
+    """The queues in front of all lanes of one rank. Several threads may use it; one thread serves each lane."""
 
     def __init__(self) -> None:
-        self._lines: defaultdict[Lane, _Line] = defaultdict(_Line)
+        self._queues: defaultdict[Lane, _StageQueue] = defaultdict(_StageQueue)
         self._under_way: dict[LaneJob, None] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -85,9 +85,9 @@ class Lanes:
             if self._closed:
                 raise RuntimeError("gradwire is closed: its process group has been destroyed")
             for lane in job.visits:
-                self._lines[lane].expected.append(job)
+                self._queues[lane].expected.append(job)
             self._under_way[job] = None
-            self._lines[job.lane].arrivals.put(job)
+            self._queues[job.lane].arrivals.put(job)
 
     def serve(self, lane: Lane) -> Iterator[LaneJob]:
         """The jobs of a lane, each when its turn has come; the end, once all lanes are closed and no job is under way.
@@ -117,48 +117,48 @@ class Lanes:
     def _take(self, lane: Lane) -> LaneJob | None:
         """Waits for the job whose turn it is; None once all lanes are closed and no job is under way."""
         with self._lock:
-            line = self._lines[lane]
+            waiting = self._queues[lane]
         while True:
             with self._lock:
-                job = self._next(line, lane)
+                job = self._next(waiting, lane)
             if job is not None:
                 return job
-            news = line.arrivals.get()
+            news = waiting.arrivals.get()
             if news is _Signal.CLOSE:
                 return None
             if isinstance(news, LaneJob):
-                line.present[news] = None
+                waiting.present[news] = None
 
     def _move(self, job: LaneJob, hop: Hop) -> None:
-        """Puts a job that was taken into the line of the lane it goes on in."""
+        """Puts a job that was taken into the queue of the lane it goes on in."""
         with self._lock:
             job.lane, job.works = hop.lane, hop.works
-            self._lines[hop.lane].arrivals.put(job)
+            self._queues[hop.lane].arrivals.put(job)
 
     def _end(self, job: LaneJob) -> None:
-        """Takes a job that has ended out of the lines that it will not reach, and lets those behind it pass."""
+        """Takes a job that has ended out of the queues that it will not reach, and lets those behind it pass."""
         with self._lock:
             for lane in job.visits:
-                line = self._lines[lane]
-                if job in line.expected:
-                    line.expected.remove(job)
-                    line.arrivals.put(_Signal.LOOK_AGAIN)
+                waiting = self._queues[lane]
+                if job in waiting.expected:
+                    waiting.expected.remove(job)
+                    waiting.arrivals.put(_Signal.LOOK_AGAIN)
             del self._under_way[job]
             if self._closed:
                 self._close_if_drained()
 
     def _close_if_drained(self) -> None:
         if not self._under_way:
-            for line in self._lines.values():
-                line.arrivals.put(_Signal.CLOSE)
+            for waiting in self._queues.values():
+                waiting.arrivals.put(_Signal.CLOSE)
 
-    def _next(self, line: _Line, lane: Lane) -> LaneJob | None:
-        """Takes the job whose turn it is off the line, if it is there."""
-        passing = next((job for job in line.present if lane not in job.visits), None)
-        first = line.expected[0] if line.expected else None
-        job = passing or (first if first in line.present else None)
+    def _next(self, waiting: _StageQueue, lane: Lane) -> LaneJob | None:
+        """Takes the job whose turn it is off the queue, if it is there."""
+        passing = next((job for job in waiting.present if lane not in job.visits), None)
+        first = waiting.expected[0] if waiting.expected else None
+        job = passing or (first if first in waiting.present else None)
         if job is not None:
-            del line.present[job]
+            del waiting.present[job]
             if passing is None:
-                line.expected.popleft()
+                waiting.expected.popleft()
         return job
