@@ -1,13 +1,13 @@
 """What hangs, said long before the time-out: which rank has not come to which bucket, and what the others wait in.
 
 A rank that waits in a collective cannot ask the others in another one. So a thread of each rank looks now and then, and
-without any traffic, whether this rank has made progress. Where it has made none for `seconds`, it leaves a word in the
-store: how many launches it has started, what it waits in, and where its own thread stands. One of the ranks that wait
-reads all words, at most `PASSES` times, and says what they mean: the rank that has not started the launch that the
-others wait in is late. A rank that leaves no word is frozen, or lost.
+without any traffic, whether this rank has made progress. Where it has made none for `seconds`, it leaves a report in
+the store: how many launches it has started, what it waits in, and where its own thread stands. One of the ranks that
+wait reads all reports, at most `PASSES` times, and says what they mean: the rank that has not started the launch that the
+others wait in is late. A rank that leaves no report is frozen, or lost.
 
-Traffic: none while there is progress; else one word a rank, again after twice the time, and the reads of one rank. On
-CUDA the host does not know what the device waits for. There a word says how many launches were started, and a rank is
+Traffic: none while there is progress; else one report a rank, again after twice the time, and the reads of one rank. On
+CUDA the host does not know what the device waits for. There a report says how many launches were started, and a rank is
 late where it has started fewer than another one; where all have started the same, nothing is said.
 """
 
@@ -33,7 +33,7 @@ LOOKS, SHORTEST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 4, 0.02, 5.0
 """Looks of the thread in the time after which it warns, and their limits."""
 
 PASSES = 3
-"""How often all words are read, a look apart, until all ranks have left one."""
+"""How often all reports are read, a look apart, until all ranks have left one."""
 
 CLOSE_SECONDS = 1.0
 """How long `close` waits for the thread, which may be in a call of the store."""
@@ -48,7 +48,7 @@ Contents = Mapping[int, tuple[int, tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class StallReport:
     """What a rank without progress says.
 
     Attributes:
@@ -68,12 +68,12 @@ class Word:
     where: str | None = None
 
 
-_WORD: MessageType[Word] = MessageType(Word)
+_REPORT: MessageType[StallReport] = MessageType(StallReport)
 
 
 @dataclass(frozen=True, slots=True)
 class StallVerdict:
-    """What the words of all ranks mean.
+    """What the reports of all ranks mean.
 
     Attributes:
         text: In one sentence.
@@ -85,32 +85,35 @@ class StallVerdict:
 
 
 def verdict(
-    words: Mapping[int, Word], hostnames: Sequence[str], ranks: Sequence[int], *, on_cuda: bool = False
+    reports: Mapping[int, StallReport], hostnames: Sequence[str], ranks: Sequence[int], *, on_cuda: bool = False
 ) -> StallVerdict | None:
-    """What the words of all ranks mean; None where no rank waits for another.
+    """What the reports of all ranks mean; None where no rank waits for another.
 
     Args:
-        words: Of the ranks that left one.
+        reports: Of the ranks that left one.
         hostnames: Of all ranks.
         ranks: In the default group, of all ranks.
         on_cuda: Hosts do not know what they wait in.
     """
     if on_cuda:
-        most, least = max(word.launches for word in words.values()), min(word.launches for word in words.values())
+        most, least = (
+            max(report.launches for report in reports.values()),
+            min(report.launches for report in reports.values()),
+        )
         if most == least:
             return None
         number = least
-        waiting = {rank: word for rank, word in words.items() if word.launches > least}
+        waiting = {rank: report for rank, report in reports.items() if report.launches > least}
     else:
-        waiting = {rank: word for rank, word in words.items() if word.number is not None}
+        waiting = {rank: report for rank, report in reports.items() if report.number is not None}
         if not waiting:
             return None
-        number = min(word.number for word in waiting.values() if word.number is not None)
-    first = next((word for word in waiting.values() if word.number == number), next(iter(waiting.values())))
-    seconds = max(word.seconds for word in waiting.values())
-    late = [rank for rank, word in words.items() if word.launches <= number and rank not in waiting]
-    silent = [rank for rank in range(len(hostnames)) if rank not in words]
-    phases = Counter(word.phase for word in waiting.values() if word.phase)
+        number = min(report.number for report in waiting.values() if report.number is not None)
+    first = next((report for report in waiting.values() if report.number == number), next(iter(waiting.values())))
+    seconds = max(report.seconds for report in waiting.values())
+    late = [rank for rank, report in reports.items() if report.launches <= number and rank not in waiting]
+    silent = [rank for rank in range(len(hostnames)) if rank not in reports]
+    phases = Counter(report.phase for report in waiting.values() if report.phase)
     if on_cuda:
         in_what = "for it on their devices"
     elif len(phases) == 1:
@@ -135,7 +138,7 @@ def verdict(
             f"all ranks have reached {bucket}, and have waited {in_what} for {duration(seconds)}: no rank is late, a "
             "link is slow or broken"
         )
-    doing = [f"rank {ranks[rank]} is at {words[rank].where}" for rank in late[:4] if words[rank].where]
+    doing = [f"rank {ranks[rank]} is at {reports[rank].where}" for rank in late[:4] if reports[rank].where]
     return StallVerdict("; ".join([text, *doing]), (*late, *silent))
 
 
@@ -148,16 +151,16 @@ def _ranks(members: Sequence[int], hostnames: Sequence[str], ranks: Sequence[int
 
 @dataclass(slots=True)
 class Stall:
-    """A time without progress in which this rank has left a word.
+    """A time without progress in which this rank has left a report.
 
     Attributes:
-        word: Which.
-        collects: This rank reads all words.
-        passes: Looks that are left for the words, or for the verdict.
+        report: Which.
+        collects: This rank reads all reports.
+        passes: Looks that are left for the reports, or for the verdict.
         warned: The verdict is there.
     """
 
-    word: Word
+    report: StallReport
     collects: bool = False
     passes: int = 0
     warned: bool = False
@@ -191,7 +194,7 @@ class StallWatch:
         store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
         job: Whom it watches.
         executor: Whose launches are watched.
-        seconds: Without progress, until the first word.
+        seconds: Without progress, until the first report.
 
     Attributes:
         last: What the last warning said, here or on the rank that gave it; None before one.
@@ -245,7 +248,7 @@ class StallWatch:
                 log.debug("rank %d cannot say or hear what hangs: %s", self._job.rank, error)
                 if self._failures == MOST_FAILURES:
                     return
-            except (ValueError, TypeError, KeyError) as error:  # a word that another version, or a stranger, has left
+            except (ValueError, TypeError, KeyError) as error:  # a report that another version, or a stranger, has left
                 self._failures += 1
                 log.debug("rank %d cannot read what another one says of a stall: %r", self._job.rank, error)
                 if self._failures == MOST_FAILURES:
@@ -263,12 +266,12 @@ class StallWatch:
             return
         passed = time.monotonic() - self._since
         if self._job.waits is not None and waiting is not None and passed >= self._seconds / 2:
-            self._job.waits.say(waiting.number, self._words_of(waiting.bucket.index))
+            self._job.waits.say(waiting.number, self._bucket_name(waiting.bucket.index))
         if passed >= self._next:
             self._next = 2 * passed
             self._say(passed)
         stall = self._stall
-        if stall is None or not stall.passes or (stall.word.number is None and not self._job.on_cuda):
+        if stall is None or not stall.passes or (stall.report.number is None and not self._job.on_cuda):
             return
         if stall.collects:
             stall.passes -= 1
@@ -284,20 +287,20 @@ class StallWatch:
         self.count += 1
 
     def _say(self, passed: float) -> None:
-        """Leaves this rank's word, and finds out who reads them."""
+        """Leaves this rank's report, and finds out who reads them."""
         from gradwire.comms.observe.stack import line_of_thread  # here: most jobs hang nowhere
 
         waiting = self._executor.oldest()
         launches, where = self._executor.launches, line_of_thread(self._watched)
         if waiting is not None:
-            named = self._words_of(waiting.bucket.index)
-            word = Word(launches, passed, waiting.number, waiting.phase, named, where)
+            named = self._bucket_name(waiting.bucket.index)
+            report = StallReport(launches, passed, waiting.number, waiting.phase, named, where)
         else:
-            word = Word(launches, passed, where=where)
-        first, stall = self._stall is None, self._stall or Stall(word)
-        stall.word, self._stall = word, stall
-        self._store.set(f"stall/{self._job.rank}", json.dumps(asdict(word)))
-        if word.number is None and not self._job.on_cuda:
+            report = StallReport(launches, passed, where=where)
+        first, stall = self._stall is None, self._stall or Stall(report)
+        stall.report, self._stall = report, stall
+        self._store.set(f"stall/{self._job.rank}", json.dumps(asdict(report)))
+        if report.number is None and not self._job.on_cuda:
             return
         if first:
             stall.collects = int(self._store.compare_set(COLLECTOR, "", str(self._job.rank))) == self._job.rank
@@ -305,23 +308,23 @@ class StallWatch:
         stall.warned = False
 
     def _collect(self, stall: Stall, passed: float) -> None:
-        """Reads all words, and says what they mean once all ranks have spoken, or have had the time to."""
+        """Reads all reports, and says what they mean once all ranks have spoken, or have had the time to."""
         job = self._job
-        words = {job.rank: replace(stall.word, seconds=passed)}
+        reports = {job.rank: replace(stall.report, seconds=passed)}
         for rank in range(len(job.hostnames)):
             key = f"stall/{rank}"
             if rank != job.rank and self._store.check([key]):
                 try:
-                    words[rank] = _WORD.read(self._store.get(key))
+                    reports[rank] = _REPORT.read(self._store.get(key))
                 except MessageError as error:
-                    log.debug("the word of rank %d cannot be read: %s", rank, error)
-        words = dict(sorted(words.items()))
-        if len(words) < len(job.hostnames) and stall.passes:
+                    log.debug("the report of rank %d cannot be read: %s", rank, error)
+        reports = dict(sorted(reports.items()))
+        if len(reports) < len(job.hostnames) and stall.passes:
             return
         stall.passes = 0
         if job.on_cuda:
-            words = self._with_buckets(words)
-        found = verdict(words, job.hostnames, job.ranks, on_cuda=job.on_cuda)
+            reports = self._with_buckets(reports)
+        found = verdict(reports, job.hostnames, job.ranks, on_cuda=job.on_cuda)
         if found is None:
             return
         if self._job.waits is not None and (text := self._job.waits.disorder([job.ranks[rank] for rank in found.late])):
@@ -333,21 +336,21 @@ class StallWatch:
         self._heard(found.text)
         self._store.set(VERDICT, found.text)
 
-    def _with_buckets(self, words: Mapping[int, Word]) -> dict[int, Word]:
+    def _with_buckets(self, reports: Mapping[int, StallReport]) -> dict[int, StallReport]:
         """Names the bucket that the last rank has not come to, where this one has (on CUDA)."""
-        behind = self._executor.launches - min(word.launches for word in words.values())
+        behind = self._executor.launches - min(report.launches for report in reports.values())
         carried = list(self._executor.carried)
         if not 0 < behind <= len(carried):
-            return dict(words)
+            return dict(reports)
         index = carried[-behind]
-        named = self._words_of(index)
-        return {rank: replace(word, bucket=named) for rank, word in words.items()}
+        named = self._bucket_name(index)
+        return {rank: replace(report, bucket=named) for rank, report in reports.items()}
 
-    def _words_of(self, index: int) -> str:
+    def _bucket_name(self, index: int) -> str:
         return bucket_words(index, self._job.contents.get(index, (0, ()))[1])
 
     def _go_on(self, idle: float) -> None:
-        """Takes this rank's word back."""
+        """Takes this rank's report back."""
         self._next = self._seconds
         self._failures = 0
         if self._job.waits is not None:

@@ -1,4 +1,4 @@
-"""What rank 0 makes of the words of all ranks: who is late, what hangs, who disagrees."""
+"""What rank 0 makes of the statuses of all ranks: who is late, what hangs, who disagrees."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ from gradwire.comms.report import duration
 from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
 from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
 from gradwire.comms.watch.links import LinkWatch, SlowLink
-from gradwire.comms.watch.rank import RankWord
+from gradwire.comms.watch.rank import RankStatus
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport, late_in_words
 from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS, TimelineWriter
 from gradwire.comms.watch.trouble import Stuck, find_absent, find_disagreements, find_stuck, origin, stuck_in_words
@@ -19,7 +19,7 @@ from gradwire.comms.watch.watch_store import WatchStore
 log = logging.getLogger("gradwire")
 
 SILENT_SECONDS = 5.0
-"""A rank whose word is older is frozen or lost."""
+"""A rank whose status is older is frozen or lost."""
 
 ASK_SECONDS = (1.0, 5.0, 15.0)
 """Seconds from naming a late rank to asking all in which collective they stand for it; again while it is not known
@@ -47,7 +47,7 @@ class Judge:
     """Judges, and logs what is new.
 
     Args:
-        store: Where words are read.
+        store: Where statuses are read.
         size: Of the default group.
         stall_seconds: Without progress, until that is said; then again after twice the time.
         trace: A file for the timeline; None writes none.
@@ -68,21 +68,21 @@ class Judge:
         self._beats: dict[int, tuple[int, float]] = {}
         self._question: OpenQuestion | None = None
         self._last_question = 0
-        self._words: dict[int, RankWord] = {}
+        self._statuses: dict[int, RankStatus] = {}
         self._links = LinkWatch()
         self._drawing = None if trace is None else TimelineWriter(store, size, trace)
 
     def look(self) -> None:
-        """Reads all words, and says what is new."""
-        self._words = self._store.words()
+        """Reads all statuses, and says what is new."""
+        self._statuses = self._store.statuses()
         self._meet()
         now = time.monotonic()
-        for rank, word in self._words.items():
-            if self._beats.get(rank, (None, 0.0))[0] != word.beat:
-                self._beats[rank] = word.beat, now
+        for rank, status in self._statuses.items():
+            if self._beats.get(rank, (None, 0.0))[0] != status.beat:
+                self._beats[rank] = status.beat, now
         self._summarize(now)
         if self._late is not None:
-            self._judge_late(self._late.hear(self._words), now)
+            self._judge_late(self._late.hear(self._statuses), now)
             self._judge_links(now)
         if self._question is None:
             self._judge_stall(now)
@@ -104,7 +104,7 @@ class Judge:
             self._question = OpenQuestion(number, time.monotonic() + ANSWER_SECONDS)
 
     def _meet(self) -> None:
-        names = {name for word in self._words.values() for name in word.groups}
+        names = {name for status in self._statuses.values() for name in status.groups}
         if names <= set(self._members) and len(self._hosts) == self._size:
             return
         found = self._store.introductions()
@@ -118,7 +118,9 @@ class Judge:
         self.report.groups = []
         for name, ranks in self._members.items():
             states = {
-                r: self._words[r].groups[name] for r in ranks if r in self._words and name in self._words[r].groups
+                r: self._statuses[r].groups[name]
+                for r in ranks
+                if r in self._statuses and name in self._statuses[r].groups
             }
             if states:
                 waited = {rank: state.waited_seconds for rank, state in states.items()}
@@ -147,7 +149,7 @@ class Judge:
         known = {each.late.rank for each in report.late}
         report.suspects = [
             late_in_words(each, self._host(each.rank), "may be late, as far as so few steps show")
-            for each in (() if report.decided else self._late.suspects(self._words))
+            for each in (() if report.decided else self._late.suspects(self._statuses))
             if each.rank not in known
         ]
 
@@ -168,7 +170,7 @@ class Judge:
                 return
 
     def _judge_links(self, now: float) -> None:
-        self._links.hear({rank: word.links for rank, word in self._words.items()}, self._hosts, now)
+        self._links.hear({rank: status.links for rank, status in self._statuses.items()}, self._hosts, now)
         self.report.links = self._links.summaries()
         slow = self._links.slow()
         for link in self.report.slow_links:
@@ -183,12 +185,12 @@ class Judge:
         return tuple(rank for rank, seconds in self._quiet_seconds(now).items() if seconds > SILENT_SECONDS)
 
     def _quiet_seconds(self, now: float) -> dict[int, float]:
-        """Rank -> how old its newest word is."""
+        """Rank -> how old its newest status is."""
         return {rank: now - self._beats.get(rank, (0, self._began))[1] for rank in range(self._size)}
 
     def _judge_stall(self, now: float) -> None:
         # Who waits for a rank that waits itself may have begun before it: so half of that time counts as well.
-        found = find_stuck(self._words, self._members, self._silent(now), self._stall_seconds / 2)
+        found = find_stuck(self._statuses, self._members, self._silent(now), self._stall_seconds / 2)
         longest = max((each.seconds for each in found), default=0.0)
         stuck = origin(found)
         if stuck is None or longest < self._stall_seconds:
@@ -211,14 +213,14 @@ class Judge:
             episode.waited_in = longest_waited_in(issued, episode.late.waiting)
             if episode.waited_in is not None and episode.waited_in.holds is not None:
                 log.warning("watch: rank %d is waited for%s", episode.late.rank, episode.longest_in())
-        compares = question.compares or any(word.leaves is not None for word in self._words.values())
+        compares = question.compares or any(status.leaves is not None for status in self._statuses.values())
         disagreements = list(find_disagreements(answers)) if compares else []
         for each in disagreements:
             self._add(self.report.disagreements, str(each))
         if question.stuck is not None:
             self._add_stall(question.stuck, answers, disagree=bool(disagreements))
         elif question.compares:
-            for stuck in find_absent(answers, self._words, self._members, self._quiet_seconds(now)):
+            for stuck in find_absent(answers, self._statuses, self._members, self._quiet_seconds(now)):
                 self._add_stall(stuck, answers, disagree=bool(disagreements))
         self._store.conclude(question.number)
 
@@ -226,7 +228,7 @@ class Judge:
         self, stuck: Stuck, answers: Mapping[int, Mapping[str, list[IssuedCollective]]], *, disagree: bool
     ) -> None:
         issued = {rank: answer.get(stuck.group, []) for rank, answer in answers.items()}
-        text = stuck_in_words(stuck, self._words, issued, self._hosts)
+        text = stuck_in_words(stuck, self._statuses, issued, self._hosts)
         if disagree and not (stuck.missing or stuck.silent):
             text = f"{one_in_words(stuck.group, stuck.number)} has been under way for {duration(stuck.seconds)}"
         self.report.stalls.append(text)

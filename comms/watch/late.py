@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from gradwire.comms.watch.activity import QUEUE
 from gradwire.comms.watch.collective import IssuedCollective
-from gradwire.comms.watch.rank import QuietPoint, RankWord
+from gradwire.comms.watch.rank import QuietPoint, RankStatus
 
 SLICE_SECONDS = 0.5
 SLICES, STRONG_SLICES = 12, 4
@@ -200,7 +200,7 @@ class GroupWaits:
 
 
 class Lateness:
-    """Judges from the words of all ranks who is late.
+    """Judges from the statuses of all ranks who is late.
 
     Args:
         members: Group's name -> its ranks in the default group.
@@ -211,22 +211,22 @@ class Lateness:
         self._activity: deque[dict[int, tuple[float, Mapping[str, float]]]] = deque(maxlen=SLICES)
         self._named: set[int] = set()
 
-    def hear(self, words: Mapping[int, RankWord]) -> list[LateRank]:
-        """Takes in words.
+    def hear(self, statuses: Mapping[int, RankStatus]) -> list[LateRank]:
+        """Takes in statuses.
 
         Args:
-            words: Of all ranks, newest.
+            statuses: Of all ranks, newest.
 
         Returns:
             The ranks that are late now, the latest first.
         """
         for name, group in self._groups.items():
             for rank in group.ranks:
-                if rank in words and name in words[rank].groups:
-                    group.add(rank, words[rank].groups[name].quiet)
+                if rank in statuses and name in statuses[rank].groups:
+                    group.add(rank, statuses[rank].groups[name].quiet)
             group.cut()
-        self._activity.append({rank: (word.seconds, word.activity) for rank, word in words.items()})
-        found = self._found(words)
+        self._activity.append({rank: (status.seconds, status.activity) for rank, status in statuses.items()})
+        found = self._found(statuses)
         self._named = {each.rank for each in found}
         return found
 
@@ -235,15 +235,15 @@ class Lateness:
         """Whether any group has gone on for long enough that a late rank would have been named."""
         return any(group.decided for group in self._groups.values())
 
-    def suspects(self, words: Mapping[int, RankWord]) -> list[LateRank]:
+    def suspects(self, statuses: Mapping[int, RankStatus]) -> list[LateRank]:
         """The ranks that were late in all that there was to see, where that is too little to name them.
 
         Args:
-            words: As `hear` has had them last.
+            statuses: As `hear` has had them last.
         """
-        return [each for each in self._found(words, suspected=True) if each.rank not in self._named]
+        return [each for each in self._found(statuses, suspected=True) if each.rank not in self._named]
 
-    def _found(self, words: Mapping[int, RankWord], *, suspected: bool = False) -> list[LateRank]:
+    def _found(self, statuses: Mapping[int, RankStatus], *, suspected: bool = False) -> list[LateRank]:
         behind = [
             (seconds, since, until, rank, name)
             for name, group in self._groups.items()
@@ -254,7 +254,7 @@ class Lateness:
             if rank in found or self._made_late(rank, name, seconds * (until - since), since, until):
                 continue
             kind = self._unlike(rank, self._groups[name].ranks)
-            line = words[rank].lines.get(kind) if kind is not None else None
+            line = statuses[rank].lines.get(kind) if kind is not None else None
             waiting = tuple(each for each in self._groups[name].ranks if each != rank)
             found[rank] = LateRank(rank, name, seconds, waiting, kind, line)
         return list(found.values())
@@ -281,8 +281,8 @@ class Lateness:
         return kind if kind is not None and excess[kind] > UNLIKE_SHARE else None
 
     def _shares(self, rank: int) -> dict[str, float]:
-        """What a rank has done since the first word that is kept -> share of the time."""
-        said = [words[rank] for words in self._activity if rank in words]
+        """What a rank has done since the first status that is kept -> share of the time."""
+        said = [statuses[rank] for statuses in self._activity if rank in statuses]
         (before, was), (now, is_now) = said[0], said[-1]
         if now <= before:
             return {}

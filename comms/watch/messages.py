@@ -36,7 +36,7 @@ KEPT = 256
 """Messages of a channel that are kept, to be compared."""
 
 SPAN_SECONDS = 5.0
-"""What the quiet points of a channel reach back, at least: words of two ranks are half a second apart."""
+"""What the quiet points of a channel reach back, at least: statuses of two ranks are half a second apart."""
 
 Line = tuple[str, int, str]
 """File, number, and function."""

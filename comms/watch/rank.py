@@ -8,7 +8,7 @@ from gradwire.comms.watch.flight import Progress
 from gradwire.comms.watch.links import LINKS_SECONDS, LinkState, connection_states
 
 QUIET_POINTS = 128
-"""Most quiet points of a group that a rank says at a time; each word repeats the one before, so one may be missed."""
+"""Most quiet points of a group that a rank says at a time; each status repeats the one before, so one may be missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
-class RankWord:
+class RankStatus:
     """What a rank says now and then.
 
     Attributes:
-        beat: Counts its words; a rank whose beat stands still is frozen, or lost.
+        beat: Counts its statuses; a rank whose beat stands still is frozen, or lost.
         seconds: Its clock.
         groups: Name -> state.
         activity: What its main thread does -> seconds so far.

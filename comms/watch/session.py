@@ -27,8 +27,8 @@ LOOK_SECONDS = 0.02
 """Seconds between two looks at this rank's groups: 10 us for the state of its groups, and 20 us for where its thread
 stands."""
 
-WORD_SECONDS = 0.5
-"""Seconds between two words of a rank."""
+STATUS_SECONDS = 0.5
+"""Seconds between two statuses of a rank."""
 
 CONCLUDE_SECONDS = ANSWER_SECONDS + 2.0
 """How long a rank that ends with an error waits until the others have answered, and rank 0 has said what they mean."""
@@ -63,7 +63,7 @@ class Session:
         self._log = RankLog()
         self._activity = Activity(self._thread)
         self._began = self._last = time.monotonic()
-        self._next_word = 0.0
+        self._next_status = 0.0
         self._failures = 0
         self._leaves: str | None = None
         self._lock = threading.Lock()  # the training thread speaks, too, where it ends with an error
@@ -86,16 +86,16 @@ class Session:
     def look(self) -> None:
         """Looks at this rank; now and then speaks to the others."""
         now = time.monotonic()
-        speaks = now >= self._next_word
+        speaks = now >= self._next_status
         try:
             self._log.note(now, self._flight.progress())
             self._activity.sample(now - self._last)
             self._last = now
             if speaks:
-                self._next_word = now + WORD_SECONDS
+                self._next_status = now + STATUS_SECONDS
                 self.speak()
                 self._failures = 0
-        except Exception as error:  # noqa: BLE001 - the store, whose loss whoever trains will hear of; or others' words
+        except Exception as error:  # noqa: BLE001 - the store, whose loss whoever trains will hear of; or others' statuses
             self._failures += 1
             log.log(
                 logging.WARNING if self.is_unanswered and not isinstance(error, RuntimeError) else logging.DEBUG,
@@ -106,7 +106,7 @@ class Session:
             )
 
     def speak(self) -> None:
-        """Leaves a word, answers what was asked, and judges on rank 0.
+        """Leaves a status, answers what was asked, and judges on rank 0.
 
         Raises:
             RuntimeError: The store is gone, or silent.

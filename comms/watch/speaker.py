@@ -1,4 +1,4 @@
-"""What one rank leaves on the store: its words as they come, and what all are asked for, once for each question."""
+"""What one rank leaves on the store: its statuses as they come, and what all are asked for, once for each question."""
 
 import socket
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
 from gradwire.comms.watch.links import LinkState
-from gradwire.comms.watch.rank import GroupState, RankWord
+from gradwire.comms.watch.rank import GroupState, RankStatus
 from gradwire.comms.watch.watch_store import WatchStore
 
 Issued = Callable[[], dict[str, list[IssuedCollective]]]
@@ -45,9 +45,9 @@ class Speaker:
         leaves: str | None,
         links: Mapping[str, LinkState],
     ) -> None:
-        """Leaves a word, with its number and the time; see `RankWord`."""
+        """Leaves a status, with its number and the time; see `RankStatus`."""
         self._beats += 1
-        self._store.say(RankWord(self._beats, time.monotonic(), groups, activity, lines, at, leaves, links))
+        self._store.say(RankStatus(self._beats, time.monotonic(), groups, activity, lines, at, leaves, links))
 
     def answer(self, issued: Issued, timeline: Issued) -> int:
         """Answers what has been asked since.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gradwire.comms.report import duration
 from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
-from gradwire.comms.watch.rank import RankWord
+from gradwire.comms.watch.rank import RankStatus
 
 MOST_NAMED = 8
 """Ranks in one sentence."""
@@ -38,24 +38,26 @@ class Stuck:
 
 
 def find_stuck(
-    words: Mapping[int, RankWord], members: Mapping[str, Sequence[int]], silent: Sequence[int], seconds: float
+    statuses: Mapping[int, RankStatus], members: Mapping[str, Sequence[int]], silent: Sequence[int], seconds: float
 ) -> list[Stuck]:
     """The groups in which a rank has waited in one collective for too long, the longest first.
 
     Args:
-        words: Of the ranks, newest.
+        statuses: Of the ranks, newest.
         members: Group's name -> its ranks.
-        silent: Ranks whose words are old.
+        silent: Ranks whose statuses are old.
         seconds: What is too long.
     """
     found = []
     for name, ranks in members.items():
-        states = {rank: words[rank].groups[name] for rank in ranks if rank in words and name in words[rank].groups}
+        states = {
+            rank: statuses[rank].groups[name] for rank in ranks if rank in statuses and name in statuses[rank].groups
+        }
         waits = {rank: state for rank, state in states.items() if state.issued > state.ended and rank not in silent}
         if not any(state.still_seconds >= seconds for state in waits.values()):
             continue
         number = min(state.ended for state in waits.values()) + 1
-        quiet = tuple(rank for rank in ranks if rank in silent or rank not in words)
+        quiet = tuple(rank for rank in ranks if rank in silent or rank not in statuses)
         missing = tuple(
             rank for rank in ranks if rank not in quiet and (rank not in states or states[rank].issued < number)
         )
@@ -145,7 +147,7 @@ def find_disagreements(answers: Mapping[int, Mapping[str, Sequence[IssuedCollect
 
 def find_absent(
     answers: Mapping[int, Mapping[str, Sequence[IssuedCollective]]],
-    words: Mapping[int, RankWord],
+    statuses: Mapping[int, RankStatus],
     members: Mapping[str, Sequence[int]],
     quiet_seconds: Mapping[int, float],
 ) -> Iterator[Stuck]:
@@ -153,14 +155,14 @@ def find_absent(
 
     Args:
         answers: Rank -> group's name -> its last collectives, ascending; of the ranks that have answered.
-        words: Of the ranks, newest.
+        statuses: Of the ranks, newest.
         members: Group's name -> its ranks.
-        quiet_seconds: Rank -> how old its newest word is.
+        quiet_seconds: Rank -> how old its newest status is.
     """
     failed: dict[str, dict[int, int]] = {}
     for rank, answer in answers.items():
-        word = words.get(rank)
-        if word is not None and word.leaves is not None and any(sign in word.leaves for sign in LOST_CONNECTION):
+        status = statuses.get(rank)
+        if status is not None and status.leaves is not None and any(sign in status.leaves for sign in LOST_CONNECTION):
             last = [(each[-1].began, name) for name, each in answer.items() if each and sender_of(name) is None]
             if last:  # the one that it has issued last has failed
                 name = max(last)[1]
@@ -168,14 +170,14 @@ def find_absent(
     for name, numbers in failed.items():
         number = max(numbers.values())
         absent = tuple(rank for rank in members.get(name, ()) if rank not in answers)
-        if absent:  # whether they had come to it is not known: their last words may be older
+        if absent:  # whether they had come to it is not known: their last statuses may be older
             waiting = tuple(sorted(rank for rank, last in numbers.items() if last == number))
             yield Stuck(name, number, max(quiet_seconds[rank] for rank in absent), waiting, (), absent)
 
 
 def stuck_in_words(
     stuck: Stuck,
-    words: Mapping[int, RankWord],
+    statuses: Mapping[int, RankStatus],
     issued: Mapping[int, Sequence[IssuedCollective]],
     hosts: Mapping[int, str],
 ) -> str:
@@ -183,7 +185,7 @@ def stuck_in_words(
 
     Args:
         stuck: What hangs.
-        words: Of the ranks, newest.
+        statuses: Of the ranks, newest.
         issued: Rank -> its last collectives of the group.
         hosts: Rank -> its host.
     """
@@ -211,13 +213,13 @@ def stuck_in_words(
         how = "in" if sender is None else "for"
         parts.append(f"{ranks_in_words(stuck.waiting)} wait{'s' * (len(stuck.waiting) == 1)} {how} it")
     for rank in stuck.missing[:MOST_NAMED]:
-        word = words[rank]
-        if word.leaves is not None:
-            parts.append(f"rank {rank} ends with {word.leaves}")
-        elif word.at is not None:
-            parts.append(f"rank {rank} is at {word.at}")
+        status = statuses[rank]
+        if status.leaves is not None:
+            parts.append(f"rank {rank} ends with {status.leaves}")
+        elif status.at is not None:
+            parts.append(f"rank {rank} is at {status.at}")
     for rank in stuck.silent[:MOST_NAMED]:
-        if rank in words and (why := words[rank].leaves) is not None:
+        if rank in statuses and (why := statuses[rank].leaves) is not None:
             parts.append(f"rank {rank} ended with {why}")
     return "; ".join(parts)
 

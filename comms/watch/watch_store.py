@@ -1,4 +1,4 @@
-"""What ranks leave for each other in the store of the default group: words, questions, and answers."""
+"""What ranks leave for each other in the store of the default group: statuses, questions, and answers."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from gradwire.comms.bootstrap.compat import PrefixStore, Store, clone_of
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.boundary.messages import MessageError, MessageType, Rank
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
-from gradwire.comms.watch.rank import RankWord
+from gradwire.comms.watch.rank import RankStatus
 
 log = logging.getLogger("gradwire")
 
@@ -30,7 +30,7 @@ class _Member:
 
 
 _MEMBER: MessageType[_Member] = MessageType(_Member, most_nbytes=1 << 24)
-_WORD: MessageType[RankWord] = MessageType(RankWord, most_nbytes=1 << 24)
+_STATUS: MessageType[RankStatus] = MessageType(RankStatus, most_nbytes=1 << 24)
 _ANSWER: MessageType[dict[str, list[IssuedCollective]]] = MessageType(
     dict[str, list[IssuedCollective]], most_nbytes=1 << 26
 )
@@ -56,9 +56,9 @@ class WatchStore:
         self.rank = rank
         self._size = size
 
-    def say(self, word: RankWord) -> None:
-        """Leaves this rank's word in place of its last one."""
-        self._put("word", asdict(word))
+    def say(self, status: RankStatus) -> None:
+        """Leaves this rank's status in place of its last one."""
+        self._put("status", asdict(status))
 
     def introduce(self, members: Mapping[str, Sequence[int]], host: str) -> None:
         """Says which groups this rank is in, and where it runs."""
@@ -68,9 +68,9 @@ class WatchStore:
         """Rank -> (host, its groups), of the ranks that have said so."""
         return {rank: (found.host, dict(found.members)) for rank, found in self._read("member", _MEMBER).items()}
 
-    def words(self) -> dict[int, RankWord]:
-        """The newest word of each rank that has spoken."""
-        return self._read("word", _WORD)
+    def statuses(self) -> dict[int, RankStatus]:
+        """The newest status of each rank that has spoken."""
+        return self._read("status", _STATUS)
 
     def ask(self) -> int:
         """Asks all ranks for their last collectives.

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from gradwire.comms.watch.flight import Progress
-from gradwire.comms.watch.rank import RankLog, RankWord
+from gradwire.comms.watch.rank import RankLog, RankStatus
 
-LOOK_SECONDS, WORD_SECONDS = 0.02, 0.5
+LOOK_SECONDS, STATUS_SECONDS = 0.02, 0.5
 
 Collective = tuple[str, tuple[int, ...]]
 """A group's name and its ranks."""
@@ -34,8 +34,8 @@ class SimulatedJob:
         self._spoken = 0.0
         self._beats = 0
 
-    def steps(self, compute: Iterator[Sequence[float]]) -> Iterator[Mapping[int, RankWord] | None]:
-        """Makes a step for each row of compute times; yields the ranks' words where it is time for some."""
+    def steps(self, compute: Iterator[Sequence[float]]) -> Iterator[Mapping[int, RankStatus] | None]:
+        """Makes a step for each row of compute times; yields the ranks' statuses where it is time for some."""
         for row in compute:
             for rank, seconds in enumerate(row):
                 self._activity[rank]["the forward pass"] += seconds
@@ -49,7 +49,7 @@ class SimulatedJob:
                     self._advance(rank, end)
                     done = self._progress[rank][name]
                     self._progress[rank] = self._progress[rank] | {name: Progress(done.issued, done.ended + 1)}
-            yield self._words()
+            yield self._statuses()
 
     def _advance(self, rank: int, until: float) -> None:
         """Looks at the rank every `LOOK_SECONDS`, at moments that differ from rank to rank."""
@@ -58,12 +58,12 @@ class SimulatedJob:
             self._logs[rank].note(self._looked[rank] + rank * 1000.0, self._progress[rank])
         self._now[rank] = until
 
-    def _words(self) -> Mapping[int, RankWord] | None:
-        if min(self._now) < self._spoken + WORD_SECONDS:
+    def _statuses(self) -> Mapping[int, RankStatus] | None:
+        if min(self._now) < self._spoken + STATUS_SECONDS:
             return None
         self._spoken = min(self._now)
         self._beats += 1
         return {
-            rank: RankWord(self._beats, self._now[rank], dict(log.states()), dict(self._activity[rank]), {})
+            rank: RankStatus(self._beats, self._now[rank], dict(log.states()), dict(self._activity[rank]), {})
             for rank, log in enumerate(self._logs)
         }

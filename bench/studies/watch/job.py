@@ -123,9 +123,9 @@ def wait_until_watched() -> None:
     assert group is not None
     store = WatchStore(store_of(group), dist.get_rank(), dist.get_world_size())
     until = time.monotonic() + WATCHED_SECONDS
-    while len(store.words()) < dist.get_world_size():
+    while len(store.statuses()) < dist.get_world_size():
         if time.monotonic() > until:
-            raise RuntimeError(f"only the ranks {sorted(store.words())} are watched after {WATCHED_SECONDS:.0f} s")
+            raise RuntimeError(f"only the ranks {sorted(store.statuses())} are watched after {WATCHED_SECONDS:.0f} s")
         time.sleep(STEP_SECONDS)
 
 

@@ -35,7 +35,7 @@ from gradwire.comms.transport import segment
 from gradwire.comms.watch import watch_store
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
 from gradwire.comms.watch.links import LinkState
-from gradwire.comms.watch.rank import GroupState, QuietPoint, RankWord
+from gradwire.comms.watch.rank import GroupState, QuietPoint, RankStatus
 from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.host_summary import Hardware
 
@@ -143,7 +143,7 @@ HARDWARE = Hardware(1e9, 2e9, "mlx5_0", fabric=FABRIC, fastest=("a", "b"))
 PRESENCE = Presence(
     1, 2, ("h", "b", "1"), ("rack",), "cpu", "2.13.0", HARDWARE, {"compressor": "int8"}, 1e9, 80, ("10.0.0.1",), "k"
 )
-WORD = RankWord(
+STATUS = RankStatus(
     3,
     1.5,
     {"default": GroupState(4, 3, 0.5, 1.0, (QuietPoint(3, 0.1, 1.0),))},
@@ -226,8 +226,11 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         json.dumps({"name": "gradwire-ab", "network": "4.1", "size": 2, "block_nbytes": 4096}).encode(),
     ),
     "a decision": (agree._DECIDED.read, b'["accepted", {"a": [1, 2.5, null]}]'),
-    "a stalled rank's word": (stall._WORD.read, json.dumps(asdict(stall.Word(3, 1.5, 2, "x", "b", "w"))).encode()),
-    "a watch's word": (watch_store._WORD.read, json.dumps(asdict(WORD)).encode()),
+    "a stalled rank's report": (
+        stall._REPORT.read,
+        json.dumps(asdict(stall.StallReport(3, 1.5, 2, "x", "b", "w"))).encode(),
+    ),
+    "a watch's status": (watch_store._STATUS.read, json.dumps(asdict(STATUS)).encode()),
     "a watch's introduction": (watch_store._MEMBER.read, b'{"host": "h", "members": {"default": [0, 1]}}'),
     "a watch's answer": (
         watch_store._ANSWER.read,

@@ -10,7 +10,7 @@ import pytest
 from gradwire.comms.watch.activity import QUEUE
 from gradwire.comms.watch.collective import IssuedCollective
 from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
-from gradwire.comms.watch.rank import RankWord
+from gradwire.comms.watch.rank import RankStatus
 from gradwire.comms.watch.report import WatchReport, late_in_words
 from support.watched import Collective, SimulatedJob
 
@@ -36,8 +36,8 @@ def first_named(
     """The step in which somebody is named first, and who."""
     job = SimulatedJob(4, step)
     lateness = Lateness(job.members)
-    for number, words in enumerate(job.steps(itertools.islice(times, steps))):
-        if words is not None and (found := lateness.hear(words)):
+    for number, statuses in enumerate(job.steps(itertools.islice(times, steps))):
+        if statuses is not None and (found := lateness.hear(statuses)):
             return number, found
     return None, []
 
@@ -61,10 +61,10 @@ def test_a_job_that_ends_too_early_has_suspects_and_is_not_decided(
     for seed in range(5):
         job = SimulatedJob(4, step)
         lateness, last = Lateness(job.members), None
-        for words in job.steps(itertools.islice(compute_times(4, 1.0, 0.02, seed, 2, delay), 11)):
-            if words is not None:
-                assert not lateness.hear(words)
-                last = words
+        for statuses in job.steps(itertools.islice(compute_times(4, 1.0, 0.02, seed, 2, delay), 11)):
+            if statuses is not None:
+                assert not lateness.hear(statuses)
+                last = statuses
         assert last is not None and not lateness.decided
         assert [each.rank for each in lateness.suspects(last)] == suspected, seed
 
@@ -102,13 +102,13 @@ def test_a_rank_that_recovers_is_no_longer_late() -> None:
         itertools.islice(compute_times(4, 0.05, 0.1, 1, 3, 0.2), 30),
         itertools.islice(compute_times(4, 0.05, 0.1, 2), 90),
     )
-    found = [lateness.hear(words) for words in job.steps(times) if words is not None]
+    found = [lateness.hear(statuses) for statuses in job.steps(times) if statuses is not None]
     assert any(found) and not found[-1]
 
 
 @pytest.mark.parametrize("stale", [0.0, 0.6])
 def test_who_has_waited_for_a_late_rank_is_not_named_when_that_one_recovers(stale: float) -> None:
-    """Also where the words of some ranks come late, as on a busy machine."""
+    """Also where the statuses of some ranks come late, as on a busy machine."""
     drawn = random.Random(3)
     late_in = [rank for rank in (1, 3, 0, 2, 1) for _ in range(60)]
     times = [
@@ -116,11 +116,11 @@ def test_who_has_waited_for_a_late_rank_is_not_named_when_that_one_recovers(stal
         for step, late in enumerate(late_in)
     ]
     job = SimulatedJob(4, TENSOR_AND_DATA)
-    lateness, heard, named = Lateness(job.members), dict[int, RankWord](), set[int]()
-    for late, words in zip(late_in, job.steps(iter(times)), strict=True):
-        if words is None:
+    lateness, heard, named = Lateness(job.members), dict[int, RankStatus](), set[int]()
+    for late, statuses in zip(late_in, job.steps(iter(times)), strict=True):
+        if statuses is None:
             continue
-        heard = {rank: heard[rank] if rank in heard and drawn.random() < stale else words[rank] for rank in words}
+        heard = {rank: heard[rank] if rank in heard and drawn.random() < stale else statuses[rank] for rank in statuses}
         now = {each.rank for each in lateness.hear(heard)}
         assert now <= {late} | named & now, (late, now)
         named = now
@@ -131,12 +131,12 @@ def test_a_rank_that_waits_for_a_processor_is_said_to() -> None:
     job = SimulatedJob(4, DATA_PARALLEL)
     lateness, waited = Lateness(job.members), 0.0
     found: list[LateRank] = []
-    for words in job.steps(itertools.islice(compute_times(4, 0.05, 0.1, 1, 3, 0.2), 60)):
-        if words is not None:
+    for statuses in job.steps(itertools.islice(compute_times(4, 0.05, 0.1, 1, 3, 0.2), 60)):
+        if statuses is not None:
             waited += 0.3
-            queues = {rank: {QUEUE: waited if rank == 3 else 0.0} for rank in words}
+            queues = {rank: {QUEUE: waited if rank == 3 else 0.0} for rank in statuses}
             found = lateness.hear(
-                {r: replace(word, activity={**word.activity, **queues[r]}) for r, word in words.items()}
+                {r: replace(status, activity={**status.activity, **queues[r]}) for r, status in statuses.items()}
             )
     assert [(each.rank, each.busy_with) for each in found] == [(3, QUEUE)]
 

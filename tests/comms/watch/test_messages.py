@@ -8,7 +8,7 @@ import pytest
 from gradwire.comms.watch.collective import IssuedCollective, channel_name, in_words, one_in_words, sender_of
 from gradwire.comms.watch.late import Lateness, LateRank
 from gradwire.comms.watch.messages import _Channel, _Waiting
-from gradwire.comms.watch.rank import QUIET_POINTS, GroupState, RankWord
+from gradwire.comms.watch.rank import QUIET_POINTS, GroupState, RankStatus
 from gradwire.comms.watch.trouble import find_disagreement, find_stuck, stuck_in_words
 
 MICRO_BATCHES = 4
@@ -32,8 +32,8 @@ class Pipeline:
         }
         self._now = [0.0] * size
 
-    def steps(self, compute: Iterator[Sequence[float]]) -> Iterator[dict[int, RankWord]]:
-        """A step for each row of seconds that the stages compute a micro-batch; yields their words, twice a second."""
+    def steps(self, compute: Iterator[Sequence[float]]) -> Iterator[dict[int, RankStatus]]:
+        """A step for each row of seconds that the stages compute a micro-batch; yields their statuses, each 0.5 s."""
         spoken = 0.0
         for row in compute:
             for order in (range(len(row)), reversed(range(len(row)))):
@@ -47,7 +47,7 @@ class Pipeline:
                         sent = self._send(stage, stages) if stage != stages[-1] else None
             if min(self._now) > spoken + 0.5:
                 spoken = min(self._now)
-                yield self._words()
+                yield self._statuses()
 
     def _send(self, stage: int, stages: Sequence[int]) -> float:
         channel = self._channels[stage, (stage, stages[stages.index(stage) + 1])]
@@ -63,12 +63,12 @@ class Pipeline:
         self._now[stage] += waited
         channel.passed(channel.issued, self._now[stage])
 
-    def _words(self) -> dict[int, RankWord]:
-        words = {}
+    def _statuses(self) -> dict[int, RankStatus]:
+        statuses = {}
         for rank, now in enumerate(self._now):
             groups = {each.name: each.state(now) for (mine, _), each in self._channels.items() if mine == rank}
-            words[rank] = RankWord(1, now, groups, {}, {})
-        return words
+            statuses[rank] = RankStatus(1, now, groups, {}, {})
+        return statuses
 
 
 def named(late: int | None, steps: int, seed: int) -> list[LateRank]:
@@ -79,8 +79,8 @@ def named(late: int | None, steps: int, seed: int) -> list[LateRank]:
     )
     pipeline = Pipeline(4)
     lateness = Lateness(pipeline.members)
-    for words in pipeline.steps(rows):
-        if found := lateness.hear(words):
+    for statuses in pipeline.steps(rows):
+        if found := lateness.hear(statuses):
             return found
     return []
 
@@ -104,7 +104,7 @@ def test_quiet_points_are_those_that_both_sides_keep_however_many_messages_there
     assert all(len(each) <= QUIET_POINTS for each in points)
     assert len(points[0] & points[1]) > QUIET_POINTS // 4
     span = channels[0].quiet[-1].seconds - channels[0].quiet[0].seconds
-    assert span > 2.0  # words of two ranks are half a second apart, and repeat what was said before
+    assert span > 2.0  # statuses of two ranks are half a second apart, and repeat what was said before
 
 
 def test_who_has_not_sent_is_said_and_who_has_not_asked() -> None:
@@ -115,15 +115,15 @@ def test_who_has_not_sent_is_said_and_who_has_not_asked() -> None:
     )
     assert sender_of(name) == 4 and sender_of("1 (pp)") is None
 
-    def word(issued: int, ended: int, still: float) -> RankWord:
-        return RankWord(1, 0.0, {name: GroupState(issued, ended, still, 0.0)}, {}, {}, "train.py:9 in step")
+    def status(issued: int, ended: int, still: float) -> RankStatus:
+        return RankStatus(1, 0.0, {name: GroupState(issued, ended, still, 0.0)}, {}, {}, "train.py:9 in step")
 
     waits = [IssuedCollective(7, "a message of [2, 8] float32", "train.py:4 in step")]
     for missing, verb in ((4, "not sent"), (5, "not asked for")):
         other = 9 - missing
-        words = {missing: word(6, 6, 0.0), other: word(7, 6, 12.0)}
-        (stuck,) = find_stuck(words, {name: (4, 5)}, (), 10.0)
-        text = stuck_in_words(stuck, words, {other: waits}, {4: "a", 5: "b"})
+        statuses = {missing: status(6, 6, 0.0), other: status(7, 6, 12.0)}
+        (stuck,) = find_stuck(statuses, {name: (4, 5)}, (), 10.0)
+        text = stuck_in_words(stuck, statuses, {other: waits}, {4: "a", 5: "b"})
         assert f"rank {missing} on {'a' if missing == 4 else 'b'} has {verb} message 7 from 4 to 5 of group 1" in text
         assert f"rank {other} waits for it; rank {missing} is at train.py:9" in text
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gradwire.comms.watch.collective import IssuedCollective
-from gradwire.comms.watch.rank import GroupState, RankWord
+from gradwire.comms.watch.rank import GroupState, RankStatus
 from gradwire.comms.watch.trouble import (
     Stuck,
     find_absent,
@@ -19,16 +19,16 @@ from gradwire.comms.watch.trouble import (
 MEMBERS = {"default": (0, 1, 2)}
 
 
-def word(issued: int, ended: int, still: float, at: str | None = None, name: str = "default") -> RankWord:
-    return RankWord(1, 0.0, {name: GroupState(issued, ended, still, 0.0)}, {}, {}, at)
+def status(issued: int, ended: int, still: float, at: str | None = None, name: str = "default") -> RankStatus:
+    return RankStatus(1, 0.0, {name: GroupState(issued, ended, still, 0.0)}, {}, {}, at)
 
 
 def test_the_rank_that_has_not_issued_what_the_others_wait_in_is_missing() -> None:
-    words = {0: word(7, 6, 12.0), 1: word(6, 6, 0.0, "data.py:8 in load"), 2: word(7, 6, 11.0)}
-    (stuck,) = find_stuck(words, MEMBERS, (), 10.0)
+    statuses = {0: status(7, 6, 12.0), 1: status(6, 6, 0.0, "data.py:8 in load"), 2: status(7, 6, 11.0)}
+    (stuck,) = find_stuck(statuses, MEMBERS, (), 10.0)
     assert stuck == Stuck("default", 7, 12.0, (0, 2), (1,), ())
     issued = {0: [IssuedCollective(7, "all_reduce of [4] Float", "train.py:3 in step")]}
-    text = stuck_in_words(stuck, words, issued, {0: "a", 1: "b", 2: "b"})
+    text = stuck_in_words(stuck, statuses, issued, {0: "a", 1: "b", 2: "b"})
     assert (
         "rank 1 on b has not come to collective 7 of group default (all_reduce of [4] Float, issued at train.py:3"
         in text
@@ -37,26 +37,26 @@ def test_the_rank_that_has_not_issued_what_the_others_wait_in_is_missing() -> No
 
 
 def test_a_rank_that_says_nothing_is_not_said_to_have_missed_anything() -> None:
-    words = {0: word(7, 6, 12.0), 1: word(7, 6, 3.0), 2: word(7, 6, 11.0)}
-    (stuck,) = find_stuck(words, MEMBERS, (1,), 10.0)
+    statuses = {0: status(7, 6, 12.0), 1: status(7, 6, 3.0), 2: status(7, 6, 11.0)}
+    (stuck,) = find_stuck(statuses, MEMBERS, (1,), 10.0)
     assert (stuck.missing, stuck.silent) == ((), (1,))
 
 
 def test_nothing_is_stuck_before_the_time() -> None:
-    assert find_stuck({0: word(7, 6, 9.0), 1: word(6, 6, 0.0)}, MEMBERS, (), 10.0) == []
+    assert find_stuck({0: status(7, 6, 9.0), 1: status(6, 6, 0.0)}, MEMBERS, (), 10.0) == []
 
 
 def test_where_all_have_come_a_link_is_at_fault() -> None:
-    words = {rank: word(7, 6, 12.0) for rank in range(3)}
-    (stuck,) = find_stuck(words, MEMBERS, (), 10.0)
-    assert "a link is slow or broken" in stuck_in_words(stuck, words, {}, {})
+    statuses = {rank: status(7, 6, 12.0) for rank in range(3)}
+    (stuck,) = find_stuck(statuses, MEMBERS, (), 10.0)
+    assert "a link is slow or broken" in stuck_in_words(stuck, statuses, {}, {})
 
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
 
-def leaving(why: str | None) -> RankWord:
-    return replace(word(7, 7, 0.0), leaves=why)
+def leaving(why: str | None) -> RankStatus:
+    return replace(status(7, 7, 0.0), leaves=why)
 
 
 def test_who_does_not_answer_is_named_in_the_collective_that_failed_last() -> None:
@@ -64,12 +64,12 @@ def test_who_does_not_answer_is_named_in_the_collective_that_failed_last() -> No
         "default": [IssuedCollective(7, "all_reduce", began=5.0)],
         "rows": [IssuedCollective(3, "all_gather", began=4.0)],
     }
-    words = {0: leaving(LOST), 1: leaving(None), 2: leaving(LOST)}
+    statuses = {0: leaving(LOST), 1: leaving(None), 2: leaving(LOST)}
     answers = {0: issued, 2: issued}
     quiet = {0: 0.0, 1: 6.0, 2: 0.0}
     members = MEMBERS | {"rows": (0, 1, 2)}
-    assert list(find_absent(answers, words, members, quiet)) == [Stuck("default", 7, 6.0, (0, 2), (), (1,))]
-    left = words | {1: leaving("ValueError: odd")}
+    assert list(find_absent(answers, statuses, members, quiet)) == [Stuck("default", 7, 6.0, (0, 2), (), (1,))]
+    left = statuses | {1: leaving("ValueError: odd")}
     (stuck,) = find_absent(answers, left, members, quiet)
     assert stuck == Stuck("default", 7, 6.0, (0, 2), (), (1,))
     text = stuck_in_words(stuck, left, {rank: issued["default"] for rank in answers}, {1: "b"})
