@@ -1,14 +1,17 @@
-"""What hangs, said long before the time-out: which rank has not come to which bucket, and what the others wait in.
+"""Stall detection of the hook: names the rank that has not reached a bucket, long before the time-out.
 
-A rank that waits in a collective cannot ask the others in another one. So a thread of each rank looks now and then, and
-without any traffic, whether this rank has made progress. Where it has made none for `seconds`, it leaves a report in
-the store: how many launches it has started, what it waits in, and where its own thread stands. One of the ranks that
-wait reads all reports, at most `PASSES` times, and says what they mean: the rank that has not started the launch that the
-others wait in is late. A rank that leaves no report is frozen, or lost.
+A rank that waits in a collective cannot ask the others in another collective. Each rank therefore has a thread that
+polls, without traffic, whether this rank makes progress. After `seconds` without progress the thread publishes a report
+in the store: how many launches this rank has started, what it waits in, and where its training thread is. One of the
+waiting ranks reads all reports, at most `PASSES` times, and logs what they mean: the rank that has not started the
+launch in which the others wait is the straggler. A rank without a report is frozen, or has failed.
 
-Traffic: none while there is progress; else one report a rank, again after twice the time, and the reads of one rank. On
-CUDA the host does not know what the device waits for. There a report says how many launches were started, and a rank is
-late where it has started fewer than another one; where all have started the same, nothing is said.
+Traffic: none while there is progress. In a stall, one report a rank, again after twice the time, and the reads of one
+rank.
+
+On CUDA the host does not know in which collective the device waits. Reports then hold only the number of launches that
+were started, and a rank is a straggler if it has started fewer than another rank. If all have started the same number,
+nothing is logged.
 """
 
 import json
