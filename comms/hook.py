@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from gradwire.comms.compression import Compression
     from gradwire.comms.elastic.ddp import ElasticTraining, OnMembershipChange
     from gradwire.comms.elastic.membership import View
-    from gradwire.comms.elastic.survive import Change
+    from gradwire.comms.elastic.resilient_ops import Change
     from gradwire.comms.elastic.transfer import Carried
     from gradwire.comms.resume import Resume
     from gradwire.comms.step.used_map import UsedMap
@@ -241,9 +241,9 @@ class HookState(GradientState[GradientSession]):
         Raises:
             RuntimeError: `elastic` is not set, or the ranks have not connected.
         """
-        if self._elastic is None or self._elastic.survivor is None:
+        if self._elastic is None or self._elastic.resilient_ops is None:
             raise RuntimeError("there is no view: `elastic` is not set, or no model is bound yet")
-        return self._elastic.survivor.view
+        return self._elastic.resilient_ops.view
 
     @property
     def changes(self) -> "tuple[Change, ...]":
@@ -252,9 +252,9 @@ class HookState(GradientState[GradientSession]):
         Raises:
             RuntimeError: `elastic` is not set, or the ranks have not connected.
         """
-        if self._elastic is None or self._elastic.survivor is None:
+        if self._elastic is None or self._elastic.resilient_ops is None:
             raise RuntimeError("there are no changes: `elastic` is not set, or no model is bound yet")
-        return tuple(self._elastic.survivor.changes)
+        return tuple(self._elastic.resilient_ops.changes)
 
     def report(self) -> Report:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
@@ -271,7 +271,7 @@ class HookState(GradientState[GradientSession]):
             self._connection.observer.close()
         if self._elastic is not None:
             self._elastic.close()
-        if self._connection is not None and (self._elastic is None or self._elastic.survivor is None):
+        if self._connection is not None and (self._elastic is None or self._elastic.resilient_ops is None):
             self._connection.communicator.close()
 
     def admit_joining(self) -> None:

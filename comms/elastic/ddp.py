@@ -1,7 +1,7 @@
 """Elastic training of a DDP model: a step is kept until all ranks have averaged it, and repeated among those left.
 
 What is here knows when a step must be kept, repeated or handed over; how ranks notice a loss and agree on who is left
-is in `membership.py` and `survive.py`, how a process joins in `joining.py` and `transfer.py`.
+is in `membership.py` and `resilient_ops.py`, how a process joins in `joining.py` and `transfer.py`.
 """
 
 import logging
@@ -27,8 +27,14 @@ from gradwire.comms.elastic.introductions import packed, presences
 from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
+from gradwire.comms.elastic.resilient_ops import (
+    ResilientOps,
+    failure_policy_of,
+    first_failure_policy,
+    first_membership,
+    unheld,
+)
 from gradwire.comms.elastic.step import GradientBackup, agree
-from gradwire.comms.elastic.survive import Survivor, failure_policy_of, first_failure_policy, first_membership, unheld
 from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
@@ -140,13 +146,13 @@ class ElasticTraining:
         on_membership_change: As for `HookState`.
 
     Attributes:
-        survivor: Goes on with the ranks that are left; None before the ranks have connected.
+        resilient_ops: Repeats operations after a rank failure; None before the ranks have connected.
     """
 
     def __init__(
         self, state: Averaging, extra_state: Sequence[Carried], on_membership_change: OnMembershipChange | None
     ) -> None:
-        self.survivor: Survivor | None = None
+        self.resilient_ops: ResilientOps | None = None
         self._state: Averaging = weakref.proxy(state)
         self._own = CarriedState(self._state, extra_state)
         self._on_membership_change = on_membership_change
@@ -174,8 +180,8 @@ class ElasticTraining:
         Returns:
             The group.
         """
-        assert self.survivor is not None
-        model, group = self._bound(), ElasticGroup(self.survivor)
+        assert self.resilient_ops is not None
+        model, group = self._bound(), ElasticGroup(self.resilient_ops)
         swap_process_group(model, group)
         model.register_forward_pre_hook(AdmitJoining(weakref.ref(self)), prepend=True)
         return group
@@ -190,7 +196,7 @@ class ElasticTraining:
     @property
     def together(self) -> bool:
         """Whether all ranks have made this step in one epoch, or none has: then they may ask each other about it."""
-        return self.survivor is None or self.survivor.by_itself
+        return self.resilient_ops is None or self.resilient_ops.by_itself
 
     def begin_step(self, communicator: Communicator, resume: Resume | None) -> Resume | None:
         """Keeps the gradients of the step that begins.
@@ -222,8 +228,8 @@ class ElasticTraining:
         """Leaves the other ranks."""
         if self._requests is not None:
             self._requests.close()
-        if self.survivor is not None:
-            self.survivor.close()
+        if self.resilient_ops is not None:
+            self.resilient_ops.close()
 
     def _session(self) -> GradientSession:
         session = self._state._connection
@@ -263,9 +269,9 @@ class ElasticTraining:
         Raises:
             ValueError: They could not.
         """
-        assert self.survivor is not None
+        assert self.resilient_ops is not None
         _, name, said = newcomer
-        membership = self.survivor.membership
+        membership = self.resilient_ops.membership
         known = presences([*membership.view.members, name], {**membership.said, name: said})
         cluster_of(known, self._state.config)
         interface_of(known, 0, self._state.config)
@@ -304,22 +310,22 @@ class ElasticTraining:
                 if self._state._connection is not None:
                     self._state._connection.communicator.close()
                 self._state._connection = None
-                self.survivor = None
+                self.resilient_ops = None
                 if not isinstance(error, RuntimeError | OSError) or attempt == MOST_ATTEMPTS - 1:
                     raise
                 log.warning("could not join, and asks again: %s", error)
 
     def _survive(self, membership: Membership, communicator: Communicator, *, joins: bool) -> None:
         rebuild = unheld(self._rebuild)
-        survivor = Survivor(membership, communicator, rebuild, self._state.config.timeout, joins=joins)
-        weakref.finalize(self, survivor.close)
-        self.survivor, self._told = survivor, survivor.view
+        resilient_ops = ResilientOps(membership, communicator, rebuild, self._state.config.timeout, joins=joins)
+        weakref.finalize(self, resilient_ops.close)
+        self.resilient_ops, self._told = resilient_ops, resilient_ops.view
         self._leave_notes(self._session())
 
     def _leave_notes(self, session: GradientSession) -> None:
         """Has this rank leave word of what its compressor holds back."""
-        if self.survivor is not None and session.compression is not None:
-            membership = self.survivor.membership
+        if self.resilient_ops is not None and session.compression is not None:
+            membership = self.resilient_ops.membership
             notes = ResidualNotes(membership, session.communicator, session.compression)
             session.listeners.add(RESIDUAL_NOTES, notes)
 
@@ -341,23 +347,23 @@ class ElasticTraining:
 
     def agree(self, session: GradientSession) -> None:
         """Has all ranks decode payloads alike, before an epoch's first launch: some nodes may lack what that takes."""
-        if self.survivor is None or session.agrees:
+        if self.resilient_ops is None or session.agrees:
             return
         compressor = session.compression.compressor if session.compression is not None else None
         if compressor is not None and (stores := planned(compressor).shared()):
-            agree(stores, self._state.names.numels(), session.communicator, self.survivor.wait)
+            agree(stores, self._state.names.numels(), session.communicator, self.resilient_ops.wait)
         session.agrees = True
 
     def settle(self) -> None:
         """Returns when the step's gradients are averaged on all ranks that are left."""
-        kept, survivor = self._kept, self.survivor
-        if kept is not None and survivor is not None and not kept.settled:
-            like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)
-            listed = survivor.complete(lambda: self._attempt(kept, survivor), like)
+        kept, resilient_ops = self._kept, self.resilient_ops
+        if kept is not None and resilient_ops is not None and not kept.settled:
+            like = torch.zeros(1, dtype=torch.int64, device=resilient_ops.communicator.device)
+            listed = resilient_ops.complete(lambda: self._attempt(kept, resilient_ops), like)
             kept.settle()
             self._listed = int(like.copy_(listed).item()) if listed is not None else 0
 
-    def _attempt(self, kept: GradientBackup, survivor: Survivor) -> Tensor:
+    def _attempt(self, kept: GradientBackup, resilient_ops: ResilientOps) -> Tensor:
         """Sends the step's gradients, or sends them again, and returns when all ranks have the averages.
 
         Returns:
@@ -381,36 +387,36 @@ class ElasticTraining:
         looks = self._requests is not None and communicator.rank == 0
         found = self._requests.look(self._check_newcomer) if looks and self._requests else 0
         listed = torch.tensor([found], device=communicator.device)
-        return survivor.wait(communicator.all_reduce(listed))
+        return resilient_ops.wait(communicator.all_reduce(listed))
 
     def admit_joining(self) -> None:
         """Takes in processes that wait; called by the model before each forward pass."""
-        if not self._listed or self._state._life.in_step or self.survivor is None or self._requests is None:
+        if not self._listed or self._state._life.in_step or self.resilient_ops is None or self._requests is None:
             return
         listed, self._listed = self._listed, 0
         newcomers = self._requests.listed(listed)
-        self.survivor.admit(newcomers, self._requests)
+        self.resilient_ops.admit(newcomers, self._requests)
         began = time.perf_counter()
         self._exchange_state([name for _, name, _ in newcomers])
-        self.survivor.changes[-1].seconds["hand over"] = time.perf_counter() - began
+        self.resilient_ops.changes[-1].seconds["hand over"] = time.perf_counter() - began
         self.tell_change()
 
     def _exchange_state(self, names: Sequence[str]) -> None:
         """Gives rank 0's state to those that have joined; all ranks."""
-        survivor, model = self.survivor, self._model() if self._model else None
-        assert survivor is not None and model is not None
-        joins = survivor.view.members[survivor.view.rank] in names
+        resilient_ops, model = self.resilient_ops, self._model() if self._model else None
+        assert resilient_ops is not None and model is not None
+        joins = resilient_ops.view.members[resilient_ops.view.rank] in names
         handed: list[Handed] = []
 
         def attempt() -> Tensor:
             handed.clear()
-            if set(names) & set(survivor.view.members):
-                transfer = StateTransfer(survivor.communicator, survivor.wait)
+            if set(names) & set(resilient_ops.view.members):
+                transfer = StateTransfer(resilient_ops.communicator, resilient_ops.wait)
                 handed.append(transfer.run(lambda: self._own.given(model), self._last_rows, wanted=joins))
-            return survivor.wait(survivor.communicator.all_reduce(torch.zeros_like(like)))
+            return resilient_ops.wait(resilient_ops.communicator.all_reduce(torch.zeros_like(like)))
 
-        like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)
-        survivor.complete(attempt, like)
+        like = torch.zeros(1, dtype=torch.int64, device=resilient_ops.communicator.device)
+        resilient_ops.complete(attempt, like)
         if not handed:
             return
         found = handed[0]
@@ -426,15 +432,15 @@ class ElasticTraining:
 
     def tell_change(self) -> None:
         """Tells the user that other ranks have made this step than the one before."""
-        if self.survivor is None or self._told is None or self.survivor.view.epoch == self._told.epoch:
+        if self.resilient_ops is None or self._told is None or self.resilient_ops.view.epoch == self._told.epoch:
             return
-        old, now = self._told, self.survivor.view
+        old, now = self._told, self.resilient_ops.view
         lost = tuple(name for name in old.members if name not in now.members)
         joined = tuple(name for name in now.members if name not in old.members)
         new = self._told = replace(now, lost=lost, joined=joined)
         if lost and self._session().compression is not None and now.rank == 0:
             for name in lost:
-                note = self.survivor.membership.note_of(name)
+                note = self.resilient_ops.membership.note_of(name)
                 log.warning("what the compressor held back on %s is lost; %s", name, norm_in_words(note))
         if self._on_membership_change is not None:
             self._on_membership_change(old, new)

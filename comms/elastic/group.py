@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from gradwire.comms.backend.work import FutureWork
 from gradwire.comms.bootstrap.compat import factor_of, outside_graphs
-from gradwire.comms.elastic.survive import Survivor, as_bytes
+from gradwire.comms.elastic.resilient_ops import ResilientOps, as_bytes
 
 SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 
@@ -28,21 +28,21 @@ class ElasticGroup(dist.ProcessGroup):
     """Broadcasts, sums, gathers and barriers over the ranks that are left.
 
     Args:
-        survivor: This rank's.
+        resilient_ops: Repeats the collectives of this rank after a rank failure.
     """
 
-    def __init__(self, survivor: Survivor) -> None:
+    def __init__(self, resilient_ops: ResilientOps) -> None:
         # The stubs know the form with a store alone, for which torch makes no trampoline.
-        super().__init__(survivor.view.rank, survivor.view.size)  # type: ignore[call-arg]
-        self._survivor = survivor
+        super().__init__(resilient_ops.view.rank, resilient_ops.view.size)  # type: ignore[call-arg]
+        self._resilient_ops = resilient_ops
 
     def rank(self) -> int:
         """This rank's number among those that are left."""
-        return self._survivor.view.rank
+        return self._resilient_ops.view.rank
 
     def size(self) -> int:
         """How many ranks are left."""
-        return self._survivor.view.size
+        return self._resilient_ops.view.size
 
     getRank = rank
     getSize = size
@@ -99,7 +99,7 @@ class ElasticGroup(dist.ProcessGroup):
     @outside_graphs
     def barrier(self, *arguments: object, **named: object) -> dist.Work:
         """Returns when all ranks have come."""
-        device = self._survivor.communicator.device
+        device = self._resilient_ops.communicator.device
         return self._done([self._sum(torch.ones(1, dtype=torch.int32, device=device), False, 1.0)])
 
     def _replace(self, tensor: Tensor, own: Callable[[], Tensor | None]) -> Tensor:
@@ -108,7 +108,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         def attempt() -> Tensor:
             flat = as_bytes(given.clone() if own() is not None else torch.zeros_like(given))
-            self._survivor.wait(self._survivor.communicator.all_reduce(flat))
+            self._resilient_ops.wait(self._resilient_ops.communicator.all_reduce(flat))
             return flat.view(given.dtype).view(given.shape)
 
         return self._complete(attempt, given, tensor)
@@ -119,14 +119,14 @@ class ElasticGroup(dist.ProcessGroup):
         def attempt() -> Tensor:
             flat = given.clone().view(-1)
             scale = 1.0 / self.size() if average else factor
-            self._survivor.wait(self._survivor.communicator.all_reduce(flat, scale=scale))
+            self._resilient_ops.wait(self._resilient_ops.communicator.all_reduce(flat, scale=scale))
             return flat.view(given.shape)
 
         return self._complete(attempt, given, tensor)
 
     def _complete(self, attempt: Callable[[], Tensor], given: Tensor, tensor: Tensor) -> Tensor:
         """Fills `tensor` with what `attempt` returns among the ranks that are left."""
-        result = self._survivor.complete(attempt, given)
+        result = self._resilient_ops.complete(attempt, given)
         assert result is not None
         with torch.no_grad():
             return tensor.detach().copy_(result)
@@ -137,7 +137,7 @@ class ElasticGroup(dist.ProcessGroup):
         Args:
             own: Of any length.
         """
-        device = self._survivor.communicator.device
+        device = self._resilient_ops.communicator.device
         said = len(own).to_bytes(_LENGTH_NBYTES, "big") + own
         longest = int(self._rows(torch.tensor([len(said)], dtype=torch.int64, device=device)).max())
         padded = torch.frombuffer(bytearray(said.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
@@ -161,10 +161,10 @@ class ElasticGroup(dist.ProcessGroup):
             mine = torch.zeros((self.size(), given.numel()), dtype=given.dtype, device=given.device)
             mine[self.rank()] = given
             flat = as_bytes(mine)
-            self._survivor.wait(self._survivor.communicator.all_reduce(flat))
+            self._resilient_ops.wait(self._resilient_ops.communicator.all_reduce(flat))
             return mine
 
-        result = self._survivor.complete(attempt, given.new_zeros((self.size(), given.numel())))
+        result = self._resilient_ops.complete(attempt, given.new_zeros((self.size(), given.numel())))
         assert result is not None
         return result
 

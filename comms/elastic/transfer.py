@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
 from gradwire.comms.boundary.messages import Count, MessageType
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.elastic.survive import as_bytes
+from gradwire.comms.elastic.resilient_ops import as_bytes
 from gradwire.comms.run.launches import FutureTensor
 
 PIECE_NBYTES = 64 << 20

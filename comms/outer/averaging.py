@@ -18,7 +18,7 @@ from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.door import Ended
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
-from gradwire.comms.elastic.survive import Survivor
+from gradwire.comms.elastic.resilient_ops import ResilientOps
 from gradwire.comms.outer.fragments import Fragment
 from gradwire.comms.outer.messages import MeetingMessages
 from gradwire.comms.plan.plan import Plan
@@ -158,7 +158,7 @@ class FragmentAveraging:
         messages: Counters that ranks publish for those that have taken other numbers of steps.
         card: Bytes that have left the busiest node, by the plans; on one node, the busiest rank.
         waited_seconds: Seconds in which this rank has only waited for a result.
-        survivor: Repeats operations after a loss; None if a loss ends the job.
+        resilient_ops: Repeats operations after a rank failure; None if a rank failure ends the job.
         listeners: Listeners of the exchanges, which may want times; None if there are none.
     """
 
@@ -177,7 +177,7 @@ class FragmentAveraging:
         self.alone = alone or communicator.size == 1
         self.messages = MeetingMessages(communicator)
         self.card, self.waited_seconds = LeavingBytes(), 0.0
-        self.survivor: Survivor | None = None
+        self.resilient_ops: ResilientOps | None = None
         self.listeners: Listeners | None = None
         self._memory, self._leaving = _Memory(), _Leaving()
 
@@ -262,7 +262,7 @@ class FragmentAveraging:
         try:
             if travels:
                 self._arrive(fragment, pending, begun)
-                if self.survivor is None and pending.checksums is not None:
+                if self.resilient_ops is None and pending.checksums is not None:
                     pending.differing = _differing(pending.checksums.wait())
             finite = is_finite(pending.flat)  # on CUDA the host waits here
             if travels:
@@ -306,7 +306,9 @@ class FragmentAveraging:
             if self.compression is not None:
                 self.compression.flushing = False
             self.card = LeavingBytes(before, self.card.synchronized + self.card.exchanged - before)
-        if self.survivor is not None and not self.alone:  # when it ends, all have the averages, and nobody keeps them
+        if (
+            self.resilient_ops is not None and not self.alone
+        ):  # when it ends, all have the averages, and nobody keeps them
             self.mean_of(fragments[0].anchor.new_zeros(1))
         return averages, unfinished
 
@@ -320,10 +322,10 @@ class FragmentAveraging:
         def attempt() -> Tensor:
             return self._wait(self._launch_checksums(fragments))
 
-        if self.survivor is None:
+        if self.resilient_ops is None:
             return _differing(attempt())
         like = torch.empty(self.communicator.size, dtype=torch.int64, device=self.communicator.device)
-        found = self.survivor.complete(attempt, like)
+        found = self.resilient_ops.complete(attempt, like)
         assert found is not None
         return _differing(found)
 
@@ -343,7 +345,7 @@ class FragmentAveraging:
                 announce()
             return self._all_reduce_dense(flat.clone(), 1.0 / self.communicator.size)
 
-        found = attempt() if self.survivor is None else self.survivor.complete(attempt, like=flat)
+        found = attempt() if self.resilient_ops is None else self.resilient_ops.complete(attempt, like=flat)
         assert found is not None
         return found
 
@@ -379,8 +381,8 @@ class FragmentAveraging:
         self.communicator.rejoin()
 
     def _averages(self, fragments: Sequence[Fragment], announce: Callable[[], None]) -> tuple[list[Tensor], str]:
-        survivor = self.survivor
-        if survivor is None or self.alone:
+        resilient_ops = self.resilient_ops
+        if resilient_ops is None or self.alone:
             return self._averages_now(fragments)
         names = ["", *(name for fragment in fragments for name in fragment.names)]
         sizes = [fragment.numel for fragment in fragments]
@@ -395,7 +397,7 @@ class FragmentAveraging:
             return torch.cat([mark, *(average.to(wide) for average in averages)])
 
         like = torch.empty(1, dtype=wide, device=self.communicator.device).expand(1 + sum(sizes))
-        found = survivor.complete(attempt, like)
+        found = resilient_ops.complete(attempt, like)
         assert found is not None
         parts = found[1:].split_with_sizes(sizes)
         averages = [part.to(each.anchor.dtype) for part, each in zip(parts, fragments, strict=True)]
@@ -447,7 +449,7 @@ class FragmentAveraging:
         Raises:
             RuntimeError: The exchange failed.
         """
-        if self.survivor is None:
+        if self.resilient_ops is None:
             assert pending.future is not None
             if self.communicator.device.type == "cuda":
                 self.messages.publish_begun(begun)
@@ -458,7 +460,7 @@ class FragmentAveraging:
                     self.messages.publish_begun(begun)
             pending.future.wait()
             return
-        average = self.survivor.complete(lambda: self._attempt(fragment, pending, begun), like=pending.flat)
+        average = self.resilient_ops.complete(lambda: self._attempt(fragment, pending, begun), like=pending.flat)
         assert average is not None
         pending.flat.copy_(average)
 
@@ -477,7 +479,7 @@ class FragmentAveraging:
         return pending.flat.clone()
 
     def _wait(self, future: FutureTensor) -> Tensor:
-        return future.wait() if self.survivor is None else self.survivor.wait(future)
+        return future.wait() if self.resilient_ops is None else self.resilient_ops.wait(future)
 
     def _launch_checksums(self, fragments: Sequence[Fragment]) -> FutureTensor:
         """Starts the exchange of checksums: (ranks) int64, each rank's own in its place."""

@@ -28,7 +28,7 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
-from gradwire.comms.elastic.survive import Survivor
+from gradwire.comms.elastic.resilient_ops import ResilientOps
 from gradwire.comms.outer.averaging import FragmentAveraging, Pending
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
 from gradwire.comms.outer.saved import Saved, read, written
@@ -106,10 +106,10 @@ class OuterExchange:
             (number, (fragment.numel, fragment.names)) for number, fragment in enumerate(self.fragments)
         )
 
-    def survive(self, survivor: Survivor) -> None:
+    def survive(self, resilient_ops: ResilientOps) -> None:
         """Goes on from here where ranks are lost: what was under way then is begun again among those that are left."""
-        self.averaging.survivor = survivor
-        survivor.has_begun = lambda: self._pending is not None and self._pending.finite is None
+        self.averaging.resilient_ops = resilient_ops
+        resilient_ops.has_begun = lambda: self._pending is not None and self._pending.finite is None
 
     def reconnect(self, communicator: Communicator, agreement: Agreement) -> None:
         """Goes on among other ranks.
@@ -225,7 +225,7 @@ class OuterExchange:
             self._take_up()
         if not self.averaging.alone:
             self._meet()
-        if self.averaging.survivor is not None and not self.averaging.alone:
+        if self.averaging.resilient_ops is not None and not self.averaging.alone:
             self.averaging.mean_of(self.fragments[0].anchor.new_zeros(1), self._announce)
         flats = [(each.anchor, each.momentum) for each in self.fragments]
         return written(Saved(self.steps, self.begun, flats, self.averaging.held()), self.fragments, self.settings)
@@ -319,7 +319,7 @@ class OuterExchange:
         try:
             self.averaging.launch(self.fragments[number], pending)
         except (RuntimeError, OSError):
-            if self.averaging.survivor is None:
+            if self.averaging.resilient_ops is None:
                 raise
             pending.communicator = None  # a rank was lost: it is begun again when it is waited for
         self._pending = pending
@@ -347,7 +347,7 @@ class OuterExchange:
     def _tell_ended(self, session: AveragingSession, pending: Pending) -> None:
         """Tells the listeners of an exchange that has been taken up. Ranks that may be lost ask each other nothing."""
         buckets = [] if pending.bucket is None else [pending.bucket]
-        together, steps = self.averaging.survivor is None, self.steps
+        together, steps = self.averaging.resilient_ops is None, self.steps
         report = lambda: session.report(steps)
         session.listeners.step_ended(EndedStep(self.begun, buckets, (), report, timed=False, together=together))
 
@@ -406,8 +406,8 @@ class OuterExchange:
         awaited = self.averaging.communicator.awaited()
         messages.announced = False
         while True:
-            if self.averaging.survivor is not None:
-                self.averaging.survivor.follow()
+            if self.averaging.resilient_ops is not None:
+                self.averaging.resilient_ops.follow()
             if self.averaging.alone:
                 return
             if not messages.announced:
@@ -426,7 +426,7 @@ class OuterExchange:
                 raise RuntimeError(
                     f"synchronize(): rank {missing} has not come within `timeout` of {timeout}; all ranks must call it"
                 )
-            elif self.averaging.survivor is None and (lost := awaited.lost("before all have come")) is not None:
+            elif self.averaging.resilient_ops is None and (lost := awaited.lost("before all have come")) is not None:
                 failures = self.averaging.communicator.executor.failures
                 raise failures.declare("synchronize()", (), lost) from None
             else:

@@ -27,7 +27,7 @@ from gradwire.comms.config import (
     Config,
 )
 from gradwire.comms.elastic.membership import View
-from gradwire.comms.elastic.survive import Survivor, first_failure_policy, first_membership, unheld
+from gradwire.comms.elastic.resilient_ops import ResilientOps, first_failure_policy, first_membership, unheld
 from gradwire.comms.hook import HookState
 from gradwire.comms.outer.averaging import agreement_of
 from gradwire.comms.outer.exchange import OuterExchange
@@ -264,7 +264,7 @@ class Outer(TrainingState[AveragingSession]):
             straggler_every=0,
             trace=NVTX if self.config.marks_nvtx else None,
         )
-        self._survivor: Survivor | None = None
+        self._resilient_ops: ResilientOps | None = None
         timeout, numels = self.config.timeout, {name: local_of(each).numel() for name, each in trained}
         first = first_failure_policy(group.rank(), group.size(), timeout) if self.config.elastic else None
         ranks = SessionRanks.of(group, "outer", failure_policy=first)
@@ -281,9 +281,9 @@ class Outer(TrainingState[AveragingSession]):
         communicator = self._connected("elastic").communicator
         prefix = f"gradwire/{ELASTIC}/{communicator.presences.start}"
         membership = first_membership(communicator, prefix, self.config.timeout, first)
-        self._survivor = Survivor(membership, communicator, unheld(self._rebuild), self.config.timeout)
-        weakref.finalize(self, self._survivor.close)
-        self.exchange.survive(self._survivor)
+        self._resilient_ops = ResilientOps(membership, communicator, unheld(self._rebuild), self.config.timeout)
+        weakref.finalize(self, self._resilient_ops.close)
+        self.exchange.survive(self._resilient_ops)
         self.exchange.averaging.agreement = self._council(communicator, first)
 
     def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
@@ -394,7 +394,7 @@ class Outer(TrainingState[AveragingSession]):
             OSError: Rank 0 cannot write the file; raised on all ranks.
             RuntimeError: There is one worker alone, or a trace is being made already.
         """
-        if self._survivor is not None:
+        if self._resilient_ops is not None:
             raise ValueError("`elastic` is set, and ranks that are lost would end a timeline: leave one of the two out")
         if self.exchange.averaging.alone:
             raise RuntimeError("Outer has one worker: there are no exchanges to trace; see `outer.hook.trace()`")
@@ -503,8 +503,8 @@ class Outer(TrainingState[AveragingSession]):
         """Leaves the other ranks."""
         connection = self._connected("close()")
         connection.observer.close()
-        if self._survivor is not None:
-            self._survivor.close()
+        if self._resilient_ops is not None:
+            self._resilient_ops.close()
         else:
             connection.communicator.close()
 

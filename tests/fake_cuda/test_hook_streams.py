@@ -339,7 +339,7 @@ def test_a_lost_rank_leaves_others_that_go_on() -> None:
         try:
             for step, names in enumerate(STEPS):
                 if rank == 3 and step == 2:
-                    state._elastic.survivor.membership.close(
+                    state._elastic.resilient_ops.membership.close(
                         orderly=False
                     )  # as the kernel closes the connections of a process
                     while len(ended) < 3:

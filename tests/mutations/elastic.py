@@ -4,7 +4,7 @@ from mutations.mutation import Mutation
 
 _RING = "comms/bootstrap/liveness.py"
 _MEMBERS = "comms/elastic/membership.py"
-_SURVIVE = "comms/elastic/survive.py"
+_RESILIENT = "comms/elastic/resilient_ops.py"
 _FAILURE = "comms/bootstrap/failure.py"
 _DOOR = "comms/bootstrap/door.py"
 _PROGRAMS = "comms/run/programs.py"
@@ -21,7 +21,7 @@ _BOARD = "tests/comms/bootstrap/test_failure.py"
 ELASTIC = (
     Mutation(
         "a failure that comes again is never raised",
-        _SURVIVE,
+        _RESILIENT,
         "                if alike >= MOST_REPEATS and self.membership.was_first(before):\n                    raise\n",
         "",
         "A step that cannot succeed is repeated for ever.",
@@ -29,7 +29,7 @@ ELASTIC = (
     ),
     Mutation(
         "a failure is raised by all that heard of it",
-        _SURVIVE,
+        _RESILIENT,
         "                if alike >= MOST_REPEATS and self.membership.was_first(before):\n",
         "                if alike >= MOST_REPEATS:\n",
         "Ranks that could go on leave, and the one that fails stays.",
@@ -53,7 +53,7 @@ ELASTIC = (
     ),
     Mutation(
         "who was behind admits whom the others do not",
-        _SURVIVE,
+        _RESILIENT,
         "        if self.by_itself and not set(names) & set(self.view.members):\n",
         "        if not set(names) & set(self.view.members):\n",
         "A rank waits to admit, and the others for that rank.",
@@ -61,7 +61,7 @@ ELASTIC = (
     ),
     Mutation(
         "nobody knows how long a rank has waited",
-        _SURVIVE,
+        _RESILIENT,
         "        return 0.0 if since is None else time.monotonic() - since\n",
         "        return 0.0\n",
         "A rank that is stopped stops all.",
@@ -69,7 +69,7 @@ ELASTIC = (
     ),
     Mutation(
         "members that cannot meet try for ever",
-        _SURVIVE,
+        _RESILIENT,
         "                if alike >= MOST_REPEATS and time.monotonic() - began > MEETING_SECONDS:\n"
         "                    raise\n",
         "",
@@ -78,7 +78,7 @@ ELASTIC = (
     ),
     Mutation(
         "members that do not meet at once give up",
-        _SURVIVE,
+        _RESILIENT,
         "                if alike >= MOST_REPEATS and time.monotonic() - began > MEETING_SECONDS:\n",
         "                if alike >= MOST_REPEATS:\n",
         "A network that is mended after some seconds has ended the job.",
@@ -86,7 +86,7 @@ ELASTIC = (
     ),
     Mutation(
         "one failure ends the job",
-        _SURVIVE,
+        _RESILIENT,
         "                alike = alike + 1 if self.view.members == before.members else 0\n",
         "                alike = MOST_REPEATS\n",
         "A connection that broke once is an error.",
@@ -94,7 +94,7 @@ ELASTIC = (
     ),
     Mutation(
         "who is behind repeats what the others have",
-        _SURVIVE,
+        _RESILIENT,
         "        return True, result.view(like.shape if result.numel() == like.numel() else (-1, *like.shape[1:]))\n",
         "        return False, None\n",
         "A step is averaged twice on the ranks that were ahead, or they wait for ever.",
@@ -102,7 +102,7 @@ ELASTIC = (
     ),
     Mutation(
         "nobody asks who is ahead",
-        _SURVIVE,
+        _RESILIENT,
         "        if not any(0 <= count < furthest for count in ended):\n            return False, None\n",
         "        return False, None\n",
         "A rank that had not ended the step repeats it alone.",
@@ -110,7 +110,7 @@ ELASTIC = (
     ),
     Mutation(
         "who is ahead sends nothing",
-        _SURVIVE,
+        _RESILIENT,
         "            result.copy_(as_bytes(self._last))\n",
         "            pass\n",
         "Who is behind takes zeros for the result.",
@@ -118,7 +118,7 @@ ELASTIC = (
     ),
     Mutation(
         "operations are not counted",
-        _SURVIVE,
+        _RESILIENT,
         "        self.position += 1\n",
         "        pass\n",
         "After a loss nobody knows who is ahead.",
@@ -126,7 +126,7 @@ ELASTIC = (
     ),
     Mutation(
         "who joins counts from the beginning",
-        _SURVIVE,
+        _RESILIENT,
         "            self.position = self._started = furthest\n",
         "            pass\n",
         "The others take a newcomer for a rank that is behind.",
@@ -134,7 +134,7 @@ ELASTIC = (
     ),
     Mutation(
         "a failure here is told to nobody",
-        _SURVIVE,
+        _RESILIENT,
         "            self.membership.losses.take(Loss(reason, FAILED))\n",
         "",
         "The others never agree on the next epoch.",

@@ -16,7 +16,7 @@ from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.communicator import FailurePolicy
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.membership import Membership, View
-from gradwire.comms.elastic.survive import EpochBoard, Survivor
+from gradwire.comms.elastic.resilient_ops import EpochBoard, ResilientOps
 from gradwire.topology.host_summary import Hardware
 from simulated.simulation import LATENCY_SECONDS, Process, Simulation
 
@@ -222,12 +222,12 @@ class Job:
                 diary.views.append(view)
                 return self._communicator(view, failure_policy.board)
 
-            survivor = Survivor(membership, cast(Any, first), rebuild, TIMEOUT, joins=view.epoch > 0)
+            resilient_ops = ResilientOps(membership, cast(Any, first), rebuild, TIMEOUT, joins=view.epoch > 0)
             applied: Tensor | None = None
             if view.epoch > 0:
-                applied = self._hand_over(survivor, None, list(view.joined))
-            self._steps(name, survivor, diary, applied)
-            survivor.close()
+                applied = self._hand_over(resilient_ops, None, list(view.joined))
+            self._steps(name, resilient_ops, diary, applied)
+            resilient_ops.close()
             diary.finished = True
         except RuntimeError as error:  # a PeerError is one
             diary.given_up = error
@@ -241,7 +241,7 @@ class Job:
         self.communicators[made._key, view.rank] = made
         return made
 
-    def _steps(self, name: str, survivor: Survivor, diary: Diary, trained: Tensor | None) -> None:
+    def _steps(self, name: str, resilient_ops: ResilientOps, diary: Diary, trained: Tensor | None) -> None:
         """The training: `trained` counts how often each process's gradient of each step is in the model."""
         trained = torch.zeros(self.steps, MOST, dtype=torch.int64) if trained is None else trained
         own = self.numbers[name]
@@ -256,13 +256,13 @@ class Job:
                 if self.failing.get((name, step), 0) > 0:
                     self.failing[name, step] -= 1
                     raise RuntimeError(f"{name} fails in step {step}")
-                averaged[0] = survivor.wait(survivor.communicator.all_reduce(gradient.clone()))
+                averaged[0] = resilient_ops.wait(resilient_ops.communicator.all_reduce(gradient.clone()))
                 listed = torch.zeros(1, dtype=torch.int64)
-                if survivor.communicator.rank == 0 and step + 1 in self.waiting:
+                if resilient_ops.communicator.rank == 0 and step + 1 in self.waiting:
                     listed += step + 1
-                return survivor.wait(survivor.communicator.all_reduce(listed))
+                return resilient_ops.wait(resilient_ops.communicator.all_reduce(listed))
 
-            listed = survivor.complete(attempt, torch.zeros(1, dtype=torch.int64))
+            listed = resilient_ops.complete(attempt, torch.zeros(1, dtype=torch.int64))
             trained[step] += averaged[0]
             for each, last in self.doomed.items():
                 if last == step and each != name and step not in self.diaries[each].applied:
@@ -270,21 +270,21 @@ class Job:
             if listed is not None and int(listed.item()):
                 names = self.waiting[int(listed.item())]
                 newcomers = [(number, each, self._said(each)) for number, each in enumerate(names)]
-                survivor.admit(newcomers, cast(Any, _Requests(self)))
-                self._hand_over(survivor, trained, names)
+                resilient_ops.admit(newcomers, cast(Any, _Requests(self)))
+                self._hand_over(resilient_ops, trained, names)
             diary.applied[step] = self._words(trained[step])
 
-    def _hand_over(self, survivor: Survivor, trained: Tensor | None, names: Sequence[str]) -> Tensor:
+    def _hand_over(self, resilient_ops: ResilientOps, trained: Tensor | None, names: Sequence[str]) -> Tensor:
         """Gives the model to who joins: the first rank that was there before sends it."""
         like = torch.zeros(self.steps, MOST, dtype=torch.int64)
 
         def attempt() -> Tensor:
-            members = survivor.view.members
+            members = resilient_ops.view.members
             first = next(rank for rank, each in enumerate(members) if each not in names)
-            sent = trained if trained is not None and survivor.view.rank == first else like
-            return survivor.wait(survivor.communicator.all_reduce(sent.clone().view(-1))).view(like.shape)
+            sent = trained if trained is not None and resilient_ops.view.rank == first else like
+            return resilient_ops.wait(resilient_ops.communicator.all_reduce(sent.clone().view(-1))).view(like.shape)
 
-        found = survivor.complete(attempt, like)
+        found = resilient_ops.complete(attempt, like)
         assert found is not None
         return found
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradwire.comms.bootstrap.liveness import FROZEN_SECONDS
 from gradwire.comms.elastic.membership import SILENCE_SECONDS
-from gradwire.comms.elastic.survive import MOST_REPEATS
+from gradwire.comms.elastic.resilient_ops import MOST_REPEATS
 from simulated.job import COMPUTING_SECONDS, Job
 from simulated.simulation import STARTED, Simulation, simulated
 

@@ -21,7 +21,7 @@ from gradwire.comms.elastic.membership import (
     Membership,
     View,
 )
-from gradwire.comms.elastic.survive import EpochBoard
+from gradwire.comms.elastic.resilient_ops import EpochBoard
 from gradwire.comms.errors import PeerError
 from support.threads import run_ranks
 

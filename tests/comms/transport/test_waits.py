@@ -39,7 +39,7 @@ ENDED_BY = {
         comms/compression.py: bucket.future.wait
         comms/elastic/ddp.py: kept.wait
         comms/elastic/step.py: bucket.result().wait
-        comms/elastic/survive.py: future.wait
+        comms/elastic/resilient_ops.py: future.wait
         comms/elastic/transfer.py: self._planned.broadcast(flat, 0).wait
         comms/hook.py: bucket.result().wait
         comms/links/probe.py: communicator.run(barrier, plan).wait
@@ -81,7 +81,7 @@ ENDED_BY = {
         comms/bootstrap/threads.py: each.get
         comms/bootstrap/liveness.py: self._ends.accept
         comms/bootstrap/threads.py: each.get
-        comms/elastic/survive.py: self.synchronize
+        comms/elastic/resilient_ops.py: self.synchronize
         comms/outer/outer.py: self.exchange.synchronize
         comms/sharded/overlap.py: self._reducing.pop(0).wait
         comms/sharded/overlap.py: submitted.wait

@@ -186,8 +186,8 @@ def failure_policy_of(view: View, membership: Membership, timeout: timedelta) ->
     )
 
 
-class Survivor:
-    """One rank's part in operations that survive losses.
+class ResilientOps:
+    """Runs the operations of one rank so that they complete even if other ranks fail.
 
     Args:
         membership: Who is left.
