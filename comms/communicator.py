@@ -35,7 +35,7 @@ from gradwire.comms.config import NIC_PER_RANK, Config, job_is_on_one_host
 from gradwire.comms.errors import PeerError, UnfinishedError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
-from gradwire.comms.plan.routes import Routes
+from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.report import Report
 from gradwire.comms.run.executor import Executor
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
@@ -143,7 +143,7 @@ class Communicator:
         """What the ranks tell each other from here on; without what an earlier start of them has left."""
         store = polling(self.plain_store)
         cluster = cluster_of(presences, config)
-        self.routes = Routes(cluster, rank, device.type, config, compressor)
+        self.rank_plans = RankPlans(cluster, rank, device.type, config, compressor)
         directory = None if door is None else _directory(presences, cluster, rank, door)
         if failure_policy is not None:
             board = failure_policy.board
@@ -165,7 +165,7 @@ class Communicator:
             board.alarm,
             interface,
             nccl_groups=_nccl_groups(name, cluster, device, group, global_ranks) if device.type == "cuda" else None,
-            connections=_connections(config, self.routes),
+            connections=_connections(config, self.rank_plans),
             ended=None if directory is None else directory.ended,
         )
         self._connected = False
@@ -214,7 +214,7 @@ class Communicator:
     @property
     def cluster(self) -> Cluster:
         """Where the ranks are, with the links as assumed or measured."""
-        return self.routes.cluster
+        return self.rank_plans.cluster
 
     def connect(self, nbytes: int) -> None:
         """Connects what buckets of `nbytes` need, where a first bucket would otherwise wait for it: on CUDA.
@@ -239,7 +239,7 @@ class Communicator:
         before, executor.activity = executor.activity, "connecting NCCL"
         failed: str | None = None
         try:
-            self._groups.connect(self.routes.groups(nbytes), self.routes.return_groups())
+            self._groups.connect(self.rank_plans.groups(nbytes), self.rank_plans.return_groups())
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             executor.interrupt(error.with_traceback(None))
             failed = f"{error}"
@@ -297,14 +297,14 @@ class Communicator:
             self.connect(numel * dtype.itemsize)
         self.executor.ledger.all_reduces += launch.counted
         if launch.counted:
-            route = self.routes[numel, dtype, layout]
+            rank_plan = self.rank_plans[numel, dtype, layout]
         else:
-            route = self.routes.unlisted(numel, dtype)
+            rank_plan = self.rank_plans.unlisted(numel, dtype)
         if layout is not None and held is not None and layout not in held.settled and held.has_moved(layout):
             if not held.alike:
-                _share(self, layout, whole=not route.shares_ownership)
-            self.executor.migrate(layout, route, self.device, ask=held.asks)
-        self.executor.start(launch, route, scale, flush, hold=hold, after=after)
+                _share(self, layout, whole=not rank_plan.shares_ownership)
+            self.executor.migrate(layout, rank_plan, self.device, ask=held.asks)
+        self.executor.start(launch, rank_plan, scale, flush, hold=hold, after=after)
 
     def start_sparse(self, bucket: Bucket, *, scale: float = 1.0, as_dense: bool | str = "auto") -> None:
         """Starts an all-reduce of a sparse tensor, inside the nodes first; see `sum_sparse`.
@@ -356,7 +356,9 @@ class Communicator:
         """
         _check(flat, 1.0, self.device)
         bucket = Bucket.of(flat)
-        self.executor.start(Launch((flat,), None, (bucket,)), self.routes.along(flat.numel(), plan), 1.0, flush=False)
+        self.executor.start(
+            Launch((flat,), None, (bucket,)), self.rank_plans.along(flat.numel(), plan), 1.0, flush=False
+        )
         return bucket.result()
 
     def transport(self, lane: Lane, members: tuple[int, ...]) -> Transport:
@@ -432,11 +434,11 @@ class Communicator:
         """What has travelled so far, and by which plans."""
         from gradwire.comms.bootstrap.nics import describe_nics  # here: a step without a report needs none
 
-        in_use = self.routes.plans()
+        in_use = self.rank_plans.plans()
         plans = dict.fromkeys(describe_plans(in_use, self.cluster.level_names))
         if self.compressor is not None:
             plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
-        links = (self.routes.links.describe(), *describe_nics(self.presences, self.config))
+        links = (self.rank_plans.links.describe(), *describe_nics(self.presences, self.config))
         totals = self.executor.ledger.totals()
         return Report(
             self.cluster.describe(),
@@ -493,7 +495,7 @@ class Communicator:
 
         `exact` where nothing is compressed, however large a bucket is.
         """
-        nodes, chooser = self.cluster.nodes, self.routes.chooser
+        nodes, chooser = self.cluster.nodes, self.rank_plans.chooser
         weighs = self.config.plan == "auto" and chooser.library == "nccl"  # inside a node, by the size of a bucket
         idle = len(nodes) == 1 and self.config.plan != "flat" and not weighs
         name = "exact" if idle else chooser.compressed_name()
@@ -506,7 +508,7 @@ class Communicator:
             alike: What payloads are decoded with lies in it as ranks sit now; the same on all ranks.
         """
         self._held = _held_state(self.compressor, loaded=True, alike=alike)
-        self.routes.clear()  # where a compressor's shards are cut may be part of its state
+        self.rank_plans.clear()  # where a compressor's shards are cut may be part of its state
 
 
 def _check(flat: Tensor, scale: float, device: torch.device) -> None:
@@ -646,7 +648,7 @@ def _held_state(compressor: Compressor | None, *, loaded: bool, alike: bool = Tr
     return HeldState(planned(compressor).dtypes, loaded=loaded, alike=alike)
 
 
-def _connections(config: Config, routes: Routes) -> Callable[[float], int] | None:
+def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int] | None:
     """How many connections large messages between two nodes take, from the round trip; None leaves it to gloo."""
     if config.connections == 1:
         return None
@@ -657,7 +659,7 @@ def _connections(config: Config, routes: Routes) -> Callable[[float], int] | Non
         from gradwire.comms.links.distance import connections_for
         from gradwire.comms.transport.streams import LEAST_RATE, UNSEEN_RATE  # as above
 
-        level = routes.links.priced.levels[-1]  # what the look at the start has seen: no bit depends on it
+        level = rank_plans.links.priced.levels[-1]  # what the look at the start has seen: no bit depends on it
         rate = max(level.unit_rates or (level.link.bytes_per_second,))
         if config.nic_bytes_per_second is None:
             rate = UNSEEN_RATE if level.link.presumed else max(rate, LEAST_RATE)

@@ -176,7 +176,7 @@ class AveragingSession:
 
     def connect(self, nbytes: int) -> None:
         """Settles plans, and connects what buckets of `nbytes` take; all ranks."""
-        self.communicator.routes.settle(nbytes)
+        self.communicator.rank_plans.settle(nbytes)
         self.communicator.connect(nbytes)
 
     def watch_steps(self, previous: "AveragingSession | None" = None) -> None:
@@ -342,9 +342,9 @@ class GradientSession(AveragingSession):
 
     def _go_on(self, previous: "GradientSession") -> None:
         """Takes over what was learned with the ranks before: the links' rates."""
-        routes, before = self.communicator.routes, previous.communicator.routes
-        if before.links.decided and before.cluster.depth == routes.cluster.depth:
-            routes.measured(before.cluster.levels)
+        rank_plans, before = self.communicator.rank_plans, previous.communicator.rank_plans
+        if before.links.decided and before.cluster.depth == rank_plans.cluster.depth:
+            rank_plans.measured(before.cluster.levels)
 
     def _move_state(self) -> None:
         """Has the compressor's state move to the ranks that own it now."""
@@ -611,16 +611,16 @@ class GradientState(TrainingState[S]):
             raise RuntimeError("this state has seen fewer than three steps: call advise() later")
         from gradwire.comms.autotune.job_advice import Running, advise_job  # here: it knows every compressor
 
-        routes = connection.communicator.routes
-        largest = max(routes.plans(), key=lambda plan: plan.nbytes, default=None)
+        rank_plans = connection.communicator.rank_plans
+        largest = max(rank_plans.plans(), key=lambda plan: plan.nbytes, default=None)
         name = (
-            largest.name if largest is not None else routes.chooser.compressed_name()
+            largest.name if largest is not None else rank_plans.chooser.compressed_name()
         )  # behind a checkpoint none is in use
         if name is None:
-            name = routes.unlisted(max(connection.last_sizes) // GRADIENT_NBYTES, torch.float32).plan.name
+            name = rank_plans.unlisted(max(connection.last_sizes) // GRADIENT_NBYTES, torch.float32).plan.name
         running = Running(name, self.config.compressor or "none")
         return advise_job(
-            routes.links.priced, connection.last_sizes, observed, optimizer, routes.library, running, accumulate
+            rank_plans.links.priced, connection.last_sizes, observed, optimizer, rank_plans.library, running, accumulate
         )
 
     def watch(self, scaler: "LossScaler") -> None:

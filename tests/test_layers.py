@@ -262,11 +262,11 @@ def test_a_lost_rank_is_noticed_by_one_mechanism() -> None:
 
 
 def test_what_links_give_is_kept_in_one_place() -> None:
-    """`Links` alone says which rates count, and a communicator's routes alone tell it of new ones."""
+    """`Links` alone says which rates count, and a communicator's plans alone tell it of new ones."""
     told = {"Links", "self.links.decide", "self.links.learn"}
     for file in (file for file in FILES if file.is_relative_to(ROOT / "comms")):
         made = {ast.unparse(each.func) for each in nodes_of(file) if isinstance(each, ast.Call)} & told
-        assert not made or file == ROOT / "comms/plan/routes.py", f"{file.relative_to(ROOT)} calls {sorted(made)}"
+        assert not made or file == ROOT / "comms/plan/rank_plans.py", f"{file.relative_to(ROOT)} calls {sorted(made)}"
 
 
 @pytest.mark.parametrize("folder", ["comms", "compressors"])

@@ -1,6 +1,6 @@
 """What the hook costs the host for one bucket on the CUDA path, without a GPU.
 
-Everything of Python runs as it does there: hook state, fusion, routes, executor, compressors. What it would call is
+Everything of Python runs as it does there: hook state, fusion, plans, executor, compressors. What it would call is
 replaced by nothing: NCCL's collectives, streams, events and kernels. So a figure is a lower bound for a machine with a
 GPU, where each call of CUDA and NCCL adds some microseconds of its own; how many of those there are is counted. The
 tensors are small, so that what torch computes in place of kernels takes no time of note.
@@ -235,8 +235,8 @@ def _communicator(
     communicator._connected = True
     if device.type != "cuda":
         groups._device = torch.device("cuda", 0)
-        cast(Any, communicator.routes)._device_type = "cuda"
-        communicator.routes.chooser.library = "nccl"
+        cast(Any, communicator.rank_plans)._device_type = "cuda"
+        communicator.rank_plans.chooser.library = "nccl"
         board = cast(Any, communicator)._board
         executor = communicator.executor = StreamExecutor(
             groups, 0, communicator.cluster, made, board, _NoStreams(calls), HostClock()

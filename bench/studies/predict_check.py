@@ -129,13 +129,13 @@ class CaseRunner:
             nbytes: Of the gradient.
         """
         plan, compressor, layout, communicator = self._case(name, nbytes)
-        communicator.routes.measured(self.levels)
+        communicator.rank_plans.measured(self.levels)
         price = self.price(compressor, layout, communicator.cluster.nodes)
         predicted = plan_all_reduce(communicator.cluster, 4 * layout.numel, name=plan, price=price)
         inside = plan_all_reduce(
             without_links(communicator.cluster), 4 * layout.numel, name=plan, chunks=predicted.chunks, price=price
         )
-        communicator.routes.choose(plan, predicted.chunks, "Under test.")
+        communicator.rank_plans.choose(plan, predicted.chunks, "Under test.")
         measured, sent = self._time(communicator, layout, max(self.rounds, math.ceil(self.seconds / predicted.seconds)))
         communicator.close()
         middle = statistics.median(measured)
@@ -163,7 +163,7 @@ class CaseRunner:
         plan, compressor, layout, communicator = self._case(name, nbytes, nic_bytes_per_second=rate)
         price = codec_price(compressor, layout, len(communicator.cluster.nodes), CPU_BYTES_PER_SECOND)
         predicted = plan_all_reduce(communicator.cluster, 4 * layout.numel, name=plan, price=price)
-        communicator.routes.choose(plan, predicted.chunks, "Under test.")
+        communicator.rank_plans.choose(plan, predicted.chunks, "Under test.")
         _, sent = self._time(communicator, layout, self.rounds)
         communicator.close()
         return {"name": name, "predicted_nic_nbytes": predicted.bytes_by_level["inter_node"], "nic_nbytes": sent}

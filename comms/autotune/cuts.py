@@ -187,7 +187,7 @@ class LearnsCuts(StepListener):
             config.timeout,
             ended=communicator.awaited().among,
         )
-        chooser = communicator.routes.chooser
+        chooser = communicator.rank_plans.chooser
         self.finder = CutFinder(
             fusion.plan,
             lambda sizes, arrivals: best_cuts(communicator.cluster, chooser.plan_name, sizes, arrivals),

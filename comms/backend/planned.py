@@ -132,8 +132,8 @@ class PlannedAllReduce:
             return device.type == "cpu"
         if self._config.plan != "auto":
             return self._config.plan != "flat"
-        routes = self._communicator(device).routes
-        plan = plan_all_reduce(routes.cluster, nbytes, chunks=self._config.chunks, library=routes.library)
+        rank_plans = self._communicator(device).rank_plans
+        plan = plan_all_reduce(rank_plans.cluster, nbytes, chunks=self._config.chunks, library=rank_plans.library)
         return plan.name != "flat"
 
     def _communicator(self, device: torch.device) -> Communicator:

@@ -15,7 +15,7 @@ from gradwire.comms.backend.work import FutureTensors, finished
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.collectives import BROADCAST, SMALL_NBYTES, CollectivePlan, beats_library, plan_collective
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
-from gradwire.comms.plan.routes import Route
+from gradwire.comms.plan.rank_plans import RankPlan
 from gradwire.comms.run.launches import Bucket, Launch
 
 
@@ -30,7 +30,7 @@ class PlannedCollectives:
         self._communicator = communicator
         self._rank = communicator.rank
         self._size = communicator.size
-        self._plans: dict[tuple[str, int, int, int], tuple[CollectivePlan, Route]] = {}
+        self._plans: dict[tuple[str, int, int, int], tuple[CollectivePlan, RankPlan]] = {}
         self._better: dict[tuple[str, int, int], bool] = {}
 
     def beats_library(self, op: str, nbytes: int, root: int = 0) -> bool:
@@ -197,17 +197,17 @@ class PlannedCollectives:
     def _run(
         self, op: str, flat: Tensor, numel: int, scale: float = 1.0, root: int = 0
     ) -> torch.futures.Future[Tensor]:
-        _, route = self._plan(op, numel, flat.element_size(), root)
+        _, rank_plan = self._plan(op, numel, flat.element_size(), root)
         bucket = Bucket.of(flat)
-        self._communicator.executor.start(Launch((flat,), None, (bucket,)), route, scale, flush=False)
+        self._communicator.executor.start(Launch((flat,), None, (bucket,)), rank_plan, scale, flush=False)
         return bucket.result()
 
-    def _plan(self, op: str, numel: int, width: int, root: int) -> tuple[CollectivePlan, Route]:
+    def _plan(self, op: str, numel: int, width: int, root: int) -> tuple[CollectivePlan, RankPlan]:
         key = (op, numel, width, root)
         if key not in self._plans:
             communicator = self._communicator
             plan = plan_collective(communicator.cluster, op, numel, width, root=root, chunks=communicator.config.chunks)
-            self._plans[key] = plan, plan.route(self._rank)
+            self._plans[key] = plan, plan.rank_plan(self._rank)
         return self._plans[key]
 
     def _check(self, name: str, whole: Tensor, part: Tensor, times: int) -> None:

@@ -104,7 +104,7 @@ class FirstSteps(StepListener):
 
         seconds = self._consensus.decide(own, fastest)
         assert isinstance(seconds, list)
-        priced = communicator.routes.links.priced
+        priced = communicator.rank_plans.links.priced
         levels = list(priced.levels)
         outer = levels[self._outermost]
         if outer.unit_rates:
@@ -123,7 +123,7 @@ class FirstSteps(StepListener):
             levels[0] = replace(
                 levels[0], link=replace(inside, bytes_per_second=rate, presumed=False, on_processor=True)
             )
-        communicator.routes.learned(levels)
+        communicator.rank_plans.learned(levels)
 
     def _gathering_seconds(self) -> float:
         """Seconds of all-gathers inside the node so far: shared memory, where the last to come waits for nobody."""

@@ -80,7 +80,7 @@ def probe(communicator: Communicator, consensus: Agreement) -> tuple[Level, ...]
             )
             levels[number] = replace(levels[number], link=link)
         _known[place] = _with_shares(took, cluster, levels, large_nbytes, communicator.device.type)
-    communicator.routes.measured(_known[place])
+    communicator.rank_plans.measured(_known[place])
     return _known[place]
 
 

@@ -104,7 +104,9 @@ def quick_probe(communicator: Communicator) -> bool:
             torch.__version__,
         )
         rates = [min(rates)] * len(nodes)
-    communicator.routes.learned(with_node_rates(replace(cluster, levels=tuple(levels)), rates).levels, at_start=True)
+    communicator.rank_plans.learned(
+        with_node_rates(replace(cluster, levels=tuple(levels)), rates).levels, at_start=True
+    )
     log.info("the links were measured in %.2f s", time.perf_counter() - began)
     return True
 

@@ -110,7 +110,7 @@ def measure_units(communicator: Communicator, consensus: Agreement, *, again: bo
     changed = with_node_rates(cluster, [fastest * rate for rate in found])
     if [level.unit_rates for level in changed.levels] == [level.unit_rates for level in cluster.levels]:
         return False
-    communicator.routes.measured(changed.levels)
+    communicator.rank_plans.measured(changed.levels)
     return True
 
 

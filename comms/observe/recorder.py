@@ -72,8 +72,8 @@ class Recorder:
                 launch=run.number,
                 buckets=buckets,
                 nbytes=run.flat.nbytes,
-                plan=run.route.plan.name,
-                compressor=next((phase.compressor for phase in run.route.plan.phases if phase.compressor), None),
+                plan=run.rank_plan.plan.name,
+                compressor=next((phase.compressor for phase in run.rank_plan.plan.phases if phase.compressor), None),
             )
 
     @contextmanager

@@ -244,7 +244,7 @@ class Trace:
         about = {
             "kind": KIND,
             "cluster": communicator.cluster.describe(),
-            "plans": [plan.describe(communicator.cluster.level_names) for plan in communicator.routes.plans()],
+            "plans": [plan.describe(communicator.cluster.level_names) for plan in communicator.rank_plans.plans()],
             "first_step": self._first_step,
             "steps": self._steps,
             "clock_error_seconds": errors,

@@ -22,7 +22,7 @@ from gradwire.comms.elastic.resilient_ops import ResilientOps
 from gradwire.comms.outer.fragments import Fragment
 from gradwire.comms.outer.messages import MeetingMessages
 from gradwire.comms.plan.plan import Plan
-from gradwire.comms.plan.routes import Routes
+from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.step.listeners import Listeners
 from gradwire.compressors.base import Layout, StateDict
@@ -125,22 +125,22 @@ class _Leaving:
     def __init__(self) -> None:
         self._known: dict[Layout | None, tuple[Plan, float]] = {}
 
-    def nbytes(self, routes: Routes, flat: Tensor, layout: Layout | None) -> float:
+    def nbytes(self, rank_plans: RankPlans, flat: Tensor, layout: Layout | None) -> float:
         """Bytes that leave the busiest node in the exchange of `flat`.
 
         Args:
-            routes: By which it travels.
+            rank_plans: By which it travels.
             flat: The pseudo-gradient.
             layout: Of a compressed one; None for one in full precision.
         """
         if layout is None:
-            plan = routes.unlisted(flat.numel(), flat.dtype).plan
+            plan = rank_plans.unlisted(flat.numel(), flat.dtype).plan
         else:
-            plan = routes[flat.numel(), flat.dtype, layout].plan
+            plan = rank_plans[flat.numel(), flat.dtype, layout].plan
         known = self._known.get(layout)
         if known is None or known[0] is not plan:
-            names = routes.cluster.level_names
-            level = names[1 if len(names) > 1 and len(routes.cluster.nodes) > 1 else 0]
+            names = rank_plans.cluster.level_names
+            level = names[1 if len(names) > 1 and len(rank_plans.cluster.nodes) > 1 else 0]
             known = self._known[layout] = plan, plan.bytes_by_level.get(level, 0.0)
         return known[1]
 
@@ -244,7 +244,9 @@ class FragmentAveraging:
         pending.future = bucket.result()
         if pending.compares:
             pending.checksums = self._launch_checksums([fragment])
-        self.card.exchanged += self._leaving.nbytes(self.communicator.routes, flat, None if flush else launch.layout)
+        self.card.exchanged += self._leaving.nbytes(
+            self.communicator.rank_plans, flat, None if flush else launch.layout
+        )
 
     def finish(self, fragment: Fragment, pending: Pending, begun: int) -> None:
         """Waits until `flat` holds the average, and sees whether that is finite.

@@ -240,7 +240,7 @@ class Outer(TrainingState[AveragingSession]):
                 self.exchange,
                 connection,
                 given,
-                lambda: OuterLink.of(communicator.routes.links.priced, shards * sum(nbytes)),
+                lambda: OuterLink.of(communicator.rank_plans.links.priced, shards * sum(nbytes)),
                 lambda settings: cut_into_fragments(trained, settings, nbytes),
             )
         self.exchange.start_alike([local_of(each) for _, each in trained])

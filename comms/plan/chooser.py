@@ -55,7 +55,7 @@ class PlanChooser:
         self._payloads = payloads
 
     def take(self, plan: str, chunks: int, why: str) -> None:
-        """Takes one plan for every size; see `Routes.choose`."""
+        """Takes one plan for every size; see `RankPlans.choose`."""
         self.plan_name, self.chunks, self._why = plan, chunks, why
 
     def best_for_all(self, nbytes: int) -> Plan | None:

@@ -30,7 +30,7 @@ from gradwire.comms.plan.algorithms import Messages, flat_messages
 from gradwire.comms.plan.cost import CostModel, PhaseCost, busiest, sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER, RING, Exchange, Message, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import CHUNK_COUNTS, CHUNK_TOLERANCE, MINIMUM_CHUNK_NBYTES, MINIMUM_GAIN
-from gradwire.comms.plan.routes import Chunk, PhasePart, Route
+from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
 from gradwire.comms.plan.schedule import child_shares
 from gradwire.comms.plan.traffic import shape_of
 from gradwire.compressors.base import even_bounds
@@ -64,7 +64,7 @@ class CollectivePlan:
     columns: tuple[tuple[int, int], ...]
     chunks: tuple[Steps, ...]
 
-    def route(self, rank: int) -> Route:
+    def rank_plan(self, rank: int) -> RankPlan:
         """What one rank does."""
         plan = self.plan
         chunks = []
@@ -73,7 +73,7 @@ class CollectivePlan:
             chunks.append(Chunk(start, stop, tuple(parts)))
         hops = [(number + 1, 0) for number, phase in enumerate(plan.phases) if phase.asynchronous]
         turn = max((number for number, phase in enumerate(plan.phases, 1) if phase.op != ALL_GATHER), default=0)
-        return Route(plan, tuple(chunks), ((0, 0), *hops), turn, direct=False)
+        return RankPlan(plan, tuple(chunks), ((0, 0), *hops), turn, direct=False)
 
     def own_runs(self, rank: int) -> list[tuple[int, int]]:
         """The runs of elements that a reduce_scatter makes sums in on one rank, ascending and apart."""

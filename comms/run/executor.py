@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.lanes import Hop, Lane
-from gradwire.comms.plan.routes import Chunk, Route
-from gradwire.comms.run.launches import NO_ROUTE, Bucket, Launch, RunningLaunch, WaitingLaunch, finish
+from gradwire.comms.plan.rank_plans import Chunk, RankPlan
+from gradwire.comms.run.launches import NO_PLAN, Bucket, Launch, RunningLaunch, WaitingLaunch, finish
 from gradwire.comms.run.ledger import FirstFailure, Ledger
 from gradwire.comms.run.programs import Programs
 from gradwire.compressors.base import Layout
@@ -29,7 +29,7 @@ CLOSING_SECONDS = 5.0
 
 
 class Executor(ABC):
-    """Runs launches along their routes.
+    """Runs launches along their plans.
 
     Args:
         programs: What is issued for a chunk.
@@ -63,13 +63,13 @@ class Executor(ABC):
 
     @abstractmethod
     def start(
-        self, launch: Launch, route: Route, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
+        self, launch: Launch, rank_plan: RankPlan, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
     ) -> None:
         """Starts an all-reduce; returns at once. All ranks start the same ones in the same order.
 
         Args:
             launch: What is reduced, and whose futures it completes.
-            route: Its plan, and this rank's part in it.
+            rank_plan: Its plan, and this rank's part in it.
             scale: Factor on every rank's contribution, applied before anything is narrowed.
             flush: Travel dense, with what the compressor holds back added.
             hold: On CUDA the last all-gathers may wait until another launch has started, or `release` is called.
@@ -97,7 +97,7 @@ class Executor(ABC):
         Raises:
             As `start`.
         """
-        run = RunningLaunch(Launch((bucket.flat,), None, (bucket,)), bucket.flat, NO_ROUTE, 1.0, False, 1)
+        run = RunningLaunch(Launch((bucket.flat,), None, (bucket,)), bucket.flat, NO_PLAN, 1.0, False, 1)
         run.number, self.launches = self.launches, self.launches + 1
         self._start_steps(run, name, self._completing(run, steps), lanes)
 
@@ -120,19 +120,19 @@ class Executor(ABC):
         self._raise_failure()
         yield from self._programs.walk(run, chunk)
 
-    def migrate(self, layout: Layout, route: Route, device: torch.device, *, ask: bool = True) -> None:
+    def migrate(self, layout: Layout, rank_plan: RankPlan, device: torch.device, *, ask: bool = True) -> None:
         """Starts to move compression state inside this node, for a bucket whose parameters travel in a new layout.
 
         Runs in the order of the launches, before whatever is started next; changes the compressor's state in place.
 
         Args:
             layout: Which parameter lies where in the bucket.
-            route: The bucket's: says which runs of elements this rank compresses.
+            rank_plan: The bucket's: says which runs of elements this rank compresses.
             device: Where the bucket is.
             ask: See `migration.migrate`.
         """
-        if self._programs.compresses and route.shares_ownership:
-            self._start_migration(self._programs.migrate(layout, route.compressed_shards(), device, ask))
+        if self._programs.compresses and rank_plan.shares_ownership:
+            self._start_migration(self._programs.migrate(layout, rank_plan.compressed_shards(), device, ask))
 
     @abstractmethod
     def _start_migration(self, walk: Iterator[Hop]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
-from gradwire.comms.plan.routes import Chunk, Route
+from gradwire.comms.plan.rank_plans import Chunk, RankPlan
 from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
 from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch, WaitingLaunch, finish, pack
 from gradwire.comms.run.ledger import FirstFailure, Ledger
@@ -75,18 +75,18 @@ class LaneExecutor(Executor):
         self._lock = threading.Lock()
 
     def start(
-        self, launch: Launch, route: Route, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
+        self, launch: Launch, rank_plan: RankPlan, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
     ) -> None:
         """See `Executor.start`."""
         now = self.ledger.clock.now()
         run = RunningLaunch(
-            launch, pack(launch), route, scale, flush, len(route.chunks), self.launches, now, after=after
+            launch, pack(launch), rank_plan, scale, flush, len(rank_plan.chunks), self.launches, now, after=after
         )
         self.launches += 1
-        walks = [self.walk(run, chunk) for chunk in route.chunks]
+        walks = [self.walk(run, chunk) for chunk in rank_plan.chunks]
         stays = launch.alone and len(walks) == 1
         for walk in walks:
-            self._submit(_ChunkJob(walk, ((0, 0),) if stays else route.lanes, run=run, stays=stays))
+            self._submit(_ChunkJob(walk, ((0, 0),) if stays else rank_plan.lanes, run=run, stays=stays))
 
     def _start_steps(self, run: RunningLaunch, name: str, walk: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
         run.began = self.ledger.clock.now()
@@ -234,7 +234,7 @@ class LaneExecutor(Executor):
         """The phase that a job is in, in words."""
         if job.run is None or job.name:
             return job.name
-        phases = job.run.route.plan.phases
+        phases = job.run.rank_plan.plan.phases
         if not phases:
             return "nothing"
         # After an asynchronous phase a job waits for it in the lane of the next one.
@@ -244,7 +244,7 @@ class LaneExecutor(Executor):
 
     def _fail(self, job: _ChunkJob, lane: Lane, error: BaseException) -> None:
         """Ends a job that has failed, and with the first one everything that comes after it."""
-        phases = job.run.route.plan.phases if job.run is not None else ()
+        phases = job.run.rank_plan.plan.phases if job.run is not None else ()
         phase = phases[min(lane[0], len(phases) - 1)] if phases else None
         where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
         self._give_up(job, self.failures.declare(where, self._programs.node, error))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.plan.plan import Plan
-from gradwire.comms.plan.routes import Route
+from gradwire.comms.plan.rank_plans import RankPlan
 from gradwire.comms.streams import Mark
 from gradwire.compressors.base import Layout
 
@@ -25,8 +25,8 @@ _PENDING = threading.RLock()
 """Held while a bucket's count of launches changes: its pieces may end in different lanes, and garbage that is collected
 meanwhile may end another's."""
 
-NO_ROUTE = Route(Plan("none", (), 1, 0, 0.0, {}, ""), (), (), 0, False)
-"""The route of what follows no plan."""
+NO_PLAN = RankPlan(Plan("none", (), 1, 0, 0.0, {}, ""), (), (), 0, False)
+"""The rank plan of what follows no plan."""
 
 
 def unwrap(done: Open) -> Tensor:
@@ -206,7 +206,7 @@ class RunningLaunch:
     Attributes:
         launch: What is under way.
         flat: What travels, in one piece.
-        route: Its plan, and this rank's part in it.
+        rank_plan: Its plan, and this rank's part in it.
         scale: Factor on every rank's contribution.
         flush: Travel dense, with what the compressor holds back added.
         pending: Chunks that have not ended.
@@ -219,7 +219,7 @@ class RunningLaunch:
 
     launch: Launch
     flat: Tensor
-    route: Route
+    rank_plan: RankPlan
     scale: float
     flush: bool
     pending: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
-from gradwire.comms.plan.routes import PhasePart
+from gradwire.comms.plan.rank_plans import PhasePart
 from gradwire.comms.run.launches import EndedLaunch, RunningLaunch
 from gradwire.comms.streams import Clock, Mark
 from gradwire.comms.transport.groups import Groups
@@ -143,7 +143,7 @@ class Ledger:
             self.recorder.note_transfer(run, now)
         if self.ended is not None and run.launch.counted:
             assert isinstance(run.began, float) and isinstance(now, float)  # by the host's clock
-            self.ended.append(EndedLaunch(run.route.plan, run.began, now))
+            self.ended.append(EndedLaunch(run.rank_plan.plan, run.began, now))
 
     def totals(self) -> tuple[PhaseTotals, ...]:
         """What has travelled so far, in the order of the phases. On CUDA waits for what was issued."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Transfer
-from gradwire.comms.plan.routes import Chunk, PhasePart
+from gradwire.comms.plan.rank_plans import Chunk, PhasePart
 from gradwire.comms.plan.schedule import has_owners_by_links
 from gradwire.comms.run.launches import RunningLaunch
 from gradwire.comms.run.ledger import Ledger

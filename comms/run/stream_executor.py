@@ -15,7 +15,7 @@ from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.plan import Transfer
-from gradwire.comms.plan.routes import PhasePart, Route
+from gradwire.comms.plan.rank_plans import PhasePart, RankPlan
 from gradwire.comms.run.executor import Executor
 from gradwire.comms.run.launches import Bucket, Launch, Open, RunningLaunch, WaitingLaunch, finish, pack
 from gradwire.comms.run.ledger import FirstFailure, Ledger
@@ -107,7 +107,7 @@ class StreamExecutor(Executor):
         self._extremes: list[Tensor] = []
 
     def start(
-        self, launch: Launch, route: Route, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
+        self, launch: Launch, rank_plan: RankPlan, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
     ) -> None:
         """See `Executor.start`. Issues it behind what is on the current stream now; the host waits for nothing.
 
@@ -124,14 +124,16 @@ class StreamExecutor(Executor):
         self.launches += 1
         self.carried.append(launch.buckets[0].index)
         try:
-            if route.direct and not ledger.timing and after == 1.0 and self._issue_alone(launch, route, scale):
+            if rank_plan.direct and not ledger.timing and after == 1.0 and self._issue_alone(launch, rank_plan, scale):
                 return
-            numbers = range(self._issued, self._issued + len(route.chunks))
+            numbers = range(self._issued, self._issued + len(rank_plan.chunks))
             self._issued += len(numbers)
             last = numbers[-1] if numbers else self._issued
             streams.begin((*numbers, last), launch.parts)
             with streams.of(last):
-                run = RunningLaunch(launch, pack(launch), route, scale, flush, len(route.chunks), self.launches - 1)
+                run = RunningLaunch(
+                    launch, pack(launch), rank_plan, scale, flush, len(rank_plan.chunks), self.launches - 1
+                )
                 run.after = after
                 if ledger.recorder is not None:
                     run.began = ledger.now()
@@ -142,10 +144,10 @@ class StreamExecutor(Executor):
                 packed = streams.mark(last)
                 for number in numbers[:-1][:STREAMS]:
                     streams.wait(number, (packed,))
-            for number, chunk in zip(numbers, route.chunks, strict=True):
+            for number, chunk in zip(numbers, rank_plan.chunks, strict=True):
                 walk = self.walk(run, chunk)
                 with streams.of(number):
-                    _advance(walk, route.turn)
+                    _advance(walk, rank_plan.turn)
                 before, self._held = self._held, _HeldChunk(run, walk, number)
                 if before is not None:
                     self._issue_rest(before)
@@ -154,19 +156,19 @@ class StreamExecutor(Executor):
                     self._end(run)
             elif not hold:
                 self.release()
-            elif route.turn == len(route.plan.phases):
+            elif rank_plan.turn == len(rank_plan.plan.phases):
                 held, self._held = self._held, None
                 if held is not None:
                     self._issue_rest(held)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             self._give_up_now(error)
 
-    def _issue_alone(self, launch: Launch, route: Route, scale: float) -> bool:
+    def _issue_alone(self, launch: Launch, rank_plan: RankPlan, scale: float) -> bool:
         """Issues one all-reduce of a whole bucket as torch's own hook does; False where it travels otherwise.
 
         Nothing is gained here, so nothing may be lost: no stream, no event and no future but the collective's own.
         """
-        (bucket, *others), (chunk,) = launch.buckets, route.chunks
+        (bucket, *others), (chunk,) = launch.buckets, rank_plan.chunks
         if others or bucket.future is not None or launch.parts[0] is not bucket.flat:
             return False
         (part,) = chunk.parts
@@ -182,7 +184,7 @@ class StreamExecutor(Executor):
         """Issues a chunk's way down, and ends its launch behind all of its chunks."""
         run = held.run
         with self._streams.of(held.number):
-            _advance(held.walk, len(run.route.plan.phases) + 1)
+            _advance(held.walk, len(run.rank_plan.plan.phases) + 1)
             run.pending -= 1
             if run.pending:
                 run.ends.append(self._streams.mark(held.number))

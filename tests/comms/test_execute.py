@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
-from gradwire.comms.plan.routes import Chunk, PhasePart, Route
+from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
 from gradwire.comms.run.lane_executor import LaneExecutor, _ChunkJob
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch, Pool, finish
 from gradwire.comms.transport.torch_group import Done
@@ -100,7 +100,7 @@ class Rig:
 
     def start(self, launch: Launch, chunks: int = 1) -> None:
         numel = sum(part.numel() for part in launch.parts)
-        self.executor.start(launch, route(numel, chunks), 1.0, False)
+        self.executor.start(launch, rank_plan(numel, chunks), 1.0, False)
 
     def all_reduce(self, flat: Tensor, chunks: int = 1) -> FutureTensor:
         bucket = Bucket.of(flat)
@@ -108,7 +108,7 @@ class Rig:
         return bucket.result()
 
 
-def route(numel: int, chunks: int) -> Route:
+def rank_plan(numel: int, chunks: int) -> RankPlan:
     """Two phases, both asynchronous."""
     phase = Phase(ALL_REDUCE, 0, asynchronous=True)
     cuts = [numel * number // chunks for number in range(chunks + 1)]
@@ -116,7 +116,7 @@ def route(numel: int, chunks: int) -> Route:
         PhasePart(phase, ((Transfer(ALL_REDUCE, 0, (0,), start, stop, ()),),), (), (), True, 1, stop - start, 0.0)
         for start, stop in pairwise(cuts)
     ]
-    return Route(
+    return RankPlan(
         Plan("flat", (phase, phase), chunks, 4 * numel, 0.0, {}, ""),
         tuple(Chunk(start, stop, (part, part)) for (start, stop), part in zip(pairwise(cuts), parts, strict=True)),
         ((0, 0), (1, 0), (2, 0)),

@@ -14,7 +14,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan, Transfer
-from gradwire.comms.plan.routes import Chunk, PhasePart, Route
+from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
 from gradwire.comms.run import programs
 from gradwire.comms.run.executor import Executor
 from gradwire.comms.run.lane_executor import LaneExecutor
@@ -81,8 +81,8 @@ def run_of(
     chunk = Chunk(0, flat.numel(), (part,))
     plan = Plan("flat", (phase,), 1, flat.nbytes, 0.0, {}, "")
     launch = Launch((flat,), None, (Bucket.of(flat),))
-    route = Route(plan, (chunk,), ((0, 0), (1, 0)), turn=1, direct=False)
-    return RunningLaunch(launch, flat, route, 1 / SIZE, flush, 1), chunk
+    rank_plan = RankPlan(plan, (chunk,), ((0, 0), (1, 0)), turn=1, direct=False)
+    return RunningLaunch(launch, flat, rank_plan, 1 / SIZE, flush, 1), chunk
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def average(compressor: Compressor, flat: Tensor, flush: bool) -> None:
 def test_a_compressed_bucket_survives_to_the_end(
     name: str, flush: bool, full_memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever memory ends, also after some collectives: all routes of a bucket or none."""
+    """Wherever memory ends, also after some collectives: all compressors of a bucket or none."""
     gradient = randn(LAYOUT.numel)
 
     def run(flat: Tensor, memory: AbstractContextManager[object]) -> bool:

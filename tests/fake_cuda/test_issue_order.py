@@ -15,7 +15,7 @@ from gradwire.comms.bootstrap.compat import BackendWork, HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
-from gradwire.comms.plan.routes import Chunk, Route
+from gradwire.comms.plan.rank_plans import Chunk, RankPlan
 from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch
 from gradwire.comms.run.stream_executor import StreamExecutor
 from gradwire.comms.streams import STREAMS, HostClock, IssuedWork, SideStreams
@@ -53,7 +53,7 @@ class Issuing(StreamExecutor):
         self.issued: list[tuple[str, int, int]] = []
 
     def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
-        for index in range(len(run.route.plan.phases)):
+        for index in range(len(run.rank_plan.plan.phases)):
             self.issued.append((str(run.launch.layout), chunk.start, index))
             if index == 1:
                 yield from (Hop((index, number), []) for number in range(1, self.rounds + 1))
@@ -64,8 +64,8 @@ class Issuing(StreamExecutor):
         bucket = Bucket.of(torch.zeros(4))
         turn = sum(phase.op != ALL_GATHER for phase in phases)
         cut = tuple(Chunk(number, number + 1, ()) for number in range(chunks))
-        route = Route(Plan("", phases, chunks, 16, 0.0, {}, ""), cut, ((0, 0),), turn, direct=False)
-        self.start(Launch((flat,), name, (bucket,)), route, 1.0, False, hold=hold)  # type: ignore[arg-type]
+        rank_plan = RankPlan(Plan("", phases, chunks, 16, 0.0, {}, ""), cut, ((0, 0),), turn, direct=False)
+        self.start(Launch((flat,), name, (bucket,)), rank_plan, 1.0, False, hold=hold)  # type: ignore[arg-type]
         return bucket
 
 

@@ -66,7 +66,7 @@ def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, 
         Config.from_env(plan=plan, timeout=TIMEOUT, **fusion),
         name=name,
     )
-    communicator.routes.choose(plan, chunks, "Under test.")
+    communicator.rank_plans.choose(plan, chunks, "Under test.")
     flat = torch.zeros(SUM_NUMEL)
 
     def step(_: int) -> None:

@@ -12,7 +12,7 @@ from gradwire.comms.backend.planned import PlannedAllReduce
 from gradwire.comms.bootstrap.compat import GroupOptions, HashStore
 from gradwire.comms.config import Config
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
-from gradwire.comms.plan.routes import Routes
+from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.topology.cluster import Cluster, Link
 from gradwire.topology.presets import dgx_a100, dgx_h100
 from support.simulate import two_level_cluster
@@ -28,8 +28,8 @@ class FakeCommunicator:
 
     def __init__(self, store: object, rank: int, size: int, device: torch.device, config: Config, **_: object) -> None:
         FakeCommunicator.made.append(device.type)
-        self.routes = Routes(FakeCommunicator.clusters[device.type], rank, device.type, config, None)
-        self.cluster = self.routes.cluster
+        self.rank_plans = RankPlans(FakeCommunicator.clusters[device.type], rank, device.type, config, None)
+        self.cluster = self.rank_plans.cluster
 
 
 def sums(monkeypatch: pytest.MonkeyPatch, gpus: Cluster, config: Config | None = None) -> PlannedAllReduce:

@@ -27,7 +27,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.elastic.membership import EvictedError, Membership, View
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.observe.stall import StallWatch
-from gradwire.comms.plan.routes import Routes
+from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.run.lane_executor import LaneExecutor
 from gradwire.comms.transport.groups import Groups
 from gradwire.comms.transport.shm import ShmGroup
@@ -175,7 +175,7 @@ def runs(pid: int) -> bool:
 
 def alive() -> Counter[str]:
     """How many there are of what an epoch has of its own."""
-    kinds = (Communicator, LaneExecutor, Groups, ShmGroup, GlooTransport, Routes, Observer, StallWatch, LivenessRing)
+    kinds = (Communicator, LaneExecutor, Groups, ShmGroup, GlooTransport, RankPlans, Observer, StallWatch, LivenessRing)
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
 
 

@@ -33,21 +33,21 @@ def test_plans_are_priced_by_what_was_seen_and_stay_as_they_are(
             watched = FirstSteps(communicator, Agreement(store, rank, 4, "steps", timeout))
             assert watched.is_over == (learns is None)
             key = (numel, torch.float32, None)
-            before = communicator.routes[key]
+            before = communicator.rank_plans[key]
             for steps in range(FIRST_WATCHED + STEPS_WATCHED + 1):
                 watched.step_began(steps)
                 assert communicator.all_reduce(torch.ones(numel)).wait().eq(4).all()
-            after = communicator.routes[key]
+            after = communicator.rank_plans[key]
             assert after.chunks == before.chunks and after.plan.phases == before.plan.phases
             assert communicator.executor.ledger.ended is None and watched.is_over
             words = after.plan.describe(communicator.cluster.level_names)
             assert ("ms and to send" in words) == (learns is True or (rate is not None and not after.plan.assumed))
-            assert ("(transfers)" in communicator.routes.links.describe()) == bool(learns)
+            assert ("(transfers)" in communicator.rank_plans.links.describe()) == bool(learns)
             if not learns:
-                assert after.plan == before.plan and communicator.routes.links.priced == communicator.cluster
+                assert after.plan == before.plan and communicator.rank_plans.links.priced == communicator.cluster
             # The bucket of another size, which comes later, is priced by it too.
-            assert (communicator.routes[numel // 2, torch.float32, None].plan.assumed == "") == bool(learns)
-            return after.plan.seconds, communicator.routes.links.priced.levels
+            assert (communicator.rank_plans[numel // 2, torch.float32, None].plan.assumed == "") == bool(learns)
+            return after.plan.seconds, communicator.rank_plans.links.priced.levels
         finally:
             communicator.close()
 

@@ -87,7 +87,7 @@ def results_of(nodes: str, rates: list[float] | None, **options: Any) -> tuple[l
         try:
             if rates is not None:
                 levels = with_node_rates(communicator.cluster, rates).levels
-                communicator.routes.learned(levels, at_start=True)
+                communicator.rank_plans.learned(levels, at_start=True)
             for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
                 flat = torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
                 flat = flat if compressor is None else flat.float()
@@ -111,7 +111,7 @@ def test_a_plan_for_an_assumed_rate_says_why_the_measured_one_beside_it_does_not
         try:
             levels = with_node_rates(communicator.cluster, [1e6, 1e6]).levels
             outer = replace(levels[1], link=replace(levels[1].link, presumed=False))
-            communicator.routes.learned((levels[0], outer), at_start=True)
+            communicator.rank_plans.learned((levels[0], outer), at_start=True)
             communicator.all_reduce(torch.ones(5000)).wait()
             return str(communicator.report())
         finally:
@@ -182,9 +182,9 @@ def test_its_bytes_follow_the_links(
         communicator = make(store, nodes, rank)
         try:
             assert quick_probe(communicator)
-            level = communicator.routes.links.priced.levels[1]
+            level = communicator.rank_plans.links.priced.levels[1]
             assert not level.link.presumed and communicator.cluster.levels[1].link.presumed
-            assert "(probed)" in communicator.routes.links.describe()
+            assert "(probed)" in communicator.rank_plans.links.describe()
             assert communicator.all_reduce(torch.ones(1000)).wait().eq(len(nodes)).all()
             return level.unit_rates, level.link.bytes_per_second, level.link.alpha_seconds
         finally:
@@ -228,7 +228,7 @@ def test_shares_stay_equal_where_gloos_sums_are_not_those_that_are_known(
     def run(rank: int) -> tuple[bool, tuple[float, ...]]:
         communicator = make(store, "abc", rank)
         try:
-            return quick_probe(communicator), communicator.routes.links.priced.levels[1].unit_rates
+            return quick_probe(communicator), communicator.rank_plans.links.priced.levels[1].unit_rates
         finally:
             communicator.close()
 
@@ -298,10 +298,12 @@ def test_sums_in_the_order_of_rings_are_those_of_a_plan() -> None:
     def run(rank: int) -> None:
         communicator = make(store, "abc", rank)
         try:
-            communicator.routes.learned(with_node_rates(communicator.cluster, [4e6, 1e6, 4e6]).levels, at_start=True)
-            plan = communicator.routes[1 << 20, torch.float32, None].plan
+            communicator.rank_plans.learned(
+                with_node_rates(communicator.cluster, [4e6, 1e6, 4e6]).levels, at_start=True
+            )
+            plan = communicator.rank_plans[1 << 20, torch.float32, None].plan
             with pytest.raises(ValueError, match="`base` is None"):
-                communicator.routes.along(1 << 20, plan)
+                communicator.rank_plans.along(1 << 20, plan)
         finally:
             communicator.close()
 
@@ -327,7 +329,7 @@ def test_nothing_is_measured_where_links_are_known_or_none_are_between_nodes() -
         ) -> tuple[bool, str]:
             communicator = make(PrefixStore(str(number), store), nodes, rank, **options)
             try:
-                return quick_probe(communicator), communicator.routes.links.describe()
+                return quick_probe(communicator), communicator.rank_plans.links.describe()
             finally:
                 communicator.close()
 
@@ -342,16 +344,16 @@ def test_first_steps_keep_the_proportions_that_were_seen() -> None:
         try:
             rated = with_node_rates(communicator.cluster, seen).levels
             levels = tuple(replace(level, link=replace(level.link, presumed=False)) for level in rated)
-            communicator.routes.learned(levels, at_start=True)
+            communicator.rank_plans.learned(levels, at_start=True)
             watched = FirstSteps(communicator, Agreement(store, rank, 3, "steps", TIMEOUT))
-            plan = communicator.routes[1 << 20, torch.float32, None].plan
+            plan = communicator.rank_plans[1 << 20, torch.float32, None].plan
             for steps in range(FIRST_WATCHED + STEPS_WATCHED + 1):
                 watched.step_began(steps)
                 assert communicator.all_reduce(torch.ones(1 << 20)).wait().eq(3).all()
-            after = communicator.routes[1 << 20, torch.float32, None].plan
+            after = communicator.rank_plans[1 << 20, torch.float32, None].plan
             assert after.phases == plan.phases and after.chunks == plan.chunks and after.seconds != plan.seconds
-            assert "(transfers)" in communicator.routes.links.describe()
-            return communicator.routes.links.priced.levels[1].unit_rates
+            assert "(transfers)" in communicator.rank_plans.links.describe()
+            return communicator.rank_plans.links.priced.levels[1].unit_rates
         finally:
             communicator.close()
 

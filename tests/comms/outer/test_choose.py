@@ -198,7 +198,7 @@ def use_a_link_that_was_looked_at(rank: int) -> tuple[int, str]:
         inside, between = communicator.cluster.levels
         looked.append(between.link.bytes_per_second)
         link = replace(between.link, bytes_per_second=200.0, presumed=False)
-        communicator.routes.learned([inside, replace(between, link=link)], at_start=True)
+        communicator.rank_plans.learned([inside, replace(between, link=link)], at_start=True)
         return True
 
     quick_probe.quick_probe = look

@@ -122,9 +122,9 @@ def test_a_broadcast_crosses_each_card_once(places: list[int], numel: int, chunk
 def test_equal_nodes_exchange_over_rails_and_a_route_leaves_others_out() -> None:
     cluster = cluster_of([0, 0, 1, 1, 2, 2])
     assert correspondents(cluster) == ((0, 2, 4), (1, 3, 5))
-    route = plan_collective(cluster, ALL_GATHER, 1000, 4, chunks=2).route(3)
-    assert route.lanes == ((0, 0), (1, 0)) and len(route.chunks) == 2
-    between, inside = route.chunks[0].parts
+    rank_plan = plan_collective(cluster, ALL_GATHER, 1000, 4, chunks=2).rank_plan(3)
+    assert rank_plan.lanes == ((0, 0), (1, 0)) and len(rank_plan.chunks) == 2
+    between, inside = rank_plan.chunks[0].parts
     assert [transfer.members for transfer in between.steps[0]] == [(1, 3, 5)]
     assert all(transfer.members == (2, 3) and sole_owner(transfer.bounds) is not None for transfer in inside.steps[0])
 

@@ -14,7 +14,7 @@ from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.comms.plan.nccl_model import nccl_model
 from gradwire.comms.plan.plan import NVLS, NVLS_TREE, RING, TREE, Plan
 from gradwire.comms.plan.planner import HIERARCHY_HOST_SECONDS, NCCL_MINIMUM_GAIN, candidates, plan_all_reduce
-from gradwire.comms.plan.routes import Routes
+from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.compressors import registry
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
 from gradwire.topology.fabric import NETWORK_SECONDS, sender_nics
@@ -173,37 +173,37 @@ def unknown_card(cluster: Cluster) -> Cluster:
 
 def test_an_unknown_card_is_flat_until_it_is_measured() -> None:
     cluster = unknown_card(cluster_of("dgx_a100", 4))
-    routes = Routes(cluster, 0, "cuda", Config(), None)
+    rank_plans = RankPlans(cluster, 0, "cuda", Config(), None)
     for nbytes in SIZES:
         plan = plan_all_reduce(cluster, nbytes, library="nccl")
         assert plan.name == "flat" and plan.chunks == 1
         assert "between the nodes" in plan.why and "`probe=True`" in plan.why and "`nic_bytes_per_second`" in plan.why
     measured = tuple(replace(level, link=replace(level.link, presumed=False)) for level in cluster.levels)
-    routes.measured(measured)
-    assert plan_all_reduce(routes.cluster, 25 << 20, library="nccl").name == "hierarchical"
+    rank_plans.measured(measured)
+    assert plan_all_reduce(rank_plans.cluster, 25 << 20, library="nccl").name == "hierarchical"
     assert plan_all_reduce(cluster, 25 << 20, name="hierarchical", library="nccl").name == "hierarchical"
     assert plan_all_reduce(cluster, 25 << 20, library="gloo").name == "hierarchical", "a CPU's plans stay as they are"
 
 
 def test_a_measurement_takes_the_place_of_nccls_figures() -> None:
-    routes = Routes(cluster_of("dgx_a100", 4, 25), 0, "cuda", Config(), None)
-    assert routes.cluster.fabric is not None and "(topology)" in routes.links.describe()
-    routes.measured(routes.cluster.levels)
-    assert routes.cluster.fabric is None and "(probed)" in routes.links.describe()
+    rank_plans = RankPlans(cluster_of("dgx_a100", 4, 25), 0, "cuda", Config(), None)
+    assert rank_plans.cluster.fabric is not None and "(topology)" in rank_plans.links.describe()
+    rank_plans.measured(rank_plans.cluster.levels)
+    assert rank_plans.cluster.fabric is None and "(probed)" in rank_plans.links.describe()
 
 
 @pytest.mark.parametrize(("name", "inside"), [("pcie_box", True), ("dgx_a100", False), ("dgx_h100", False)])
 def test_inside_one_node_of_gpus_compression_is_for_slow_links(name: str, inside: bool) -> None:
     cluster, layout = cluster_of(name, 1), square_layout(25 << 20)
     compressor = registry.make("int8")
-    routes = Routes(cluster, 0, "cuda", Config(compressor="int8"), compressor)
-    plan = routes.chooser.plan(25 << 20, layout)
+    rank_plans = RankPlans(cluster, 0, "cuda", Config(compressor="int8"), compressor)
+    plan = rank_plans.chooser.plan(25 << 20, layout)
     assert any(phase.compressor for phase in plan.phases) == inside
     if inside:
         exact = min(nccl_model(cluster).flat(25 << 20).values())
         assert exact / plan.seconds >= COMPRESS_INSIDE_GAIN
         presumed = tuple(replace(level, link=replace(level.link, presumed=True)) for level in cluster.levels)
-        unknown = Routes(replace(cluster, levels=presumed, fabric=None), 0, "cuda", Config(), compressor)
+        unknown = RankPlans(replace(cluster, levels=presumed, fabric=None), 0, "cuda", Config(), compressor)
         assert not any(phase.compressor for phase in unknown.chooser.plan(25 << 20, layout).phases)
 
 

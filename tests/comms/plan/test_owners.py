@@ -229,7 +229,7 @@ def test_nothing_held_back_is_lost_where_the_shares_change() -> None:
             for step in range(6):
                 if step == 3:
                     changed = with_node_rates(communicator.cluster, faster[1])
-                    communicator.routes.measured(changed.levels)
+                    communicator.rank_plans.measured(changed.levels)
                 flat = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
                 given += flat
                 taken += communicator.all_reduce(flat, layout=layout, flush=step == 5).wait()

@@ -21,7 +21,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
 from gradwire.comms.plan.planner import plan_all_reduce
-from gradwire.comms.plan.routes import Routes
+from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.run.lane_executor import LaneExecutor
 from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.comms.transport.torch_group import Done
@@ -126,14 +126,14 @@ def run(cluster: Cluster, plan: Plan, inputs: list[Tensor], fixed_order: bool) -
         flat = inputs[rank]
         groups = RecordedGroups(meetings, rank, flat)
         config = Config(fusion=25.0 if fixed_order else 0.0)
-        route = Routes(cluster, rank, "cpu", config, None).along(flat.numel(), plan)
+        rank_plan = RankPlans(cluster, rank, "cpu", config, None).along(flat.numel(), plan)
         board = FailureBoard(store, rank, cluster.size)
         executor = LaneExecutor("test", groups, rank, cluster, None, board)  # type: ignore[arg-type]
         bucket = Bucket.of(flat)
-        executor.start(Launch((flat,), None, (bucket,)), route, 1.0, flush=False)
+        executor.start(Launch((flat,), None, (bucket,)), rank_plan, 1.0, flush=False)
         bucket.result().wait()
         executor.close()
-        return route.plan, groups
+        return rank_plan.plan, groups
 
     results = run_ranks(cluster.size, body)
     return results[0][0], [groups for _, groups in results]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
-from gradwire.comms.plan.routes import Chunk, PhasePart, Route
+from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
 from gradwire.comms.run.lane_executor import LaneExecutor
 from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.comms.transport.torch_group import Done
@@ -72,13 +72,13 @@ def test_reported_bytes_are_those_that_were_sent(name: str, shares: tuple[int, .
     def body(rank: int) -> tuple[float, int]:
         transfer = Transfer(ALL_REDUCE, 1, tuple(range(SIZE)), 0, NUMEL, ())
         part = PhasePart(phase, ((transfer,),), (LAYOUT,), (shares,), True, 1, NUMEL, 0.0)
-        route = Route(plan, (Chunk(0, NUMEL, (part,)),), ((0, 0),), turn=1, direct=False)
+        rank_plan = RankPlan(plan, (Chunk(0, NUMEL, (part,)),), ((0, 0),), turn=1, direct=False)
         counting = Counting(groups[rank])
         transports: Any = Transports(counting)
         board: Any = SimpleNamespace(rank=rank)
         executor = LaneExecutor("test", transports, rank, CLUSTER, make(name), board)
         bucket = Bucket.of(torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)), LAYOUT)
-        executor.start(Launch((bucket.flat,), LAYOUT, (bucket,)), route, 1 / SIZE, flush=False)
+        executor.start(Launch((bucket.flat,), LAYOUT, (bucket,)), rank_plan, 1 / SIZE, flush=False)
         bucket.result().wait()
         executor.close()
         (row,) = executor.ledger.totals()

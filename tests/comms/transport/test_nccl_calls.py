@@ -20,7 +20,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
-from gradwire.comms.plan.routes import Routes
+from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.plan.schedule import ALIGN_NUMEL, equal_partition
 from gradwire.comms.run.programs import issue_together
 from gradwire.comms.transport import launch_order, nccl
@@ -522,13 +522,13 @@ def test_what_buckets_need_is_connected_before_the_first(
     store = HashStore()
 
     def body(rank: int) -> None:
-        routes = Routes(cluster, rank, "cuda", config, made)
-        routes.settle(25 << 20)
+        rank_plans = RankPlans(cluster, rank, "cuda", config, made)
+        rank_plans.settle(25 << 20)
         groups = groups_of(rank, cluster, store)
-        groups.connect(routes.groups(25 << 20))
+        groups.connect(rank_plans.groups(25 << 20))
         before = set(groups)
         for numel in (1, 100, 5000, 3_000_001):
-            for chunk in routes[numel, torch.float32, None].chunks:
+            for chunk in rank_plans[numel, torch.float32, None].chunks:
                 for part in chunk.parts:
                     for transfer in (each for step in part.steps for each in step):
                         assert ((0, 0), transfer.members) in before, "made inside backward"
@@ -640,8 +640,8 @@ def test_on_cuda_exact_regions_are_equal_slices_and_aligned(layout: str) -> None
     even = len({len(node) for node in cluster.nodes}) == 1
     for numel in (1, 15, 16, 1000, 12_345, 6_553_600):
         for rank in range(cluster.size):
-            routes = Routes(cluster, rank, "cuda", Config(plan="hierarchical", chunks=3), None)
-            for chunk in routes[numel, torch.float16, None].chunks:
+            rank_plans = RankPlans(cluster, rank, "cuda", Config(plan="hierarchical", chunks=3), None)
+            for chunk in rank_plans[numel, torch.float16, None].chunks:
                 for part in chunk.parts:
                     for transfer in part.steps[0]:
                         assert transfer.start % ALIGN_NUMEL == 0

@@ -18,7 +18,7 @@ from gradwire.comms.communicator import _connections
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
 from gradwire.comms.links.distance import FIRST_WINDOW_NBYTES, connections_for
-from gradwire.comms.plan.routes import Routes
+from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.transport import streams, torch_group
 from gradwire.comms.transport.streams import (
     HEADER,
@@ -259,12 +259,12 @@ def test_their_number_goes_by_the_rate_that_was_seen() -> None:
     """A look at the links changes what is predicted and not what plans are chosen by; connections change no bit."""
     unseen = Link(1e-4, 1.25e9, presumed=True)
     cluster = Cluster(((0,), (1,)), (Level(LEVEL_NAMES[0], unseen), Level(LEVEL_NAMES[1], unseen)))
-    routes = Routes(cluster, 0, "cpu", Config(), None)
-    choose = _connections(Config(), routes)
+    rank_plans = RankPlans(cluster, 0, "cpu", Config(), None)
+    choose = _connections(Config(), rank_plans)
     assert choose is not None
     assert choose(0.02) == connections_for(0.02, UNSEEN_RATE)
     seen = replace(unseen, bytes_per_second=14e6, presumed=False)
-    routes.learned((cluster.levels[0], Level(LEVEL_NAMES[1], seen)), at_start=True)
+    rank_plans.learned((cluster.levels[0], Level(LEVEL_NAMES[1], seen)), at_start=True)
     assert choose(0.02) == connections_for(0.02, 14e6) < connections_for(0.02, UNSEEN_RATE)
 
 

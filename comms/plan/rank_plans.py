@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire")
 
-RouteKey = tuple[int, torch.dtype, Layout | None]
+BucketKey = tuple[int, torch.dtype, Layout | None]
 """What tells buckets apart: elements, dtype, and which parameter lies where if it may be compressed."""
 
 
@@ -83,7 +83,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RankPlan:
     """A plan cut to one size of bucket, for one rank.
 
     Attributes:
@@ -116,8 +116,8 @@ class Route:
         return not any(phase.whole for phase in self.plan.phases if phase.compressor)
 
 
-class Routes(dict[RouteKey, Route]):
-    """The routes of one communicator's buckets, planned when they are first asked for.
+class RankPlans(dict[BucketKey, RankPlan]):
+    """The plans of one communicator's buckets for this rank, planned when they are first asked for.
 
     All ranks ask for the same ones, and change them at the same point.
 
@@ -146,7 +146,7 @@ class Routes(dict[RouteKey, Route]):
         self._device_type = device_type
         self._fixed_order = config.fuses
         self._compressor = compressor
-        self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
+        self._unlisted: dict[tuple[int, torch.dtype], RankPlan] = {}
 
     @property
     def cluster(self) -> Cluster:
@@ -158,28 +158,28 @@ class Routes(dict[RouteKey, Route]):
         """`nccl` on GPUs, else `gloo`."""
         return self.chooser.library
 
-    def __missing__(self, key: RouteKey) -> Route:
+    def __missing__(self, key: BucketKey) -> RankPlan:
         numel, dtype, layout = key
         base = self.chooser.plan(numel * dtype.itemsize, layout)
         plan = self.chooser.with_owners(base, layout) or base
         plan = self.chooser.repriced(plan, layout) if self.links.learned else plan
-        self[key] = route = self.along(numel, plan, layout, base)
-        log.info("%d elements of %s: %s", numel, dtype, route.plan.describe(self.cluster.level_names))
-        return route
+        self[key] = rank_plan = self.along(numel, plan, layout, base)
+        log.info("%d elements of %s: %s", numel, dtype, rank_plan.plan.describe(self.cluster.level_names))
+        return rank_plan
 
-    def unlisted(self, numel: int, dtype: torch.dtype) -> Route:
-        """The exact route of what the ranks tell each other about themselves: reports do not list it."""
+    def unlisted(self, numel: int, dtype: torch.dtype) -> RankPlan:
+        """The exact plan of what the ranks tell each other about themselves: reports do not list it."""
         if (numel, dtype) not in self._unlisted:
             self._unlisted[numel, dtype] = self.along(numel, self.chooser.plan(numel * dtype.itemsize, None))
         return self._unlisted[numel, dtype]
 
     def clear(self) -> None:
-        """Forgets all routes."""
+        """Forgets all plans."""
         super().clear()
         self._unlisted.clear()
 
-    def along(self, numel: int, plan: Plan, layout: Layout | None = None, base: Plan | None = None) -> Route:
-        """The route of a bucket along any plan, whatever the planner thinks of it.
+    def along(self, numel: int, plan: Plan, layout: Layout | None = None, base: Plan | None = None) -> RankPlan:
+        """This rank's part of a bucket along any plan, whatever the planner thinks of it.
 
         Args:
             numel: Elements of the bucket.
@@ -231,7 +231,7 @@ class Routes(dict[RouteKey, Route]):
         hops = [(number + 1, 0) for number, phase in enumerate(plan.phases) if phase.asynchronous]
         turn = max((number for number, phase in enumerate(plan.phases, 1) if phase.op != ALL_GATHER), default=0)
         direct = len(chunks) == len(plan.phases) == 1 and plan.phases[0].whole and not plan.phases[0].compressor
-        return Route(plan, chunks, ((0, 0), *hops), turn, direct)
+        return RankPlan(plan, chunks, ((0, 0), *hops), turn, direct)
 
     def _rings(self, numel: int, base: Plan, layout: Layout | None) -> list[tuple[int, int]]:
         """The runs of a bucket that a plan with equal shares has one ring each sum, ascending."""
@@ -327,13 +327,13 @@ class Routes(dict[RouteKey, Route]):
         log.info("%s", self.links.describe())
 
     def _reprice(self) -> None:
-        for key, route in self.items():
-            plan = self.chooser.repriced(route.plan, key[2])
-            self[key] = replace(route, plan=plan)
+        for key, rank_plan in self.items():
+            plan = self.chooser.repriced(rank_plan.plan, key[2])
+            self[key] = replace(rank_plan, plan=plan)
 
     def plans(self) -> list[Plan]:
         """The plans in use."""
-        return [route.plan for route in self.values()]
+        return [rank_plan.plan for rank_plan in self.values()]
 
     def _part(
         self,
