@@ -152,7 +152,7 @@ class Planning:
 
     nic_bytes_per_second: float | None = None
     """Bandwidth of this rank's node towards the others, one direction (own on every rank, given on all or on none).
-    Nodes with slower links then own less of what is exchanged; None takes the card's where every rank knows its own,
+    Nodes with slower links then own less of what is exchanged; None takes the NIC's where every rank knows its own,
     else the cost model's default."""
 
     nics: str = GLOOS_NIC

@@ -1,4 +1,4 @@
-"""What one machine can say without any other: cards, cores, memory, variables, GPUDirect. torch is used if it is there.
+"""What one machine can say without any other: NICs, cores, memory, variables, GPUDirect. torch is used if it is there.
 
 So `uvx gradwire doctor` needs nothing but Python: without torch the work of a core and of torch's threads is not
 measured, and that is said.

@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--step-seconds", type=float, metavar="S", help="a step of your training on all these nodes")
     options.add_argument(
-        "--link", metavar="RATE", help="what a node's link should give, 25gbit, where its card does not say"
+        "--link", metavar="RATE", help="what a node's link should give, 25gbit, where its NIC does not say"
     )
     options.add_argument(
         "--seconds", type=float, default=45.0, metavar="S", help="how long to measure, about; at least 5 (default: 45)"

@@ -74,7 +74,7 @@ ROUNDS, MOST_BACKEND_ROUNDS = 4, 10
 """All-reduces of a backend, of which the first one warms up; more where the best of them looks slow."""
 AGAIN_TRIES = 5
 QUIET_SECONDS, LISTEN_SECONDS = 0.1, 0.5
-"""Silence before the counters of a card are read, and the time between two readings."""
+"""Silence before the counters of a NIC are read, and the time between two readings."""
 SUSPECT = 0.75
 """A node below this share of the others' work is looked at again, alone."""
 
@@ -163,7 +163,7 @@ class _Examination:
         ranks = tuple(
             replace(
                 each,
-                interfaces=tuple(replace(card, link_changes=changes.get(card.name, 0)) for card in each.interfaces),
+                interfaces=tuple(replace(nic, link_changes=changes.get(nic.name, 0)) for nic in each.interfaces),
             )
             for each, changes in zip(self._facts.ranks, said, strict=True)
             if isinstance(changes, dict)
@@ -303,7 +303,7 @@ class _Examination:
             self._facts = with_script(self._facts, self._wanted, runs)
 
     def _foreign(self) -> None:
-        """Counts what each node's card carries while no rank sends anything; the busiest time of all counts."""
+        """Counts what each node's NIC carries while no rank sends anything; the busiest time of all counts."""
         self._wanted.say("listening for other traffic")
         self._control.meet(WORD)
         name = self._own.gloo_interface or ""
@@ -563,7 +563,7 @@ def _candidates(first: RankFacts) -> dict[str, str]:
     return {
         each.name: each.addresses[0]
         for each in first.interfaces
-        if each.up and each.addresses and each.kind in ("card", "virtual") and each.name != first.gloo_interface
+        if each.up and each.addresses and each.kind in ("nic", "virtual") and each.name != first.gloo_interface
     }
 
 

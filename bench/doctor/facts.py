@@ -17,7 +17,7 @@ BUCKET_NBYTES = 25 << 20
 """DDP's default bucket, each of which waits for the network once. Source: DistributedDataParallel, bucket_cap_mb."""
 
 TCP_SHARE = 0.94
-"""Share of a card's rate for payload: Ethernet, IP and TCP headers at an MTU of 1500. Source: RFC 6691's sizes."""
+"""Share of a NIC's rate for payload: Ethernet, IP and TCP headers at an MTU of 1500. Source: RFC 6691's sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +26,15 @@ class NetworkInterface:
 
     name: str
     kind: str
-    """`card` (a device, or a bond, team or bridge that one is in), `virtual`, `bridge` (of none) or `loopback`."""
+    """`nic` (a device, or a bond, team or bridge that one is in), `virtual`, `bridge` (of none) or `loopback`."""
     addresses: tuple[str, ...] = ()
     """IPv4 and global IPv6, without prefix lengths."""
     mtu: int = 1500
     """Bytes of the largest packet."""
     bits_per_second: float | None = None
-    """What the card says its link runs at; None where a virtual driver would make it up."""
+    """What the NIC says its link runs at; None where a virtual driver would make it up."""
     pcie_bits_per_second: float | None = None
-    """Rate of the PCIe link to the card; None for others, and in virtual machines, where it means nothing."""
+    """Rate of the PCIe link to the NIC; None for others, and in virtual machines, where it means nothing."""
     other_half: str | None = None
     """The interface of the same port that has PCIe lanes of its own, as on DGX Spark."""
     duplex: str | None = None
@@ -194,7 +194,7 @@ class InterfaceRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignTraffic:
-    """What one node's card carried, by its counters, while no rank of the doctor sent anything; bytes per second."""
+    """What one node's NIC carried, by its counters, while no rank of the doctor sent anything; bytes per second."""
 
     node: int
     interface: str
@@ -272,7 +272,7 @@ class JobFacts:
     """Pairs of nodes that could not be measured."""
     others: tuple[InterfaceRate, ...] = ()
     foreign: tuple[ForeignTraffic, ...] = ()
-    """What the cards in use carried while no rank sent anything, by node."""
+    """What the NICs in use carried while no rank sent anything, by node."""
     own_bytes_per_second: Mapping[int, float] = field(default_factory=dict)
     """Node -> what the same program moves inside it, over the loopback: more it could not show on a network."""
     work: tuple[CoreWork, ...] = ()
@@ -330,14 +330,14 @@ class JobFacts:
         return (max(sent), max(received)) if sent else None
 
     def promised(self, node: int) -> float | None:
-        """What a node's link should give by the user's word, or by the card in use; payload bytes per second."""
+        """What a node's link should give by the user's word, or by the NIC in use; payload bytes per second."""
         if self.link_bytes_per_second is not None:
             return self.link_bytes_per_second * TCP_SHARE
         first = self.nodes[node][0]
-        card = first.interface(first.gloo_interface)
-        if card is None or card.bits_per_second is None:
+        nic = first.interface(first.gloo_interface)
+        if nic is None or nic.bits_per_second is None:
             return None
-        return min(card.bits_per_second, card.pcie_bits_per_second or float("inf")) / 8 * TCP_SHARE
+        return min(nic.bits_per_second, nic.pcie_bits_per_second or float("inf")) / 8 * TCP_SHARE
 
     def good_rate(self) -> float:
         """What a healthy link of this job gives, bytes per second: the usual best of its nodes, or what is promised."""
@@ -348,7 +348,7 @@ class JobFacts:
         return max([usual, *(min(rate, limit) for rate in promised[:1])]) or 1.25e9
 
     def foreign_share(self, node: int) -> float:
-        """Share of a good link that other programs use on a node's card, in the busier direction, 0 to 1."""
+        """Share of a good link that other programs use on a node's NIC, in the busier direction, 0 to 1."""
         rates = [max(each.sent, each.received) for each in self.foreign if each.node == node]
         return min(1.0, max(rates, default=0.0) / self.good_rate())
 

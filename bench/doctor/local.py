@@ -1,4 +1,4 @@
-"""What one rank can say of its machine without the others: cards, cores, memory, variables, versions.
+"""What one rank can say of its machine without the others: NICs, cores, memory, variables, versions.
 
 Everything is read below a root folder, so that a test (or a captured machine) can stand in for this one.
 """
@@ -135,7 +135,7 @@ def read_interfaces(root: Path = LIVE) -> tuple[NetworkInterface, ...]:
                 bits_per_second=_rate(folder, name, rates),
                 pcie_bits_per_second=None if root == LIVE and is_virtual(root) else pcie_rate(own / "device"),
                 other_half=_other_half(folder, name),
-                duplex=text_of(own / "duplex") if kind == "card" else None,
+                duplex=text_of(own / "duplex") if kind == "nic" else None,
                 up=state in ("up", "unknown", None),
             )
         )
@@ -184,8 +184,8 @@ def pcie_rate(device: Path) -> float | None:
     return 1e9 * pcie_gigabits(speed, width) if speed and width else None
 
 
-def _port_of_card(own: Path) -> tuple[str, str] | None:
-    """The card's GUID, the same on all its functions, and the number of the function: which port it is."""
+def _port_of_nic(own: Path) -> tuple[str, str] | None:
+    """The NIC's GUID, the same on all its functions, and the number of the function: which port it is."""
     folder = own / "device" / "infiniband"
     guids = [text_of(folder / name / "sys_image_guid") for name in names_in(folder)]
     try:
@@ -197,11 +197,11 @@ def _port_of_card(own: Path) -> tuple[str, str] | None:
 
 def _other_half(folder: Path, name: str) -> str | None:
     """See `half_ports` of gdr-check."""
-    port = _port_of_card(folder / name)
+    port = _port_of_nic(folder / name)
     if port is None:
         return None
     return next(
-        (each for each in sorted(names_in(folder)) if each != name and _port_of_card(folder / each) == port), None
+        (each for each in sorted(names_in(folder)) if each != name and _port_of_nic(folder / each) == port), None
     )
 
 
@@ -210,11 +210,11 @@ def _kind(folder: Path, name: str) -> str:
     if number_of(own / "type") == _LOOPBACK:
         return "loopback"
     is_bridge = (own / "bridge").is_dir()
-    if is_bridge and _is_over_a_card(folder, name):  # of a host of virtual machines: it has the card's address
-        return "card"
+    if is_bridge and _is_over_a_nic(folder, name):  # of a host of virtual machines: it has the NIC's address
+        return "nic"
     if is_bridge or SOFTWARE_NAMES.match(name):
         return "bridge"
-    return "card" if (own / "device").exists() or (own / "bonding").is_dir() or _below(folder, name) else "virtual"
+    return "nic" if (own / "device").exists() or (own / "bonding").is_dir() or _below(folder, name) else "virtual"
 
 
 def _below(folder: Path, name: str) -> list[str]:
@@ -222,8 +222,8 @@ def _below(folder: Path, name: str) -> list[str]:
     return [each.removeprefix("lower_") for each in names_in(folder / name) if each.startswith("lower_")]
 
 
-def _is_over_a_card(folder: Path, name: str) -> bool:
-    return any((folder / each / "device").exists() or _is_over_a_card(folder, each) for each in _below(folder, name))
+def _is_over_a_nic(folder: Path, name: str) -> bool:
+    return any((folder / each / "device").exists() or _is_over_a_nic(folder, each) for each in _below(folder, name))
 
 
 def _rate(folder: Path, name: str, rates: Mapping[str, float]) -> float | None:

@@ -26,7 +26,7 @@ from gradwire.comms.bootstrap.threads import BackgroundThread, in_thread, outcom
 from gradwire.comms.boundary.messages import MessageError, MessageType, Within
 
 STREAMS = 4
-"""Connections at once: what NCCL opens to a peer on a card of 25 Gbit/s and less is 1 to 4, on clouds 8. Source: NCCL
+"""Connections at once: what NCCL opens to a peer on a NIC of 25 Gbit/s and less is 1 to 4, on clouds 8. Source: NCCL
 user guide, NCCL_NSOCKS_PERTHREAD and NCCL_SOCKET_NTHREADS."""
 
 CHUNK_NBYTES = 256 << 10

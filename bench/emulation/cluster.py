@@ -14,12 +14,12 @@ from gradwire.bench.emulation.namespaces import Holder, available, is_unprivileg
 from gradwire.bench.emulation.netem import Netem, has_netem
 from gradwire.bench.emulation.paths import PathOptions, Paths
 from gradwire.bench.emulation.placement import Order, Placement, place_ranks, torchrun_environment
-from gradwire.bench.emulation.rate import parse_cards
+from gradwire.bench.emulation.rate import parse_nic_rates
 from gradwire.bench.emulation.relay import PathCounts, Relay, send_real_packets
 from gradwire.topology.printable import shortened
 
 INTERFACE = "eth0"
-"""The first card of each node; a second one is eth1."""
+"""The first NIC of each node; a second one is eth1."""
 FIRST_PORT = 29500
 """torchrun's default for MASTER_PORT."""
 
@@ -136,8 +136,8 @@ def _port(network: int, node: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardBytes:
-    """What one network card carried while a command ran, in bytes with Ethernet headers."""
+class InterfaceBytes:
+    """What one NIC carried while a command ran, in bytes with Ethernet headers."""
 
     interface: str
     tx: int
@@ -146,13 +146,13 @@ class CardBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicBytes:
-    """What the network cards of one node carried together while a command ran, and each of them."""
+    """What the NICs of one node carried together while a command ran, and each of them."""
 
     node: int
     hostname: str
     tx: int
     rx: int
-    cards: tuple[CardBytes, ...]
+    nics: tuple[InterfaceBytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class RunResult(JobOutcome):
     """How a command on the cluster ended, and what it put on the links."""
 
     nic_bytes: tuple[NicBytes, ...]
-    """Bytes that the cards of each node carried."""
+    """Bytes that the NICs of each node carried."""
 
 
 class EmulatedCluster:
@@ -189,7 +189,7 @@ class EmulatedCluster:
         Args:
             nodes: Ranks of each node, for example [2, 2] or [3, 1].
             nic: Rate of each node's link, each direction: `200mbit` for all, or one for each node, with commas:
-                `200mbit,200mbit,50mbit`. `100mbit+100mbit` gives each node two cards, eth0 and eth1, each in a network
+                `200mbit,200mbit,50mbit`. `100mbit+100mbit` gives each node two NICs, eth0 and eth1, each in a network
                 of its own. None leaves the links unlimited.
             mtu: Largest packet on the links, in bytes; 576 to 65535.
             names: What the nodes' names resolve to on each node: `all` to their addresses, `own` as Debian has it, a
@@ -209,12 +209,12 @@ class EmulatedCluster:
         """
         place_ranks(nodes)
         self.nodes = tuple(nodes)
-        self.card_rates = () if nic is None else parse_cards(nic, len(nodes), "nic")
-        """The card rates of each node, bits per second of each card's link, each direction; empty without a limit."""
+        self.rates_by_nic = () if nic is None else parse_nic_rates(nic, len(nodes), "nic")
+        """The NIC rates of each node, bits per second of each NIC's link, each direction; empty without a limit."""
         self.mtu = mtu
         self.names: Names = check_names(names)
         self._network = parse_network(network)
-        self.paths = None if path is None else path.read(len(nodes), has_rates=bool(self.card_rates))
+        self.paths = None if path is None else path.read(len(nodes), has_rates=bool(self.rates_by_nic))
         self.congestion = check_congestion(congestion)
         if len(nodes) > MOST_NODES:
             raise ValueError(f"`nodes`: found {len(nodes)} nodes, wanted at most {MOST_NODES} on one machine")
@@ -234,17 +234,19 @@ class EmulatedCluster:
 
     @property
     def nic_rates(self) -> tuple[int, ...]:
-        """Rate of each node, over all its cards, each direction; empty without a limit."""
-        return tuple(map(sum, self.card_rates))
+        """Rate of each node, over all its NICs, each direction; empty without a limit."""
+        return tuple(map(sum, self.rates_by_nic))
 
     @property
     def interfaces(self) -> tuple[str, ...]:
-        """The cards of each node."""
-        return tuple(f"eth{card}" for card in range(len(self.card_rates[0]))) if self.card_rates else (INTERFACE,)
+        """The NICs of each node."""
+        return (
+            tuple(f"eth{number}" for number in range(len(self.rates_by_nic[0]))) if self.rates_by_nic else (INTERFACE,)
+        )
 
     @property
     def nic_bits_per_second(self) -> int | None:
-        """Rate of the slowest node, over all its cards, each direction; None without a limit."""
+        """Rate of the slowest node, over all its NICs, each direction; None without a limit."""
         return min(self.nic_rates, default=None)
 
     @property
@@ -304,14 +306,14 @@ class EmulatedCluster:
     def add_network(self, interface: str) -> None:
         """Joins all nodes by one more bridge, with addresses of its own: 10.78.0.1 on the first node of the second one.
 
-        Its links have the rates of the cards of that number; one beyond those has the rates of the first.
+        Its links have the rates of the NICs of that number; one beyond those has the rates of the first.
 
         Args:
             interface: Its name on the nodes; for the first network `INTERFACE`.
         """
         network, self._networks = self._networks, self._networks + 1
-        card = network if network < len(self.interfaces) else 0
-        rates = tuple(node[card] for node in self.card_rates) or (None,) * len(self._holders)
+        nic = network if network < len(self.interfaces) else 0
+        rates = tuple(node[nic] for node in self.rates_by_nic) or (None,) * len(self._holders)
         if self.carrier != "relay":
             self._bridge.run(f"ip link add bridge{network} mtu {self.mtu} type bridge\nip link set bridge{network} up")
             for node, holder in enumerate(self._holders):
@@ -494,16 +496,16 @@ class EmulatedCluster:
         )
 
     def _carried(self) -> list[list[tuple[int, int]]]:
-        """(sent, received) of each card of each node until now."""
-        return [[holder.nic_bytes(card) for card in self.interfaces] for holder in self._holders]
+        """(sent, received) of each NIC of each node until now."""
+        return [[holder.nic_bytes(interface) for interface in self.interfaces] for holder in self._holders]
 
     def _nic_bytes(self, node: int, then: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> NicBytes:
-        cards = tuple(
-            CardBytes(interface=name, tx=last[0] - first[0], rx=last[1] - first[1])
+        nics = tuple(
+            InterfaceBytes(interface=name, tx=last[0] - first[0], rx=last[1] - first[1])
             for name, first, last in zip(self.interfaces, then, now, strict=True)
         )
-        tx, rx = sum(card.tx for card in cards), sum(card.rx for card in cards)
-        return NicBytes(node=node, hostname=self.hostnames[node], tx=tx, rx=rx, cards=cards)
+        tx, rx = sum(each.tx for each in nics), sum(each.rx for each in nics)
+        return NicBytes(node=node, hostname=self.hostnames[node], tx=tx, rx=rx, nics=nics)
 
     def _check_relays(self, consequence: str) -> None:
         for relay in self._relays:
@@ -525,7 +527,7 @@ class EmulatedCluster:
             master_port=FIRST_PORT + self._runs % 1000,
             run_id=f"emulate-{self._runs}",
         )
-        # Each library picks its interface on its own; lo would be their second guess. Of several cards gloo takes the
+        # Each library picks its interface on its own; lo would be their second guess. Of several NICs gloo takes the
         # one of the node's name, as on machines; a name in its variable would say that the user wants that one alone.
         variables |= {"NCCL_SOCKET_IFNAME": ",".join(self.interfaces), "TP_SOCKET_IFNAME": INTERFACE}
         if len(self.interfaces) == 1 or self.names != "all":

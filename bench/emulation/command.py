@@ -24,7 +24,7 @@ from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.placement import Order
-from gradwire.bench.emulation.rate import format_cards, parse_cards
+from gradwire.bench.emulation.rate import format_nic_rates, parse_nic_rates
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import STDOUT, CleanConsole, add_json_option, complain, right_columns, working, write_json
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--nic",
         metavar="RATE[+RATE...][,...]",
         help="rate of each node's link, each direction: 200mbit, or one for each node: 200mbit,200mbit,50mbit; with "
-        "100mbit+100mbit each has two cards, eth0 and eth1 (default: no limit)",
+        "100mbit+100mbit each has two NICs, eth0 and eth1 (default: no limit)",
     )
     parser.add_argument("--order", choices=get_args(Order), default="contiguous", help="how ranks are dealt over nodes")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="largest packet (default 1500)")
@@ -134,14 +134,14 @@ def path_table(cluster: EmulatedCluster) -> Table:
     assert cluster.paths is not None
     pairs = [(node, other) for node in range(len(cluster.nodes)) for other in range(len(cluster.nodes))]
     for network, interface in enumerate(cluster.interfaces):
-        card = f" {interface}" if len(cluster.interfaces) > 1 else ""
+        suffix = f" {interface}" if len(cluster.interfaces) > 1 else ""
         found = cluster.path_counts(network)
         for node, other in pairs:
             if node != other:
                 trip, counts = cluster.paths.round_trip_seconds(node, other), found[node][other]
                 numbers = (f"{each:,}" for each in (counts.offered, counts.lost, counts.dropped))
                 names = cluster.hostnames
-                table.add_row(names[node] + card, names[other] + card, f"{trip * 1e3:g} ms", *numbers)
+                table.add_row(names[node] + suffix, names[other] + suffix, f"{trip * 1e3:g} ms", *numbers)
     return table
 
 
@@ -185,13 +185,13 @@ def nic_table(cluster: EmulatedCluster, result: RunResult) -> Table:
         cluster: The cluster that ran.
         result: What its `run` returned.
     """
-    rate = ", ".join(dict.fromkeys(map(format_cards, cluster.card_rates))) or "no limit"
+    rate = ", ".join(dict.fromkeys(map(format_nic_rates, cluster.rates_by_nic))) or "no limit"
     title = f"bytes on the links ({rate}, {result.seconds:.1f} s)"
     table = Table("node", *right_columns("ranks", "sent", "received"), title=title, min_width=48)
     for nic in result.nic_bytes:
         table.add_row(nic.hostname, str(cluster.nodes[nic.node]), f"{nic.tx:,}", f"{nic.rx:,}")
-        for card in nic.cards if len(nic.cards) > 1 else ():
-            table.add_row(f"  {card.interface}", "", f"{card.tx:,}", f"{card.rx:,}")
+        for each in nic.nics if len(nic.nics) > 1 else ():
+            table.add_row(f"  {each.interface}", "", f"{each.tx:,}", f"{each.rx:,}")
     return table
 
 
@@ -210,14 +210,14 @@ def as_record(cluster: EmulatedCluster, result: RunResult, command: list[str], o
             [[dataclasses.asdict(counts) for counts in row] for row in cluster.path_counts(network)]
             for network in range(len(cluster.interfaces))
         ]
-        paths = dataclasses.asdict(cluster.paths) | {"packets": packets[0], "packets_by_card": packets}
+        paths = dataclasses.asdict(cluster.paths) | {"packets": packets[0], "packets_by_nic": packets}
     return {
         "command": command,
         "nodes": list(cluster.nodes),
         "order": order,
         "nic_bits_per_second": cluster.nic_bits_per_second,
         "nic_rates": list(cluster.nic_rates),
-        "card_rates": [list(cards) for cards in cluster.card_rates],
+        "rates_by_nic": [list(nics) for nics in cluster.rates_by_nic],
         "mtu": cluster.mtu,
         "paths": paths,
         "congestion": cluster.congestion,
@@ -270,7 +270,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         raise ValueError(f"`COMMAND`: found nothing after `--`; {_EXAMPLE}")
     nodes = ranks_of_nodes(options)
     if options.nic is not None:
-        parse_cards(options.nic, len(nodes), "--nic")
+        parse_nic_rates(options.nic, len(nodes), "--nic")
     check_number("--mtu", options.mtu, 576, 65535)
     parse_network(options.network, "--network")
     path = path_options(options)

@@ -80,7 +80,7 @@ class Netem:
         Args:
             switch: In whose network namespace the cables end.
             nodes: The holder of each node.
-            interface: The nodes' card.
+            interface: The nodes' NIC.
             ports: The cable's end of each node.
             addresses: Of each node.
             rates: Of each node's link in bits per second, each direction; None for no limit.

@@ -1,4 +1,4 @@
-"""Link rates as tc(8) writes them: `200mbit` -> bits per second; `100mbit+100mbit` of two cards."""
+"""Link rates as tc(8) writes them: `200mbit` -> bits per second; `100mbit+100mbit` of two NICs."""
 
 import re
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ LEAST_BITS_PER_SECOND = 100_000
 MOST_BITS_PER_SECOND = 10**15
 """A petabit: a rack of GPUs behind NVLink has a fifth of it."""
 
-MOST_CARDS = 8
-"""Most cards of a node: as many as a DGX has for its GPUs."""
+MOST_NICS = 8
+"""Most NICs of a node: as many as a DGX has for its GPUs."""
 
 
 def parse_rate(text: str, parameter: str) -> int:
@@ -61,20 +61,20 @@ def format_rate(bits_per_second: int) -> str:
     return f"{bits_per_second // BITS_PER_UNIT[unit]}{unit}"
 
 
-def parse_cards(text: str, count: int, parameter: str) -> tuple[tuple[int, ...], ...]:
-    """Reads the link rates of all of some nodes, or of each, with commas; of several cards in a node with `+`.
+def parse_nic_rates(text: str, count: int, parameter: str) -> tuple[tuple[int, ...], ...]:
+    """Reads the link rates of all of some nodes, or of each, with commas; of several NICs in a node with `+`.
 
     Args:
-        text: `200mbit`, or `200mbit,200mbit,50mbit`; `100mbit+100mbit` has two cards in each node.
+        text: `200mbit`, or `200mbit,200mbit,50mbit`; `100mbit+100mbit` has two NICs in each node.
         count: Number of nodes.
         parameter: As for `parse_rate`.
 
     Returns:
-        Of each node, the rate of each card's link in bits per second.
+        Of each node, the rate of each NIC's link in bits per second.
 
     Raises:
         ValueError: if one of them is no rate, if there are neither one nor `count` nodes, or if nodes have unlike
-            numbers of cards, or more than `MOST_CARDS`.
+            numbers of NICs, or more than `MOST_NICS`.
     """
     nodes = [tuple(parse_rate(each, parameter) for each in node.split("+")) for node in text.split(",")]
     if len(nodes) not in (1, count):
@@ -82,19 +82,19 @@ def parse_cards(text: str, count: int, parameter: str) -> tuple[tuple[int, ...],
             f"`{parameter}`: found {len(nodes)} rates in {text!r}, wanted one for all nodes or {count}, one for each"
         )
     numbers = sorted({len(node) for node in nodes})
-    if len(numbers) > 1 or numbers[0] > MOST_CARDS:
+    if len(numbers) > 1 or numbers[0] > MOST_NICS:
         raise ValueError(
-            f"`{parameter}`: found {' and '.join(map(str, numbers))} cards a node in {text!r}, wanted the same number "
-            f"in each, at most {MOST_CARDS}"
+            f"`{parameter}`: found {' and '.join(map(str, numbers))} NICs a node in {text!r}, wanted the same number "
+            f"in each, at most {MOST_NICS}"
         )
     return tuple(nodes * count if len(nodes) == 1 else nodes)
 
 
 def parse_rates(text: str, count: int, parameter: str) -> tuple[int, ...]:
-    """Reads what all cards of a node carry together; see `parse_cards`.
+    """Reads what all NICs of a node carry together; see `parse_nic_rates`.
 
     Args:
-        text: As for `parse_cards`.
+        text: As for `parse_nic_rates`.
         count: Number of nodes.
         parameter: As for `parse_rate`.
 
@@ -102,11 +102,11 @@ def parse_rates(text: str, count: int, parameter: str) -> tuple[int, ...]:
         The rate of each node in bits per second.
 
     Raises:
-        ValueError: as for `parse_cards`.
+        ValueError: as for `parse_nic_rates`.
     """
-    return tuple(map(sum, parse_cards(text, count, parameter)))
+    return tuple(map(sum, parse_nic_rates(text, count, parameter)))
 
 
-def format_cards(cards: Sequence[int]) -> str:
-    """Writes the rates of a node's cards as `parse_cards` reads them."""
-    return "+".join(map(format_rate, cards))
+def format_nic_rates(nics: Sequence[int]) -> str:
+    """Writes the rates of a node's NICs as `parse_nic_rates` reads them."""
+    return "+".join(map(format_rate, nics))

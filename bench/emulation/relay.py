@@ -3,7 +3,7 @@
 The kernel's tool for this, netem, is missing from many kernels, and delays what leaves an interface wherever it goes.
 The relay opens a packet socket on the switch's end of every node's cable, and carries each frame to its target as late
 as the path says (csrc/cpu/relay). Rates and queues of the links are its own, too: a frame is one packet, because the
-nodes' cards are told to leave neither segmentation nor checksums to the cable.
+nodes' NICs are told to leave neither segmentation nor checksums to the cable.
 
 Source: packet(7); ethtool ioctls: Linux include/uapi/linux/ethtool.h.
 """
@@ -42,7 +42,7 @@ class PathCounts:
         offered_nbytes: In them, with Ethernet headers.
         lost: On the path, as asked for.
         dropped: At a full queue, or by a receiver whose network was down.
-        delivered: To the receiver's card.
+        delivered: To the receiver's NIC.
     """
 
     offered: int
@@ -53,11 +53,11 @@ class PathCounts:
 
 
 def send_real_packets(holder: Holder, interface: str) -> None:
-    """Has a node's card leave neither segmentation nor checksums to the cable, so that a frame is one packet.
+    """Has a node's NIC leave neither segmentation nor checksums to the cable, so that a frame is one packet.
 
     Args:
         holder: Of the node.
-        interface: Its card.
+        interface: Its NIC.
 
     Raises:
         RuntimeError: The kernel refuses.

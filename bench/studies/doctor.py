@@ -212,7 +212,7 @@ def faults(folder: Path) -> tuple[PlantedFault, ...]:
         PlantedFault(name="bad variable", key="variable", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
         PlantedFault(name="ranks on one core", key="crowded_cores", before="taskset -pc 0 $$ > /dev/null;", extra=True),
         PlantedFault(
-            name="small packets on the way",  # the switch carries smaller ones than the cards send, and says nothing
+            name="small packets on the way",  # the switch carries smaller ones than the NICs send, and says nothing
             key="mtu",
             plant=lambda cluster: cluster.shrink_switch(1300),
             extra=True,

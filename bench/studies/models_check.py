@@ -27,7 +27,7 @@ from gradwire.bench.terminal import add_json_option, complain, write_json
 NODES, RANKS_PER_NODE = 2, 4
 """Of the column: two of the table's nodes."""
 RATES = {"1 GbE": "1gbit", "2.5 GbE": "2.5gbit", "10 GbE": "10gbit", "25 GbE": "25gbit"}
-"""Links of the table with one card a node; two cards of one node are not emulated."""
+"""Links of the table with one NIC a node; two NICs of one node are not emulated."""
 LINKS = ("1 GbE", "10 GbE", "25 GbE")
 """Those that README shows."""
 CONTENDERS = {"exact": "gradwire hierarchical", "int8": "gradwire int8", "waterfill4": "gradwire waterfill4"}

@@ -73,11 +73,11 @@ PRICE_SECONDS = 0.4
 """For each of a codec's two sizes: the turns of ranks that share a core are milliseconds."""
 
 ON_THEIR_WAY_SECONDS = 0.1
-"""For acknowledgements, before a card's bytes are read."""
+"""For acknowledgements, before a NIC's bytes are read."""
 
 HEADER_SHARE, SMALL_NBYTES = 1.08, 8_000
 """Headers, acknowledgements and the ranks' words to each other are 4 to 6 % of what is large; and for each rank, what
-a round's barrier and its acknowledgements put on a card, where hardly anything else does."""
+a round's barrier and its acknowledgements put on a NIC, where hardly anything else does."""
 
 NEAR = 0.2
 OF_THE_PROCESSOR = 0.5
@@ -122,7 +122,7 @@ class CaseRunner:
         return Communicator(self.store, self.rank, self.size, torch.device("cpu"), config, name=name, compressor=used)
 
     def run(self, name: str, nbytes: int) -> dict[str, object]:
-        """Predicted and measured seconds of one case, and the bytes that the busiest card sends.
+        """Predicted and measured seconds of one case, and the bytes that the busiest NIC sends.
 
         Args:
             name: A plan, or `plan+compressor`.
@@ -198,7 +198,7 @@ class CaseRunner:
         )
 
     def _time(self, communicator: Communicator, layout: Layout, rounds: int) -> tuple[list[float], float]:
-        """Each all-reduce's time on the slowest rank, and the busiest card's bytes of one; ranks begin together."""
+        """Each all-reduce's time on the slowest rank, and the busiest NIC's bytes of one; ranks begin together."""
         gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(self.rank))
         flat, compressor = torch.empty_like(gradient), communicator.compressor
 
@@ -220,11 +220,11 @@ class CaseRunner:
         return self.slowest(times), self.slowest([sent / rounds])[0]
 
     def _sent(self, communicator: Communicator) -> int:
-        """Bytes that this node's cards have sent, once all ranks are through."""
+        """Bytes that this node's NICs have sent, once all ranks are through."""
         line_up(communicator)
         time.sleep(ON_THEIR_WAY_SECONDS)
-        cards = [card for card in Path("/sys/class/net").iterdir() if card.name != "lo"]
-        sent = sum(int((card / "statistics" / "tx_bytes").read_text()) for card in cards)
+        nics = [nic for nic in Path("/sys/class/net").iterdir() if nic.name != "lo"]
+        sent = sum(int((nic / "statistics" / "tx_bytes").read_text()) for nic in nics)
         line_up(communicator)
         return sent
 
@@ -255,7 +255,7 @@ class CheckedCase:
     rounds_seconds: tuple[float, ...] = ()
 
     def sends_what_was_predicted(self, ranks: int) -> bool:
-        """Whether the busiest card carried the predicted bytes, and no more than headers on top."""
+        """Whether the busiest NIC carried the predicted bytes, and no more than headers on top."""
         most = HEADER_SHARE * self.predicted_nic_nbytes + SMALL_NBYTES * ranks
         return self.predicted_nic_nbytes < self.nic_nbytes < most
 
@@ -316,7 +316,7 @@ def _report(options: argparse.Namespace) -> int:
         passed, computed, own = (now - then for now, then in zip(_clocks(), before, strict=True))
         foreign = (computed - own) / passed
         busy = foreign >= FOREIGN_SHARE
-        table = Table("case", "predicted, ms", "measured, ms", "ratio", "predicted, MB", "on the card, MB", "remark")
+        table = Table("case", "predicted, ms", "measured, ms", "ratio", "predicted, MB", "on the NIC, MB", "remark")
         table.title = f"{name}, {NIC}; {machine_line()}" + (f"; other programs had {foreign:.0%} of a core" * busy)
         for case in cases:
             remarks = _remarks(case, sum(nodes), not options.bytes)

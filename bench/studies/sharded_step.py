@@ -205,7 +205,7 @@ def _result(case: str, one: Contender, baseline: Contender) -> ShardedStepResult
 
 def table(results: Sequence[ShardedStepResult], title: str) -> Table:
     """The results as a table."""
-    columns = right_columns("s per step", "MB on the card", "faster", "fewer bytes")
+    columns = right_columns("s per step", "MB on the NIC", "faster", "fewer bytes")
     rows = Table("cluster", "setting", *columns, title=title)
     for one in results:
         figures = f"{one.seconds:.3f}", f"{one.nic_nbytes / 1e6:.2f}", f"{one.speed_up:.2f}x", f"{one.fewer:.1f}x"

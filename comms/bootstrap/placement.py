@@ -21,7 +21,7 @@ INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
 """Link inside a node where the topology does not say, until it is measured: shared memory of a small host."""
 
 INTER_NODE = Link(alpha_seconds=100e-6, bytes_per_second=1.25e9, presumed=True)
-"""Link between nodes where the topology does not say, until it is measured: TCP over a 10 Gbit card."""
+"""Link between nodes where the topology does not say, until it is measured: TCP over a 10 Gbit NIC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Presence:
 def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
     """Where each rank is, as a cluster with the links' default or configured speeds.
 
-    For CUDA the links are those of NCCL: its latencies over NVLink, PCIe and the kind of network, the cards that the
+    For CUDA the links are those of NCCL: its latencies over NVLink, PCIe and the kind of network, the NICs that the
     nodes' GPUs drive, and its fabric where all ranks know theirs. What the topology does not say is `presumed`.
     """
     depth = {len(presence.location) for presence in presences}
@@ -146,7 +146,7 @@ def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
 def _node_rates(presences: Sequence[Presence], cluster: Cluster) -> list[float]:
     """What each node sends, as given, else as its topology says; empty where neither is known of all ranks.
 
-    Of GPUs only what was given counts: what their topology says of a node depends on which cards its ranks happen to
+    Of GPUs only what was given counts: what their topology says of a node depends on which NICs its ranks happen to
     drive, and on no GPU have owners by the links been tried.
     """
     rates = [presence.nic_bytes_per_second for presence in presences]
@@ -176,7 +176,7 @@ def _assumed(presences: Sequence[Presence]) -> tuple[Link, Link]:
 def _of_gpus(
     presences: Sequence[Presence], cluster: Cluster, fabric: GpuFabric | None, config: Config
 ) -> tuple[Link, Link]:
-    """The links as NCCL uses them: its latencies, and the cards that the ranks of the smallest node drive."""
+    """The links as NCCL uses them: its latencies, and the NICs that the ranks of the smallest node drive."""
     from gradwire.topology.bandwidth import ALPHA_SECONDS  # here: ranks on CPUs need nothing of GPUs
     from gradwire.topology.fabric import CHANNELS_PER_NIC, NETWORK_SECONDS, sender_nics
 
@@ -184,12 +184,12 @@ def _of_gpus(
     intra = replace(intra, alpha_seconds=ALPHA_SECONDS["nvlink" if fabric is not None and fabric.nvlink else "pcie"])
     network = "tcp" if fabric is None else fabric.network
     inter = replace(inter, alpha_seconds=ALPHA_SECONDS["network"] + NETWORK_SECONDS[network])
-    cards = [_cards(presences, node) for node in cluster.nodes]
-    if any(count is None for count, _ in cards):
+    nics = [_driven_nics(presences, node) for node in cluster.nodes]
+    if any(count is None for count, _ in nics):
         return intra, inter
-    count = min(count for count, _ in cards if count is not None)
-    # Fewer ranks than GPUs drive fewer cards than the machine's rate is of; a rate that was given stands.
-    share = min(share for _, share in cards) if config.nic_bytes_per_second is None else 1.0
+    count = min(count for count, _ in nics if count is not None)
+    # Fewer ranks than GPUs drive fewer NICs than the machine's rate is of; a rate that was given stands.
+    share = min(share for _, share in nics) if config.nic_bytes_per_second is None else 1.0
     ranks = max(len(node) for node in cluster.nodes)
     return intra, replace(
         inter,
@@ -200,8 +200,8 @@ def _of_gpus(
     )
 
 
-def _cards(presences: Sequence[Presence], node: Sequence[int]) -> tuple[int | None, float]:
-    """Cards that the ranks of a node drive, None where that is unknown, and their share of the machine's."""
+def _driven_nics(presences: Sequence[Presence], node: Sequence[int]) -> tuple[int | None, float]:
+    """NICs that the ranks of a node drive, None where that is unknown, and their share of the machine's."""
     ranks = [presences[rank].hardware for rank in node]
     every = min((each.nics for each in ranks if each.nics is not None), default=None)
     if every is None:

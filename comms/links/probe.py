@@ -1,7 +1,7 @@
 """Alpha and beta of every level, measured at start-up on the groups that training will use.
 
 Each level gets a small and a large all-reduce; the model's own formula, read backwards, turns the two times into a
-latency and a bandwidth. The outer levels run below a reduce_scatter, as in a hierarchical plan, so that all cards and
+latency and a bandwidth. The outer levels run below a reduce_scatter, as in a hierarchical plan, so that all NICs and
 flows of a node are in use; what the inner levels take is subtracted. All ranks measure at once, so the threads that
 pass a collective on, and the cores that the ranks of a machine share, are in the latency.
 """

@@ -48,7 +48,7 @@ def agreement_of(store: Store, rank: int, size: int, timeout: timedelta, ended: 
 
 @dataclass(slots=True)
 class LeavingBytes:
-    """Bytes that have left a node's card.
+    """Bytes that have left a node's NIC.
 
     Attributes:
         exchanged: In exchanges.
@@ -156,7 +156,7 @@ class FragmentAveraging:
 
     Attributes:
         messages: Counters that ranks publish for those that have taken other numbers of steps.
-        card: Bytes that have left the busiest node, by the plans; on one node, the busiest rank.
+        nic_bytes: Bytes that have left the busiest node, by the plans; on one node, the busiest rank.
         waited_seconds: Seconds in which this rank has only waited for a result.
         resilient_ops: Repeats operations after a rank failure; None if a rank failure ends the job.
         listeners: Listeners of the exchanges, which may want times; None if there are none.
@@ -176,7 +176,7 @@ class FragmentAveraging:
         )
         self.alone = alone or communicator.size == 1
         self.messages = MeetingMessages(communicator)
-        self.card, self.waited_seconds = LeavingBytes(), 0.0
+        self.nic_bytes, self.waited_seconds = LeavingBytes(), 0.0
         self.resilient_ops: ResilientOps | None = None
         self.listeners: Listeners | None = None
         self._memory, self._leaving = _Memory(), _Leaving()
@@ -244,7 +244,7 @@ class FragmentAveraging:
         pending.future = bucket.result()
         if pending.compares:
             pending.checksums = self._launch_checksums([fragment])
-        self.card.exchanged += self._leaving.nbytes(
+        self.nic_bytes.exchanged += self._leaving.nbytes(
             self.communicator.rank_plans, flat, None if flush else launch.layout
         )
 
@@ -299,7 +299,7 @@ class FragmentAveraging:
         Raises:
             RuntimeError: The ranks could not exchange them.
         """
-        finite, before = False, self.card.exchanged
+        finite, before = False, self.nic_bytes.exchanged
         try:
             averages, unfinished = self._averages(fragments, announce)
             finite = not unfinished
@@ -307,7 +307,7 @@ class FragmentAveraging:
             self.decide(finite, fragments)
             if self.compression is not None:
                 self.compression.flushing = False
-            self.card = LeavingBytes(before, self.card.synchronized + self.card.exchanged - before)
+            self.nic_bytes = LeavingBytes(before, self.nic_bytes.synchronized + self.nic_bytes.exchanged - before)
         if (
             self.resilient_ops is not None and not self.alone
         ):  # when it ends, all have the averages, and nobody keeps them

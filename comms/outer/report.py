@@ -19,7 +19,7 @@ class OuterReport:
         skipped: Exchanges that were not finite and changed nothing.
         numel: Elements that this rank holds of the parameters.
         sent_nbytes: Bytes that this rank has sent to other nodes, counted, headers not; on one node to other ranks.
-        card_nbytes: Bytes that have left the busiest node for others, as the plans say; as many have arrived. Of a
+        nic_nbytes: Bytes that have left the busiest node for others, as the plans say; as many have arrived. Of a
             sharded model, for the shards that this rank holds: the node's other ranks have sent theirs besides.
         synchronized_nbytes: Of those, what `synchronize()` has sent, which averages in full precision.
         seconds: Since the first step ended.
@@ -37,7 +37,7 @@ class OuterReport:
     skipped: int
     numel: int
     sent_nbytes: float
-    card_nbytes: float
+    nic_nbytes: float
     synchronized_nbytes: float
     seconds: float
     waited_seconds: float
@@ -50,7 +50,7 @@ class OuterReport:
     @property
     def bits_per_parameter_and_step(self) -> float:
         """What exchanges have sent from the busiest node, without `synchronize()`: in bits, a parameter and step."""
-        return 8 * (self.card_nbytes - self.synchronized_nbytes) / max(self.numel * self.steps, 1)
+        return 8 * (self.nic_nbytes - self.synchronized_nbytes) / max(self.numel * self.steps, 1)
 
     @property
     def wait_share(self) -> float:
@@ -82,7 +82,7 @@ class OuterReport:
         return f"{len(self.workers)} workers of {sizes} ranks; {counts}, {self.wait_share:.1%} of the time waited for"
 
     def _traffic(self) -> str:
-        exchanged, extra = (self.card_nbytes - self.synchronized_nbytes) / 1e6, self.synchronized_nbytes / 1e6
+        exchanged, extra = (self.nic_nbytes - self.synchronized_nbytes) / 1e6, self.synchronized_nbytes / 1e6
         shards = " for the shards of this rank" if self.sharded else ""
         traffic = f"a node sent {self.bits_per_parameter_and_step:.3g} bits a parameter and step{shards}: "
         return f"{traffic}{exchanged:.3g} MB" + (f"; {extra:.3g} MB in synchronize()" if extra else "")

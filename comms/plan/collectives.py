@@ -10,8 +10,8 @@ node one rank stands for piece p: the one whose place in its node corresponds to
     broadcast       the root's node copies through shared memory, its ranks send a part each to the next node, which
                     passes it on to the one after it, and each node but the first gathers the parts inside
 
-A card sends each of its node's pieces to each other node: (N - 1)/N of the tensor with N equal nodes, the lower bound;
-a broadcast crosses each card once. Chunks are columns: the same run of elements of every piece.
+A NIC sends each of its node's pieces to each other node: (N - 1)/N of the tensor with N equal nodes, the lower bound;
+a broadcast crosses each NIC once. Chunks are columns: the same run of elements of every piece.
 
 What gloo does instead: a binomial tree (gloo/broadcast.cc), a ring of all ranks (gloo/allgather.cc), and for a
 reduce_scatter an all_reduce of the whole (ProcessGroupGloo.cpp).
@@ -148,7 +148,7 @@ def plan_collective(
     else:
         steps = tuple(_in_two_steps(cluster, op, numel, column) for column in columns)
     priced = [(cost, float(whole)) for cost in egress]
-    why = f"{op} between nodes first-hand: each piece crosses each card once."
+    why = f"{op} between nodes first-hand: each piece crosses each NIC once."
     plan = Plan("hierarchical", phases, len(columns), whole, seconds, busiest(cluster, priced), why)
     return CollectivePlan(plan, numel, columns, steps)
 

@@ -36,9 +36,9 @@ def cluster_of_machines(
         machine: One of the nodes.
         nodes: How many.
         ranks_per_node: By default one for each GPU, or for each CPU socket where there is none.
-        nic_bits_per_second: Of one card, in place of what the machine has: Ethernet and TCP are assumed then.
+        nic_bits_per_second: Of one NIC, in place of what the machine has: Ethernet and TCP are assumed then.
         intra_bits_per_second: What one rank has inside its node, in place of what the topology says.
-        nics_per_node: Cards that gradients travel through; by default 1 with a rate given, else what the machine has.
+        nics_per_node: NICs that gradients travel through; by default 1 with a rate given, else what the machine has.
         round_trip_seconds: Between two nodes; without GPUs.
         loss: Probability that a packet between nodes is lost; with a round trip.
 
@@ -94,11 +94,15 @@ def _nic(
     bits_per_second: float | None,
     nics_per_node: int | None,
 ) -> Link:
-    cards = len({nic.key for nic in nics_of_gpus(machine).values() if nic is not None}) or 1
+    driven = len({nic.key for nic in nics_of_gpus(machine).values() if nic is not None}) or 1
     if bits_per_second is not None:
         total, nics, alpha = bits_per_second / 8 * (nics_per_node or 1), nics_per_node or 1, TCP_ALPHA_SECONDS
     elif bytes_per_second is not None:
-        total, nics, alpha = bytes_per_second / cards * (nics_per_node or cards), nics_per_node or cards, alpha_seconds
+        total, nics, alpha = (
+            bytes_per_second / driven * (nics_per_node or driven),
+            nics_per_node or driven,
+            alpha_seconds,
+        )
     else:
         raise ValueError(
             "`--nic` is not given and the topology does not say how fast its network cards are; wanted a rate "

@@ -10,7 +10,7 @@ What differs from NCCL, each time in favour of the one call over all ranks:
 - the factors by which NCCL slows trees of medium sizes (treeCorrectionFactor) are left out;
 - rates are the links' own, where NCCL rounds them down to the steps of its search.
 
-And a tree is never faster than the bytes that it puts on the busiest card, which NCCL's formula for two or three nodes
+And a tree is never faster than the bytes that it puts on the busiest NIC, which NCCL's formula for two or three nodes
 can be. In-network reduction by InfiniBand switches (SHARP, CollNet) is left out: it has to be switched on.
 
 Source: NCCL v2.30 src/graph/tuning.cc (constants, ncclTopoTuneModel, ncclTopoGetAlgoTime), src/graph/search.cc
@@ -108,7 +108,7 @@ class NcclModel:
         self.inside = cluster.levels[0].link.bytes_per_second
         link = cluster.levels[1].link
         self.outwards = link.rate(1, spread=True)
-        self._cards = link.nics
+        self._nics = link.nics
         self._generation = max(
             (known for known in CHANNEL_TREE if known <= self.fabric.compute_capability), default=min(CHANNEL_TREE)
         )
@@ -153,7 +153,7 @@ class NcclModel:
     def all_reduce_between(self, members: int, wire_seconds: float, nbytes: float) -> float:
         """Seconds of an all-reduce over one rank of each node, ring or tree; arguments as for `phase`."""
         steps, levels = 2 * (members - 1), math.floor(math.log2(members))
-        channels = max(1, round(self._cards / self.per_node))
+        channels = max(1, round(self._nics / self.per_node))
         plateau = nbytes * members / steps >= PLATEAU_NBYTES * channels * members
         rings, trees = [], []
         for protocol, seconds in self._by_protocol(wire_seconds, nbytes, inside=False):
@@ -300,7 +300,7 @@ class NcclModel:
         return 2 * self.inside * efficiency * (self.widest - 1) / self.widest
 
     def _tree_wire(self, nbytes: float) -> float:
-        """What the busiest card needs for a double binary tree at its full rate."""
+        """What the busiest NIC needs for a double binary tree at its full rate."""
         return 0.0 if self.nodes == 1 else nbytes * min(2.0, self.nodes / 2) / self.outwards
 
     def _protocols(self) -> Iterator[int]:
@@ -324,9 +324,9 @@ class NcclModel:
     def _channels(self) -> int:
         if self.nodes == 1:
             return max(1, math.floor(self.inside / FASTEST_CHANNEL[self._generation]) * 2)
-        single = self.outwards / self._cards
-        doubled = single >= DOUBLED_CHANNEL and (self._generation <= 80 or self._cards <= FEW_CHANNELS)
-        return self._cards * (2 if doubled else 1)
+        single = self.outwards / self._nics
+        doubled = single >= DOUBLED_CHANNEL and (self._generation <= 80 or self._nics <= FEW_CHANNELS)
+        return self._nics * (2 if doubled else 1)
 
     def _inner_hop(self, protocol: int) -> float:
         """A step inside a node of a ring that also crosses nodes."""

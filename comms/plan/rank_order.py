@@ -6,7 +6,7 @@ what they hold between them, as long as all ranks have such a neighbour; then ea
 rank order; then everything back in reverse. That a + b = b + a holds for floats is all that the halving needs.
 
 The halving keeps out of the network what a flat all_reduce would send there: 8 MB over 4 nodes of 2 ranks on 200 Mbit/s
-took 930 to 1060 ms with owners alone (2.4 S out of each card), 640 to 790 with halving, a ring 600 to 640. Between
+took 930 to 1060 ms with owners alone (2.4 S out of each NIC), 640 to 790 with halving, a ring 600 to 640. Between
 nodes owners are better: halving on takes turns on the same link, 870 ms in one chunk against 650, no difference in
 eight (590; a ring 520, because its segments keep the link fuller than n - 1 flows that end at different times).
 

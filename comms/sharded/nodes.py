@@ -1,7 +1,7 @@
 """Where the ranks that share a model's parameters are, and the groups of their two steps: inside a node and between.
 
 With the same number of ranks on each node, every rank has a counterpart on each other node. Inside the node a step is
-exact; only counterparts exchange what is compressed. So a byte crosses a node's card once, where a flat exchange would
+exact; only counterparts exchange what is compressed. So a byte crosses a node's NIC once, where a flat exchange would
 send it once for each rank of the node.
 """
 

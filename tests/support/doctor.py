@@ -18,7 +18,7 @@ VERSIONS = {"python": "3.12.1", "torch": "2.14.0", "gradwire": "0.1.0", "nccl": 
 
 
 def healthy(seed: int, nodes: int | None = None, times: int = 1) -> JobFacts:
-    """A job with nothing wrong: any size and speed, known or unknown cards, noise of a tenth.
+    """A job with nothing wrong: any size and speed, known or unknown NICs, noise of a tenth.
 
     Args:
         seed: Of what is drawn.
@@ -30,9 +30,9 @@ def healthy(seed: int, nodes: int | None = None, times: int = 1) -> JobFacts:
     ranks_of = draw.choice([1, 2, 4, 8])
     gbit = draw.choice([0.2, 1, 10, 25])
     rate = gbit * 1e9 / 8 * 0.94
-    card = NetworkInterface(
+    nic = NetworkInterface(
         name="eth0",
-        kind="card",
+        kind="nic",
         mtu=draw.choice([1500, 9000]),
         bits_per_second=draw.choice([None, gbit * 1e9]),
         duplex="full",
@@ -59,7 +59,7 @@ def healthy(seed: int, nodes: int | None = None, times: int = 1) -> JobFacts:
             threads=64 // ranks_of,
             shm_nbytes=64 << 30,
             shm_free_nbytes=60 << 30,
-            interfaces=(LOOPBACK, replace(card, addresses=(f"10.0.0.{node + 1}",))),
+            interfaces=(LOOPBACK, replace(nic, addresses=(f"10.0.0.{node + 1}",))),
             gloo_interface="eth0",
             gloo_seen=True,
             nccl_interface="eth0",
@@ -83,7 +83,7 @@ def healthy(seed: int, nodes: int | None = None, times: int = 1) -> JobFacts:
             window_share=draw.uniform(0.0, 0.2),
             buffer_share=draw.uniform(0.0, 0.2),
             clock_seconds=draw.uniform(-0.05, 0.05),
-            packet_nbytes=card.mtu,
+            packet_nbytes=nic.mtu,
             packets_pass=draw.choice([True, None]),
             times=times,
         )
@@ -134,7 +134,7 @@ def slowed(facts: JobFacts, node: int, share: float) -> JobFacts:
 
 
 def interface(facts: JobFacts, node: int, **changes: object) -> JobFacts:
-    """The job with another card in use on one node."""
+    """The job with another NIC in use on one node."""
     own = facts.nodes[node][0].interfaces
     return on_node(
         facts,

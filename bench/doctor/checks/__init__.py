@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from gradwire.bench.doctor.checks import cards, machine, network, placement, settings, software, steps, transfers
+from gradwire.bench.doctor.checks import machine, network, nics, placement, settings, software, steps, transfers
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 
 CHECKS: tuple[Callable[[JobFacts], Iterable[Diagnosis]], ...] = (
     *steps.CHECKS,
     *transfers.CHECKS,
     *network.CHECKS,
-    *cards.CHECKS,
+    *nics.CHECKS,
     *placement.CHECKS,
     *machine.CHECKS,
     *settings.CHECKS,
@@ -44,7 +44,7 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
     "slow_link": ("half_duplex", "single_connection", "far_apart", "slow_exchange"),
     "slow_path": ("half_duplex", "single_connection", "slow_exchange"),
     "single_connection": ("slow_exchange",),
-    "wrong_interface": ("slow_link", "slow_exchange", "idle_card"),
+    "wrong_interface": ("slow_link", "slow_exchange", "idle_nic"),
     "rank_order": ("slow_exchange",),
     "crowded_cores": ("slow_exchange",),
     "slow_node": ("slow_exchange",),
@@ -65,7 +65,7 @@ OF_THE_EXCHANGE = (
     "packet_loss",
     "tcp_buffers",
     "wrong_interface",
-    "idle_card",
+    "idle_nic",
     "foreign_traffic",
     "slow_exchange",
     "rank_order",

@@ -32,7 +32,7 @@ BASES = {
         "traceroute(8); NCCL user guide, Troubleshooting, Networking issues",
     ),
     "narrow_slot": Basis(
-        "the card runs in the slot that it will be used in: an idle card may lower its speed, never its lanes",
+        "the NIC runs in the slot that it will be used in: an idle NIC may lower its speed, never its lanes",
         "Linux Documentation/ABI/testing/sysfs-bus-pci; for two halves of one port github.com/geerlingguy/sbc-reviews, "
         "issue 92",
     ),
@@ -60,8 +60,8 @@ BASES = {
         "that interface leads to all nodes, as `ip route get ADDRESS` shows",
         f"{_NCCL}, NCCL_SOCKET_IFNAME; documentation of torch.distributed, Choosing the network interface to use",
     ),
-    "idle_card": Basis(
-        "both cards of each node lead to all others",
+    "idle_nic": Basis(
+        "both NICs of each node lead to all others",
         f"{_NCCL}, NCCL_SOCKET_IFNAME and NCCL_IB_HCA; documentation of torch.distributed, GLOO_SOCKET_IFNAME",
     ),
     "no_connection": Basis(
@@ -81,7 +81,7 @@ BASES = {
         f"{_NCCL}, Troubleshooting, Networking issues; ip-route(8)",
     ),
     "foreign_traffic": Basis(
-        "that traffic is not this job's own data, read from a file system over the same card",
+        "that traffic is not this job's own data, read from a file system over the same NIC",
         "Linux Documentation/ABI/testing/sysfs-class-net-statistics; ss(8)",
     ),
     "slow_exchange": Basis(

@@ -104,7 +104,7 @@ def sureness(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -
 
 
 def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Nodes whose best link is far below their card's rate, or below the other nodes'."""
+    """Nodes whose best link is far below their NIC's rate, or below the other nodes'."""
     names = facts.names
     nodes = [node for node in range(len(names)) if facts.reached(node) is not None]
     best = {node: min(facts.reached(node) or (0.0, 0.0)) for node in nodes}
@@ -139,15 +139,15 @@ def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
         )
         pronoun = "it" if len(slow) == 1 else "they"
     on = listed(ends) if tied else names[worst]
-    card = _card(facts.nodes[worst][0])
-    on_card = facts.promised(worst)
+    nic = _used_nic(facts.nodes[worst][0])
+    on_nic = facts.promised(worst)
     evidence = [
         f"{names[worst]} sends {rate(reached[0])} and receives {rate(reached[1])} at best; {why} {rate(wanted)}"
         + ("; both ends share that rate: look at each" if tied else "")
         + (f" (tried {_times(facts, worst)} times)" if _times(facts, worst) > 1 else ""),
     ]
-    if on_card is not None and facts.link_bytes_per_second is None:
-        evidence.append(f"the card says that its link runs at {rate(on_card / TCP_SHARE)}")
+    if on_nic is not None and facts.link_bytes_per_second is None:
+        evidence.append(f"the NIC says that its link runs at {rate(on_nic / TCP_SHARE)}")
     yield Diagnosis(
         key="slow_link",
         title=f"{who} {wanted / max(best[worst], 1.0):.1f} times slower than {pronoun} should be",
@@ -155,9 +155,9 @@ def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
         cost_seconds=facts.exchange_seconds(best[worst]) - facts.exchange_seconds(wanted),
         evidence=tuple(evidence),
         remedy=(
-            f"on {on}: ethtool {card} | grep -E 'Speed|Duplex'   # is it the card's full rate?",
-            f"on {on}: ethtool -S {card} | grep -iE 'err|drop|crc'   # a bad cable, a full switch",
-            f"on {on}: tc qdisc show dev {card}   # a limit that someone left there",
+            f"on {on}: ethtool {nic} | grep -E 'Speed|Duplex'   # is it the NIC's full rate?",
+            f"on {on}: ethtool -S {nic} | grep -iE 'err|drop|crc'   # a bad cable, a full switch",
+            f"on {on}: tc qdisc show dev {nic}   # a limit that someone left there",
             "in a cloud: the instance type's network rate; another job or a backup on the same link",
         ),
         nodes=tuple(names[node] for node in slow),
@@ -169,7 +169,7 @@ def _times(facts: JobFacts, node: int) -> int:
     return max((pair.times for pair in facts.pairs if node in (pair.a, pair.b)), default=1)
 
 
-def _card(first: RankFacts) -> str:
+def _used_nic(first: RankFacts) -> str:
     return first.gloo_interface or "eth0"
 
 
@@ -212,37 +212,37 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
 
 
 def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
-    """The PCIe link of the card in use carries less than its port."""
+    """The PCIe link of the NIC in use carries less than its port."""
     if len(facts.nodes) < 2:
         return
     slow = []
     for node, ranks in enumerate(facts.nodes):
-        card = _used(ranks[0])
-        if card is not None and (card.pcie_bits_per_second or float("inf")) < (card.bits_per_second or 0.0):
-            slow.append((node, card))
+        nic = _used(ranks[0])
+        if nic is not None and (nic.pcie_bits_per_second or float("inf")) < (nic.bits_per_second or 0.0):
+            slow.append((node, nic))
     if not slow:
         return
-    node, card = min(slow, key=lambda each: (each[1].pcie_bits_per_second or 0.0, each[0]))
-    port, lanes = (card.bits_per_second or 1.0) / 8, (card.pcie_bits_per_second or 1.0) / 8
+    node, nic = min(slow, key=lambda each: (each[1].pcie_bits_per_second or 0.0, each[0]))
+    port, lanes = (nic.bits_per_second or 1.0) / 8, (nic.pcie_bits_per_second or 1.0) / 8
     names = tuple(facts.names[each] for each, _ in slow)
     remedy = (
         (
-            f"RDMA uses both: an address on {card.name} and on {card.other_half}, both of their devices in NCCL_IB_HCA",
-            f"TCP: export NCCL_SOCKET_IFNAME={card.name},{card.other_half}; gloo takes one of them",
+            f"RDMA uses both: an address on {nic.name} and on {nic.other_half}, both of their devices in NCCL_IB_HCA",
+            f"TCP: export NCCL_SOCKET_IFNAME={nic.name},{nic.other_half}; gloo takes one of them",
         )
-        if card.other_half is not None
+        if nic.other_half is not None
         else (
             (
-                f"on {names[0]}: lspci -vv -s $(basename $(readlink /sys/class/net/{card.name}/device)) | grep -E "
-                "'LnkCap|LnkSta'   # narrower than the card can: another slot, or the slot's bifurcation in the "
+                f"on {names[0]}: lspci -vv -s $(basename $(readlink /sys/class/net/{nic.name}/device)) | grep -E "
+                "'LnkCap|LnkSta'   # narrower than the NIC can: another slot, or the slot's bifurcation in the "
                 "firmware"
             ),
         )
     )
-    title = f"PCIe gives {card.name} of {listed(names)} {rate(lanes)}, and its port has {rate(port)}"
-    if card.other_half is not None:
-        where = f"{card.name} of {facts.names[node]}"
-        title = f"{where} is half of its port: {rate(lanes)} of {rate(port)}, the other half is {card.other_half}"
+    title = f"PCIe gives {nic.name} of {listed(names)} {rate(lanes)}, and its port has {rate(port)}"
+    if nic.other_half is not None:
+        where = f"{nic.name} of {facts.names[node]}"
+        title = f"{where} is half of its port: {rate(lanes)} of {rate(port)}, the other half is {nic.other_half}"
     yield Diagnosis(
         key="narrow_slot",
         title=title,
@@ -250,7 +250,7 @@ def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
         cost_seconds=facts.exchange_seconds(lanes * TCP_SHARE) - facts.exchange_seconds(port * TCP_SHARE),
         evidence=(
             (
-                f"/sys/class/net/{card.name}/device/current_link_speed and current_link_width, against the rate "
+                f"/sys/class/net/{nic.name}/device/current_link_speed and current_link_width, against the rate "
                 "that the port states"
             ),
         ),
@@ -295,31 +295,29 @@ def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def flapping(facts: JobFacts) -> list[Diagnosis]:
-    """A card's link went away and came back while it was looked at."""
+    """A NIC's link went away and came back while it was looked at."""
     names = facts.names
     return [
         Diagnosis(
             key="flapping",
-            title=f"The link of {card.name} on {names[node]} goes away and comes back",
+            title=f"The link of {nic.name} on {names[node]} goes away and comes back",
             sure=0.95,
             cost_seconds=facts.exchange_seconds(facts.good_rate()),
-            evidence=(
-                f"/sys/class/net/{card.name}/carrier_changes rose by {card.link_changes} while the doctor looked",
-            ),
+            evidence=(f"/sys/class/net/{nic.name}/carrier_changes rose by {nic.link_changes} while the doctor looked",),
             remedy=(
-                f"on {names[node]}: dmesg | grep {card.name}; ethtool {card.name}   # what the driver says of the link",
+                f"on {names[node]}: dmesg | grep {nic.name}; ethtool {nic.name}   # what the driver says of the link",
                 "exchange cable, transceiver and the switch's port, one after the other",
             ),
             nodes=(names[node],),
         )
         for node, ranks in enumerate(facts.nodes)
-        for card in ranks[0].interfaces
-        if card.kind in ("card", "virtual") and card.link_changes > 1
+        for nic in ranks[0].interfaces
+        if nic.kind in ("nic", "virtual") and nic.link_changes > 1
     ]
 
 
 def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Sending and receiving at once halves the rate; or the card itself says half duplex."""
+    """Sending and receiving at once halves the rate; or the NIC itself says half duplex."""
     names = facts.names
     found = [
         Diagnosis(
@@ -327,17 +325,17 @@ def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
             title=f"The network card of {names[node]} runs half duplex",
             sure=0.99,
             cost_seconds=facts.exchange_seconds(facts.good_rate()),
-            evidence=(f"/sys/class/net/{card.name}/duplex says half",),
+            evidence=(f"/sys/class/net/{nic.name}/duplex says half",),
             remedy=(
                 (
-                    f"on {names[node]}: ethtool -s {card.name} autoneg on   # and the same on the switch's port: "
+                    f"on {names[node]}: ethtool -s {nic.name} autoneg on   # and the same on the switch's port: "
                     "one side fixed and one automatic ends in half duplex"
                 ),
             ),
             nodes=(names[node],),
         )
         for node, ranks in enumerate(facts.nodes)
-        if (card := ranks[0].interface(ranks[0].gloo_interface)) is not None and card.duplex == "half"
+        if (nic := ranks[0].interface(ranks[0].gloo_interface)) is not None and nic.duplex == "half"
     ]
     halved = [pair for pair in _confirmed(facts) if _halved(facts, pair)]
     yield from found
@@ -358,7 +356,7 @@ def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
             ),
         ),
         remedy=(
-            f"on {who}: ethtool {_card(facts.nodes[worst.a][0])} | grep Duplex   # wanted: Full, on the switch too",
+            f"on {who}: ethtool {_used_nic(facts.nodes[worst.a][0])} | grep Duplex   # wanted: Full, on the switch too",
             "a virtual machine: a limit on sent plus received bytes of its network card looks the same",
         ),
         nodes=tuple(names[node] for node in sorted(blamed)),
@@ -443,15 +441,15 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
     """MTUs that differ between nodes, packets that are lost because of it, or packets smaller than Ethernet's."""
     names = facts.names
     lost = [pair for pair in facts.pairs if pair.packets_pass is False and pair.times >= CONFIRMED]
-    mtus = {node: card.mtu for node, ranks in enumerate(facts.nodes) if (card := _used(ranks[0])) is not None}
+    mtus = {node: nic.mtu for node, ranks in enumerate(facts.nodes) if (nic := _used(ranks[0])) is not None}
     least = min(mtus, key=mtus.__getitem__, default=0)
     if lost:
         worst = lost[0]
         mtu = worst.packet_nbytes or USUAL_MTU
-        name = _card(facts.nodes[worst.a][0])
+        name = _used_nic(facts.nodes[worst.a][0])
         yield Diagnosis(
             key="mtu",
-            title=f"Packets of {mtu} bytes, as the cards are set to send them, do not arrive",
+            title=f"Packets of {mtu} bytes, as the NICs are set to send them, do not arrive",
             sure=0.9,
             evidence=(
                 (
@@ -476,10 +474,10 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
             sure=0.9,
             cost_seconds=facts.exchange_seconds(good) * (_share(max(mtus.values())) / _share(min(mtus.values())) - 1),
             evidence=tuple(
-                f"{names[node]}: MTU {mtu} on {_card(facts.nodes[node][0])}" for node, mtu in list(mtus.items())[:6]
+                f"{names[node]}: MTU {mtu} on {_used_nic(facts.nodes[node][0])}" for node, mtu in list(mtus.items())[:6]
             ),
             remedy=(
-                f"on {names[odd[0]]}: ip link set {_card(facts.nodes[odd[0]][0])} mtu {usual}   # as the others",
+                f"on {names[odd[0]]}: ip link set {_used_nic(facts.nodes[odd[0]][0])} mtu {usual}   # as the others",
                 "all switches on the way must carry the largest MTU, or large packets are lost without a word",
             ),
             nodes=tuple(names[node] for node in odd),
@@ -491,9 +489,11 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
             title=f"The network's packets are small: {mtu} bytes",
             sure=0.8,
             cost_seconds=facts.exchange_seconds(facts.good_rate()) * (_share(USUAL_MTU) / _share(mtu) - 1),
-            evidence=(f"MTU {mtu} on {_card(facts.nodes[node][0])} of {names[node]}; Ethernet has 1500, often 9000",),
+            evidence=(
+                f"MTU {mtu} on {_used_nic(facts.nodes[node][0])} of {names[node]}; Ethernet has 1500, often 9000",
+            ),
             remedy=(
-                f"ip link set {_card(facts.nodes[node][0])} mtu 1500   # where all switches on the way carry it",
+                f"ip link set {_used_nic(facts.nodes[node][0])} mtu 1500   # where all switches on the way carry it",
                 "in Kubernetes: the MTU of the CNI plug-in (calico: veth_mtu, cilium: --mtu)",
             ),
             nodes=(names[node],),
@@ -501,8 +501,8 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _used(first: RankFacts) -> NetworkInterface | None:
-    card = first.interface(first.gloo_interface)
-    return None if card is None or card.kind in ("loopback", "bridge") else card
+    nic = first.interface(first.gloo_interface)
+    return None if nic is None or nic.kind in ("loopback", "bridge") else nic
 
 
 def _share(mtu: int) -> float:
@@ -525,7 +525,7 @@ def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
     better = [each for each in facts.others if each.bytes_per_second > 1.4 * min(reached[each.a], reached[each.b]) > 0]
     if better:
         best = max(better, key=lambda each: each.bytes_per_second)
-        used = _card(facts.nodes[best.a][0])
+        used = _used_nic(facts.nodes[best.a][0])
         now = min(reached[best.a], reached[best.b])
         yield Diagnosis(
             key="wrong_interface",
@@ -547,7 +547,7 @@ def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
             nodes=tuple(names),
         )
     else:
-        yield from _slower_card(facts)
+        yield from _slower_nic(facts)
 
 
 def _why(first: RankFacts) -> str:
@@ -593,12 +593,12 @@ def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
         used = ranks[0].interface(ranks[0].gloo_interface)
         nowhere = used is not None and used.kind in ("loopback", "bridge") and not ranks[0].gloo_seen
         error = next((each.gloo_error for each in ranks if each.gloo_error), None)
-        cards = _leading_out(ranks[0])
-        if nowhere and (error or not many) and cards and _chosen(ranks[0]):
+        nics = _leading_out(ranks[0])
+        if nowhere and (error or not many) and nics and _chosen(ranks[0]):
             inside.append(node)
     if inside:
         first = facts.nodes[inside[0]][0]
-        card = _leading_out(first)[0]
+        nic = _leading_out(first)[0]
         error = next((each.gloo_error for each in facts.ranks if each.gloo_error), None)
         where = listed([names[node] for node in inside])
         yield Diagnosis(
@@ -607,8 +607,8 @@ def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
             sure=0.9 if error else 0.6,
             evidence=tuple(text for text in (_why(first), error) if text),
             remedy=(
-                f"export GLOO_SOCKET_IFNAME={card} NCCL_SOCKET_IFNAME={card}",
-                f"or in /etc/hosts: the address of {card} beside {first.hostname}, in place of 127.0.1.1",
+                f"export GLOO_SOCKET_IFNAME={nic} NCCL_SOCKET_IFNAME={nic}",
+                f"or in /etc/hosts: the address of {nic} beside {first.hostname}, in place of 127.0.1.1",
             ),
             nodes=tuple(names[node] for node in inside),
             stops=bool(error),
@@ -638,11 +638,11 @@ def _chosen(first: RankFacts) -> bool:
 
 def _leading_out(first: RankFacts) -> list[str]:
     """Interfaces that may lead to other machines."""
-    return [each.name for each in first.interfaces if each.kind in ("card", "virtual") and each.up and each.addresses]
+    return [each.name for each in first.interfaces if each.kind in ("nic", "virtual") and each.up and each.addresses]
 
 
-def _slower_card(facts: JobFacts) -> Iterator[Diagnosis]:
-    """A card with a higher rate stands beside the one in use, by what the drivers say alone."""
+def _slower_nic(facts: JobFacts) -> Iterator[Diagnosis]:
+    """A NIC with a higher rate stands beside the one in use, by what the drivers say alone."""
     for node, ranks in enumerate(facts.nodes):
         first = ranks[0]
         used = first.interface(first.gloo_interface)
@@ -661,7 +661,7 @@ def _slower_card(facts: JobFacts) -> Iterator[Diagnosis]:
             best = max(faster, key=lambda each: each.bits_per_second or 0)
             yield Diagnosis(
                 key="wrong_interface",
-                title=f"{facts.names[node]} has a faster card than the one in use",
+                title=f"{facts.names[node]} has a faster NIC than the one in use",
                 sure=0.6,
                 cost_seconds=facts.exchange_seconds(used.bits_per_second / 8)
                 - facts.exchange_seconds((best.bits_per_second or 1) / 8),

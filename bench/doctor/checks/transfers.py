@@ -18,7 +18,7 @@ behavior of the TCP congestion avoidance algorithm", CCR 1997: rate = segment / 
 SEGMENT_NBYTES, MATHIS = 1448, 1.22
 MOST_OF_MATHIS, UNHURT = 4.0, 0.9
 """A connection between places far apart that fills the link, and is faster than so many times that formula's rate, has
-not met such loss: there the start of a flow overruns the queue before its card, once, and what is dropped counts as
+not met such loss: there the start of a flow overruns the queue before its NIC, once, and what is dropped counts as
 lost. Cubic is no faster than the formula at such loss (RFC 9438, section 5.1); bbr is, and then loss costs nothing."""
 
 HELD_SHARE = 0.3
@@ -75,10 +75,10 @@ def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
         ),
         remedy=(
             (
-                f"on {who}: ethtool -S CARD | grep -iE 'err|drop|crc|discard'   # what counts up: cable, "
-                "transceiver, or a full ring (then ethtool -G CARD rx 4096)"
+                f"on {who}: ethtool -S NIC | grep -iE 'err|drop|crc|discard'   # what counts up: cable, "
+                "transceiver, or a full ring (then ethtool -G NIC rx 4096)"
             ),
-            "the switch's counters of that port; a cable or transceiver that is changed tells it from the card",
+            "the switch's counters of that port; a cable or transceiver that is changed tells it from the NIC",
             (
                 "until then: sysctl -w net.ipv4.tcp_congestion_control=bbr, where the kernel has it, loses less "
                 "speed to loss that is no congestion (Cardwell et al., BBR, ACM Queue 2016)"
@@ -215,7 +215,7 @@ def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
         sure=0.9,
         evidence=tuple(f"{names[each.a]} to {names[each.b]}: {each.error}" for each in failed[:3]),
         remedy=(
-            f"on {names[first.a]}: ip route get ADDRESS_OF_{names[first.b]}   # does it leave by the right card?",
+            f"on {names[first.a]}: ip route get ADDRESS_OF_{names[first.b]}   # does it leave by the right NIC?",
             (
                 "a firewall: gloo and NCCL listen on any port; open them all between the nodes (iptables -L -n, "
                 "nft list ruleset, a cloud's security group)"
@@ -227,7 +227,7 @@ def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Other programs use the links of this job: their cards count bytes while no rank sends any."""
+    """Other programs use the links of this job: their NICs count bytes while no rank sends any."""
     busy = [node for node in range(len(facts.nodes)) if facts.foreign_share(node) >= FOREIGN_SHARE]
     if not busy or not facts.pairs:
         return
@@ -250,7 +250,7 @@ def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
         ),
         remedy=(
             f"on {listed([names[node] for node in busy])}: ss -tinp; iftop   # which program has those connections?",
-            "another job, a backup or a file system on this network: another node, another card, or another time",
+            "another job, a backup or a file system on this network: another node, another NIC, or another time",
         ),
         nodes=tuple(names[node] for node in busy),
     )
@@ -285,7 +285,7 @@ def slow_exchange(facts: JobFacts) -> Iterator[Diagnosis]:
         ),
         remedy=(
             "during a step: top -H   # cores at 100 %: the processors are the limit, so fewer ranks or more cores",
-            "mpstat -P ALL 1   # one core full of %soft: the card's interrupts; spread them (irqbalance)",
+            "mpstat -P ALL 1   # one core full of %soft: the NIC's interrupts; spread them (irqbalance)",
             "another job on the same links: run the doctor again when it has ended",
             f"gradwire bench all_reduce -b 64K -e 64M --backend {fastest.backend}   # from which size on?",
         ),

@@ -100,10 +100,10 @@ const std::uint8_t* Ring::peek(std::uint32_t& nbytes, Nanoseconds& real_time) {
   if (header->tp_len > most_nbytes_ || header->tp_snaplen < header->tp_len)
     throw std::runtime_error("a frame of " + std::to_string(header->tp_len) + " bytes came from " + interface_ +
                              ", more than the " + std::to_string(most_nbytes_) +
-                             " of a packet: the node's card has segmentation offload on again");
+                             " of a packet: the node's NIC has segmentation offload on again");
   if (status & TP_STATUS_CSUMNOTREADY)
     throw std::runtime_error("a frame without its checksum came from " + interface_ +
-                             ": the node's card has checksum offload on again");
+                             ": the node's NIC has checksum offload on again");
   nbytes = header->tp_len;
   real_time = static_cast<Nanoseconds>(header->tp_sec) * 1'000'000'000 + header->tp_nsec;
   return reinterpret_cast<const std::uint8_t*>(header) + header->tp_mac;
@@ -131,7 +131,7 @@ std::vector<std::size_t> Ring::send(const std::vector<Outgoing>& frames) {
     if (sent > 0) {
       at += static_cast<std::size_t>(sent);
     } else if (errno != EINTR) {
-      // The first one was refused: no room (ENOBUFS, EAGAIN), a card that is down (ENETDOWN, ENXIO) or a switch with a
+      // The first one was refused: no room (ENOBUFS, EAGAIN), a NIC that is down (ENETDOWN, ENXIO) or a switch with a
       // smaller MTU (EMSGSIZE). On a real network it would be gone, too.
       failed.push_back(at++);
     }

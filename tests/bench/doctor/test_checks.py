@@ -66,8 +66,8 @@ def second_interface(facts: JobFacts) -> JobFacts:
     return replace(facts, others=(InterfaceRate(a=0, b=1, interface="ib0", bytes_per_second=rate),))
 
 
-def idle_card(facts: JobFacts, **variables: str) -> JobFacts:
-    """A second card with half of the rate of the one in use; on GPUs NCCL is told to leave it out."""
+def idle_nic(facts: JobFacts, **variables: str) -> JobFacts:
+    """A second NIC with half of the rate of the one in use; on GPUs NCCL is told to leave it out."""
     rate = 0.5 * facts.good_rate()
     others = (InterfaceRate(a=0, b=1, interface="eth1", bytes_per_second=rate),)
     return replace(everywhere(facts, variables=variables or {"NCCL_SOCKET_IFNAME": "=eth0"}), others=others)
@@ -127,7 +127,7 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
     ),
     "duplex lost": ("half_duplex", lambda facts: all_pairs(facts, lambda a, b: {"both": (0.5 * a, 0.45 * b)})),
     "a link that flaps": ("flapping", lambda facts: interface(facts, 1, link_changes=9)),
-    "half duplex by the card": ("half_duplex", lambda facts: interface(facts, 1, duplex="half")),
+    "half duplex by the NIC": ("half_duplex", lambda facts: interface(facts, 1, duplex="half")),
     "another zone": ("far_apart", lambda facts: first_pair(facts, latency_seconds=8e-3)),
     "a far node": (
         "far_apart",
@@ -153,7 +153,7 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
         ),
     ),
     "wrong interface": ("wrong_interface", second_interface),
-    "a second card idle": ("idle_card", idle_card),
+    "a second NIC idle": ("idle_nic", idle_nic),
     "no such interface": (
         "wrong_interface", lambda facts: everywhere(facts, variables={"GLOO_SOCKET_IFNAME": "ens5"}),
     ),
@@ -326,13 +326,13 @@ def test_the_report_says_them_under_each_remedy_within_the_terminal() -> None:
     ({"NCCL_SOCKET_IFNAME": "eth"}, True, False),
     ({"NCCL_SOCKET_IFNAME": "^eth1"}, True, True),
 ])  # fmt: skip
-def test_a_card_that_something_sends_over_is_not_idle(
+def test_a_nic_that_something_sends_over_is_not_idle(
     variables: dict[str, str], idle_on_cpus: bool, idle_on_gpus: bool
 ) -> None:
     seen = set()
     for seed in SEEDS:
-        facts = idle_card(healthy(seed, nodes=2), **variables)
-        found = [each for each in diagnose(facts) if each.key == "idle_card"]
+        facts = idle_nic(healthy(seed, nodes=2), **variables)
+        found = [each for each in diagnose(facts) if each.key == "idle_nic"]
         assert bool(found) == (idle_on_gpus if facts.has_gpus else idle_on_cpus), seed
         assert all(
             re.match(r"eth1 stands idle: with it the nodes would have 1\.[456] times", each.title) for each in found
@@ -343,11 +343,11 @@ def test_a_card_that_something_sends_over_is_not_idle(
     assert seen == {True, False}
 
 
-def test_rings_across_cards_of_unlike_networks_are_doubted() -> None:
+def test_rings_across_nics_of_unlike_networks_are_doubted() -> None:
     for seed in SEEDS:
         facts = everywhere(healthy(seed, nodes=2), variables={"NCCL_CROSS_NIC": "1"})
         assert diagnose(facts) == [], seed
-        second = NetworkInterface(name="eth1", kind="card", addresses=("10.1.0.1",))
+        second = NetworkInterface(name="eth1", kind="nic", addresses=("10.1.0.1",))
         two = everywhere(facts, interfaces=(*facts.ranks[0].interfaces, second))
         assert [each.key for each in diagnose(two)] == ["variable"] * two.has_gpus, seed
 
@@ -409,7 +409,7 @@ def test_a_variable_for_gpus_costs_nothing_where_there_are_none() -> None:
 
 
 def test_a_link_is_not_blamed_for_what_this_program_cannot_move() -> None:
-    """A card of 400 Gbit/s, and a program that moves 20 Gbit/s inside a node: nothing is known of the card."""
+    """A NIC of 400 Gbit/s, and a program that moves 20 Gbit/s inside a node: nothing is known of the NIC."""
     for seed in SEEDS:
         facts = healthy(seed, nodes=3, times=3)
         rate = facts.good_rate()
@@ -566,7 +566,7 @@ def test_peer_to_peer_that_is_switched_off_costs_nothing_where_there_is_none() -
 
 @pytest.mark.parametrize(("ways", "words"), [((1, 0), "sends"), ((0, 1), "receives"), ((1, 1), "")])
 def test_loss_says_how_much_and_on_which_way(ways: tuple[int, int], words: str) -> None:
-    """Law: a share is a percentage, above one percent and below; the side of a card that loses is named."""
+    """Law: a share is a percentage, above one percent and below; the side of a NIC that loses is named."""
     facts = healthy(0, nodes=4)
     for share, title in ((0.004, "0.4 % of the packets"), (0.02, "2 % of the packets")):
         out, back = (round(4000 * share) * way for way in ways)

@@ -17,8 +17,8 @@ MBIT = 1e6 / 8
 def job(nodes: int = 2, rate: float = 190 * MBIT, own: float = 2e9, **times: float) -> JobFacts:
     """A job on CPUs whose links have one rate, with 20 MB of gradients, of which each backend took some seconds."""
     facts = everywhere(healthy(3, nodes=nodes, times=3), gpus=(), device="cpu")
-    card = replace(facts.ranks[0].interfaces[1], bits_per_second=None)
-    facts = everywhere(facts, interfaces=(facts.ranks[0].interfaces[0], card))
+    nic = replace(facts.ranks[0].interfaces[1], bits_per_second=None)
+    facts = everywhere(facts, interfaces=(facts.ranks[0].interfaces[0], nic))
     rates = (rate, rate)
     return replace(
         facts,

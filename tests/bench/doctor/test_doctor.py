@@ -202,8 +202,8 @@ def test_a_bond_has_the_rate_of_the_members_it_uses(tmp_path: Path, active: str 
     assert found == {"bond0": rate, "eth0": 100e9, "eth1": 100e9}
 
 
-def test_a_bridge_over_a_card_is_one_and_of_guests_alone_is_none(tmp_path: Path) -> None:
-    below = {  # Proxmox: a bond in vmbr0, a VLAN of a card in br1; libvirt's and Docker's own; a team
+def test_a_bridge_over_a_nic_is_one_and_of_guests_alone_is_none(tmp_path: Path) -> None:
+    below = {  # Proxmox: a bond in vmbr0, a VLAN of a NIC in br1; libvirt's and Docker's own; a team
         "vmbr0": ("bond0", "tap100i0"), "bond0": ("eth0",), "br1": ("eth1.7", "tap101i0"), "eth1.7": ("eth1",),
         "virbr0": ("vnet0",), "docker0": (), "team0": ("eth2", "eth3"), "tap100i0": (), "tap101i0": (), "vnet0": (),
         "eth0": (), "eth1": (), "eth2": (), "eth3": (),
@@ -217,13 +217,13 @@ def test_a_bridge_over_a_card_is_one_and_of_guests_alone_is_none(tmp_path: Path)
     files |= {f"sys/devices/pci0000:00/0000:0{number}:00.0/class": "0x020000" for number in range(4)}
     write(tmp_path, files)
     for number, master in enumerate(("bond0", None, "team0", "team0")):
-        card = tmp_path / f"{net}/eth{number}"
-        (card / "device").symlink_to(tmp_path / f"sys/devices/pci0000:00/0000:0{number}:00.0")
+        nic = tmp_path / f"{net}/eth{number}"
+        (nic / "device").symlink_to(tmp_path / f"sys/devices/pci0000:00/0000:0{number}:00.0")
         if master is not None:
-            (card / "master").symlink_to(tmp_path / net / master)
+            (nic / "master").symlink_to(tmp_path / net / master)
     (tmp_path / f"{net}/bond0/master").symlink_to(tmp_path / f"{net}/vmbr0")
     found = {each.name: (each.kind, each.bits_per_second) for each in local.read_interfaces(tmp_path)}
-    assert {found[name] for name in ("vmbr0", "br1", "bond0", "eth1.7", "team0", "eth0")} == {("card", 10e9)}
+    assert {found[name] for name in ("vmbr0", "br1", "bond0", "eth1.7", "team0", "eth0")} == {("nic", 10e9)}
     assert found["virbr0"] == found["docker0"] == ("bridge", None)
     assert found["tap100i0"] == ("bridge", None)
 
@@ -231,9 +231,9 @@ def test_a_bridge_over_a_card_is_one_and_of_guests_alone_is_none(tmp_path: Path)
 CARDS = (
     NetworkInterface(name="lo", kind="loopback", addresses=("127.0.0.1",)),
     NetworkInterface(name="docker0", kind="bridge", addresses=("172.17.0.1",)),
-    NetworkInterface(name="eth0", kind="card", addresses=("10.0.0.1",)),
-    NetworkInterface(name="eth1", kind="card", addresses=("10.1.0.1",), up=False),
-    NetworkInterface(name="ib0", kind="card", addresses=("10.2.0.1",)),
+    NetworkInterface(name="eth0", kind="nic", addresses=("10.0.0.1",)),
+    NetworkInterface(name="eth1", kind="nic", addresses=("10.1.0.1",), up=False),
+    NetworkInterface(name="ib0", kind="nic", addresses=("10.2.0.1",)),
 )
 
 

@@ -104,13 +104,13 @@ print(*sorted(name for _, name in socket.if_nameindex() if name != "lo"), os.env
 """
 
 
-def test_a_node_has_two_cards_each_with_its_bytes_and_its_rate() -> None:
+def test_a_node_has_two_nics_each_with_its_bytes_and_its_rate() -> None:
     with EmulatedCluster([1, 1], nic="5mbit+20mbit") as cluster:
         assert cluster.nic_rates == (25_000_000,) * 2 and cluster.nic_bits_per_second == 25_000_000
         result = cluster.run([sys.executable, "-c", BY_CARD], timeout_seconds=60)
     result.check()
     assert set(result.output) == {"eth0 eth1 None\n"}
-    slow, fast = result.nic_bytes[0].cards
+    slow, fast = result.nic_bytes[0].nics
     assert (slow.interface, fast.interface) == ("eth0", "eth1")
     assert NBYTES // 4 < slow.tx < 1.06 * NBYTES // 4 + 10_000 and NBYTES < fast.tx < 1.06 * NBYTES + 10_000
     assert result.nic_bytes[0].tx == slow.tx + fast.tx

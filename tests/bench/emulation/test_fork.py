@@ -21,7 +21,7 @@ def rank_main(place, arguments):
     Path(f"/dev/shm/{place.rank}").touch()
     place.connect()
     own = {"rank": place.rank, "host": socket.gethostname(), "pid": os.getpid(), "arguments": arguments}
-    own |= {"shm": sorted(os.listdir("/dev/shm")), "cards": sorted(os.listdir("/sys/class/net"))}
+    own |= {"shm": sorted(os.listdir("/dev/shm")), "nics": sorted(os.listdir("/sys/class/net"))}
     own |= {"folder": os.getcwd(), "gloo": os.environ["GLOO_SOCKET_IFNAME"], "threads": os.environ["OMP_NUM_THREADS"]}
     os.write(1, (json.dumps(own) + "\\n").encode())
     place.leave()
@@ -40,7 +40,7 @@ def test_a_rank_has_the_namespaces_the_variables_and_the_status_of_its_node(tmp_
         key=lambda row: int(row["rank"]),
     )
     assert [row["host"] for row in rows] == ["node0", "node0", "node1"], result.output
-    assert all(row["pid"] < 100 and row["cards"] == ["eth0", "lo"] for row in rows), rows
+    assert all(row["pid"] < 100 and row["nics"] == ["eth0", "lo"] for row in rows), rows
     assert [set(row["shm"]) & {"0", "1", "2"} for row in rows] == [{"0", "1"}, {"0", "1"}, {"2"}]
     assert all(row["gloo"] == "eth0" and row["threads"] == "1" for row in rows)
     assert all(row["folder"] == str(Path.cwd()) and row["arguments"] == ["one", "a b"] for row in rows)

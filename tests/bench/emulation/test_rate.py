@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 
 from gradwire.bench.emulation.rate import (
     LEAST_BITS_PER_SECOND,
-    format_cards,
+    format_nic_rates,
     format_rate,
-    parse_cards,
+    parse_nic_rates,
     parse_rate,
     parse_rates,
 )
@@ -27,16 +27,16 @@ def test_what_is_no_rate_is_refused_by_name(text: str) -> None:
         parse_rate(text, "--nic")
 
 
-def test_cards_are_read_by_node_and_written_back() -> None:
-    assert parse_cards("300mbit+100mbit", 2, "nic") == ((300_000_000, 100_000_000),) * 2
-    assert parse_cards("1gbit+100mbit,50mbit+50mbit", 2, "nic") == ((10**9, 10**8), (5 * 10**7, 5 * 10**7))
+def test_nics_are_read_by_node_and_written_back() -> None:
+    assert parse_nic_rates("300mbit+100mbit", 2, "nic") == ((300_000_000, 100_000_000),) * 2
+    assert parse_nic_rates("1gbit+100mbit,50mbit+50mbit", 2, "nic") == ((10**9, 10**8), (5 * 10**7, 5 * 10**7))
     assert parse_rates("300mbit+100mbit,50mbit+50mbit", 2, "nic") == (400_000_000, 100_000_000)
-    assert format_cards((300_000_000, 100_000_000)) == "300mbit+100mbit"
+    assert format_nic_rates((300_000_000, 100_000_000)) == "300mbit+100mbit"
 
 
 @pytest.mark.parametrize(
     "text", ["100mbit+", "+100mbit", "100mbit+100mbit,100mbit", "1mbit,1mbit,1mbit", "+".join(["1mbit"] * 9)]
 )
-def test_what_is_no_card_is_refused_by_name(text: str) -> None:
+def test_what_is_no_nic_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=r"`--nic`: found .*, wanted"):
-        parse_cards(text, 2, "--nic")
+        parse_nic_rates(text, 2, "--nic")

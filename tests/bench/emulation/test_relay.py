@@ -77,13 +77,13 @@ dist.destroy_process_group()
 """
 
 
-def card_packets(cluster: EmulatedCluster, node: int) -> tuple[int, int]:
-    """(sent, received) by a node's card, as the kernel counts them."""
+def nic_packets(cluster: EmulatedCluster, node: int) -> tuple[int, int]:
+    """(sent, received) by a node's NIC, as the kernel counts them."""
     for line in Path(f"/proc/{cluster.process(node)}/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
             return int(counters.split()[9]), int(counters.split()[1])
-    raise AssertionError("no card")
+    raise AssertionError("no NIC")
 
 
 @pytest.fixture(scope="module")
@@ -104,18 +104,18 @@ def test_a_round_trip_is_both_delays() -> None:
 
 
 def test_lost_packets_are_as_many_as_asked_for_and_every_one_is_counted(ocean: EmulatedCluster) -> None:
-    before, cards_before = ocean.path_counts(), [card_packets(ocean, node) for node in (0, 1)]
+    before, nics_before = ocean.path_counts(), [nic_packets(ocean, node) for node in (0, 1)]
     result = ocean.run(python(NUMBERED, PACKETS), timeout_seconds=60)
     result.check()
     numbers = [int(word) for word in result.output[1].split()]
     time.sleep(0.3)  # what is still under way is counted at its end
-    after, cards_after = ocean.path_counts(), [card_packets(ocean, node) for node in (0, 1)]
+    after, nics_after = ocean.path_counts(), [nic_packets(ocean, node) for node in (0, 1)]
     for source, target in ((0, 1), (1, 0)):
         then, now = before[source][target], after[source][target]
         offered, delivered = now.offered - then.offered, now.delivered - then.delivered
         assert offered == delivered + (now.lost - then.lost) + (now.dropped - then.dropped)
-        assert offered == cards_after[source][0] - cards_before[source][0]
-        assert delivered == cards_after[target][1] - cards_before[target][1]
+        assert offered == nics_after[source][0] - nics_before[source][0]
+        assert delivered == nics_after[target][1] - nics_before[target][1]
     offered, lost = (getattr(after[0][1], name) - getattr(before[0][1], name) for name in ("offered", "lost"))
     # Six standard deviations of 1 % of them.
     assert offered >= PACKETS and abs(lost - 0.01 * offered) < 6 * (0.01 * 0.99 * offered) ** 0.5
@@ -210,7 +210,7 @@ def test_a_relay_that_dies_ends_the_job_in_words() -> None:
 
 
 def test_what_the_relay_refuses_is_said_in_words() -> None:
-    """A card that segments again sends frames that are no packets: losing one of them would lose forty."""
+    """A NIC that segments again sends frames that are no packets: losing one of them would lose forty."""
     big = "import socket; socket.create_connection(('10.77.0.1', 5000), 5).sendall(bytes(1 << 20))"
     script = f"""
 import os, socket, time

@@ -55,7 +55,7 @@ def test_cuda_sums_are_priced_with_the_cuda_links_and_nccl(monkeypatch: pytest.M
     assert [better(slow, "cuda", numel) for numel in SIZES] == [False, False, True, True]
 
 
-def test_an_unknown_card_leaves_cuda_sums_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_nic_leaves_cuda_sums_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     known = cluster_of_machines(dgx_a100(), 4)
     unknown = replace(known.levels[1], link=Link(1e-4, 1.25e9, presumed=True))
     group = sums(monkeypatch, replace(known, levels=(known.levels[0], unknown), fabric=None))

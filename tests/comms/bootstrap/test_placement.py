@@ -59,7 +59,7 @@ def test_locations_of_different_depth_are_refused() -> None:
         cluster_of(presences("ab", [(), ("r1",)]), Config())
 
 
-def test_the_slowest_known_card_counts_and_an_unknown_one_makes_it_unknown() -> None:
+def test_the_slowest_known_nic_counts_and_an_unknown_one_makes_it_unknown() -> None:
     fast, slow, unknown = (Hardware(None, rate, None) for rate in (25e9, 3e9, None))
     here, there = presences("ab")
     cluster = cluster_of([replace(here, hardware=fast), replace(there, hardware=slow)], Config())
@@ -79,22 +79,22 @@ def test_this_host_says_hostname_boot_id_and_shared_memory() -> None:
 
 
 def gpu_ranks(
-    hosts: str, config: Config | None = None, cards: str = "01234567", **changes: Any
+    hosts: str, config: Config | None = None, nics: str = "01234567", **changes: Any
 ) -> tuple[list[Presence], Config]:
-    """Ranks of DGX H100s, in CUDA memory; each drives the card with its local number."""
+    """Ranks of DGX H100s, in CUDA memory; each drives the NIC with its local number."""
     fabric, config = fabric_of(dgx_h100()), config or Config()
     seen: dict[str, int] = {}
     found = []
     for presence in presences(hosts):
         local = seen.setdefault(presence.host[0], 0)
         seen[presence.host[0]] += 1
-        facts = Hardware(370.8e9, 384e9, f"mlx5_{cards[local]}", nics=8, fabric=fabric)
+        facts = Hardware(370.8e9, 384e9, f"mlx5_{nics[local]}", nics=8, fabric=fabric)
         rate = config.nic_bytes_per_second
         found.append(replace(presence, device="cuda", hardware=replace(facts, **changes), nic_bytes_per_second=rate))
     return found, config
 
 
-def test_cuda_ranks_plan_with_nccls_latencies_and_all_cards() -> None:
+def test_cuda_ranks_plan_with_nccls_latencies_and_all_nics() -> None:
     cluster = cluster_of(*gpu_ranks("a" * 8 + "b" * 8))
     intra, inter = (level.link for level in cluster.levels)
     assert (intra.alpha_seconds, intra.bytes_per_second) == (3.4e-6, 370.8e9)
@@ -104,10 +104,10 @@ def test_cuda_ranks_plan_with_nccls_latencies_and_all_cards() -> None:
     assert not intra.presumed and not inter.presumed
 
 
-def test_few_ranks_drive_few_cards() -> None:
+def test_few_ranks_drive_few_nics() -> None:
     inter = cluster_of(*gpu_ranks("aabb")).levels[1].link
     assert (inter.nics, inter.bytes_per_second, inter.sender_nics) == (2, 96e9, 1)
-    shared = cluster_of(*gpu_ranks("aabb", cards="00")).levels[1].link
+    shared = cluster_of(*gpu_ranks("aabb", nics="00")).levels[1].link
     assert (shared.nics, shared.bytes_per_second) == (1, 48e9)
     nobody_said = cluster_of(*gpu_ranks("aabb", nic=None)).levels[1].link
     assert (nobody_said.nics, nobody_said.bytes_per_second, nobody_said.sender_nics) == (8, 384e9, 4)
@@ -126,14 +126,14 @@ def test_cuda_nodes_have_links_of_their_own_only_where_all_ranks_say_so() -> Non
     assert cluster_of(given, Config(nic_bytes_per_second=25e9)).levels[1].unit_rates == (25e9, 25e9, 6.25e9)
 
 
-def test_an_unknown_card_is_presumed_until_somebody_says_its_rate() -> None:
+def test_an_unknown_nic_is_presumed_until_somebody_says_its_rate() -> None:
     cluster = cluster_of(*gpu_ranks("aabb", inter_node=None))
     assert cluster.levels[1].link.presumed and cluster.fabric is None
     given = cluster_of(*gpu_ranks("aabb", Config(nic_bytes_per_second=25e9), inter_node=None))
     assert given.levels[1].link.bytes_per_second == 25e9 and not given.levels[1].link.presumed
     assert given.fabric is not None
     alone = cluster_of(*gpu_ranks("aa", inter_node=None))
-    assert alone.fabric is not None, "one node has no use for its cards"
+    assert alone.fabric is not None, "one node has no use for its NICs"
     inside = cluster_of(*gpu_ranks("aabb", intra_node=None))
     assert inside.levels[0].link.presumed and inside.fabric is None
 

@@ -410,7 +410,7 @@ def test_what_a_unit_receives_is_bounded_by_two_payloads(
         rows = communicator.report().rows
         return sum(
             row.wire_nbytes for row in rows if row.level != "intra_node"
-        ), exchange.averaging.card.exchanged + exchange.averaging.card.synchronized
+        ), exchange.averaging.nic_bytes.exchanged + exchange.averaging.nic_bytes.synchronized
 
     elements = Model(scale=scale).flat().numel()
     for units in (2, 4, 8):

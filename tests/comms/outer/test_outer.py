@@ -108,7 +108,7 @@ def replicated(rank: int) -> None:
     outer.synchronize()
     synchronized = outer.report()
     assert report.synchronized_nbytes == 0 and "synchronize()" not in str(report)
-    assert synchronized.synchronized_nbytes == synchronized.card_nbytes - report.card_nbytes > 0
+    assert synchronized.synchronized_nbytes == synchronized.nic_nbytes - report.nic_nbytes > 0
     assert synchronized.bits_per_parameter_and_step == report.bits_per_parameter_and_step  # of exchanges alone
     assert " MB in synchronize()" in " ".join(str(synchronized).split())
     same_on(lambda _: 0, flat(model))

@@ -39,8 +39,8 @@ def decide_with(adds: Callable[..., float], patch: pytest.MonkeyPatch) -> list[o
     for _ in range(20):
         nodes, each = draw.choice([3, 4, 6]), draw.choice([1, 2])
         rates = [draw.uniform(1e7, 1e9) for _ in range(nodes)]
-        inside, card = Link(2e-5, draw.uniform(1e9, 1e10)), Link(1e-4, min(rates), gap_seconds=3e-4)
-        cluster = two_level_cluster([node for node in range(nodes) for _ in range(each)], inside, card)
+        inside, nic = Link(2e-5, draw.uniform(1e9, 1e10)), Link(1e-4, min(rates), gap_seconds=3e-4)
+        cluster = two_level_cluster([node for node in range(nodes) for _ in range(each)], inside, nic)
         price = draw.choice([EXACT, CodecPrice("int8", 0.26, 1e-10, 1e-5)])
         found += planner.candidates(
             with_node_rates(cluster, rates), draw.randrange(4, 1 << 26), "hierarchical", 0, price

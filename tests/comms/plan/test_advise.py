@@ -68,7 +68,7 @@ def test_more_backward_never_exposes_more() -> None:
 
 @pytest.mark.parametrize(("nodes", "gbit", "nics", "backward_ms"), [(1, 25, 1, 45), (4, 3200, 8, 45), (4, 25, 1, 500)])
 def test_do_not_compress(nodes: int, gbit: float, nics: int, backward_ms: float) -> None:
-    # One node; a card for each GPU; a backward pass that hides everything.
+    # One node; a NIC for each GPU; a backward pass that hides everything.
     advice = ask(cluster_of(nodes, gbit, nics), backward_ms)
     assert advice.recommend.compressor == "none"
     assert "Do not compress" in advice.recommend.why

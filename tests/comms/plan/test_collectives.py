@@ -108,7 +108,7 @@ def test_every_rank_gets_its_sum_and_changes_what_it_says(places: list[int], num
 
 @settings(deadline=None, max_examples=60)
 @given(places=placements, numel=st.integers(0, 400), chunks=st.integers(0, 3), data=st.data())
-def test_a_broadcast_crosses_each_card_once(places: list[int], numel: int, chunks: int, data: st.DataObject) -> None:
+def test_a_broadcast_crosses_each_nic_once(places: list[int], numel: int, chunks: int, data: st.DataObject) -> None:
     cluster = cluster_of(places)
     root = data.draw(st.integers(0, cluster.size - 1))
     expected = np.arange(numel)

@@ -71,25 +71,25 @@ def test_small_buckets_are_a_matter_of_latency(nbytes: int, flat: float, hierarc
 
 
 @pytest.mark.parametrize(("gbit", "gain"), [(5, 3.2), (10, 1.59), (12.5, 1.27)])
-def test_one_tcp_stream_may_be_slower_than_the_card(gbit: float, gain: float) -> None:
-    # NCCL opens one TCP stream for each channel, about two channels a card: a flat ring has 2 streams, 8 rails have 16.
+def test_one_tcp_stream_may_be_slower_than_the_nic(gbit: float, gain: float) -> None:
+    # NCCL opens one TCP stream for each channel, about two channels a NIC: a flat ring has 2 streams, 8 rails have 16.
     nic = Link(30e-6, 25e9 / 8, channels=2, stream_bytes_per_second=gbit * 1e9 / 8)
     assert seconds(nodes_of_8(4, nic), "flat") / seconds(nodes_of_8(4, nic), "hierarchical") == pytest.approx(
         gain, rel=0.01
     )
 
 
-def test_a_card_for_each_gpu_leaves_a_hierarchy_nothing_to_gain() -> None:
+def test_a_nic_for_each_gpu_leaves_a_hierarchy_nothing_to_gain() -> None:
     rails = Link(10e-6, 8 * 25e9, nics=8, channels=16)
     for nodes in (2, 4, 8):
         assert seconds(nodes_of_8(nodes, rails), "flat") < seconds(nodes_of_8(nodes, rails), "hierarchical")
         assert plan_all_reduce(nodes_of_8(nodes, rails), GRADIENT_NBYTES, library="nccl").name == "flat"
 
 
-def test_one_sender_uses_one_card() -> None:
-    cards = Link(0.0, 8e9, nics=4)
-    assert [cards.rate(senders) for senders in (1, 2, 4, 8)] == [2e9, 4e9, 8e9, 8e9]
-    cluster = nodes_of_8(4, cards)
+def test_one_sender_uses_one_nic() -> None:
+    nics = Link(0.0, 8e9, nics=4)
+    assert [nics.rate(senders) for senders in (1, 2, 4, 8)] == [2e9, 4e9, 8e9, 8e9]
+    cluster = nodes_of_8(4, nics)
     assert seconds(cluster, "leader") / seconds(cluster, "hierarchical") == pytest.approx(4, rel=0.05)
 
 

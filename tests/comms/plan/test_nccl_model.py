@@ -127,7 +127,7 @@ def test_figures_worked_out_by_hand_from_nccls_source() -> None:
     assert set(nccl_model(cluster_of("dgx_a100", 2)).flat(nbytes)) == {RING, TREE}
 
 
-def test_a_leader_uses_the_cards_of_one_gpu_and_a_hierarchy_all() -> None:
+def test_a_leader_uses_the_nics_of_one_gpu_and_a_hierarchy_all() -> None:
     cluster = cluster_of("dgx_h100", 4)
     leader, hierarchical = (seconds(cluster, name, 1 << 30) for name in ("leader", "hierarchical"))
     assert leader > 4 * hierarchical
@@ -138,13 +138,13 @@ def test_a_leader_uses_the_cards_of_one_gpu_and_a_hierarchy_all() -> None:
 
 
 @pytest.mark.parametrize("name", ["dgx_h100", "dgx_a100", "p4d"])
-def test_fast_cards_leave_buckets_nothing_to_gain(name: str) -> None:
+def test_fast_nics_leave_buckets_nothing_to_gain(name: str) -> None:
     for nodes in (2, 4, 8, 16):
         for nbytes in SIZES[:-1]:
             assert plan_all_reduce(cluster_of(name, nodes), nbytes, library="nccl").name == "flat"
 
 
-def test_one_slow_card_for_four_nodes_is_what_a_hierarchy_is_for() -> None:
+def test_one_slow_nic_for_four_nodes_is_what_a_hierarchy_is_for() -> None:
     plan = plan_all_reduce(cluster_of("dgx_a100", 4, 25), 25 << 20, library="nccl")
     assert plan.name == "hierarchical" and "NCCL's ring" in plan.why
     two = plan_all_reduce(cluster_of("dgx_a100", 2, 25), 25 << 20, library="nccl")
@@ -166,13 +166,13 @@ def test_nvls_tree_is_refused_where_no_switch_sums() -> None:
         next(candidates(cluster_of("dgx_a100", 2), 1 << 20, NVLS_TREE))
 
 
-def unknown_card(cluster: Cluster) -> Cluster:
+def unknown_nic(cluster: Cluster) -> Cluster:
     inner, nic = cluster.levels
     return replace(cluster, levels=(inner, replace(nic, link=Link(1e-4, 1.25e9, presumed=True))), fabric=None)
 
 
-def test_an_unknown_card_is_flat_until_it_is_measured() -> None:
-    cluster = unknown_card(cluster_of("dgx_a100", 4))
+def test_an_unknown_nic_is_flat_until_it_is_measured() -> None:
+    cluster = unknown_nic(cluster_of("dgx_a100", 4))
     rank_plans = RankPlans(cluster, 0, "cuda", Config(), None)
     for nbytes in SIZES:
         plan = plan_all_reduce(cluster, nbytes, library="nccl")

@@ -7,14 +7,14 @@ from gradwire.bench.doctor.facts import Diagnosis, JobFacts, RankFacts
 from gradwire.topology.gdr.nccl import name_matches
 
 WORTH = 0.1
-"""Share of the rate of the card in use that another one has to give to be worth naming."""
+"""Share of the rate of the NIC in use that another one has to give to be worth naming."""
 
 ANOTHER = 1.4
-"""Multiple of that rate above which the other card is the one to use, and the interface is named as the wrong one."""
+"""Multiple of that rate above which the other NIC is the one to use, and the interface is named as the wrong one."""
 
 
-def idle_card(facts: JobFacts) -> Iterator[Diagnosis]:
-    """A card that leads to the other nodes, beside the one in use: what both together would give."""
+def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
+    """A NIC that leads to the other nodes, beside the one in use: what both together would give."""
     names = facts.names
     used = {node: min(facts.reached(node) or (0.0, 0.0)) for node in range(len(names))}
     idle = []
@@ -28,22 +28,22 @@ def idle_card(facts: JobFacts) -> Iterator[Diagnosis]:
         return
     best, now = max(idle, key=lambda found: found[0].bytes_per_second)
     first = facts.nodes[best.a][0]
-    card = first.gloo_interface or "eth0"
+    nic = first.gloo_interface or "eth0"
     together = now + best.bytes_per_second
     yield Diagnosis(
-        key="idle_card",
+        key="idle_nic",
         title=f"{best.interface} stands idle: with it the nodes would have {together / now:.1f} times the rate",
         sure=0.8,
         cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(together),
         evidence=(
             (
-                f"{names[best.a]} to {names[best.b]}: {rate(now)} over {card}, {rate(best.bytes_per_second)} over "
+                f"{names[best.a]} to {names[best.b]}: {rate(now)} over {nic}, {rate(best.bytes_per_second)} over "
                 f"{best.interface}"
             ),
             _why(first, facts.has_gpus),
         ),
         mended_bytes_per_second=together,
-        remedy=_remedy(first, card, best.interface, facts.has_gpus),
+        remedy=_remedy(first, nic, best.interface, facts.has_gpus),
         nodes=tuple(names),
     )
 
@@ -67,21 +67,21 @@ def _why(first: RankFacts, on_gpus: bool) -> str:
     return "gloo takes one interface, and nothing has joined the two"
 
 
-def _remedy(first: RankFacts, card: str, other: str, on_gpus: bool) -> tuple[str, ...]:
+def _remedy(first: RankFacts, nic: str, other: str, on_gpus: bool) -> tuple[str, ...]:
     if on_gpus:
         return (
-            f"export NCCL_SOCKET_IFNAME={card},{other}   # or unset it: NCCL then takes all that lead out",
-            "RDMA: export NCCL_IB_HCA=... with the devices of both cards, or unset it",
+            f"export NCCL_SOCKET_IFNAME={nic},{other}   # or unset it: NCCL then takes all that lead out",
+            "RDMA: export NCCL_IB_HCA=... with the devices of both NICs, or unset it",
         )
     return (
-        f"bond them on every node: ip link add bond0 type bond; ip link set {card} master bond0, and {other}",
+        f"bond them on every node: ip link add bond0 type bond; ip link set {nic} master bond0, and {other}",
         f"or MPTCP (Linux 5.6, mptcpd): ip mptcp endpoint add ADDRESS dev {other} subflow; mptcpize run torchrun ...",
-        f"with gloo alone: export GLOO_SOCKET_IFNAME={card},{other}   # in turns, as if they were alike",
+        f"with gloo alone: export GLOO_SOCKET_IFNAME={nic},{other}   # in turns, as if they were alike",
     )
 
 
 def cross_nic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """NCCL is told to let rings change cards between nodes, where a card may reach its like alone."""
+    """NCCL is told to let rings change NICs between nodes, where a NIC may reach its like alone."""
     if not facts.has_gpus or len(facts.nodes) < 2:
         return
     told = [ranks[0] for ranks in facts.nodes if ranks[0].variables.get("NCCL_CROSS_NIC", "").strip() == "1"]
@@ -91,22 +91,22 @@ def cross_nic(facts: JobFacts) -> Iterator[Diagnosis]:
     names = [each.hostname for each in apart]
     yield Diagnosis(
         key="variable",
-        title="NCCL_CROSS_NIC=1 joins cards of different networks, which may not reach each other",
+        title="NCCL_CROSS_NIC=1 joins NICs of different networks, which may not reach each other",
         sure=0.5,
         evidence=(
-            f"{names[0]} has cards in {listed(_networks(apart[0]))}",
-            "NCCL user guide, NCCL_CROSS_NIC: 0 where each card has a network of its own, 1 where all share one",
+            f"{names[0]} has NICs in {listed(_networks(apart[0]))}",
+            "NCCL user guide, NCCL_CROSS_NIC: 0 where each NIC has a network of its own, 1 where all share one",
         ),
-        remedy=("unset NCCL_CROSS_NIC   # NCCL's own 2 keeps to like cards where that is possible",),
+        remedy=("unset NCCL_CROSS_NIC   # NCCL's own 2 keeps to like NICs where that is possible",),
         nodes=tuple(names),
     )
 
 
 def _networks(first: RankFacts) -> list[str]:
-    """The first three numbers of each card's address: how wide its network is was not asked."""
-    cards = [each for each in first.interfaces if each.kind == "card" and each.up]
-    four = [address for each in cards for address in each.addresses[:1] if "." in address]
+    """The first three numbers of each NIC's address: how wide its network is was not asked."""
+    nics = [each for each in first.interfaces if each.kind == "nic" and each.up]
+    four = [address for each in nics for address in each.addresses[:1] if "." in address]
     return sorted({address.rpartition(".")[0] for address in four})
 
 
-CHECKS = (idle_card, cross_nic)
+CHECKS = (idle_nic, cross_nic)
