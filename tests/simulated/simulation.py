@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from gradwire.comms.bootstrap import kernel, liveness, store, strangers
 from gradwire.comms.bootstrap.store import StoreUnreachableError
-from gradwire.comms.elastic import membership, survive
+from gradwire.comms.elastic import membership, resilient_ops
 
 LATENCY_SECONDS = 0.0005
 """Of a message, and of the store's answer."""
@@ -517,7 +517,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         "current_thread": lambda: simulation.thread,
     }
     with ExitStack() as stack:
-        for module in (liveness, membership, strangers, survive, store):
+        for module in (liveness, membership, strangers, resilient_ops, store):
             stack.enter_context(patch.object(module, "time", _Names(module.time, **clock)))
         for module in (liveness, membership):
             stack.enter_context(patch.object(module, "threading", _Names(threading, **threads)))
@@ -536,5 +536,5 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         stack.enter_context(patch.object(store.PollingStore, "_ask", ask))
         stack.enter_context(patch.object(membership, "NAP_SECONDS", NAP_SECONDS))
         stack.enter_context(patch.object(liveness, "FIRST_NAP_SECONDS", NAP_SECONDS))
-        stack.enter_context(patch.object(survive, "_trim_heap", lambda: None))
+        stack.enter_context(patch.object(resilient_ops, "_trim_heap", lambda: None))
         yield
