@@ -240,8 +240,8 @@ class Planned:
     two_stage = False
 
     @property
-    def keeps_left_out(self) -> bool:
-        """Whether what a payload leaves out is added to the next step's gradient (error feedback)."""
+    def keeps_residual(self) -> bool:
+        """True if the compression error of a payload is added to the next step's gradient (error feedback)."""
         return True
 
     @property

@@ -41,8 +41,8 @@ class DGC(Stateful):
     """The compressor "dgc".
 
     Args:
-        inner: Whose codec the values are sent with: "dgc+int4". What it leaves out stays in the total. None sends them
-            as `value_dtype` says.
+        inner: Whose codec the values are sent with: "dgc+int4". Its compression error stays in the total. None sends
+            them as `value_dtype` says.
         density: Share of each parameter's elements that is sent, 0 < density <= 1; at least one element is.
         momentum: Of the momentum correction; the optimizer runs without.
         nesterov: Nesterov's momentum instead of the heavy ball.

@@ -3,8 +3,8 @@
     D_w = gradient_w + residual_w         P = orthonormal(sum_w D_w Q)
     Q_w = D_w^T P                         out = P (sum_w Q_w)^T        residual_w = D_w - P Q_w^T
 
-The residual is what this rank's own factor leaves out, not its distance from the mean of all ranks: the sum of the
-outputs is the same, and the residual stays bounded.
+The residual is the compression error of this rank's own factor, not its distance from the mean of all ranks: the sum
+of the outputs is the same, and the residual stays bounded.
 Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithms 1 and 2.
 """
 
@@ -56,12 +56,12 @@ class PowerSGD(Stateful):
 
     Args:
         inner: Whose codec the factors are sent with: "powersgd+int8". Their sums then take its two stages in place of
-            an all-reduce, and what they leave out of this rank's second factor goes into the one residual. None sends
-            them as `factor_dtype` says.
+            an all-reduce, and their compression error in this rank's second factor goes into the one residual. None
+            sends them as `factor_dtype` says.
         rank: Columns of the factors: the more, the closer and the larger.
         warmup_steps: Steps at the start whose gradients are sent dense (torch: start_powerSGD_iter).
         min_compression_rate: Matrices that shrink by less are sent dense, exactly.
-        use_error_feedback: Keep what the factors leave out and add it to the next step's gradient.
+        use_error_feedback: Keep the compression error of the factors and add it to the next step's gradient.
         warm_start: Begin with the last step's factor instead of random numbers.
         random_seed: Of the first factors.
         factor_dtype: "float32", "float16" or "bfloat16": the dtype in which the factors are sent.

@@ -9,7 +9,7 @@ from gradwire.compressors.base import HeldRun, Layout, Planned, StateDict, State
 from gradwire.compressors.residual import ElementStore, Piece
 
 HELD_BACK = frozenset(("residual", "server", "total"))
-"""Fields of what payloads have left out so far, and of gradients that wait to be sent; the others are averages."""
+"""Fields with compression errors, and with gradients that wait to be sent; the other fields are averages."""
 
 
 class Stateful(Planned):

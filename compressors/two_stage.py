@@ -86,11 +86,11 @@ class Residuals:
     """The residuals of one exchange; every tensor is 1-D float32, or None without residuals."""
 
     worker: Tensor | None = None
-    """(numel) What this rank's payloads have left out so far."""
+    """(numel) Compression error of this rank's payloads so far."""
     new_worker: Tensor | None = None
     """(numel) Receives the new value."""
     server: Tensor | None = None
-    """(own part) What this rank's reduced payloads have left out so far."""
+    """(own part) Compression error of this rank's reduced payloads so far."""
     new_server: Tensor | None = None
     """(own part) Receives the new value."""
 
@@ -169,7 +169,7 @@ class TwoStage(Stateful):
         name: What the user writes as `compressor=`.
         codec: Encodes what goes to the owners of the parts.
         return_codec: Encodes the owners' sums; `codec` by default.
-        residual: Keep what a payload leaves out and add it to the next step's gradient (error feedback).
+        residual: Keep the compression error of a payload and add it to the next step's gradient (error feedback).
         momentum: Factor of a momentum that is folded in before the compression: u = momentum * u + gradient is
             what travels. The optimizer then runs without momentum. 0 folds in none.
         warmup_steps: Steps at the start whose gradients are sent dense.
@@ -207,8 +207,8 @@ class TwoStage(Stateful):
     """Whether payloads are rounded by random numbers: each then has a codec of its own."""
 
     @property
-    def keeps_left_out(self) -> bool:
-        """See `Planned.keeps_left_out`."""
+    def keeps_residual(self) -> bool:
+        """See `Planned.keeps_residual`."""
         return self.residual
 
     @property

@@ -19,7 +19,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import ELASTIC, FUSION, MEASURING, SUMMING, Config
 from gradwire.comms.session import SessionRanks
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
-from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LeftOut, LoadedRows
+from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, ShardResidual
 from gradwire.comms.sharded.collectives import CARRIED, SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import find_nodes
@@ -69,9 +69,9 @@ def apply(
             "exact", "bf16", "int8", "int4" or "waterfill4". Exact ones are planned on CPUs, where that beats the
             library, on whatever backend; on CUDA they are torch's own, as they are with `plan="flat"`. In fewer bits:
             inside a node they are summed exactly, and all of it is exact where those ranks are on one node;
-            `plan="flat"` takes each rank for a node. Rounding to int8 and int4 is random and without bias, and nothing
-            is held back; what waterfill4 leaves out is added to the next sum, and kept as N - 1 float32 rows of the
-            size of this rank's shards, of N nodes.
+            `plan="flat"` takes each rank for a node. Rounding to int8 and int4 is random and without bias, and no
+            residual is kept; the compression error of waterfill4 is added to the next sum, and kept as N - 1 float32
+            rows of the size of this rank's shards, of N nodes.
         weights: What weights travel as between nodes in the all-gather: "exact" (see `shards`), "bf16", "int8" or
             "waterfill4". All ranks compute with the decoded weights; those that the optimizer changes stay exact.
             waterfill4 is of differences from what was sent last, and keeps N float32 rows of that size; the first
@@ -150,7 +150,7 @@ def apply(
     if shards == CARRIED and state._connection is not None and state._connection.compression is None:
         rows.append(LoadedRows())  # between replicas, where no compressor's state is compared
         for key, each in carried.items():
-            if isinstance(each, LeftOut):
+            if isinstance(each, ShardResidual):
                 rows[-1].add(key, each)
         state._connection.compare_loaded(beside=rows[-1], kept=links.nodes)
     state._take_shards(
@@ -213,7 +213,7 @@ class ShardLinks:
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
             loaded = {}
             if nodes is not None:
-                for kind, like in ((LEFT_OUT, None), (SENT, nodes.counterparts)):
+                for kind, like in ((RESIDUAL, None), (SENT, nodes.counterparts)):
                     loaded[kind] = self._loaded(kind, ranks, communicator, like)
             self.made[ranks] = ShardLink(nodes, communicator, planned, self._torchs, loaded)
         return self.made[ranks]

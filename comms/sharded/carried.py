@@ -1,10 +1,10 @@
-"""What a rank keeps of a sharded model so that four bits suffice both ways: what rounding left out, and what was sent.
+"""State of a sharded model that makes four bits suffice both ways: gradient residuals, and the weights last sent.
 
-Gradients: what rounding has left out of a row is added to the next one for the same owner (error feedback). Between
+Gradients: the compression error of a row is added to the next one for the same owner (error feedback). Between
 nodes a rank sends N - 1 rows, each as long as its own shard, so that is what it keeps.
 
 Weights: a rank sends the difference between its row and what the others have of it, and all of them, the rank itself
-included, add what they decode: they have the same bits, and what rounding left out is in the next difference. A rank
+included, add what they decode: they have the same bits, and the compression error is in the next difference. A rank
 keeps the N rows of its counterparts and itself. The all-gather of the backward pass needs nothing from other nodes: its
 weights are those of the forward pass.
 
@@ -30,14 +30,14 @@ CARRIED_ON = PREFIX + "carried/"
 """Begins the keys in a rank's entry of what collectives carry on; kind and number of the unit follow."""
 
 SUMS_OF = PREFIX + "sums/"
-"""Begins the keys in a rank's entry of how many sums rows were left out of; as `CARRIED_ON` goes on."""
+"""Prefix of the keys in a rank's entry that count the sums behind a residual; followed as `CARRIED_ON` is."""
 
-LEFT_OUT, SENT = "left_out", "sent"
+RESIDUAL, SENT = "residual", "sent"
 """Prefixes of the keys of saved rows; the number of the unit follows."""
 
 
-class LeftOut:
-    """What rounding has left out of one unit's rows for other owners.
+class ShardResidual:
+    """The compression error of one unit's rows for other owners, added to the next rows.
 
     Args:
         shards: All of the unit's, in their order in a row.
@@ -45,7 +45,7 @@ class LeftOut:
         others: How many rows are sent.
 
     Attributes:
-        loss_scale: Of the gradients that this unit's rows are of; what was left out follows it.
+        loss_scale: Of the gradients that this unit's rows are of; the residual follows it.
         sums: Of this unit so far; the same on all its ranks.
     """
 
@@ -58,11 +58,11 @@ class LeftOut:
         self._rules = tuple(rules)
         self._others = others
         self.rows: Tensor | None = None
-        """(others, compressed elements of a row) float32; None where nothing has been left out yet."""
+        """(others, compressed elements of a row) float32; None before the first row was encoded."""
         self.loss_scale = LossScale(self._rescale)
         self.sums = 0
         self.holds = False
-        """Whether anything may be held back; the same on all ranks."""
+        """True if the residual may be non-zero; the same on all ranks."""
 
     def check(self, rows: Tensor | None) -> None:
         """Refuses what was saved of another model, or is damaged.
@@ -73,11 +73,11 @@ class LeftOut:
         wanted = (self._others, runs_of(self._shards, self._rules).compressed_numel)
         if rows is not None and tuple(rows.shape) != wanted:
             raise ValueError(
-                f"`state` has rows of {tuple(rows.shape)} that were left out of a unit; wanted {wanted}: it is of "
+                f"`state` has rows of {tuple(rows.shape)} in a residual; wanted {wanted}: it is of "
                 "another model, or of other units or `rules`"
             )
         _refuse_other_dtype(rows)
-        refuse_not_finite({LEFT_OUT: rows} if rows is not None else {})
+        refuse_not_finite({RESIDUAL: rows} if rows is not None else {})
 
     def restore(self, rows: Tensor | None) -> None:
         """Takes over what was saved, and has been checked; None begins anew."""
@@ -103,7 +103,7 @@ class LeftOut:
         return [row if places is None else gather_runs(row, places) for row in self.rows]
 
     def put(self, present: Sequence[NamedShard], rows: Sequence[Tensor]) -> None:
-        """Keeps what was left out now.
+        """Stores the compression error of this step.
 
         Args:
             present: As in `take`.
@@ -151,7 +151,7 @@ class SentRows:
         """(count, numel of a row) float32; None before the first all-gather, which is exact."""
 
     def check(self, rows: Tensor | None) -> None:
-        """See `LeftOut.check`."""
+        """See `ShardResidual.check`."""
         wanted = (self._count, self.runs.numel)
         if rows is not None and tuple(rows.shape) != wanted:
             raise ValueError(
@@ -180,7 +180,7 @@ class LoadedRows:
     """What a rank has loaded of one kind of rows, which other ranks must have loaded, too.
 
     With other rows than its counterparts have of it, what a rank sends would be differences from weights that they do
-    not have, or whole rows where they wait for differences. What was left out at another moment is of other weights.
+    not have, or whole rows where they wait for differences. A residual of another step belongs to other weights.
 
     Args:
         alike: Makes what has the ranks compare; None: others do.
@@ -191,10 +191,10 @@ class LoadedRows:
 
     def __init__(self, alike: Callable[[Loaded], LoadConsistencyCheck] | None = None) -> None:
         self.loaded: Mapping[str, str] = {"state": "not loaded"}
-        self._rows: dict[str, LeftOut | SentRows] = {}
+        self._rows: dict[str, ShardResidual | SentRows] = {}
         self._alike = None if alike is None else alike(self)
 
-    def add(self, unit: str, rows: LeftOut | SentRows) -> None:
+    def add(self, unit: str, rows: ShardResidual | SentRows) -> None:
         """Takes in the rows of a unit; what they are saved under ends with `unit`."""
         self._rows[rows.key + unit] = rows
 

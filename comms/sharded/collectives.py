@@ -6,9 +6,9 @@ CUDA exact ones stay NCCL's: see `apply`.
 In fewer bits between nodes:
 
 Reduce-scatter: inside each node the rows are summed exactly, so that a rank holds its node's sum of the rows of its
-counterparts; it encodes each for its owner, exchanges, and sums what it receives in float32. What the rounding leaves
-out of int8 and int4 is not kept, and rounding is random and without bias; of waterfill4 it is kept and added to the
-next row (`carried.py`). A rank's own contribution is not encoded.
+counterparts; it encodes each for its owner, exchanges, and sums what it receives in float32. int8 and int4 round at
+random, without bias, and their compression error is dropped; that of waterfill4 is kept and added to the next row
+(`carried.py`). A rank's own contribution is not encoded.
 
 All-gather: each rank encodes its row, counterparts exchange payloads, then the ranks of a node pass them on; all ranks,
 the owner included, decode the same bytes and compute with the same weights. The rows that the optimizer changes stay
@@ -34,7 +34,7 @@ from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.run.ledger import PhaseTotals
-from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LeftOut, LoadedRows, SentRows
+from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, SentRows, ShardResidual
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, ShardNames, runs_of
 from gradwire.comms.sharded.nodes import Members, ShardNodes
 from gradwire.comms.sharded.rows import (
@@ -60,7 +60,7 @@ WEIGHT_CHOICES = ("exact", "bf16", "int8", "waterfill4")
 """What weights may travel as."""
 
 CARRIED = "waterfill4"
-"""The choice, of gradients and of weights, that carries on what it leaves out."""
+"""The choice, of gradients and of weights, that keeps its compression error for the next step."""
 
 SHARD_LEVEL = "between nodes, of the ranks that share parameters"
 """The level of these collectives in a report's rows."""
@@ -151,10 +151,10 @@ class GradientReduceScatter(ReduceScatter):
         rules: Which parameters travel as they are.
         rounding: Of the model.
         totals: Counts what was sent.
-        loaded: Has the ranks compare what they have loaded of what was left out.
+        loaded: Compares the loaded residuals of the ranks.
 
     Attributes:
-        left_out: What rounding has left out; None where it is not kept.
+        residual: The compression error of earlier steps; None if it is not kept.
     """
 
     def __init__(
@@ -177,9 +177,9 @@ class GradientReduceScatter(ReduceScatter):
         self._totals = totals
         self._loaded = loaded
         self._runs: dict[tuple[int, ...], RowRuns] = {}
-        self.left_out: LeftOut | None = None
+        self.residual: ShardResidual | None = None
         if choice == CARRIED:
-            self.left_out = LeftOut(names.of(unit.parameters), rules, len(nodes.members) - 1)
+            self.residual = ShardResidual(names.of(unit.parameters), rules, len(nodes.members) - 1)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
@@ -211,15 +211,15 @@ class GradientReduceScatter(ReduceScatter):
         codec = codec_of(self._choice, self._rounding.next_key())
         present = self._names.of(self._unit.present)
         flushing = False
-        if self.left_out is not None:
-            flushing = self.left_out.flushing
-            self.left_out.flushing = flushing and self._unit.accumulates  # until the last micro-batch of the step
-            self.left_out.holds = not flushing
-            self.left_out.sums += 1
-            self.left_out.loss_scale.follow()
+        if self.residual is not None:
+            flushing = self.residual.flushing
+            self.residual.flushing = flushing and self._unit.accumulates  # until the last micro-batch of the step
+            self.residual.holds = not flushing
+            self.residual.sums += 1
+            self.residual.loss_scale.follow()
 
         def run() -> None:
-            if self.left_out is not None:
+            if self.residual is not None:
                 self._loaded.compare()
             mine = self._sum_inside(input_tensor.view(nodes.size, -1))
             assert nodes.between is not None  # else it is exact
@@ -255,8 +255,8 @@ class GradientReduceScatter(ReduceScatter):
         flushing: bool,
     ) -> Tensor:
         """(numel) float32: the sum over the nodes of this rank's own row."""
-        own, left_out = between.rank, self.left_out
-        kept: list[Tensor] | None = None if left_out is None else left_out.take(present, mine.device)
+        own, residual = between.rank, self.residual
+        kept: list[Tensor] | None = None if residual is None else residual.take(present, mine.device)
         others = [index for index in range(between.size) if index != own]
         if flushing and kept is not None:
             mine = mine.clone()
@@ -269,9 +269,9 @@ class GradientReduceScatter(ReduceScatter):
         payloads = torch.zeros(between.size, nbytes, dtype=torch.uint8, device=mine.device)
         for place, index in enumerate(others):
             added = None if kept is None or flushing else kept[place]
-            encode_row(codec, runs, mine[self._nodes.numbers[index]], payloads[index], left_out=added)
-        if left_out is not None and kept is not None:
-            left_out.put(present, kept)
+            encode_row(codec, runs, mine[self._nodes.numbers[index]], payloads[index], residual=added)
+        if residual is not None and kept is not None:
+            residual.put(present, kept)
         received = torch.empty_like(payloads)
         between.all_to_all(received, payloads)
         self._totals.book(mine.nbytes, nbytes * (between.size - 1))
@@ -627,7 +627,7 @@ def install(
     rules: Sequence[Rule],
     rounding: Rounding,
     link_of: Callable[[dist.ProcessGroup], ShardLink],
-) -> tuple[list[PhaseTotals], dict[str, LeftOut | SentRows]]:
+) -> tuple[list[PhaseTotals], dict[str, ShardResidual | SentRows]]:
     """Has units reduce-scatter and all-gather by gradwire.
 
     Args:
@@ -642,7 +642,7 @@ def install(
     Returns:
         What is counted from now on of collectives in fewer bits, and what they carry on, by kind and number of unit.
     """
-    carried: dict[str, LeftOut | SentRows] = {}
+    carried: dict[str, ShardResidual | SentRows] = {}
     reduced = PhaseTotals(0, f"reduce_scatter {shards}", SHARD_LEVEL)
     gathered = PhaseTotals(0, f"all_gather {weights}", SHARD_LEVEL)
     for number, unit in enumerate(units):
@@ -660,12 +660,12 @@ def install(
         if nodes is None or nodes.between is None:
             continue
         if shards != "exact":
-            loaded = link.loaded[LEFT_OUT]
+            loaded = link.loaded[RESIDUAL]
             reducing = GradientReduceScatter(unit, names, nodes, shards, rules, rounding, reduced, loaded)
             unit.set_reduce_scatter(reducing)
-            if reducing.left_out is not None:
-                carried[f"{LEFT_OUT}/{number}"] = reducing.left_out
-                loaded.add(f"{LEFT_OUT}/{number}", reducing.left_out)
+            if reducing.residual is not None:
+                carried[f"{RESIDUAL}/{number}"] = reducing.residual
+                loaded.add(f"{RESIDUAL}/{number}", reducing.residual)
         if weights != "exact":
             runs = runs_of(names.of(unit.parameters), rules)
             if weights == CARRIED:

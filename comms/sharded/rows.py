@@ -29,7 +29,7 @@ def encode_row(
     row: Tensor,
     payload: Tensor,
     *,
-    left_out: Tensor | None = None,
+    residual: Tensor | None = None,
     sent: Tensor | None = None,
 ) -> None:
     """Encodes a row.
@@ -39,7 +39,8 @@ def encode_row(
         runs: Of the row.
         row: (runs.numel), floating; read.
         payload: (payload_nbytes) uint8, at a multiple of 16 bytes; overwritten.
-        left_out: (runs.compressed_numel) float32, added, and overwritten with what this encoding leaves out.
+        residual: (runs.compressed_numel) float32, added to the row before it is encoded; overwritten with the
+            compression error.
         sent: (runs.numel) float32, what the receivers have: of what is compressed, the difference is encoded.
     """
     used = codec.wire_nbytes(runs.compressed_numel)
@@ -47,7 +48,7 @@ def encode_row(
         compressed = gather_runs(row, runs.compressed).float()
         if sent is not None:
             compressed = compressed - gather_runs(sent, runs.compressed)
-        codec.encode_residual(compressed, left_out, left_out, payload[:used])
+        codec.encode_residual(compressed, residual, residual, payload[:used])
     start = _dense_at(codec, runs)
     dense_nbytes = runs.dense_numel * row.element_size()
     if dense_nbytes:

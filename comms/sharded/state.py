@@ -34,7 +34,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.run.ledger import PhaseTotals
 from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, GradientState, SessionRanks, refused
-from gradwire.comms.sharded.carried import CARRIED_ON, LEFT_OUT, SUMS_OF, LeftOut, LoadedRows, SentRows
+from gradwire.comms.sharded.carried import CARRIED_ON, RESIDUAL, SUMS_OF, LoadedRows, SentRows, ShardResidual
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.overlap import Overlap
@@ -52,13 +52,13 @@ ROUNDING = PREFIX + "rounding"
 """Key in a rank's entry: reduce-scatters so far, from which the random rounding of the next one follows."""
 
 NODES = PREFIX + "nodes"
-"""Key in a rank's entry: which of the ranks that share parameters are on one node; what is left out goes by it."""
+"""Key in a rank's entry: which ranks that share parameters are on one node. Residuals fit this placement only."""
 
 TRANSFERS = PREFIX + "transfers"
 """Key in a rank's entry where a compressor between replicas has saved."""
 
 SCALE_OF = PREFIX + "loss_scale/"
-"""Begins the keys in a rank's entry of the loss scale that rows which were left out are of; see `CARRIED_ON`."""
+"""Prefix of the keys in a rank's entry with the loss scale of a residual; followed as `CARRIED_ON` is."""
 
 OF_SHARDS = ", of the ranks that share parameters"
 """Suffix of a level's name in a report's rows."""
@@ -87,17 +87,17 @@ class ShardTraffic:
     overlap: Overlap | None = None
     torchs: TorchGroups | None = None
     nodes: str = ""
-    carried: Mapping[str, LeftOut | SentRows] = field(default_factory=dict)
+    carried: Mapping[str, ShardResidual | SentRows] = field(default_factory=dict)
     rows: tuple[LoadedRows, ...] = ()
 
     @property
-    def left_out(self) -> list[LeftOut]:
-        """What is held back of gradients, among what is carried on."""
-        return [each for each in self.carried.values() if isinstance(each, LeftOut)]
+    def residuals(self) -> list[ShardResidual]:
+        """The gradient residuals among the state in `carried`."""
+        return [each for each in self.carried.values() if isinstance(each, ShardResidual)]
 
 
 class FsdpState(GradientState[AveragingSession]):
-    """The gradients, and what is held back of them, of one sharded model; `gradwire.fsdp.apply` makes it.
+    """Gradient averaging and residuals of one sharded model; `gradwire.fsdp.apply` makes it.
 
     Args:
         model: What was sharded.
@@ -165,7 +165,7 @@ class FsdpState(GradientState[AveragingSession]):
         self._shards = shards
         if shards.overlap is not None:
             at_end_of_sharded_backward(model, self._settle_shards)
-        if self._compresses_replicas or self._shards.left_out:
+        if self._compresses_replicas or self._shards.residuals:
             self._check_optimizers(self._names)
 
     def report(self) -> Report:
@@ -205,23 +205,23 @@ class FsdpState(GradientState[AveragingSession]):
 
     def _flush_shards(self) -> bool:
         for each in self._shards.carried.values():
-            if isinstance(each, LeftOut):
+            if isinstance(each, ShardResidual):
                 each.flushing = True
             else:
                 each.restore(None)
         return bool(self._shards.carried)
 
     def _loss_scales(self, call: str) -> list[LossScale]:
-        shards = [each.loss_scale for each in self._shards.left_out]
+        shards = [each.loss_scale for each in self._shards.residuals]
         return [*shards, *(super()._loss_scales(call) if self._compresses_replicas or not shards else [])]
 
     @property
     def dirty(self) -> bool:
-        """Whether something is held back, so that the state fits these ranks alone; the same on all of them."""
-        return super().dirty or any(each.holds for each in self._shards.left_out)
+        """Whether residuals are pending, so that the state fits these ranks only; the same on all ranks."""
+        return super().dirty or any(each.holds for each in self._shards.residuals)
 
     def _starts_anew(self) -> str:
-        shards = "`shards`" if any(each.rows is not None for each in self._shards.left_out) else ""
+        shards = "`shards`" if any(each.rows is not None for each in self._shards.residuals) else ""
         return " and ".join(filter(None, (super()._starts_anew(), shards)))
 
     @property
@@ -242,7 +242,7 @@ class FsdpState(GradientState[AveragingSession]):
         for key, each in self._shards.carried.items():
             if each.rows is not None:
                 own[CARRIED_ON + key] = each.rows.clone()  # they change in place
-            if isinstance(each, LeftOut):
+            if isinstance(each, ShardResidual):
                 own |= {SCALE_OF + key: float(each.loss_scale.value), SUMS_OF + key: each.sums}
         return own | {SHARDS: _size_of_first(self._shard_groups), NODES: self._shards.nodes}
 
@@ -250,14 +250,14 @@ class FsdpState(GradientState[AveragingSession]):
         saved = {key for part in without_job(found) for key in part}
         if TRANSFERS in saved and not self._compresses_replicas:
             raise ValueError(HOMELESS.format(found=NO_COMPRESSOR))
-        left_out = {key.removeprefix(CARRIED_ON) for key in saved if key.startswith(CARRIED_ON + LEFT_OUT)}
-        homes = {key for key, each in self._shards.carried.items() if isinstance(each, LeftOut)}
-        if left_out and not homes:
-            raise ValueError(HOMELESS.format(found="`shards` leaves nothing out here"))
-        if more := left_out - homes:
+        residuals = {key.removeprefix(CARRIED_ON) for key in saved if key.startswith(CARRIED_ON + RESIDUAL)}
+        homes = {key for key, each in self._shards.carried.items() if isinstance(each, ShardResidual)}
+        if residuals and not homes:
+            raise ValueError(HOMELESS.format(found="`shards` keeps no residual here"))
+        if more := residuals - homes:
             raise ValueError(
-                f"`state` holds what was left out of {len(more)} units that `model` does not have: it is of another "
-                "model, or of other units"
+                f"`state` holds residuals of {len(more)} parameter groups that `model` does not have: it is of "
+                "another model, or fully_shard was called on other modules"
             )
 
     def _restore(self, found: Checkpoint) -> None:
@@ -283,14 +283,15 @@ class FsdpState(GradientState[AveragingSession]):
         rows = {key: cast(Tensor, value) for key, value in saved.items()}
         scales = {key: float(own.pop(key)) for key in list(own) if key.startswith(SCALE_OF)}
         sums = {key: int(own.pop(key)) for key in list(own) if key.startswith(SUMS_OF)}
-        if nodes != self._shards.nodes and dirty and any(key.startswith(CARRIED_ON + LEFT_OUT) for key in rows):
+        if nodes != self._shards.nodes and dirty and any(key.startswith(CARRIED_ON + RESIDUAL) for key in rows):
             raise ValueError(
                 f"`state` was saved with the ranks that share parameters on the nodes {nodes}, which are on "
-                f"{self._shards.nodes} now, and it still holds what was left out of gradients for those: call "
+                f"{self._shards.nodes} now, and it still holds residuals for those nodes: call "
                 "state.flush() and train one more step before saving, or place the ranks as they were"
             )
         for key, each in self._shards.carried.items():
-            if nodes != self._shards.nodes or (isinstance(each, LeftOut) and not dirty):  # anew; flushed rows are zeros
+            if nodes != self._shards.nodes or (isinstance(each, ShardResidual) and not dirty):
+                # Start from zero: the placement changed, or the saved residual was flushed and is zero.
                 rows.pop(CARRIED_ON + key, None)
             each.check(rows.get(CARRIED_ON + key))
         for scale in scales.values():
@@ -304,7 +305,7 @@ class FsdpState(GradientState[AveragingSession]):
             self._connection.load_state_dict(own)
         for key, each in self._shards.carried.items():
             each.restore(rows.get(CARRIED_ON + key))
-            if isinstance(each, LeftOut):
+            if isinstance(each, ShardResidual):
                 each.loss_scale.value = scales.get(SCALE_OF + key, 0.0)
                 each.sums = sums.get(SUMS_OF + key, 0)
         for group in self._shards.rows:

@@ -63,7 +63,7 @@ class PieceCodec(FusedCodec, Protocol):
         Args:
             flat: (n) float32, n >= 1.
             residual: (n) float32, or None.
-            new_residual: (n) float32, overwritten with what the payloads leave out; may be `residual`, or None.
+            new_residual: (n) float32, overwritten with the compression error; may be `residual`, or None.
             payloads: (pieces, wire_nbytes(width)) uint8; each row is overwritten up to its payload's own size, and all
                 of it where the piece is full.
             width: Elements of a piece; the last piece may be shorter.
@@ -88,7 +88,7 @@ class PieceCodec(FusedCodec, Protocol):
         Args:
             payloads: (workers, wire_nbytes(numel)) uint8; rows may be apart.
             residual: (numel) float32, or None.
-            new_residual: (numel) float32, overwritten with what `reduced` leaves out; may be `residual`, or None.
+            new_residual: (numel) float32, overwritten with the error of `reduced`; may be `residual`, or None.
             reduced: (wire_nbytes(numel)) uint8, overwritten.
             numel: Elements of the owner's part; may be 0.
         """

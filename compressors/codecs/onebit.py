@@ -98,8 +98,8 @@ class OneBit(TwoStage):
 
     Args:
         momentum: Folded in before the compression; the optimizer then runs without. Compressing plain gradients and
-            applying momentum afterwards costs several points of accuracy, because what the sign leaves out is many
-            gradients large and momentum amplifies it.
+            applying momentum afterwards costs several points of accuracy, because the compression error of the sign is
+            many gradients large and momentum amplifies it.
         warmup_steps: Steps at the start whose gradients are sent dense; 0 also means that all elements of a block count
             as equally large.
         return_bits: Bits an element on the return path, from the owners to all: 1, 8 (int8) or 16 (bfloat16). More bits

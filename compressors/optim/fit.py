@@ -122,7 +122,7 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
     if outside:
         warn(
             f"{use} with `momentum` 0 under {kind} with momentum {outside}: momentum applied after the "
-            "compression amplifies what was left out and costs accuracy; take_momentum(optimizer) moves it before"
+            "compression amplifies the compression error and costs accuracy; take_momentum(optimizer) moves it before"
         )
     elif not cost and not isinstance(optimizer, SGD):
         warn(f"{use} under {kind} is untested: watch the loss against a dense run")

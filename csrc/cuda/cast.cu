@@ -1,4 +1,4 @@
-// Scale, add the residual, cast to float16 or bfloat16 and keep what the cast leaves out, in one pass; and back.
+// Scale, add the residual, cast to float16 or bfloat16 and keep the compression error, in one pass; and back.
 //
 // Bytes an element, read + written, with W workers: encode 4 + 2 (8 + 6 with residual), decode_reduce 2 W + 4,
 // reduce_encode 2 W + 2 (2 W + 4 + 6 with residual). The twin of csrc/cpu/kernels/codecs/cast.cpp, bit for bit. One launch
@@ -21,7 +21,7 @@ struct Encode {
 };
 
 // Kernels.
-// target = p + residual, narrowed; new_residual = what the cast leaves out.
+// target = p + residual, narrowed; new_residual = the compression error of the cast.
 template <class Format>
 __device__ inline void encode_run(Run p, const Encode& a, int64_t i) {
   const int64_t count = a.numel - i;

@@ -5,8 +5,8 @@ the protocol `Kernels` in compressors/kernels/dispatch.py lists those that a com
 blocks.py write is the codec's: see `BlockFormat`. They share these conventions:
 
 - `gradient`, `residual`, `new_residual`, `addend` and `target` are 1-D, contiguous, float32 and of one numel, unless
-  said otherwise. `residual` is what earlier payloads left out and is added to the gradient; `new_residual` receives
-  what this payload leaves out, and may be the same memory as `residual`. None stands for no residual, or for one that
+  said otherwise. `residual` is the compression error of earlier payloads and is added to the gradient; `new_residual`
+  receives that of this payload, and may be the same memory as `residual`. None stands for no residual, or for one that
   is not kept.
 - `payloads` is 2-D uint8, each row as long as the codec's `wire_nbytes` says, or longer: a row for each worker where
   they are summed, a row for each piece where a tensor is cut into pieces. `reduced` is the payload of a sum.

@@ -19,8 +19,8 @@ def encode_pieces(
     Args:
         codec: Format of the payloads.
         gradient: What to send.
-        residual: What earlier payloads left out, or None.
-        new_residual: Receives what the payloads leave out; or None.
+        residual: Compression error of earlier payloads, or None.
+        new_residual: Receives the compression error of the payloads; or None.
         payloads: (pieces, at least wire_nbytes(width)) uint8; each row is overwritten up to its payload's own size.
         width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
     """
@@ -80,8 +80,8 @@ def reduce_encode(
     Args:
         codec: Format of the payloads.
         payloads: (workers, at least wire_nbytes(numel)) uint8: what the workers sent.
-        residual: (numel) float32, what the owner's reduced payloads left out so far; or None.
-        new_residual: (numel) float32, receives what `reduced` leaves out; or None.
+        residual: (numel) float32, compression error of the owner's reduced payloads so far; or None.
+        new_residual: (numel) float32, receives the compression error of `reduced`; or None.
         reduced: (wire_nbytes(numel)) uint8, overwritten with the payload of the sum plus the residual.
         numel: Elements of the owner's part.
 

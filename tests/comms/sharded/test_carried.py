@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import gradwire.fsdp
 from gradwire.comms.checkpoint import ENTRIES, JOB, PREFIX, pack, rank_key
 from gradwire.comms.run.ledger import PhaseTotals
-from gradwire.comms.sharded.carried import LeftOut, SentRows
+from gradwire.comms.sharded.carried import SentRows, ShardResidual
 from gradwire.comms.sharded.collectives import CARRIED, codec_of
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of
 from gradwire.comms.sharded.rows import add_payload, encode_row, payload_nbytes
@@ -79,7 +79,7 @@ def test_what_one_payload_leaves_out_is_in_the_next() -> None:
     for step in range(12):
         row = row_of(step)
         payload = torch.empty(payload_nbytes(CODEC, RUNS, row.dtype), dtype=torch.uint8)
-        encode_row(CODEC, RUNS, row, payload, left_out=left)
+        encode_row(CODEC, RUNS, row, payload, residual=left)
         got = torch.zeros(RUNS.numel)
         add_payload(CODEC, RUNS, payload, row.dtype, got)
         wanted, had = wanted + row, had + got
@@ -88,10 +88,10 @@ def test_what_one_payload_leaves_out_is_in_the_next() -> None:
         assert float(left.norm() / row.norm()) < 0.1
 
 
-def test_what_is_left_out_goes_by_the_parameter_and_not_by_its_place() -> None:
+def test_the_residual_goes_by_the_parameter_and_not_by_its_place() -> None:
     shards = [NamedShard(name, (64, 64), (32, 64), 2048) for name in "abc"]
     shards.insert(1, NamedShard("bias", (64,), (32,), 32))
-    left = LeftOut(shards, DEFAULT_RULES, 1)
+    left = ShardResidual(shards, DEFAULT_RULES, 1)
     (row,) = left.take(shards, torch.device("cpu"))
     assert row.numel() == runs_of(shards, DEFAULT_RULES).compressed_numel == 3 * 2048
     row.copy_(torch.arange(3 * 2048.0))
@@ -108,7 +108,7 @@ def test_what_is_left_out_goes_by_the_parameter_and_not_by_its_place() -> None:
 def test_rows_of_another_model_are_refused() -> None:
     sent = SentRows(RUNS, 2)
     sent.check(torch.zeros(2, 3000))
-    left = LeftOut([NamedShard("a", (64, 64), (32, 64), 2048)], DEFAULT_RULES, 1)
+    left = ShardResidual([NamedShard("a", (64, 64), (32, 64), 2048)], DEFAULT_RULES, 1)
     for each, rows in ((sent, torch.zeros(1, 3000)), (left, torch.zeros(2, 2048))):
         try:
             each.check(rows)
@@ -118,9 +118,9 @@ def test_rows_of_another_model_are_refused() -> None:
             raise AssertionError(each)
 
 
-def test_what_is_left_out_carries_the_scale_of_the_next_gradients() -> None:
+def test_the_residual_carries_the_scale_of_the_next_gradients() -> None:
     shards = [NamedShard("a", (64, 64), (32, 64), 2048)]
-    left = LeftOut(shards, DEFAULT_RULES, 1)
+    left = ShardResidual(shards, DEFAULT_RULES, 1)
     left.loss_scale.set(1024.0)
     (row,) = left.take(shards, torch.device("cpu"))
     left.put(shards, [row.fill_(3.0)])
@@ -129,7 +129,7 @@ def test_what_is_left_out_carries_the_scale_of_the_next_gradients() -> None:
     assert torch.equal(row, torch.full((2048,), 1.5))
     with pytest.raises(ValueError, match="`scale` is nan"):
         left.loss_scale.set(math.nan)
-    with pytest.raises(ValueError, match="holds a NaN or an infinity in 'left_out'"):
+    with pytest.raises(ValueError, match="holds a NaN or an infinity in 'residual'"):
         left.check(torch.full((1, 2048), torch.nan))
 
 
@@ -320,7 +320,7 @@ def flushed_in_micro_batches(mesh: DeviceMesh) -> None:
 
 
 def of_other_nodes(mesh: DeviceMesh) -> None:
-    """What was left out for other owners is refused where nodes hold other ranks; flushed, it begins anew exactly."""
+    """A residual for other owners is refused where nodes hold other ranks; flushed, it begins anew exactly."""
     model, state = both_ways(mesh)
     train(model, 2)
     again, other = both_ways(mesh, hostname="abab"[dist.get_rank()])
@@ -353,8 +353,8 @@ def of_other_options(_mesh: DeviceMesh) -> None:
     for model, _ in made.values():
         train(model, 2)
     for saved, loaded, match in (
-        ("shards", "replicas", "`shards` leaves nothing out here, and `state` holds"),
-        ("both", "replicas", "`shards` leaves nothing out here, and `state` holds"),
+        ("shards", "replicas", "`shards` keeps no residual here, and `state` holds"),
+        ("both", "replicas", "`shards` keeps no residual here, and `state` holds"),
         ("replicas", "shards", "`compressor` is not set, and `state` holds"),
         ("both", "shards", "`compressor` is not set, and `state` holds"),
         ("shards", "both", "`compressor` is 'int8', and `state` was saved without"),
@@ -379,8 +379,8 @@ def damaged(mesh: DeviceMesh) -> None:
     saved = state.state_dict()
     own = {key: value for key, value in saved[rank_key(dist.get_rank())] if key != ENTRIES}
     two = torch.zeros(2)
-    odd: StateDict = {"shards": two, "nodes": 1, "rounding": two, "loss_scale/left_out/0": two, "carried/sent/0": "x"}
-    odd["sums/left_out/0"] = two
+    odd: StateDict = {"shards": two, "nodes": 1, "rounding": two, "loss_scale/residual/0": two, "carried/sent/0": "x"}
+    odd["sums/residual/0"] = two
     for name, value in odd.items():
         assert PREFIX + name in own
         with pytest.raises(ValueError, match=f"^`state.'{PREFIX}{name}'.` is .*which none has.*: it is damaged; load"):
@@ -427,7 +427,7 @@ def skips(mesh: DeviceMesh) -> None:
 
 CASES: dict[str, tuple[Case, ...]] = {
     "weights": (near_exact, backward_is_free),
-    "what is left out": (flushed, flushed_in_micro_batches, of_vectors_alone, skips, follows_the_loss_scale),
+    "residuals": (flushed, flushed_in_micro_batches, of_vectors_alone, skips, follows_the_loss_scale),
     "states": (evaluated_in_inference_mode, resumes_bit_for_bit, of_other_nodes, of_other_options, damaged),
 }
 """Jobs of their own, which machines with other work can do in time."""
@@ -498,7 +498,7 @@ def of_another_moment(rank: int) -> None:
             ):
                 take(again)
 
-    def left_out() -> tuple[Tiny, FsdpState]:
+    def residual() -> tuple[Tiny, FsdpState]:
         model = sharded(mesh)
         return model, gradwire.fsdp.apply(model, shards=CARRIED)
 
@@ -506,7 +506,7 @@ def of_another_moment(rank: int) -> None:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
         refused(lambda: both_ways(mesh), range(4), 3, 1, [(0, 0), (1, 0), (2, 1)])
         for cases in ([(0, 0)], [(1, 0)], [(2, 1)]):
-            refused(left_out, range(4), 3, 0, cases, "sums/left_out/0", lambda model: plain_step(model, 9))
+            refused(residual, range(4), 3, 0, cases, "sums/residual/0", lambda model: plain_step(model, 9))
         host = f"host{rank}"
         refused(lambda: applied(grid, hostname=host, weights=CARRIED), (2, 3), 3, 2, [(2, 0)])
 
@@ -514,7 +514,7 @@ def of_another_moment(rank: int) -> None:
 def test_a_rank_that_loads_another_state_is_named(processes: Processes) -> None:
     """It would get differences from weights that it does not have, or send whole rows where others wait for them.
 
-    Or it would add what was left out of gradients at other weights.
+    Or it would add the residual of gradients at other weights.
     """
     processes(4, of_another_moment, nodes="aabb")
 
@@ -612,5 +612,5 @@ def test_a_replica_that_loads_another_state_is_named_by_its_number_in_the_job(
 
 
 def test_replicas_that_keep_other_things_load_what_they_have(processes: Processes) -> None:
-    """One lies on a node, and leaves nothing out."""
+    """One lies on a node, and has no residual."""
     assert processes(4, of_another_replica, "abcc", {"shards": CARRIED}) == [""] * 4

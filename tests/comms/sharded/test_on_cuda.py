@@ -29,7 +29,7 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.config import Config
-from gradwire.comms.sharded.carried import LEFT_OUT, SENT, LoadedRows
+from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows
 from gradwire.comms.sharded.collectives import Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import ShardNodes, TorchMembers, arrange
@@ -202,7 +202,7 @@ def trained(
             board = FailureBoard(boards, rank, SIZE)
             state = FsdpState(nn.Identity(), units, names, replicas, config, board)
             placed, loaded = nodes_of(shard, row, nodes, make, rank), {}
-            for kind, like in ((LEFT_OUT, None), (SENT, placed.counterparts)):
+            for kind, like in ((RESIDUAL, None), (SENT, placed.counterparts)):
                 words = PrefixStore(f"{kind}/{row}", boards)
                 consensus = Agreement(words, row.index(rank), len(row), "loaded", TIMEOUT)
                 loaded[kind] = LoadedRows(partial(LoadConsistencyCheck, None, consensus=consensus, like=like))

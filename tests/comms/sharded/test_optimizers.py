@@ -25,10 +25,10 @@ def cases(_: int) -> None:
         takes_steps(mesh)
         tells_of_what_is_lost(said, "int8", lambda: applied(mesh, compressor="int8"))
         line = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-        tells_of_what_is_lost(said, "`shards`", lambda: left_out_of(line))
+        tells_of_what_is_lost(said, "`shards`", lambda: residual_of(line))
 
 
-def left_out_of(mesh: DeviceMesh) -> tuple[Tiny, FsdpState]:
+def residual_of(mesh: DeviceMesh) -> tuple[Tiny, FsdpState]:
     model = sharded(mesh)
     return model, gradwire.fsdp.apply(model, shards="waterfill4")
 

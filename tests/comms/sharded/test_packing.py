@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import gradwire.fsdp
-from gradwire.comms.sharded.carried import LeftOut
+from gradwire.comms.sharded.carried import ShardResidual
 from gradwire.comms.sharded.layout import NamedShard
 from support.processes import Processes
 from support.sharded import Tiny, batch, differs, error_of, gradients, job, mesh_of, sharded, train, weights
@@ -79,9 +79,9 @@ def test_a_gradient_of_another_dtype_keeps_its_name_between_shards(processes: Pr
     processes(4, between_shards, nodes="aabb")
 
 
-def test_what_is_left_out_goes_by_name_in_whatever_order_rows_are() -> None:
+def test_the_residual_goes_by_name_in_whatever_order_rows_are() -> None:
     shards = [NamedShard(name, (n, 1), (n, 1), n) for name, n in (("a", 3), ("b", 2), ("c", 4))]
-    kept = LeftOut(shards, (), 1)
+    kept = ShardResidual(shards, (), 1)
     device = torch.device("cpu")
     a, b, c = shards
 

@@ -30,7 +30,7 @@ def test_momentum_on_both_sides_is_refused(compressor: str) -> None:
 
 
 def test_momentum_after_signs_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="amplifies what was left out") as said:
+    with pytest.warns(UserWarning, match="amplifies the compression error") as said:
         check_optimizer("onebit", torch.optim.SGD(weights(), lr=0.1, momentum=0.9), {"momentum": 0.0})
     assert [each.filename for each in said] == [__file__]
 

@@ -1,4 +1,4 @@
-// Scale, add the residual, cast to float16 or bfloat16 and keep what the cast leaves out, in one pass; and back.
+// Scale, add the residual, cast to float16 or bfloat16 and keep the compression error, in one pass; and back.
 //
 // Bytes an element, read + written: encode 4 + 2 (8 + 6 with residual), decode_reduce 2 W + 4.
 // Scaling before the cast keeps a gradient whose mean fits finite: 70000 / 8 does, 70000 does not.

@@ -1,6 +1,6 @@
 // The loops of onebit.cpp for one instruction set; included by foreach_isa.h, no include guard.
 
-// One block: p = gradient + residual, its signs, its mean magnitude, and in new_residual what the two leave out.
+// One block: p = gradient + residual, its signs, its mean magnitude, and in new_residual the compression error.
 // Sixty-four running sums (element i goes to sum i % 64) and a fixed tree make the scale the same on every processor.
 inline float encode_full(const float* gradient, const float* residual, float* new_residual, bool past_cache,
                          uint8_t* bits, size_t count) {
