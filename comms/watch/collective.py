@@ -39,12 +39,12 @@ class TimelinePart:
     """What one rank tells of its last collectives.
 
     Attributes:
-        question: That it answers.
+        request: That it responses.
         seconds: When, by its clock of the day.
         groups: Name -> collectives, ascending.
     """
 
-    question: int
+    request: int
     seconds: float
     groups: Mapping[str, Sequence[IssuedCollective]]
 

@@ -12,7 +12,7 @@ from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
 from gradwire.comms.watch.links import LinkWatch, SlowLink
 from gradwire.comms.watch.rank import RankStatus
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport, late_in_words
-from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS, TimelineWriter
+from gradwire.comms.watch.timeline_writer import RESPONSE_SECONDS, TimelineWriter
 from gradwire.comms.watch.trouble import Stuck, find_absent, find_disagreements, find_stuck, origin, stuck_in_words
 from gradwire.comms.watch.watch_store import WatchStore
 
@@ -21,13 +21,13 @@ log = logging.getLogger("gradwire")
 SILENT_SECONDS = 5.0
 """A rank whose status is older is frozen or lost."""
 
-ASK_SECONDS = (1.0, 5.0, 15.0)
+REQUEST_AFTER_SECONDS = (1.0, 5.0, 15.0)
 """Seconds from naming a late rank to asking all in which collective they stand for it; again while it is not known
 whose gradients that one carries, as models are looked for only now and then."""
 
 
 @dataclass(frozen=True, slots=True)
-class OpenQuestion:
+class OpenRequest:
     """What all ranks have been asked for: their last collectives.
 
     Attributes:
@@ -66,8 +66,8 @@ class Judge:
         self._hosts: dict[int, str] = {}
         self._late: Lateness | None = None
         self._beats: dict[int, tuple[int, float]] = {}
-        self._question: OpenQuestion | None = None
-        self._last_question = 0
+        self._request: OpenRequest | None = None
+        self._last_request = 0
         self._statuses: dict[int, RankStatus] = {}
         self._links = LinkWatch()
         self._drawing = None if trace is None else TimelineWriter(store, size, trace)
@@ -82,13 +82,13 @@ class Judge:
                 self._beats[rank] = status.beat, now
         self._summarize(now)
         if self._late is not None:
-            self._judge_late(self._late.hear(self._statuses), now)
+            self._judge_late(self._late.receive(self._statuses), now)
             self._judge_links(now)
-        if self._question is None:
+        if self._request is None:
             self._judge_stall(now)
-            self._ask_what_is_waited_in(now)
+            self._request_what_is_waited_in(now)
         else:
-            self._judge_answers(now)
+            self._judge_responses(now)
         if self._drawing is not None and self._members:
             self._drawing.go_on(self._hosts, now)
 
@@ -97,17 +97,17 @@ class Judge:
         if self._drawing is not None:
             self._drawing.begin_soon()
 
-    def question(self, number: int) -> None:
-        """Takes over a question that a rank has asked which is about to end."""
-        if number > self._last_question:
-            self._last_question = number
-            self._question = OpenQuestion(number, time.monotonic() + ANSWER_SECONDS)
+    def adopt(self, number: int) -> None:
+        """Takes over a request that a rank has asked which is about to end."""
+        if number > self._last_request:
+            self._last_request = number
+            self._request = OpenRequest(number, time.monotonic() + RESPONSE_SECONDS)
 
     def _meet(self) -> None:
         names = {name for status in self._statuses.values() for name in status.groups}
         if names <= set(self._members) and len(self._hosts) == self._size:
             return
-        found = self._store.introductions()
+        found = self._store.groups()
         self._hosts = {rank: host for rank, (host, _) in found.items()}
         members = {name: ranks for _, groups in found.values() for name, ranks in groups.items()}
         if members != self._members:
@@ -161,16 +161,19 @@ class Judge:
         late = [each for each in self.report.late if each.ended is None and sender_of(each.late.group) is None]
         return [each for each in late if each.waited_in is None or each.waited_in.holds is None]
 
-    def _ask_what_is_waited_in(self, now: float) -> None:
-        for each in self._unnamed() if self._question is None else ():
-            if each.asked < len(ASK_SECONDS) and now - self._began >= each.began + ASK_SECONDS[each.asked]:
-                each.asked += 1
-                self._last_question = self._store.ask()
-                self._question = OpenQuestion(self._last_question, now + ANSWER_SECONDS, compares=False)
+    def _request_what_is_waited_in(self, now: float) -> None:
+        for each in self._unnamed() if self._request is None else ():
+            if (
+                each.requested < len(REQUEST_AFTER_SECONDS)
+                and now - self._began >= each.began + REQUEST_AFTER_SECONDS[each.requested]
+            ):
+                each.requested += 1
+                self._last_request = self._store.request_collectives()
+                self._request = OpenRequest(self._last_request, now + RESPONSE_SECONDS, compares=False)
                 return
 
     def _judge_links(self, now: float) -> None:
-        self._links.hear({rank: status.links for rank, status in self._statuses.items()}, self._hosts, now)
+        self._links.receive({rank: status.links for rank, status in self._statuses.items()}, self._hosts, now)
         self.report.links = self._links.summaries()
         slow = self._links.slow()
         for link in self.report.slow_links:
@@ -199,35 +202,35 @@ class Judge:
             self._next_stall = self._stall_seconds
         elif longest >= self._next_stall:
             self._next_stall = 2 * longest
-            self._last_question = self._store.ask()
-            self._question = OpenQuestion(self._last_question, now + ANSWER_SECONDS, stuck)
+            self._last_request = self._store.request_collectives()
+            self._request = OpenRequest(self._last_request, now + RESPONSE_SECONDS, stuck)
 
-    def _judge_answers(self, now: float) -> None:
-        assert self._question is not None
-        question, answers = self._question, self._store.answers(self._question.number)
-        if len(answers) < self._size and now < question.until:
+    def _judge_responses(self, now: float) -> None:
+        assert self._request is not None
+        request, responses = self._request, self._store.responses(self._request.number)
+        if len(responses) < self._size and now < request.until:
             return
-        self._question = None
+        self._request = None
         for episode in self._unnamed():
-            issued = {rank: answer.get(episode.late.group, []) for rank, answer in answers.items()}
+            issued = {rank: response.get(episode.late.group, []) for rank, response in responses.items()}
             episode.waited_in = longest_waited_in(issued, episode.late.waiting)
             if episode.waited_in is not None and episode.waited_in.holds is not None:
                 log.warning("watch: rank %d is waited for%s", episode.late.rank, episode.longest_in())
-        compares = question.compares or any(status.leaves is not None for status in self._statuses.values())
-        disagreements = list(find_disagreements(answers)) if compares else []
+        compares = request.compares or any(status.leaves is not None for status in self._statuses.values())
+        disagreements = list(find_disagreements(responses)) if compares else []
         for each in disagreements:
             self._add(self.report.disagreements, str(each))
-        if question.stuck is not None:
-            self._add_stall(question.stuck, answers, disagree=bool(disagreements))
-        elif question.compares:
-            for stuck in find_absent(answers, self._statuses, self._members, self._quiet_seconds(now)):
-                self._add_stall(stuck, answers, disagree=bool(disagreements))
-        self._store.conclude(question.number)
+        if request.stuck is not None:
+            self._add_stall(request.stuck, responses, disagree=bool(disagreements))
+        elif request.compares:
+            for stuck in find_absent(responses, self._statuses, self._members, self._quiet_seconds(now)):
+                self._add_stall(stuck, responses, disagree=bool(disagreements))
+        self._store.conclude(request.number)
 
     def _add_stall(
-        self, stuck: Stuck, answers: Mapping[int, Mapping[str, list[IssuedCollective]]], *, disagree: bool
+        self, stuck: Stuck, responses: Mapping[int, Mapping[str, list[IssuedCollective]]], *, disagree: bool
     ) -> None:
-        issued = {rank: answer.get(stuck.group, []) for rank, answer in answers.items()}
+        issued = {rank: response.get(stuck.group, []) for rank, response in responses.items()}
         text = stuck_in_words(stuck, self._statuses, issued, self._hosts)
         if disagree and not (stuck.missing or stuck.silent):
             text = f"{one_in_words(stuck.group, stuck.number)} has been under way for {duration(stuck.seconds)}"

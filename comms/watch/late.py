@@ -211,7 +211,7 @@ class Lateness:
         self._activity: deque[dict[int, tuple[float, Mapping[str, float]]]] = deque(maxlen=SLICES)
         self._named: set[int] = set()
 
-    def hear(self, statuses: Mapping[int, RankStatus]) -> list[LateRank]:
+    def receive(self, statuses: Mapping[int, RankStatus]) -> list[LateRank]:
         """Takes in statuses.
 
         Args:

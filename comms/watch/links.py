@@ -28,7 +28,7 @@ SLICE_SECONDS = 3.0
 SLICES = 3
 """A link has to be slow in all of the last ones before it is named."""
 LEAST_NBYTES = 1 << 20
-"""Least bytes of a link in a slice: less is waiting for answers, whatever the rate."""
+"""Least bytes of a link in a slice: less is waiting for responses, whatever the rate."""
 BUSY_SHARE = 0.25
 """Share of a slice in which a slow link has something to send."""
 ALIKE, SLOWER = 0.5, 2.0
@@ -176,7 +176,7 @@ class LinkWatch:
         self._slice: tuple[float, dict[Pair, LinkState]] | None = None
         self._slow: deque[dict[str, Slowness]] = deque(maxlen=SLICES)
 
-    def hear(self, links: Mapping[int, Mapping[str, LinkState]], hosts: Mapping[int, str], now: float) -> None:
+    def receive(self, links: Mapping[int, Mapping[str, LinkState]], hosts: Mapping[int, str], now: float) -> None:
         """Takes in what ranks say of their connections.
 
         Args:

@@ -3,7 +3,7 @@
 DDP all-reduces its buckets in the same order in each step, and FSDP2 reduce-scatters its units. So the sizes of a
 group's last collectives are laid along that order: where they fit in one way alone, each collective has its names.
 
-They are looked for and asked in a thread of their own: DDP's reducer, which knows the buckets, answers only between
+They are looked for and asked in a thread of their own: DDP's reducer, which knows the buckets, responses only between
 two backward passes.
 """
 

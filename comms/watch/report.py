@@ -49,7 +49,7 @@ class Episode:
     began: float
     ended: float | None = None
     waited_in: IssuedCollective | None = None
-    asked: int = 0
+    requested: int = 0
 
     def __str__(self) -> str:
         when = f"from {duration(self.began)} on" if self.ended is None else f"{self.began:.0f} to {self.ended:.0f} s"

@@ -1,4 +1,4 @@
-"""One rank's part in watching one default group: it looks, speaks, answers, and on rank 0 judges."""
+"""One rank's part in watching one default group: it looks, publishes, responses, and on rank 0 judges."""
 
 import logging
 import threading
@@ -14,10 +14,10 @@ from gradwire.comms.watch.collective import IssuedCollective, one_in_words
 from gradwire.comms.watch.flight import FlightReader
 from gradwire.comms.watch.judge import Judge
 from gradwire.comms.watch.messages import MessageNotes
+from gradwire.comms.watch.publisher import Publisher
 from gradwire.comms.watch.rank import RankLog
 from gradwire.comms.watch.report import WatchReport
-from gradwire.comms.watch.speaker import Speaker
-from gradwire.comms.watch.timeline_writer import ANSWER_SECONDS
+from gradwire.comms.watch.timeline_writer import RESPONSE_SECONDS
 from gradwire.comms.watch.trouble import find_disagreements
 from gradwire.comms.watch.watch_store import WatchStore
 
@@ -30,7 +30,7 @@ stands."""
 STATUS_SECONDS = 0.5
 """Seconds between two statuses of a rank."""
 
-CONCLUDE_SECONDS = ANSWER_SECONDS + 2.0
+CONCLUDE_SECONDS = RESPONSE_SECONDS + 2.0
 """How long a rank that ends with an error waits until the others have answered, and rank 0 has said what they mean."""
 
 MOST_FAILURES = 5
@@ -55,7 +55,7 @@ class Session:
         self.group = dist.group.WORLD
         rank, size = dist.get_rank(), dist.get_world_size()
         self._store = WatchStore(store_of(self.group), rank, size)
-        self._speaker = Speaker(self._store, traces=trace is not None)
+        self._publisher = Publisher(self._store, traces=trace is not None)
         self._judge = Judge(self._store, size, stall_seconds, trace) if rank == 0 else None
         self._messages = messages
         self._thread = threading.main_thread().ident or 0
@@ -66,7 +66,7 @@ class Session:
         self._next_status = 0.0
         self._failures = 0
         self._leaves: str | None = None
-        self._lock = threading.Lock()  # the training thread speaks, too, where it ends with an error
+        self._lock = threading.Lock()  # the training thread publishes, too, where it ends with an error
 
     @property
     def report(self) -> WatchReport | None:
@@ -75,25 +75,25 @@ class Session:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether the store no longer answers."""
+        """Whether the store no longer responses."""
         return self._failures >= MOST_FAILURES
 
     @property
     def is_over(self) -> bool:
-        """Whether another group has taken the default group's place, or the store no longer answers."""
+        """Whether another group has taken the default group's place, or the store no longer responses."""
         return self.is_unanswered or not dist.is_initialized() or dist.group.WORLD is not self.group
 
     def look(self) -> None:
-        """Looks at this rank; now and then speaks to the others."""
+        """Looks at this rank; now and then publishes to the others."""
         now = time.monotonic()
-        speaks = now >= self._next_status
+        publishes = now >= self._next_status
         try:
             self._log.note(now, self._flight.progress())
             self._activity.sample(now - self._last)
             self._last = now
-            if speaks:
+            if publishes:
                 self._next_status = now + STATUS_SECONDS
-                self.speak()
+                self.publish()
                 self._failures = 0
         except Exception as error:  # noqa: BLE001 - the store, whose loss whoever trains will hear of; or others' statuses
             self._failures += 1
@@ -105,17 +105,17 @@ class Session:
                 error,
             )
 
-    def speak(self) -> None:
-        """Leaves a status, answers what was asked, and judges on rank 0.
+    def publish(self) -> None:
+        """Leaves a status, responses what was asked, and judges on rank 0.
 
         Raises:
             RuntimeError: The store is gone, or silent.
         """
         with self._lock:
-            self._speaker.introduce(self._flight.members | self._messages.members)
+            self._publisher.publish_groups(self._flight.members | self._messages.members)
             self._flight.look_for_models(time.monotonic() - self._began)
             doings = self._activity.seconds | {QUEUE: queue_seconds(threading.main_thread().native_id or 0)}
-            self._speaker.say(
+            self._publisher.publish(
                 dict(self._log.states()) | dict(self._messages.states()),
                 {kind: round(seconds, 3) for kind, seconds in doings.items()},
                 self._activity.lines(),
@@ -123,12 +123,12 @@ class Session:
                 self._leaves,
                 self._log.links(self._last),
             )
-            question = self._speaker.answer(
+            request = self._publisher.respond(
                 self._issued, lambda: self._flight.issued(lines=False) | self._messages.issued()
             )
             if self._judge is not None:
-                if question:
-                    self._judge.question(question)
+                if request:
+                    self._judge.adopt(request)
                 self._judge.look()
 
     @property
@@ -152,16 +152,16 @@ class Session:
         """
         self._leaves = why
         try:
-            question = self._store.ask()
+            request = self._store.request_collectives()
             until = time.monotonic() + CONCLUDE_SECONDS
-            self.speak()
-            while time.monotonic() < until and not self._store.concluded(question):
+            self.publish()
+            while time.monotonic() < until and not self._store.is_concluded(request):
                 time.sleep(LOOK_SECONDS)
                 if threading.current_thread() is not threading.main_thread() and self._judge is not None:
-                    self.speak()
-            if not self._store.concluded(question):  # C++ has ended rank 0, as gloo does for unlike sizes
-                self._store.conclude(question)
-                for each in find_disagreements(self._store.answers(question)):
+                    self.publish()
+            if not self._store.is_concluded(request):  # C++ has ended rank 0, as gloo does for unlike sizes
+                self._store.conclude(request)
+                for each in find_disagreements(self._store.responses(request)):
                     log.warning("watch: %s", each)
         except Exception as gone:  # noqa: BLE001 - the store, or what others have said: this rank ends all the same
             last = [

@@ -1,4 +1,4 @@
-"""Signals that a watch answers also where the main thread waits in a collective for ever.
+"""Signals that a watch responses also where the main thread waits in a collective for ever.
 
 Python's handlers run in the main thread. But when a signal comes its number is written to a descriptor, at once, by the
 C part of the interpreter; the thread of the watch reads that. So it hears of an abort, too, as gloo's for unlike sizes,
@@ -69,7 +69,7 @@ class Signals:
         if told != self._writing:
             try:
                 os.write(self._writing, bytes([number]))
-            except OSError as error:  # full: it has enough to answer
+            except OSError as error:  # full: it has enough to response
                 log.debug("the watch cannot be told of signal %d: %s", number, error)
 
     def _is_mine(self, number: int) -> bool:

@@ -10,8 +10,8 @@ from gradwire.comms.watch.watch_store import WatchStore
 
 log = logging.getLogger("gradwire")
 
-ANSWER_SECONDS = 3.0
-"""How long all ranks have to answer a question."""
+RESPONSE_SECONDS = 3.0
+"""How long all ranks have to response a request."""
 
 TIMELINE_SECONDS = 10.0
 """Seconds between two timelines: the file holds the last one. The times of 256 collectives take each rank some 8 ms."""
@@ -21,7 +21,7 @@ class TimelineWriter:
     """Asks, collects and writes, a little at each call.
 
     Args:
-        store: Where questions and answers are.
+        store: Where questions and responses are.
         size: Of the default group.
         file: For the timeline.
     """
@@ -30,7 +30,7 @@ class TimelineWriter:
         self._store = store
         self._size = size
         self._file: Path | None = file
-        self._question: tuple[int, float] | None = None
+        self._request: tuple[int, float] | None = None
         self._next = 0.0
 
     def begin_soon(self) -> None:
@@ -46,16 +46,16 @@ class TimelineWriter:
         """
         if self._file is None:
             return
-        if self._question is None:
+        if self._request is None:
             if now >= self._next:
                 self._next = now + TIMELINE_SECONDS
-                self._question = self._store.ask_for_timelines(), now + ANSWER_SECONDS
+                self._request = self._store.request_timelines(), now + RESPONSE_SECONDS
             return
-        question, until = self._question
-        parts = self._store.timelines(question)
+        request, until = self._request
+        parts = self._store.timelines(request)
         if len(parts) < self._size and now < until:
             return
-        self._question = None
+        self._request = None
         if not parts:
             return
         from gradwire.comms.watch.timeline import timeline  # and with it what the hook needs

@@ -132,44 +132,44 @@ def find_disagreement(
     return None
 
 
-def find_disagreements(answers: Mapping[int, Mapping[str, Sequence[IssuedCollective]]]) -> Iterator[Disagreement]:
+def find_disagreements(responses: Mapping[int, Mapping[str, Sequence[IssuedCollective]]]) -> Iterator[Disagreement]:
     """Yields where the ranks of each group differ first.
 
     Args:
-        answers: Rank -> group's name -> its last collectives, ascending.
+        responses: Rank -> group's name -> its last collectives, ascending.
     """
-    for name in dict.fromkeys(name for answer in answers.values() for name in answer):
-        issued = {rank: answer[name] for rank, answer in answers.items() if name in answer}
+    for name in dict.fromkeys(name for response in responses.values() for name in response):
+        issued = {rank: response[name] for rank, response in responses.items() if name in response}
         found = find_disagreement(name, issued, lines=sender_of(name) is None)
         if found is not None:
             yield found
 
 
 def find_absent(
-    answers: Mapping[int, Mapping[str, Sequence[IssuedCollective]]],
+    responses: Mapping[int, Mapping[str, Sequence[IssuedCollective]]],
     statuses: Mapping[int, RankStatus],
     members: Mapping[str, Sequence[int]],
     quiet_seconds: Mapping[int, float],
 ) -> Iterator[Stuck]:
-    """Yields the collectives that ranks end in because a connection was lost, where other ranks do not answer.
+    """Yields the collectives that ranks end in because a connection was lost, where other ranks do not response.
 
     Args:
-        answers: Rank -> group's name -> its last collectives, ascending; of the ranks that have answered.
+        responses: Rank -> group's name -> its last collectives, ascending; of the ranks that have answered.
         statuses: Of the ranks, newest.
         members: Group's name -> its ranks.
         quiet_seconds: Rank -> how old its newest status is.
     """
     failed: dict[str, dict[int, int]] = {}
-    for rank, answer in answers.items():
+    for rank, response in responses.items():
         status = statuses.get(rank)
         if status is not None and status.leaves is not None and any(sign in status.leaves for sign in LOST_CONNECTION):
-            last = [(each[-1].began, name) for name, each in answer.items() if each and sender_of(name) is None]
+            last = [(each[-1].began, name) for name, each in response.items() if each and sender_of(name) is None]
             if last:  # the one that it has issued last has failed
                 name = max(last)[1]
-                failed.setdefault(name, {})[rank] = answer[name][-1].number
+                failed.setdefault(name, {})[rank] = response[name][-1].number
     for name, numbers in failed.items():
         number = max(numbers.values())
-        absent = tuple(rank for rank in members.get(name, ()) if rank not in answers)
+        absent = tuple(rank for rank in members.get(name, ()) if rank not in responses)
         if absent:  # whether they had come to it is not known: their last statuses may be older
             waiting = tuple(sorted(rank for rank, last in numbers.items() if last == number))
             yield Stuck(name, number, max(quiet_seconds[rank] for rank in absent), waiting, (), absent)

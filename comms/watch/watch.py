@@ -70,7 +70,7 @@ class Watch:
         self._last: WatchReport | None = None
         self._closed = threading.Event()
         self._unanswered: weakref.ref[dist.ProcessGroup] | None = None
-        """The group whose store no longer answers: it is not watched again."""
+        """The group whose store no longer responses: it is not watched again."""
         self._ends_by: float | None = None
         """Monotonic seconds by which a process that compares first ends, having been told to; None: nobody has."""
         self._signals = Signals()

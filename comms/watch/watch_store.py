@@ -1,4 +1,9 @@
-"""What ranks leave for each other in the store of the default group: statuses, questions, and answers."""
+"""Client of the store of the default group, through which the ranks of a watch exchange statuses and responses.
+
+Each rank publishes its status twice a second under a key of its own; rank 0 reads all of them. A request is a counter:
+whoever needs the last collectives of all ranks adds one to it, every rank that sees a new number publishes its
+collectives under that number, and rank 0 marks the number as concluded once it has compared them.
+"""
 
 import json
 import logging
@@ -15,15 +20,15 @@ from gradwire.comms.watch.rank import RankStatus
 
 log = logging.getLogger("gradwire")
 
-ANSWER_TIMEOUT = timedelta(seconds=2)
-"""The answer timeout for every question to the store: a watch never waits for it longer."""
+REQUEST_TIMEOUT = timedelta(seconds=2)
+"""Timeout of each request to the store. Short, because the training thread may be the one that waits for it."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """Where a rank runs, and the ranks of each of its groups."""
+    """Host of a rank, and the ranks of each of its groups."""
 
     host: str
     members: Mapping[str, tuple[Rank, ...]]
@@ -31,106 +36,115 @@ class _Member:
 
 _MEMBER: MessageType[_Member] = MessageType(_Member, most_nbytes=1 << 24)
 _STATUS: MessageType[RankStatus] = MessageType(RankStatus, most_nbytes=1 << 24)
-_ANSWER: MessageType[dict[str, list[IssuedCollective]]] = MessageType(
+_RESPONSE: MessageType[dict[str, list[IssuedCollective]]] = MessageType(
     dict[str, list[IssuedCollective]], most_nbytes=1 << 26
 )
 _TIMELINE: MessageType[TimelinePart] = MessageType(TimelinePart, most_nbytes=1 << 26)
 
-ASKED, CONCLUDED, TIMELINES = "asked", "concluded", "timelines"
+REQUESTED, CONCLUDED, TIMELINES = "requested", "concluded", "timelines"
+"""Keys of the counters: requests for collectives, the last one that was compared, requests for timelines."""
 
 
 class WatchStore:
-    """One rank's client of the store that all ranks of a watch share.
+    """Client of one rank to the store that all ranks of a watch share.
+
+    Thread safety: the methods may be called from any thread; the connection serializes them.
 
     Args:
-        store: Of the default group.
-        rank: This rank.
-        size: Of the default group.
+        store: Store of the default group. It is cloned: the training thread may block in the given connection.
+        rank: This rank, in the default group.
+        size: Number of ranks in the default group.
 
-    Every call may raise `RuntimeError` where the store is gone or silent.
+    Raises:
+        RuntimeError: From every method, if the store is gone or does not respond within `REQUEST_TIMEOUT`.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        # A connection of its own: the training thread may wait in the other one.
-        self._store = PollingStore(PrefixStore("gradwire/watch", clone_of(store)), ANSWER_TIMEOUT)
+        self._store = PollingStore(PrefixStore("gradwire/watch", clone_of(store)), REQUEST_TIMEOUT)
         self.rank = rank
         self._size = size
 
-    def say(self, status: RankStatus) -> None:
-        """Leaves this rank's status in place of its last one."""
+    def publish_status(self, status: RankStatus) -> None:
+        """Publishes the status of this rank, in place of its previous one."""
         self._put("status", asdict(status))
 
-    def introduce(self, members: Mapping[str, Sequence[int]], host: str) -> None:
-        """Says which groups this rank is in, and where it runs."""
+    def publish_groups(self, members: Mapping[str, Sequence[int]], host: str) -> None:
+        """Publishes the process groups of this rank and its host.
+
+        Args:
+            members: Group -> its ranks in the default group.
+            host: Name of the host.
+        """
         self._put("member", {"host": host, "members": members})
 
-    def introductions(self) -> dict[int, tuple[str, dict[str, tuple[int, ...]]]]:
-        """Rank -> (host, its groups), of the ranks that have said so."""
+    def groups(self) -> dict[int, tuple[str, dict[str, tuple[int, ...]]]]:
+        """Reads rank -> (host, its groups), of the ranks that have published them."""
         return {rank: (found.host, dict(found.members)) for rank, found in self._read("member", _MEMBER).items()}
 
     def statuses(self) -> dict[int, RankStatus]:
-        """The newest status of each rank that has spoken."""
+        """Reads the newest status of each rank that has published one."""
         return self._read("status", _STATUS)
 
-    def ask(self) -> int:
-        """Asks all ranks for their last collectives.
+    def request_collectives(self) -> int:
+        """Requests the last collectives of all ranks.
 
         Returns:
-            The question's number; that of another rank's where it is still open.
+            Number of the request; that of an earlier request if it is not concluded yet.
         """
-        last = self.asked()
-        return last if last and not self.concluded(last) else self._store.add(ASKED, 1)
+        last = self.newest_request()
+        return last if last and not self.is_concluded(last) else self._store.add(REQUESTED, 1)
 
-    def asked(self) -> int:
-        """The number of the last question; 0 before the first."""
-        return self._store.add(ASKED, 0)
+    def newest_request(self) -> int:
+        """Reads the number of the last request for collectives; 0 before the first one."""
+        return self._store.add(REQUESTED, 0)
 
-    def answer(self, question: int, issued: Mapping[str, Sequence[IssuedCollective]]) -> None:
-        """Leaves this rank's last collectives."""
-        self._put(f"answer/{question}", {name: [asdict(each) for each in some] for name, some in issued.items()})
+    def respond(self, request: int, issued: Mapping[str, Sequence[IssuedCollective]]) -> None:
+        """Publishes the last collectives of this rank in response to a request."""
+        self._put(f"response/{request}", {name: [asdict(each) for each in some] for name, some in issued.items()})
 
-    def answers(self, question: int) -> dict[int, dict[str, list[IssuedCollective]]]:
-        """Rank -> group's name -> its last collectives, of the ranks that have answered."""
-        return self._read(f"answer/{question}", _ANSWER)
+    def responses(self, request: int) -> dict[int, dict[str, list[IssuedCollective]]]:
+        """Reads rank -> group -> its last collectives, of the ranks that have responded to a request."""
+        return self._read(f"response/{request}", _RESPONSE)
 
-    def ask_for_timelines(self) -> int:
-        """Asks all ranks for the times of their last collectives; the question's number."""
+    def request_timelines(self) -> int:
+        """Requests the times of the last collectives of all ranks; returns the number of the request."""
         return self._store.add(TIMELINES, 1)
 
-    def timelines_asked(self) -> int:
-        """The number of the last such question; 0 before the first."""
+    def newest_timeline_request(self) -> int:
+        """Reads the number of the last request for timelines; 0 before the first one."""
         return self._store.add(TIMELINES, 0)
 
-    def leave_timeline(self, part: TimelinePart) -> None:
-        """Leaves this rank's times in place of its last ones."""
+    def publish_timeline(self, part: TimelinePart) -> None:
+        """Publishes the times of the last collectives of this rank, in place of the previous ones."""
         self._put("timeline", asdict(part))
 
-    def timelines(self, question: int) -> dict[int, TimelinePart]:
-        """Rank -> its times, of the ranks that have answered this question."""
-        return {rank: part for rank, part in self._read("timeline", _TIMELINE).items() if part.question == question}
+    def timelines(self, request: int) -> dict[int, TimelinePart]:
+        """Reads rank -> its times, of the ranks that have responded to this request for timelines."""
+        return {rank: part for rank, part in self._read("timeline", _TIMELINE).items() if part.request == request}
 
-    def conclude(self, question: int) -> None:
-        """Says that the answers to a question, and to those before it, have been judged."""
-        self._store.set(CONCLUDED, str(question))
+    def conclude(self, request: int) -> None:
+        """Marks a request, and all before it, as compared: ranks that wait for the result may end."""
+        self._store.set(CONCLUDED, str(request))
 
-    def concluded(self, question: int) -> bool:
-        """Whether they have."""
-        return self._store.check([CONCLUDED]) and int(self._store.read(CONCLUDED)) >= question
+    def is_concluded(self, request: int) -> bool:
+        """Whether the responses to a request have been compared."""
+        return self._store.check([CONCLUDED]) and int(self._store.read(CONCLUDED)) >= request
 
     def _put(self, kind: str, found: object) -> None:
         self._store.set(f"{kind}/{self.rank}", json.dumps(found))
 
     def _read(self, kind: str, message: MessageType[T]) -> dict[int, T]:
-        """What the ranks have left that have left something; what cannot be read counts for nothing."""
+        """Reads rank -> its message of a kind; skips ranks without one, and messages that cannot be parsed."""
         keys = [f"{kind}/{rank}" for rank in range(self._size)]
+        # One round trip if all ranks have published, as in nearly every call; else one for each rank.
         if self._store.check(keys):
-            said = dict(enumerate(self._store.multi_get(keys)))
+            texts = dict(enumerate(self._store.multi_get(keys)))
         else:
-            said = {rank: self._store.read(key) for rank, key in enumerate(keys) if self._store.check([key])}
+            texts = {rank: self._store.read(key) for rank, key in enumerate(keys) if self._store.check([key])}
         found = {}
-        for rank, text in said.items():
+        for rank, text in texts.items():
             try:
                 found[rank] = message.read(text)
             except MessageError as error:
-                log.debug("what rank %d has left as %s cannot be read: %s", rank, kind, error)
+                log.debug("the %s of rank %d cannot be read: %s", kind, rank, error)
         return found

@@ -233,7 +233,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "a watch's status": (watch_store._STATUS.read, json.dumps(asdict(STATUS)).encode()),
     "a watch's introduction": (watch_store._MEMBER.read, b'{"host": "h", "members": {"default": [0, 1]}}'),
     "a watch's answer": (
-        watch_store._ANSWER.read,
+        watch_store._RESPONSE.read,
         json.dumps({name: [asdict(each) for each in some] for name, some in ISSUED.items()}).encode(),
     ),
     "a watch's timeline": (watch_store._TIMELINE.read, json.dumps(asdict(TimelinePart(3, 1.0, ISSUED))).encode()),

@@ -37,7 +37,7 @@ def first_named(
     job = SimulatedJob(4, step)
     lateness = Lateness(job.members)
     for number, statuses in enumerate(job.steps(itertools.islice(times, steps))):
-        if statuses is not None and (found := lateness.hear(statuses)):
+        if statuses is not None and (found := lateness.receive(statuses)):
             return number, found
     return None, []
 
@@ -63,7 +63,7 @@ def test_a_job_that_ends_too_early_has_suspects_and_is_not_decided(
         lateness, last = Lateness(job.members), None
         for statuses in job.steps(itertools.islice(compute_times(4, 1.0, 0.02, seed, 2, delay), 11)):
             if statuses is not None:
-                assert not lateness.hear(statuses)
+                assert not lateness.receive(statuses)
                 last = statuses
         assert last is not None and not lateness.decided
         assert [each.rank for each in lateness.suspects(last)] == suspected, seed
@@ -102,7 +102,7 @@ def test_a_rank_that_recovers_is_no_longer_late() -> None:
         itertools.islice(compute_times(4, 0.05, 0.1, 1, 3, 0.2), 30),
         itertools.islice(compute_times(4, 0.05, 0.1, 2), 90),
     )
-    found = [lateness.hear(statuses) for statuses in job.steps(times) if statuses is not None]
+    found = [lateness.receive(statuses) for statuses in job.steps(times) if statuses is not None]
     assert any(found) and not found[-1]
 
 
@@ -121,7 +121,7 @@ def test_who_has_waited_for_a_late_rank_is_not_named_when_that_one_recovers(stal
         if statuses is None:
             continue
         heard = {rank: heard[rank] if rank in heard and drawn.random() < stale else statuses[rank] for rank in statuses}
-        now = {each.rank for each in lateness.hear(heard)}
+        now = {each.rank for each in lateness.receive(heard)}
         assert now <= {late} | named & now, (late, now)
         named = now
     assert named <= {1}
@@ -135,7 +135,7 @@ def test_a_rank_that_waits_for_a_processor_is_said_to() -> None:
         if statuses is not None:
             waited += 0.3
             queues = {rank: {QUEUE: waited if rank == 3 else 0.0} for rank in statuses}
-            found = lateness.hear(
+            found = lateness.receive(
                 {r: replace(status, activity={**status.activity, **queues[r]}) for r, status in statuses.items()}
             )
     assert [(each.rank, each.busy_with) for each in found] == [(3, QUEUE)]

@@ -54,7 +54,7 @@ def test_a_link_is_named_after_some_slices_and_no_longer_once_it_is_mended() -> 
     named = []
     for number in range(2 * SLICES + 4):
         slow = 5.0 if number < SLICES + 1 else 1.0
-        watch.hear(words({"ab": ab, "ba": ba}), hosts, SLICE_SECONDS * number)
+        watch.receive(words({"ab": ab, "ba": ba}), hosts, SLICE_SECONDS * number)
         named.append(list(watch.slow()))
         ba = LinkState(ba.busy_seconds + slow * 1e7 / RATE, ba.nbytes + 10**7)
         ab = LinkState(1e7 / RATE * (number + 1), 10**7 * (number + 1))

@@ -80,7 +80,7 @@ def named(late: int | None, steps: int, seed: int) -> list[LateRank]:
     pipeline = Pipeline(4)
     lateness = Lateness(pipeline.members)
     for statuses in pipeline.steps(rows):
-        if found := lateness.hear(statuses):
+        if found := lateness.receive(statuses):
             return found
     return []
 

@@ -123,7 +123,7 @@ def end_as_a_script() -> None:
     try:
         raise RuntimeError("planted")
     except RuntimeError:
-        sys.excepthook(*sys.exc_info())  # speaks to no store: the connection is the parent's
+        sys.excepthook(*sys.exc_info())  # publishes to no store: the connection is the parent's
 
 
 def test_a_forked_child_ends_for_itself(processes: Processes) -> None:

@@ -65,14 +65,14 @@ def test_who_does_not_answer_is_named_in_the_collective_that_failed_last() -> No
         "rows": [IssuedCollective(3, "all_gather", began=4.0)],
     }
     statuses = {0: leaving(LOST), 1: leaving(None), 2: leaving(LOST)}
-    answers = {0: issued, 2: issued}
+    responses = {0: issued, 2: issued}
     quiet = {0: 0.0, 1: 6.0, 2: 0.0}
     members = MEMBERS | {"rows": (0, 1, 2)}
-    assert list(find_absent(answers, statuses, members, quiet)) == [Stuck("default", 7, 6.0, (0, 2), (), (1,))]
+    assert list(find_absent(responses, statuses, members, quiet)) == [Stuck("default", 7, 6.0, (0, 2), (), (1,))]
     left = statuses | {1: leaving("ValueError: odd")}
-    (stuck,) = find_absent(answers, left, members, quiet)
+    (stuck,) = find_absent(responses, left, members, quiet)
     assert stuck == Stuck("default", 7, 6.0, (0, 2), (), (1,))
-    text = stuck_in_words(stuck, left, {rank: issued["default"] for rank in answers}, {1: "b"})
+    text = stuck_in_words(stuck, left, {rank: issued["default"] for rank in responses}, {1: "b"})
     assert text.startswith("rank 1 on b has said nothing for a while, and not ended collective 7 of group default")
     assert text.endswith("ranks 0, 2 wait in it; rank 1 ended with ValueError: odd")
 
@@ -119,8 +119,8 @@ def test_a_left_out_collective_of_the_same_shape_shows_by_its_line() -> None:
 def test_each_group_is_compared_among_the_ranks_that_have_answered() -> None:
     """Rank 0 is gone: C++ has ended it."""
     narrow, wide = (IssuedCollective(4, f"all_reduce of [3] {dtype}", "a.py:1") for dtype in ("Float", "Double"))
-    answers = {1: {"dp": [narrow], "tp": [narrow]}, 2: {"dp": [narrow]}, 3: {"dp": [wide], "tp": [narrow]}}
-    (found,) = find_disagreements(answers)
+    responses = {1: {"dp": [narrow], "tp": [narrow]}, 2: {"dp": [narrow]}, 3: {"dp": [wide], "tp": [narrow]}}
+    (found,) = find_disagreements(responses)
     assert str(found).endswith(
         "ranks 1, 2 issued all_reduce of [3] Float at a.py:1; rank 3 issued all_reduce of [3] Double at a.py:1"
     )
