@@ -209,7 +209,7 @@ class Communicator:
     @property
     def clock(self) -> "Clock":
         """What tells when a phase begins and ends on this device."""
-        return self.executor.ledger.clock
+        return self.executor.stats.clock
 
     @property
     def cluster(self) -> Cluster:
@@ -295,7 +295,7 @@ class Communicator:
             numel += part.numel()
         if not self._connected:
             self.connect(numel * dtype.itemsize)
-        self.executor.ledger.all_reduces += launch.counted
+        self.executor.stats.all_reduces += launch.counted
         if launch.counted:
             rank_plan = self.rank_plans[numel, dtype, layout]
         else:
@@ -327,9 +327,9 @@ class Communicator:
 
         def book(place: int, op: str, logical_nbytes: int, wire_nbytes: float) -> None:
             level = between if place == BETWEEN else inside
-            self.executor.ledger.book(SPARSE_PHASE + place, f"sparse {op}", level, logical_nbytes, wire_nbytes)
+            self.executor.stats.add(SPARSE_PHASE + place, f"sparse {op}", level, logical_nbytes, wire_nbytes)
 
-        self.executor.ledger.all_reduces += 1
+        self.executor.stats.all_reduces += 1
         steps = sum_sparse(bucket.flat, self._groups, self.rank, sharing, scale=scale, as_dense=as_dense, book=book)
         self.executor.start_steps(bucket, "the sum of a sparse gradient", steps, LANES)
 
@@ -411,7 +411,7 @@ class Communicator:
         except Exception as error:
             if refusable and not isinstance(error, PeerError | MemoryError) and not blames_connection(error):
                 raise  # on every rank, or the others' wait ends by their time-out
-            raise self.executor.failures.declare(where, members, error) from None
+            raise self.executor.failures.fail(where, members, error) from None
 
     def swap(self, other: int, nbytes: int) -> float:
         """Exchanges bytes with one other rank, for measurements; both call it, and nothing else is in flight.
@@ -439,12 +439,12 @@ class Communicator:
         if self.compressor is not None:
             plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
         links = (self.rank_plans.links.describe(), *describe_nics(self.presences, self.config))
-        totals = self.executor.ledger.totals()
+        totals = self.executor.stats.totals()
         return Report(
             self.cluster.describe(),
             tuple(plans),
             totals,
-            self.executor.ledger.all_reduces,
+            self.executor.stats.all_reduces,
             steps,
             links,
             rank=self.rank,

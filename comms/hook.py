@@ -291,12 +291,12 @@ class HookState(GradientState[GradientSession]):
         connection = self._connection or self._connect(flat.device)
         if begins:
             self._begin_step(connection)
-        ledger = connection.communicator.executor.ledger
-        now = ledger.clock.now() if self._timed else None
-        if ledger.recorder is None:
+        stats = connection.communicator.executor.stats
+        now = stats.clock.now() if self._timed else None
+        if stats.recorder is None:
             future = self._reduce(bucket, flat, connection, now)
         else:
-            with ledger.recorder.host_range(f"bucket {len(self._buckets)}"):
+            with stats.recorder.host_range(f"bucket {len(self._buckets)}"):
                 future = self._reduce(bucket, flat, connection, now)
         if bucket.is_last():
             self._last_came(connection)
@@ -410,8 +410,8 @@ class HookState(GradientState[GradientSession]):
         if self._used_map is not None:
             self._used_map.step_begins(communicator.device, self.steps)
         if communicator.device.type == "cuda":
-            communicator.executor.ledger.timing = is_timed(self.steps) or connection.listeners.wants_times
-        self._timed = connection.listeners.wants_arrivals or communicator.executor.ledger.timing
+            communicator.executor.stats.timing = is_timed(self.steps) or connection.listeners.wants_times
+        self._timed = connection.listeners.wants_arrivals or communicator.executor.stats.timing
         if connection.compression is not None:
             if connection.compression.loss_scale.follows_scaler:
                 with communicator.alone():
@@ -509,7 +509,7 @@ class HookState(GradientState[GradientSession]):
         self._launch_resumed(connection)
         executor = connection.communicator.executor
         executor.release()
-        executor.ledger.read_times()
+        executor.stats.read_times()
         buckets, self._buckets = self._buckets, []
         transfers, self._transfers = self._transfers, []
         sparse, self._sparse = self._sparse, []
@@ -519,7 +519,7 @@ class HookState(GradientState[GradientSession]):
             _end_compression(connection.communicator, connection.compression, buckets, sparse, transfers)
         together = self._elastic is None or self._elastic.together
         connection.listeners.step_ended(
-            EndedStep(self.steps, buckets, transfers, self.report, timed=executor.ledger.timing, together=together)
+            EndedStep(self.steps, buckets, transfers, self.report, timed=executor.stats.timing, together=together)
         )
         if buckets:
             executor.spoil(buckets[-1])

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from gradwire.comms.run.ledger import PhaseTotals
+from gradwire.comms.run.phase_stats import PhaseTotals
 from gradwire.topology.cluster import LEVEL_NAMES
 
 COMPUTES_LATE, SLOW_LINK = "computes late", "slow link"

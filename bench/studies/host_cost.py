@@ -241,7 +241,7 @@ def _communicator(
         executor = communicator.executor = StreamExecutor(
             groups, 0, communicator.cluster, made, board, _NoStreams(calls), HostClock()
         )
-    executor.ledger.timing = False
+    executor.stats.timing = False
     executor.checking = made is not None
     return communicator, made
 

@@ -91,9 +91,9 @@ class PlannedAllReduce:
         communicator = self._communicator(tensors[0].device)
         on_cuda = tensors[0].is_cuda
         if on_cuda:
-            communicator.executor.ledger.timing = self._sums % TIMED_EVERY < STEPS_IN_A_ROW
+            communicator.executor.stats.timing = self._sums % TIMED_EVERY < STEPS_IN_A_ROW
             if self._sums % TIMED_EVERY == STEPS_IN_A_ROW:
-                communicator.executor.ledger.read_times()
+                communicator.executor.stats.read_times()
         self._sums += 1
         future = self._start(communicator, tensors, scale)
         if not on_cuda:

@@ -130,7 +130,7 @@ class GradwireGroup(DelegatingGroup):
             if self.communicator is None or self.communicator.awaited().alarm(at_once=True) is None:
                 raise
             # A rank that was through has given up, and shut its sockets down: gloo's words are of those alone.
-            raise self.communicator.executor.failures.declare("connecting", (), error) from None
+            raise self.communicator.executor.failures.fail("connecting", (), error) from None
         if self._planned and len(self._planned.cluster.nodes) == 1:
             store = PrefixStore("gradwire/node", options.store)
             self._node = NodeCollectives(self._planned.on_cpu, store, f"gradwire {options.group_id}")

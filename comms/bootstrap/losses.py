@@ -10,7 +10,7 @@ Whatever notices a loss puts a `Loss` into the group's `Losses`, or is asked for
 | `silent` | a neighbour that has heard nothing for long, while all wait | liveness.py |
 | `absent`, `unreached` | a neighbour, of a rank that has not come, or that cannot be connected to | liveness.py |
 | `overdue` | the time-out, of work on a device or of connecting | liveness.py: `Deadline`; transport/nccl.py |
-| `failed` | an operation here that has failed, whatever has been raised | run/ledger.py, elastic/resilient_ops.py |
+| `failed` | an operation that failed here, whatever it raised | run/failure_handler.py, elastic/resilient_ops.py |
 | `over` | the ranks, which have agreed to go on as others | elastic/membership.py |
 
 The first `Loss` is what the group ends with, and what is told to the other ranks: through the store, along the ring, at

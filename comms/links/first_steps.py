@@ -82,16 +82,16 @@ class FirstSteps(StepListener):
             return
         executor = self._communicator.executor
         if steps == FIRST_WATCHED:
-            executor.ledger.ended = []
+            executor.stats.ended = []
             self._before = self._gathering_seconds()
         elif steps == FIRST_WATCHED + STEPS_WATCHED:
             self.is_over = True
             self._conclude()
-            executor.ledger.ended = None
+            executor.stats.ended = None
 
     def _conclude(self) -> None:
         communicator, cluster = self._communicator, self._communicator.cluster
-        ended = communicator.executor.ledger.ended or []
+        ended = communicator.executor.stats.ended or []
         name = cluster.levels[self._outermost].name
         sent = sum(each.plan.bytes_by_level[name] for each in ended)
         if sent < LEAST_NBYTES:  # the same on all ranks: they have run the same plans
@@ -128,5 +128,5 @@ class FirstSteps(StepListener):
     def _gathering_seconds(self) -> float:
         """Seconds of all-gathers inside the node so far: shared memory, where the last to come waits for nobody."""
         name = self._communicator.cluster.levels[0].name
-        rows = self._communicator.executor.ledger.phase_seconds().items()
+        rows = self._communicator.executor.stats.phase_seconds().items()
         return sum(seconds for (_, op, level), (seconds, _, _) in rows if op == ALL_GATHER and level == name)

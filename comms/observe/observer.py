@@ -110,15 +110,15 @@ class Observer(StepListener):
         executor, on_cuda = self._communicator.executor, self._communicator.device.type == "cuda"
         ranges, nvtx = profiler_is_on(), self._config.marks_nvtx and on_cuda
         if self._trace is not None:
-            executor.ledger.recorder = self._trace.recorder
-            executor.ledger.recorder.ranges, executor.ledger.recorder.nvtx = ranges, nvtx
+            executor.stats.recorder = self._trace.recorder
+            executor.stats.recorder.ranges, executor.stats.recorder.nvtx = ranges, nvtx
             self._trace.step_began()
         elif ranges or nvtx:
             from gradwire.comms.observe.recorder import Recorder
 
-            executor.ledger.recorder = Recorder(self._communicator.clock, keeps=False, ranges=ranges, nvtx=nvtx)
+            executor.stats.recorder = Recorder(self._communicator.clock, keeps=False, ranges=ranges, nvtx=nvtx)
         else:
-            executor.ledger.recorder = None
+            executor.stats.recorder = None
 
     def step_ended(self, step: EndedStep) -> None:
         """Takes in a step; all ranks, at the same point of the sequence of launches."""
@@ -130,7 +130,7 @@ class Observer(StepListener):
                     raise
                 log.debug("an epoch has ended while its ranks told each other about step %d: %s", step.number, error)
                 self._trace_given_up |= self._trace is not None
-                self._stragglers = self._trace = self._communicator.executor.ledger.recorder = None
+                self._stragglers = self._trace = self._communicator.executor.stats.recorder = None
         if self._metrics is not None:
             self._metrics.step_ended(step.report)
 
@@ -139,7 +139,7 @@ class Observer(StepListener):
             self._stragglers.step_ended(step.number, [bucket.times for bucket in step.buckets])
         if self._trace is not None:
             if self._trace.step_ended(step.number, step.buckets):
-                self._trace = self._communicator.executor.ledger.recorder = None
+                self._trace = self._communicator.executor.stats.recorder = None
         elif (file := self._config.trace_file) is not None and step.number == TRACE_AFTER:
             try:
                 self.trace(Path(file), self._config.trace_steps)

@@ -325,10 +325,10 @@ class _OwnSteps:
             self._lengths.append(now - self._ended)
         self._ended = now
         self.count = len(buckets)
-        ledger, last = self._communicator.executor.ledger, self._last
-        timed = ledger.timing and bool(buckets)
+        stats, last = self._communicator.executor.stats, self._last
+        timed = stats.timing and bool(buckets)
         if timed or last is not None:
-            seconds = ledger.seconds_of_phases()
+            seconds = stats.seconds_of_phases()
             if last is not None:  # only now its buckets have been reduced
                 last.after = seconds
                 self.unread.append(last)
@@ -339,7 +339,7 @@ class _OwnSteps:
     def read(self) -> None:
         """Takes in the steps since the last time: nothing is computed at the end of a step in which nothing is sent."""
         between = self._communicator.clock.between
-        keys = list(self._communicator.executor.ledger.phase_seconds())
+        keys = list(self._communicator.executor.stats.phase_seconds())
         for ended in self.unread:
             waits = tuple(
                 between(each.arrived, each.reduced)
@@ -578,7 +578,7 @@ class _Judge:
         None inside nodes of CPUs.
         """
         cluster = self._communicator.cluster
-        levels = [level for index, _, level in self._communicator.executor.ledger.phase_seconds() if index == phase]
+        levels = [level for index, _, level in self._communicator.executor.stats.phase_seconds() if index == phase]
         if any(level == cluster.level_names[0] for level in levels):
             if self._communicator.device.type == "cpu":
                 return []
@@ -588,7 +588,7 @@ class _Judge:
         return [tuple(range(cluster.size))]
 
     def _phase_words(self, phase: int) -> str:
-        keys = self._communicator.executor.ledger.phase_seconds()
+        keys = self._communicator.executor.stats.phase_seconds()
         return next((f"{op} {level}" for index, op, level in keys if index == phase), f"phase {phase}")
 
     def _change(self, found: list[Straggler]) -> None:

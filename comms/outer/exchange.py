@@ -428,6 +428,6 @@ class OuterExchange:
                 )
             elif self.averaging.resilient_ops is None and (lost := awaited.lost("before all have come")) is not None:
                 failures = self.averaging.communicator.executor.failures
-                raise failures.declare("synchronize()", (), lost) from None
+                raise failures.fail("synchronize()", (), lost) from None
             else:
                 time.sleep(LOOK_SECONDS)

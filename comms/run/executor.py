@@ -15,8 +15,9 @@ from torch import Tensor
 from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
+from gradwire.comms.run.failure_handler import FailureHandler
 from gradwire.comms.run.launches import NO_PLAN, Bucket, Launch, RunningLaunch, WaitingLaunch, finish
-from gradwire.comms.run.ledger import FirstFailure, Ledger
+from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.run.programs import Programs
 from gradwire.compressors.base import Layout
 
@@ -33,11 +34,11 @@ class Executor(ABC):
 
     Args:
         programs: What is issued for a chunk.
-        ledger: Counts what is sent.
+        stats: Counts what is sent.
         failures: Keeps what has failed first.
 
     Attributes:
-        ledger: See above.
+        stats: See above.
         failures: See above.
         launches: How many have been started.
         carried: On CUDA, the first bucket that each of the last launches carried.
@@ -49,8 +50,8 @@ class Executor(ABC):
         aborted: Whether this rank has given up its groups.
     """
 
-    def __init__(self, programs: Programs, ledger: Ledger, failures: FirstFailure) -> None:
-        self.ledger = ledger
+    def __init__(self, programs: Programs, stats: PhaseStats, failures: FailureHandler) -> None:
+        self.stats = stats
         self.failures = failures
         self.launches = 0
         self.carried: deque[int] = deque(maxlen=256)
@@ -109,7 +110,7 @@ class Executor(ABC):
         self._raise_failure()
         (bucket,) = run.launch.buckets
         bucket.flat = yield from steps
-        finish(run.launch, bucket.flat, None, self.ledger.now())
+        finish(run.launch, bucket.flat, None, self.stats.now())
 
     def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
         """One chunk's walk through the phases of its plan; see `Programs.walk`.

@@ -21,8 +21,9 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
 from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
+from gradwire.comms.run.failure_handler import FailureHandler
 from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch, WaitingLaunch, finish, pack
-from gradwire.comms.run.ledger import FirstFailure, Ledger
+from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.run.programs import Programs
 from gradwire.comms.streams import HostClock
 from gradwire.comms.transport.groups import Groups
@@ -64,9 +65,9 @@ class LaneExecutor(Executor):
     def __init__(
         self, name: str, groups: Groups, rank: int, cluster: Cluster, compressor: Compressor | None, board: Board
     ) -> None:
-        ledger = Ledger(HostClock(), cluster.level_names)
-        programs = Programs(groups, rank, cluster, compressor, ledger)
-        super().__init__(programs, ledger, FirstFailure(groups, board, rank))
+        stats = PhaseStats(HostClock(), cluster.level_names)
+        programs = Programs(groups, rank, cluster, compressor, stats)
+        super().__init__(programs, stats, FailureHandler(groups, board, rank))
         self._name = name
         self._rank = rank
         self._level_names = cluster.level_names
@@ -78,7 +79,7 @@ class LaneExecutor(Executor):
         self, launch: Launch, rank_plan: RankPlan, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
     ) -> None:
         """See `Executor.start`."""
-        now = self.ledger.clock.now()
+        now = self.stats.clock.now()
         run = RunningLaunch(
             launch, pack(launch), rank_plan, scale, flush, len(rank_plan.chunks), self.launches, now, after=after
         )
@@ -89,7 +90,7 @@ class LaneExecutor(Executor):
             self._submit(_ChunkJob(walk, ((0, 0),) if stays else rank_plan.lanes, run=run, stays=stays))
 
     def _start_steps(self, run: RunningLaunch, name: str, walk: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
-        run.began = self.ledger.clock.now()
+        run.began = self.stats.clock.now()
         self._submit(_ChunkJob(walk, lanes, lanes[0], run=run, name=name))
 
     def _start_migration(self, walk: Iterator[Hop]) -> None:
@@ -104,9 +105,9 @@ class LaneExecutor(Executor):
             run.pending -= 1
             last = run.pending == 0
         if last:
-            now = self.ledger.clock.now()
+            now = self.stats.clock.now()
             try:
-                self.ledger.note_end(run, now)
+                self.stats.note_end(run, now)
             except BaseException as error:
                 finish(run.launch, run.flat, error, now)  # as no chunk is left that would
                 raise
@@ -188,13 +189,13 @@ class LaneExecutor(Executor):
         job.hop = None
         try:
             while True:
-                if self.ledger.recorder is None:
+                if self.stats.recorder is None:
                     for work in job.works:
                         work.wait()
                     job.works = ()
                     hop = next(job.steps, None)
                 else:
-                    hop = self._recorded_step(self.ledger.recorder, job, lane)
+                    hop = self._recorded_step(self.stats.recorder, job, lane)
                 if hop is None:
                     return
                 if not job.stays:
@@ -247,7 +248,7 @@ class LaneExecutor(Executor):
         phases = job.run.rank_plan.plan.phases if job.run is not None else ()
         phase = phases[min(lane[0], len(phases) - 1)] if phases else None
         where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
-        self._give_up(job, self.failures.declare(where, self._programs.node, error))
+        self._give_up(job, self.failures.fail(where, self._programs.node, error))
 
     def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
         """Ends a job's launch with an error; its other chunks' ends do not count any more."""

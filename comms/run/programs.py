@@ -17,7 +17,7 @@ from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exc
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart
 from gradwire.comms.plan.schedule import has_owners_by_links
 from gradwire.comms.run.launches import RunningLaunch
-from gradwire.comms.run.ledger import Ledger
+from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.streams import Mark
 from gradwire.comms.transport.groups import Groups, IssuesTogether, Transport, way_back
 from gradwire.comms.transport.torch_group import Works
@@ -58,21 +58,21 @@ class Programs:
         rank: This rank.
         cluster: Where the ranks are.
         compressor: Used by the phases that name one.
-        ledger: Counts what is sent.
+        stats: Counts what is sent.
 
     Attributes:
         node: The ranks of this node.
     """
 
     def __init__(
-        self, groups: Groups, rank: int, cluster: Cluster, compressor: Compressor | None, ledger: Ledger
+        self, groups: Groups, rank: int, cluster: Cluster, compressor: Compressor | None, stats: PhaseStats
     ) -> None:
         self.node = cluster.ranks(cluster.unit(rank, 0))
         self._groups = groups
         self._rank = rank
         self._level_names = cluster.level_names
         self._compressor = compressor
-        self._ledger = ledger
+        self._stats = stats
 
     @property
     def compresses(self) -> bool:
@@ -90,7 +90,7 @@ class Programs:
         """
         flat, scale = run.flat, run.scale
         lane: Lane = (0, 0)
-        began = self._ledger.clock.now() if chunk.parts and self._ledger.timing else None
+        began = self._stats.clock.now() if chunk.parts and self._stats.timing else None
         for index, part in enumerate(chunk.parts):
             if scale != 1.0 and not part.whole_chunk:
                 flat[chunk.start : chunk.stop].mul_(scale)
@@ -104,12 +104,12 @@ class Programs:
                 lane = (index + 1, 0)
                 yield Hop(lane, ended.works)
                 ended.works.clear()  # they hold the buffers that were received
-            if self._ledger.recorder is not None and began is not None:
+            if self._stats.recorder is not None and began is not None:
                 self._note(run, index, part, began)
             if run.launch.counted:
-                began = self._ledger.count(index, part, flat.element_size(), began, ended.sent_nbytes)
+                began = self._stats.count(index, part, flat.element_size(), began, ended.sent_nbytes)
             elif began is not None:
-                began = self._ledger.clock.now()
+                began = self._stats.clock.now()
         scale *= run.after
         if scale != 1.0:  # also for a single rank: its plan has no phases
             flat[chunk.start : chunk.stop].mul_(scale)
@@ -151,7 +151,7 @@ class Programs:
     ) -> Generator[Hop, None, _Ended]:
         """The compressed phase: this rank's shards go through the compressor side by side, each round in a lane."""
         compressor, (transfers,) = self._compressor, part.steps
-        recorder = self._ledger.recorder
+        recorder = self._stats.recorder
         assert compressor is not None
         shards = [run.flat[transfer.start : transfer.stop] for transfer in transfers]
         wide = [_contribution(shard, scale) for shard in shards]

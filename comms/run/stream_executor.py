@@ -17,8 +17,9 @@ from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.plan import Transfer
 from gradwire.comms.plan.rank_plans import PhasePart, RankPlan
 from gradwire.comms.run.executor import Executor
+from gradwire.comms.run.failure_handler import FailureHandler
 from gradwire.comms.run.launches import Bucket, Launch, Open, RunningLaunch, WaitingLaunch, finish, pack
-from gradwire.comms.run.ledger import FirstFailure, Ledger
+from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.run.programs import Programs
 from gradwire.comms.streams import STREAMS, Clock, IssuedWork, Mark, SideStreams
 from gradwire.comms.transport.groups import Groups
@@ -46,15 +47,15 @@ class _HeldChunk:
 
 
 class DevicePrograms(Programs):
-    """The programs of a rank with a device: NCCL sums in its own order, and the ledger's clock is the device's."""
+    """The programs of a rank with a device: NCCL sums in its own order, and phases are timed by the device's clock."""
 
     def issue(
         self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float, rings: Sequence[tuple[int, int]] = ()
     ) -> Work:
         """See `Programs.issue`; noted on the host, too."""
-        if self._ledger.recorder is None:
+        if self._stats.recorder is None:
             return super().issue(flat, transfer, lane, scale, rings)
-        with self._ledger.recorder.host_range(f"{transfer.op} among {len(transfer.members)} ranks"):
+        with self._stats.recorder.host_range(f"{transfer.op} among {len(transfer.members)} ranks"):
             return super().issue(flat, transfer, lane, scale, rings)
 
     def _by_owners(self, steps: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
@@ -62,9 +63,9 @@ class DevicePrograms(Programs):
         return steps
 
     def _note(self, run: RunningLaunch, index: int, part: PhasePart, began: Mark) -> None:
-        assert self._ledger.recorder is not None
+        assert self._stats.recorder is not None
         words = f"{part.phase.op} {part.phase.place(self._level_names)}"
-        self._ledger.recorder.note(f"phase {index}: {words}", words, began, self._ledger.clock.now(), launch=run.number)
+        self._stats.recorder.note(f"phase {index}: {words}", words, began, self._stats.clock.now(), launch=run.number)
 
 
 class StreamExecutor(Executor):
@@ -92,9 +93,9 @@ class StreamExecutor(Executor):
         clock: Clock,
         deadline: "Deadline | None" = None,
     ) -> None:
-        ledger = Ledger(clock, cluster.level_names)
-        programs = DevicePrograms(groups, rank, cluster, compressor, ledger)
-        super().__init__(programs, ledger, FirstFailure(groups, board, rank, self._device_state))
+        stats = PhaseStats(clock, cluster.level_names)
+        programs = DevicePrograms(groups, rank, cluster, compressor, stats)
+        super().__init__(programs, stats, FailureHandler(groups, board, rank, self._device_state))
         self.deadline = deadline
         self._rank = rank
         self._size = cluster.size
@@ -120,11 +121,11 @@ class StreamExecutor(Executor):
         node (a dense rule, an empty shard) and does not matter: no collective of another chunk comes in between.
         """
         self._raise_failure()
-        streams, ledger = self._streams, self.ledger
+        streams, stats = self._streams, self.stats
         self.launches += 1
         self.carried.append(launch.buckets[0].index)
         try:
-            if rank_plan.direct and not ledger.timing and after == 1.0 and self._issue_alone(launch, rank_plan, scale):
+            if rank_plan.direct and not stats.timing and after == 1.0 and self._issue_alone(launch, rank_plan, scale):
                 return
             numbers = range(self._issued, self._issued + len(rank_plan.chunks))
             self._issued += len(numbers)
@@ -135,8 +136,8 @@ class StreamExecutor(Executor):
                     launch, pack(launch), rank_plan, scale, flush, len(rank_plan.chunks), self.launches - 1
                 )
                 run.after = after
-                if ledger.recorder is not None:
-                    run.began = ledger.now()
+                if stats.recorder is not None:
+                    run.began = stats.now()
                 if self.checking and launch.layout is not None and run.flat.numel():
                     run.extremes = (run.flat.new_empty(()), run.flat.new_empty(()))  # while the gradient is intact
             if len(launch.parts) > 1:
@@ -177,7 +178,7 @@ class StreamExecutor(Executor):
             self._direct = work
             bucket.future = cast(Open, work.get_future().then(_only))
             if launch.counted:
-                self.ledger.count(0, part, bucket.flat.element_size(), None, 0.0)
+                self.stats.count(0, part, bucket.flat.element_size(), None, 0.0)
         return bucket.future is not None
 
     def _issue_rest(self, held: _HeldChunk) -> None:
@@ -204,9 +205,9 @@ class StreamExecutor(Executor):
                     bucket.ends.append(ended)
 
     def _end(self, run: RunningLaunch) -> None:
-        now = self.ledger.now()
-        if self.ledger.recorder is not None and now is not None:
-            self.ledger.recorder.note_transfer(run, now)
+        now = self.stats.now()
+        if self.stats.recorder is not None and now is not None:
+            self.stats.recorder.note_transfer(run, now)
         finish(run.launch, run.flat, None, now)
 
     def _start_steps(self, run: RunningLaunch, name: str, walk: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
@@ -320,7 +321,7 @@ class StreamExecutor(Executor):
         """
         self._interrupted = True
         give_up = self._streams.verdict.give_up  # before the device can go on
-        self.failures.declare(self.activity, range(self._size), error, first=give_up)
+        self.failures.fail(self.activity, range(self._size), error, first=give_up)
 
     def spoil(self, bucket: Bucket) -> None:
         """See `Executor.spoil`."""
@@ -331,7 +332,7 @@ class StreamExecutor(Executor):
     @property
     def failure(self) -> CollectiveError | None:
         """See `Executor.failure`."""
-        return self.failures.settled() if self._interrupted else self.failures.error  # by whoever has interrupted
+        return self.failures.diagnosed() if self._interrupted else self.failures.error  # by whoever has interrupted
 
     def raise_failure(self) -> None:
         """See `Executor.raise_failure`."""

@@ -33,7 +33,7 @@ from gradwire.comms.backend.work import FutureWork
 from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
-from gradwire.comms.run.ledger import PhaseTotals
+from gradwire.comms.run.phase_stats import PhaseTotals
 from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, SentRows, ShardResidual
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, ShardNames, runs_of
 from gradwire.comms.sharded.nodes import Members, ShardNodes
@@ -274,7 +274,7 @@ class GradientReduceScatter(ReduceScatter):
             residual.put(present, kept)
         received = torch.empty_like(payloads)
         between.all_to_all(received, payloads)
-        self._totals.book(mine.nbytes, nbytes * (between.size - 1))
+        self._totals.add(mine.nbytes, nbytes * (between.size - 1))
         from_others = torch.cat([received[:own], received[own + 1 :]])
         return decode_rows(codec, runs, from_others, mine.dtype, mine[self._nodes.numbers[own]])
 
@@ -371,7 +371,7 @@ class EncodedAllGather(AllGather):
         encode_row(self._codec, runs, row, payload, sent=sent)
         across = torch.empty(between.size, nbytes, dtype=torch.uint8, device=row.device)
         between.all_gather(across.view(-1), payload)
-        self._totals.book(row.nbytes, nbytes * (between.size - 1))
+        self._totals.add(row.nbytes, nbytes * (between.size - 1))
         return across
 
     def _of_all_ranks(self, across: Tensor) -> Iterator[tuple[int, Tensor]]:

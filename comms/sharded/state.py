@@ -32,7 +32,7 @@ from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
-from gradwire.comms.run.ledger import PhaseTotals
+from gradwire.comms.run.phase_stats import PhaseTotals
 from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, GradientState, SessionRanks, refused
 from gradwire.comms.sharded.carried import CARRIED_ON, RESIDUAL, SUMS_OF, LoadedRows, SentRows, ShardResidual
 from gradwire.comms.sharded.collectives import Rounding
@@ -175,7 +175,7 @@ class FsdpState(GradientState[AveragingSession]):
         """
         rows = [replace(total) for total in self._shards.totals]
         for link in self._shards.communicators:
-            rows += [replace(row, level=f"{row.level}{OF_SHARDS}") for row in link.executor.ledger.totals()]
+            rows += [replace(row, level=f"{row.level}{OF_SHARDS}") for row in link.executor.stats.totals()]
         described = [self._shards.described] if rows else []
         if self._connection is None:
             return Report(self._shards.described or "torch's own collectives", (), tuple(rows), 0, self.steps)
@@ -351,7 +351,7 @@ class FsdpState(GradientState[AveragingSession]):
         index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
             contents[index] = flat.numel(), tuple(shard.name for shard in self._names.of(present))
-        bucket = Bucket.of(flat, layout, communicator.executor.ledger.now(), index)
+        bucket = Bucket.of(flat, layout, communicator.executor.stats.now(), index)
         scale = 1.0 / communicator.size if unit.divide_factor is None else 1.0
         launch = Launch((flat,), layout, (bucket,))
         try:
@@ -421,7 +421,7 @@ class FsdpState(GradientState[AveragingSession]):
         self._finite = True
         communicator, compression = connection.communicator, connection.compression
         if communicator.device.type == "cuda":
-            communicator.executor.ledger.timing = is_timed(self.steps) or connection.listeners.wants_times
+            communicator.executor.stats.timing = is_timed(self.steps) or connection.listeners.wants_times
         if compression is not None and compression.loss_scale.follows_scaler:
             with communicator.alone():
                 compression.loss_scale.follow()
@@ -448,7 +448,7 @@ class FsdpState(GradientState[AveragingSession]):
         self.steps += 1
         self._reduced.clear()
         communicator.executor.release()
-        communicator.executor.ledger.read_times()
+        communicator.executor.stats.read_times()
         if compression is not None:
             if communicator.device.type == "cuda":
                 with communicator.alone():
@@ -458,7 +458,7 @@ class FsdpState(GradientState[AveragingSession]):
         buckets, self._buckets = self._buckets, []
         connection.note_sizes(self._sizes)
         self._sizes.clear()
-        timed = communicator.executor.ledger.timing
+        timed = communicator.executor.stats.timing
         connection.listeners.step_ended(EndedStep(self.steps, buckets, (), self.report, timed=timed))
 
     def _agreed(self) -> bool:

@@ -27,7 +27,7 @@ EXACT = (
     "comms.communicator",
     "comms.run.lane_executor",
     "comms.run.programs",
-    "comms.run.ledger",
+    "comms.run.phase_stats",
     "comms.run.launches",
     "comms.lanes",
     "comms.transport.shm",

@@ -5,7 +5,7 @@ from mutations.mutation import Mutation
 _NCCL = "comms/transport/nccl.py"
 _EXECUTOR = "comms/run/stream_executor.py"
 _PROGRAMS = "comms/run/programs.py"
-_LEDGER = "comms/run/ledger.py"
+_FAILURES = "comms/run/failure_handler.py"
 _GROUPS = "comms/transport/groups.py"
 _CALLS = "tests/comms/transport/test_nccl_calls.py"
 _LOST = "tests/comms/bootstrap/test_lost_rank_on_cuda.py"
@@ -130,7 +130,7 @@ COLLECTIVES = (
     ),
     Mutation(
         "a failure aborts no communicator",
-        _LEDGER,
+        _FAILURES,
         '            self._groups.abort(f"rank {self._board.rank} gave up in {where}: {error}")\n',
         "",
         "The device waits for a lost rank for ever.",

@@ -39,7 +39,7 @@ def test_plans_are_priced_by_what_was_seen_and_stay_as_they_are(
                 assert communicator.all_reduce(torch.ones(numel)).wait().eq(4).all()
             after = communicator.rank_plans[key]
             assert after.chunks == before.chunks and after.plan.phases == before.plan.phases
-            assert communicator.executor.ledger.ended is None and watched.is_over
+            assert communicator.executor.stats.ended is None and watched.is_over
             words = after.plan.describe(communicator.cluster.level_names)
             assert ("ms and to send" in words) == (learns is True or (rate is not None and not after.plan.assumed))
             assert ("(transfers)" in communicator.rank_plans.links.describe()) == bool(learns)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.comms.report import COMPUTES_LATE, Report, Straggler
-from gradwire.comms.run.ledger import PhaseTotals
+from gradwire.comms.run.phase_stats import PhaseTotals
 from support.observed import Steps, on_ranks
 
 LATE = Straggler(COMPUTES_LATE, (3,), 'host "b"', 0.2, 0.43, 31, 2, ("w",))

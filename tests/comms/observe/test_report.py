@@ -7,7 +7,7 @@ import pytest
 from gradwire.comms.plan.plan import describe_plans, summarise_plans
 from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.comms.report import COLUMNS, SLOW_LINK, Report, Straggler
-from gradwire.comms.run.ledger import PhaseTotals
+from gradwire.comms.run.phase_stats import PhaseTotals
 from gradwire.topology.cluster import Cluster, Link
 from support.simulate import two_level_cluster
 

@@ -44,7 +44,7 @@ class Job:
         ]
 
     def _communicator(self, rank: int, cluster: Cluster) -> Any:
-        ledger = SimpleNamespace(
+        stats = SimpleNamespace(
             timing=True,
             phase_seconds=lambda: dict(self.phases[rank]),
             seconds_of_phases=lambda: [seconds for seconds, _, _ in self.phases[rank].values()],
@@ -54,7 +54,7 @@ class Job:
             rank=rank,
             size=self.size,
             device=SimpleNamespace(type="cpu"),
-            executor=SimpleNamespace(ledger=ledger),
+            executor=SimpleNamespace(stats=stats),
             clock=HostClock(),
             cluster=cluster,
             hostnames=hostnames,

@@ -87,9 +87,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         steps.step()
         steps.observer.trace(file, STEPS)
         for _ in range(STEPS + 1):
-            assert steps.communicator.executor.ledger.recorder is None or steps.steps <= STEPS
+            assert steps.communicator.executor.stats.recorder is None or steps.steps <= STEPS
             steps.step(partial(pause, steps))
-        assert steps.communicator.executor.ledger.recorder is None  # with the last step the trace ends
+        assert steps.communicator.executor.stats.recorder is None  # with the last step the trace ends
 
     on_ranks("aabb", body, numel=8000, compressor="int8", stall_seconds=0.0)
     found: dict[str, Any] = json.loads(file.read_text())
@@ -195,7 +195,7 @@ def test_profilers_see_our_phases_by_name_and_cost_nothing_otherwise() -> None:
 
     def body(steps: Steps) -> set[str]:
         steps.step()
-        assert steps.communicator.executor.ledger.recorder is None
+        assert steps.communicator.executor.stats.recorder is None
         if steps.communicator.rank:
             steps.step()
             return set()
@@ -220,7 +220,7 @@ def test_a_recorder_that_keeps_nothing_keeps_nothing() -> None:
 
 
 def test_a_trace_whose_epoch_ends_while_ranks_tell_of_a_step_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    communicator: Any = SimpleNamespace(size=1, rank=0, executor=SimpleNamespace(ledger=SimpleNamespace(recorder=None)))
+    communicator: Any = SimpleNamespace(size=1, rank=0, executor=SimpleNamespace(stats=SimpleNamespace(recorder=None)))
     before, after = (Observer(communicator, Config(elastic=True)) for _ in range(2))
 
     def end(*step: object) -> bool:

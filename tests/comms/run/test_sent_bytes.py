@@ -81,7 +81,7 @@ def test_reported_bytes_are_those_that_were_sent(name: str, shares: tuple[int, .
         executor.start(Launch((bucket.flat,), LAYOUT, (bucket,)), rank_plan, 1 / SIZE, flush=False)
         bucket.result().wait()
         executor.close()
-        (row,) = executor.ledger.totals()
+        (row,) = executor.stats.totals()
         return row.wire_nbytes, counting.sent_nbytes
 
     for reported, sent in run_ranks(SIZE, body):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gradwire.fsdp
 from gradwire.comms.checkpoint import ENTRIES, JOB, PREFIX, pack, rank_key
-from gradwire.comms.run.ledger import PhaseTotals
+from gradwire.comms.run.phase_stats import PhaseTotals
 from gradwire.comms.sharded.carried import SentRows, ShardResidual
 from gradwire.comms.sharded.collectives import CARRIED, codec_of
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, runs_of

@@ -1,21 +1,17 @@
-"""What executors note down: what each phase has sent and how long it took, and what has failed first."""
+"""Counters of executors: what each phase has sent, and how long it took."""
 
-import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.plan.rank_plans import PhasePart
 from gradwire.comms.run.launches import EndedLaunch, RunningLaunch
 from gradwire.comms.streams import Clock, Mark
-from gradwire.comms.transport.groups import Groups
 
 if TYPE_CHECKING:  # loaded where it is asked for
     from gradwire.comms.observe.recorder import Recorder
 
-log = logging.getLogger("gradwire")
 
 PhaseKey = tuple[int, str, str]
 """A phase's place, its collective, and its level."""
@@ -46,14 +42,14 @@ class PhaseTotals:
     seconds: float = 0.0
     timed_calls: int = 0
 
-    def book(self, logical_nbytes: int, wire_nbytes: float) -> None:
+    def add(self, logical_nbytes: int, wire_nbytes: float) -> None:
         """Counts a collective: the bytes of gradient that this rank contributed, and those that it sent."""
         self.calls += 1
         self.logical_nbytes += logical_nbytes
         self.wire_nbytes += wire_nbytes
 
 
-class Ledger:
+class PhaseStats:
     """Counts what is sent, phase by phase, with the times that it took. Any thread.
 
     Args:
@@ -85,7 +81,7 @@ class Ledger:
         """The moment, where phases are timed; None otherwise."""
         return self.clock.now() if self.timing else None
 
-    def book(self, index: int, op: str, level: str, logical_nbytes: int, wire_nbytes: float) -> None:
+    def add(self, index: int, op: str, level: str, logical_nbytes: int, wire_nbytes: float) -> None:
         """Counts a collective that belongs to no plan.
 
         Args:
@@ -97,7 +93,7 @@ class Ledger:
         """
         with self._lock:
             row = self._rows.setdefault((index, op, level), PhaseTotals(index, op, level))
-            row.book(logical_nbytes, wire_nbytes)
+            row.add(logical_nbytes, wire_nbytes)
 
     def count(
         self, index: int, part: PhasePart, element_nbytes: int, began: Mark | None, sent_nbytes: float
@@ -174,93 +170,3 @@ class Ledger:
         for row, calls, began, ended in passed:
             row.seconds += self.clock.between(began, ended)
             row.timed_calls += calls
-
-
-class FirstFailure:
-    """What has failed first on this rank, with what the other ranks say about it. Any thread.
-
-    Args:
-        groups: Aborted, so that nobody waits for this rank any more.
-        board: Where ranks that survive a failure exchange what they saw.
-        rank: This rank.
-        device_state: On CUDA: how many launches have been started, and whether the device waits for others.
-
-    Attributes:
-        error: The diagnosis; None while nothing has failed.
-        tell: Called with it, once: for ranks that wait for this one elsewhere.
-        wake: Called before the others are asked, who may wait for this rank in what is in none of the groups.
-    """
-
-    def __init__(
-        self,
-        groups: Groups,
-        board: Board,
-        rank: int,
-        device_state: Callable[[], tuple[int, bool]] = lambda: (0, True),
-    ) -> None:
-        self.error: CollectiveError | None = None
-        self.tell: Callable[[CollectiveError], object] = lambda error: None
-        self.wake: Callable[[], object] = lambda: None
-        self._groups = groups
-        self._board = board
-        self._rank = rank
-        self._device_state = device_state
-        self._diagnosing = threading.Lock()
-
-    def declare(
-        self, where: str, members: Sequence[int], error: BaseException, first: Callable[[], None] = lambda: None
-    ) -> CollectiveError:
-        """Ends everything because a collective has failed, and says what happened to the ranks.
-
-        Args:
-            where: Which collective, in words.
-            members: The ranks that an error's `missing` are indices of.
-            error: What it raised.
-            first: Done before anything else if nothing has failed before.
-
-        Returns:
-            The diagnosis of the first failure: one that comes of it takes it too.
-        """
-        with self._diagnosing:
-            if self.error is not None:
-                return self.error
-            first()
-            found = self.error = self._diagnose(where, members, error)
-            log.error("%s", found)
-        self.tell(found)
-        return found
-
-    def give_up(self, error: CollectiveError) -> None:
-        """Ends everything without asking the other ranks, because this one leaves; wakes whoever waits in the groups.
-
-        Args:
-            error: What the futures of what is under way raise, unless something has failed before.
-        """
-        if self.error is None:
-            self.error = error
-        self._groups.abort(str(error))
-        self.wake()
-        self._board.warn(str(error))
-
-    def settled(self) -> CollectiveError | None:
-        """The same as `error`, once a diagnosis that is under way has ended."""
-        with self._diagnosing:
-            return self.error
-
-    def forget_frames(self) -> None:
-        """Drops the traceback: futures keep the error, and its frames what was under way, gloo's works and so on."""
-        if self.error is not None:
-            self.error.__traceback__ = self.error.__context__ = None
-
-    def _diagnose(self, where: str, members: Sequence[int], error: BaseException) -> CollectiveError:
-        try:
-            launches, waiting = self._device_state()
-            self._groups.abort(f"rank {self._board.rank} gave up in {where}: {error}")
-            self.wake()
-            return self._board.diagnose(error, where, members, launches=launches, waiting=waiting)
-        except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
-            return CollectiveError(
-                f"{where} failed on rank {self._rank} ({type(error).__name__}: {error}), and asking the other ranks "
-                f"failed too ({type(second).__name__}: {second})",
-                (),
-            )
