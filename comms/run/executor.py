@@ -103,8 +103,8 @@ class Executor(ABC):
         self._start_steps(run, name, self._completing(run, steps), lanes)
 
     @abstractmethod
-    def _start_steps(self, run: RunningLaunch, name: str, walk: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
-        """Starts a walk that completes its launch by itself; see `start_steps`."""
+    def _start_steps(self, run: RunningLaunch, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+        """Starts steps that complete their launch by themselves; see `start_steps`."""
 
     def _completing(self, run: RunningLaunch, steps: Generator[Hop, None, Tensor]) -> Iterator[Hop]:
         self._raise_failure()
@@ -112,14 +112,14 @@ class Executor(ABC):
         bucket.flat = yield from steps
         finish(run.launch, bucket.flat, None, self.stats.now())
 
-    def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
-        """One chunk's walk through the phases of its plan; see `Programs.walk`.
+    def run_chunk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+        """Takes one chunk through the phases of its plan; see `Programs.run_chunk`.
 
         Raises:
             CollectiveError: A launch before this one has failed.
         """
         self._raise_failure()
-        yield from self._programs.walk(run, chunk)
+        yield from self._programs.run_chunk(run, chunk)
 
     def migrate(self, layout: Layout, rank_plan: RankPlan, device: torch.device, *, ask: bool = True) -> None:
         """Starts to move compression state inside this node, for a bucket whose parameters travel in a new layout.
@@ -136,8 +136,8 @@ class Executor(ABC):
             self._start_migration(self._programs.migrate(layout, rank_plan.compressed_shards(), device, ask))
 
     @abstractmethod
-    def _start_migration(self, walk: Iterator[Hop]) -> None:
-        """Has a walk that moves compression state take its turn among the launches."""
+    def _start_migration(self, steps: Iterator[Hop]) -> None:
+        """Has steps that move compression state take their turn among the launches."""
 
     @abstractmethod
     def close(self, seconds: float | None = None) -> bool:

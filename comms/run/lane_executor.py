@@ -84,23 +84,23 @@ class LaneExecutor(Executor):
             launch, pack(launch), rank_plan, scale, flush, len(rank_plan.chunks), self.launches, now, after=after
         )
         self.launches += 1
-        walks = [self.walk(run, chunk) for chunk in rank_plan.chunks]
-        stays = launch.alone and len(walks) == 1
-        for walk in walks:
-            self._submit(_ChunkJob(walk, ((0, 0),) if stays else rank_plan.lanes, run=run, stays=stays))
+        coroutines = [self.run_chunk(run, chunk) for chunk in rank_plan.chunks]
+        stays = launch.alone and len(coroutines) == 1
+        for steps in coroutines:
+            self._submit(_ChunkJob(steps, ((0, 0),) if stays else rank_plan.lanes, run=run, stays=stays))
 
-    def _start_steps(self, run: RunningLaunch, name: str, walk: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+    def _start_steps(self, run: RunningLaunch, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
         run.began = self.stats.clock.now()
-        self._submit(_ChunkJob(walk, lanes, lanes[0], run=run, name=name))
+        self._submit(_ChunkJob(steps, lanes, lanes[0], run=run, name=name))
 
-    def _start_migration(self, walk: Iterator[Hop]) -> None:
-        self._submit(_ChunkJob(walk, name="migration of compression state"))
+    def _start_migration(self, steps: Iterator[Hop]) -> None:
+        self._submit(_ChunkJob(steps, name="migration of compression state"))
 
-    def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
-        """See `Executor.walk`; the last chunk to end completes the launch."""
+    def run_chunk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+        """See `Executor.run_chunk`; the last chunk to end completes the launch."""
         if self.failures.error is not None:
             self._raise_failure()
-        yield from self._programs.walk(run, chunk)
+        yield from self._programs.run_chunk(run, chunk)
         with self._lock:
             run.pending -= 1
             last = run.pending == 0

@@ -79,8 +79,10 @@ class Programs:
         """Whether there is a compressor."""
         return self._compressor is not None
 
-    def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
-        """One chunk's walk through the phases of its plan; each step issues collectives and names the lane to go on in.
+    def run_chunk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+        """Takes one chunk through the phases of its plan.
+
+        A coroutine: each step issues collectives and names the lane in which the next one runs.
 
         Args:
             run: The launch; elements `chunk.start` to `chunk.stop` of its `flat` (1-D, any dtype that the transports

@@ -42,7 +42,7 @@ class _HeldChunk:
     """A chunk whose all-gathers are issued behind the way up of the chunk that follows it, on CUDA."""
 
     run: RunningLaunch
-    walk: Iterator[Hop]
+    steps: Iterator[Hop]
     number: int
 
 
@@ -146,10 +146,10 @@ class StreamExecutor(Executor):
                 for number in numbers[:-1][:STREAMS]:
                     streams.wait(number, (packed,))
             for number, chunk in zip(numbers, rank_plan.chunks, strict=True):
-                walk = self.walk(run, chunk)
+                steps = self.run_chunk(run, chunk)
                 with streams.of(number):
-                    _advance(walk, rank_plan.turn)
-                before, self._held = self._held, _HeldChunk(run, walk, number)
+                    _advance(steps, rank_plan.turn)
+                before, self._held = self._held, _HeldChunk(run, steps, number)
                 if before is not None:
                     self._issue_rest(before)
             if not numbers:
@@ -185,7 +185,7 @@ class StreamExecutor(Executor):
         """Issues a chunk's way down, and ends its launch behind all of its chunks."""
         run = held.run
         with self._streams.of(held.number):
-            _advance(held.walk, len(run.rank_plan.plan.phases) + 1)
+            _advance(held.steps, len(run.rank_plan.plan.phases) + 1)
             run.pending -= 1
             if run.pending:
                 run.ends.append(self._streams.mark(held.number))
@@ -210,19 +210,19 @@ class StreamExecutor(Executor):
             self.stats.recorder.note_transfer(run, now)
         finish(run.launch, run.flat, None, now)
 
-    def _start_steps(self, run: RunningLaunch, name: str, walk: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+    def _start_steps(self, run: RunningLaunch, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
         self._raise_failure()
         self.carried.append(run.launch.buckets[0].index)
         try:
             self.release()
             with self._streams.alone():
-                _advance(walk, 1)
+                _advance(steps, 1)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             self._give_up_now(error)
 
-    def _start_migration(self, walk: Iterator[Hop]) -> None:
+    def _start_migration(self, steps: Iterator[Hop]) -> None:
         with self.alone():
-            for _ in walk:
+            for _ in steps:
                 pass
 
     def release(self) -> None:
@@ -360,9 +360,9 @@ def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
     return tensor
 
 
-def _advance(walk: Iterator[Hop], phase: int) -> None:
+def _advance(steps: Iterator[Hop], phase: int) -> None:
     """Takes a chunk forward on the current stream, to the phase of that index or to its end."""
-    for hop in walk:
+    for hop in steps:
         for work in hop.works:
             work.wait()
         if hop.lane[0] >= phase:

@@ -104,20 +104,20 @@ def test_a_bucket_is_divided_once_it_has_its_buffers(
     numel, gradient = 100, randn(100).to(dtype)
     transfer = Transfer(op, 0, (0,), 0, numel, () if op == ALL_REDUCE else (0, numel))
 
-    def walk(flat: Tensor) -> Iterator[Hop]:
-        return executor.walk(*run_of(flat, Phase(op, 0, asynchronous=True), transfer, (), False))
+    def run_chunk(flat: Tensor) -> Iterator[Hop]:
+        return executor.run_chunk(*run_of(flat, Phase(op, 0, asynchronous=True), transfer, (), False))
 
     def wait(hop: Hop) -> None:
         for work in hop.works:
             work.wait()
 
-    for hop in walk(gradient.clone()):  # connects
+    for hop in run_chunk(gradient.clone()):  # connects
         wait(hop)
     flat, allowed, rounds = gradient.clone(), 0, None
     while rounds is None:
         try:
             with full_memory(allowed):
-                hop = next(rounds := walk(flat))
+                hop = next(rounds := run_chunk(flat))
         except torch.OutOfMemoryError:
             assert torch.equal(flat, gradient), f"changed before allocation {allowed + 1}"
             rounds, allowed = None, allowed + 1
@@ -138,7 +138,7 @@ def average(compressor: Compressor, flat: Tensor, flush: bool) -> None:
     phase = Phase(ALL_REDUCE, 0, compressor=compressor.name)
     transfer = Transfer(ALL_REDUCE, 0, tuple(range(SIZE)), 0, flat.numel(), ())
     executor = an_executor(Echoes(), compressor)  # type: ignore[arg-type]
-    for hop in executor.walk(*run_of(flat, phase, transfer, (LAYOUT,), flush)):
+    for hop in executor.run_chunk(*run_of(flat, phase, transfer, (LAYOUT,), flush)):
         for work in hop.works:
             work.wait()
 

@@ -52,7 +52,7 @@ class Issuing(StreamExecutor):
         self.rounds = rounds
         self.issued: list[tuple[str, int, int]] = []
 
-    def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+    def run_chunk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
         for index in range(len(run.rank_plan.plan.phases)):
             self.issued.append((str(run.launch.layout), chunk.start, index))
             if index == 1:
@@ -154,7 +154,7 @@ def test_after_an_error_the_current_stream_waits_for_what_was_issued(
     side_streams, waits, (computing, *sides) = recorded()
 
     class Failing(Issuing):
-        def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+        def run_chunk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
             waits.append(("issue", None))
             raise torch.OutOfMemoryError("no memory left")
             yield

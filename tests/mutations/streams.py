@@ -148,16 +148,16 @@ STREAMS = (
     Mutation(
         "a chunk comes down at once",
         _EXECUTOR,
-        "                before, self._held = self._held, _HeldChunk(run, walk, number)\n",
-        "                before = _HeldChunk(run, walk, number)\n",
+        "                before, self._held = self._held, _HeldChunk(run, steps, number)\n",
+        "                before = _HeldChunk(run, steps, number)\n",
         "The next chunk waits inside the node for this one to come back from the network, which idles meanwhile.",
         (_TIMELINE,),
     ),
     Mutation(
         "a rank comes down first",
         _EXECUTOR,
-        "                before, self._held = self._held, _HeldChunk(run, walk, number)\n",
-        "                before, self._held = self._held, _HeldChunk(run, walk, number)\n"
+        "                before, self._held = self._held, _HeldChunk(run, steps, number)\n",
+        "                before, self._held = self._held, _HeldChunk(run, steps, number)\n"
         "                if self._rank == 0:\n"
         "                    before, self._held = self._held, None\n",
         "Ranks issue the collectives of a node in different orders.",
