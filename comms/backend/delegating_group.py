@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from gradwire.comms.backend.arguments import WHOLE_AND_PART, check, reduces, written_and_read
-from gradwire.comms.backend.inner_turns import InnerTurns
+from gradwire.comms.backend.inner_launches import InnerLaunches
 from gradwire.comms.backend.strided import Packing, tensors_in
 from gradwire.comms.backend.work import FutureWork, PackedWork, WatchedWork
 from gradwire.comms.bootstrap.compat import BackendWork, outside_graphs
@@ -68,7 +68,7 @@ def _pass_on(
     by_name = {key: (read if key.startswith("input") else written).pack(argument) for key, argument in named.items()}
     first = next(iter(tensors_in([*positional, *by_name.values()])), None)
     device = None if first is None else first.device
-    work = group.turns.issue(lambda: _delegate(group, name, positional, by_name), device)
+    work = group.inner_launches.issue(lambda: _delegate(group, name, positional, by_name), device)
     if not written.changes:
         return work
     outputs = tensors_in(written_and_read(arguments, named)[0])
@@ -111,7 +111,7 @@ class DelegatingGroup(dist.ProcessGroup):
 
     Attributes:
         inner: The same.
-        turns: Of what it issues.
+        inner_launches: Order of what it issues on `inner`.
         timeout: For a collective.
         communicator: Of the ranks, for CPU tensors: what fails is told to all of them, and heard of by those who wait
             for the inner group; None: torch says what it sees.
@@ -121,7 +121,7 @@ class DelegatingGroup(dist.ProcessGroup):
         # The stubs know the form with a store alone, for which torch makes no trampoline.
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
-        self.turns = InnerTurns(inner)
+        self.inner_launches = InnerLaunches(inner)
         self.timeout = default_pg_timeout
         self.communicator: Communicator | None = None
         self._outstanding: deque[dist.Work] = deque()

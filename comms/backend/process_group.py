@@ -104,8 +104,8 @@ class GradwireGroup(DelegatingGroup):
         config: How to plan; its time-out is replaced by the group's.
     """
 
-    takes_turns = True
-    """See `TakesTurns`."""
+    serializes_launches = True
+    """See `SerializesLaunches`."""
 
     def __init__(self, options: GroupOptions, config: Config) -> None:
         super().__init__(dist.ProcessGroup(options.store, options.group_rank, options.group_size))
@@ -216,11 +216,11 @@ class GradwireGroup(DelegatingGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Sends everything to the inner group, which collects it (NCCL), until `_end_coalescing`."""
-        self.turns.start_coalescing()
+        self.inner_launches.start_coalescing()
         self.inner._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        return self.turns.end_coalescing(lambda: self.inner._end_coalescing(device), device)
+        return self.inner_launches.end_coalescing(lambda: self.inner._end_coalescing(device), device)
 
     def split_group(
         self,
@@ -273,12 +273,12 @@ class GradwireGroup(DelegatingGroup):
                 part.close()
         self.inner.shutdown()
         self._outstanding.clear()
-        self.turns.leave()
+        self.inner_launches.leave()
         _retired.extend(self._backends)
 
     def _sum(self, tensors: list[Tensor], op: object) -> dist.Work | None:
         """The sum, under way; None where it is the inner group's."""
-        if self._planned is None or self.turns.coalescing:
+        if self._planned is None or self.inner_launches.coalescing:
             return None
         scale = self._planned.scale(op, tensors)
         if scale is None:
@@ -291,7 +291,11 @@ class GradwireGroup(DelegatingGroup):
         """What runs a collective on CPU tensors, on one node or between several; None where it is the inner group's."""
         if self._node is not None:
             return self._node
-        if self._collectives is None or self.turns.coalescing or not self._collectives.beats_library(op, nbytes, root):
+        if (
+            self._collectives is None
+            or self.inner_launches.coalescing
+            or not self._collectives.beats_library(op, nbytes, root)
+        ):
             return None
         return self._collectives
 
@@ -305,7 +309,7 @@ class GradwireGroup(DelegatingGroup):
         if self._node is not None:
             return (self._node if _is_local(*tensors) else None), scale
         if _library_lacks(op, tensors[0]):
-            return (None if self.turns.coalescing else self._collectives), scale
+            return (None if self.inner_launches.coalescing else self._collectives), scale
         return self._exact(REDUCE_SCATTER, nbytes), scale
 
     def _is_alike(self, source: Tensor, outputs: list[Tensor]) -> bool:

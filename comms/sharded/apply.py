@@ -23,12 +23,12 @@ from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, ShardResi
 from gradwire.comms.sharded.collectives import CARRIED, SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import find_nodes
+from gradwire.comms.sharded.ordered_launches import TorchGroups
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.state import FsdpState, ShardTraffic, shard_groups
-from gradwire.comms.sharded.turns import TorchGroups
 from gradwire.comms.sharded.units import DEFAULT_SHARDED_COMMS, ShardedUnit, sharded_roots, sharded_units
 from gradwire.comms.step.loaded import LoadConsistencyCheck
-from gradwire.comms.transport.launch_order import TakesTurns
+from gradwire.comms.transport.launch_order import SerializesLaunches
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
 CPU = torch.device("cpu")
@@ -209,7 +209,7 @@ class ShardLinks:
             nodes = None
             if self._few_bits:
                 nodes = find_nodes(group, self._config.hostname, flat, communicator, self._torchs)
-            plans = communicator is not None and not isinstance(group, TakesTurns)
+            plans = communicator is not None and not isinstance(group, SerializesLaunches)
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
             loaded = {}
             if nodes is not None:

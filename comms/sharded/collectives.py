@@ -37,6 +37,7 @@ from gradwire.comms.run.phase_stats import PhaseTotals
 from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, SentRows, ShardResidual
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, ShardNames, runs_of
 from gradwire.comms.sharded.nodes import Members, ShardNodes
+from gradwire.comms.sharded.ordered_launches import OrderedCollective, TorchGroups
 from gradwire.comms.sharded.rows import (
     add_payload,
     decode_rows,
@@ -45,7 +46,6 @@ from gradwire.comms.sharded.rows import (
     payload_nbytes,
     scatter_runs,
 )
-from gradwire.comms.sharded.turns import InTurn, TorchGroups
 from gradwire.comms.sharded.units import ShardedUnit
 from gradwire.compressors.codecs.base import FusedCodec
 from gradwire.compressors.codecs.cast import CastCodec
@@ -654,8 +654,8 @@ def install(
             unit.set_reduce_scatter(ExactReduceScatter(unit, link, unit.reduce_scatter))
             unit.set_all_gather(ExactAllGather(link, unit.all_gather))
         if link.torchs is not None:
-            unit.set_reduce_scatter(InTurn(unit.reduce_scatter, link.torchs))
-            unit.set_all_gather(InTurn(unit.all_gather, link.torchs))
+            unit.set_reduce_scatter(OrderedCollective(unit.reduce_scatter, link.torchs))
+            unit.set_all_gather(OrderedCollective(unit.all_gather, link.torchs))
         nodes = link.nodes
         if nodes is None or nodes.between is None:
             continue

@@ -18,7 +18,7 @@ from gradwire.comms.bootstrap.kernel import host_identity
 from gradwire.comms.boundary.gathering import gather_bytes
 from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.sharded.turns import TorchGroups
+from gradwire.comms.sharded.ordered_launches import TorchGroups
 from gradwire.comms.transport.groups import Transport
 from gradwire.compressors.base import Work
 

@@ -37,8 +37,8 @@ from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, Gr
 from gradwire.comms.sharded.carried import CARRIED_ON, RESIDUAL, SUMS_OF, LoadedRows, SentRows, ShardResidual
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
+from gradwire.comms.sharded.ordered_launches import TorchGroups
 from gradwire.comms.sharded.overlap import Overlap
-from gradwire.comms.sharded.turns import TorchGroups
 from gradwire.comms.sharded.units import ShardedParameter, ShardedUnit, at_end_of_sharded_backward, sharded_units
 from gradwire.comms.step.life import is_timed
 from gradwire.comms.step.listeners import EndedStep

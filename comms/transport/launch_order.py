@@ -8,7 +8,7 @@ has to be so:
 - NCCL keeps the order: with NCCL_LAUNCH_ORDER_IMPLICIT=1, from NCCL 2.26 on. It reads the variable once in a process,
   before its first collective.
 - There is room for all kernels: each takes a known number of thread blocks, and each block at most one multiprocessor.
-- They run one after the other, by events: `Turns`.
+- They run one after the other, by events: `LaunchSerializer`.
 
 Source: NCCL's user guide, "Using multiple NCCL communicators concurrently".
 """
@@ -40,7 +40,7 @@ class Issuer(Protocol):
     """A transport on a communicator, or a group that torch itself issues on."""
 
     ctas: int
-    turns: "Turns | None"
+    serializer: "LaunchSerializer | None"
 
     @property
     def communicator(self) -> object:
@@ -48,13 +48,13 @@ class Issuer(Protocol):
 
 
 @runtime_checkable
-class TakesTurns(Protocol):
+class SerializesLaunches(Protocol):
     """A group that issues by plans and in turn with others by itself: it is used as it is."""
 
-    takes_turns: bool
+    serializes_launches: bool
 
 
-class Turns:
+class LaunchSerializer:
     """Has the collectives of several communicators of one device run one after the other, in the order of issue.
 
     A collective waits on its stream for the last one of another communicator; the host waits for nothing.
@@ -87,7 +87,7 @@ class TorchIssuer:
 
     def __init__(self, communicator: object, ctas: int) -> None:
         self.ctas = ctas
-        self.turns: Turns | None = None
+        self.serializer: LaunchSerializer | None = None
         self._communicator = communicator
 
     @property
@@ -101,12 +101,12 @@ class TorchIssuer:
         Args:
             collective: Returns its work, or None where the current stream waits for it.
         """
-        if self.turns is None:
+        if self.serializer is None:
             return collective()
-        self.turns.wait_for_others(self._communicator)
+        self.serializer.wait_for_others(self._communicator)
         work = collective()
         behind: Issued = torch.cuda.current_stream().record_event() if work is None else work
-        self.turns.took(self._communicator, [behind])
+        self.serializer.took(self._communicator, [behind])
         return work
 
 
@@ -120,7 +120,7 @@ class Devices:
 
     def __init__(self) -> None:
         self._issuers: dict[int, WeakSet[Issuer]] = {}
-        self._turns: dict[int, Turns] = {}
+        self._serializers: dict[int, LaunchSerializer] = {}
         self._kept: bool | None = None
 
     def prepare(self, several: bool) -> None:
@@ -150,9 +150,9 @@ class Devices:
         room = multiprocessors(device)
         if sum(ctas.values()) <= room:
             return
-        turns = self._turns.get(device.index)
-        if turns is None:
-            turns = self._turns[device.index] = Turns()
+        serializer = self._serializers.get(device.index)
+        if serializer is None:
+            serializer = self._serializers[device.index] = LaunchSerializer()
             log.warning(
                 "%s has %d multiprocessors, too few for what %d communicators of NCCL may take at once: their "
                 "collectives run one after the other. With %s=1 in the environment of the whole job NCCL keeps them in "
@@ -163,7 +163,7 @@ class Devices:
                 LAUNCH_ORDER,
             )
         for each in issuers:
-            each.turns = turns
+            each.serializer = serializer
 
     def serves(self, device: torch.device) -> bool:
         """Whether communicators are counted in on a CUDA device, given with its index."""
@@ -177,17 +177,17 @@ class Devices:
         Args:
             device: A CUDA device, with its index.
         """
-        turns = self._turns.get(device.index)
-        if turns is not None:
-            turns.wait_for_others(None)
+        serializer = self._serializers.get(device.index)
+        if serializer is not None:
+            serializer.wait_for_others(None)
 
     def leave(self, issuer: Issuer) -> None:
         """A communicator is closed."""
-        issuer.turns = None
+        issuer.serializer = None
         for index, issuers in self._issuers.items():
             issuers.discard(issuer)
             if not issuers:
-                self._turns.pop(index, None)
+                self._serializers.pop(index, None)
 
 
 devices = Devices()

@@ -35,7 +35,7 @@ from gradwire.comms.bootstrap.compat import (
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.errors import OverdueError, PeerError
-from gradwire.comms.transport.launch_order import Turns
+from gradwire.comms.transport.launch_order import LaunchSerializer
 from gradwire.comms.transport.torch_group import CLOSE_SECONDS, Works
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
@@ -242,7 +242,7 @@ class NcclTransport:
         self.rank = rank
         self.size = size
         self.ctas = ctas
-        self.turns: Turns | None = None
+        self.serializer: LaunchSerializer | None = None
         """Set where what the communicators of this device issue is to run one after the other."""
         self._group = group
         self._options: Any = None if owned else group.options
@@ -456,8 +456,8 @@ class NcclTransport:
 
     def _issue(self, calls: Sequence[Call]) -> Work:
         """Issues collectives, several as one group call where the group makes them."""
-        if self.turns is not None:
-            self.turns.wait_for_others(self._group)
+        if self.serializer is not None:
+            self.serializer.wait_for_others(self._group)
         own_timeout = None if self._owned else self._watched_later()
         try:
             if len(calls) > 1 and self._group_calls:
@@ -468,8 +468,8 @@ class NcclTransport:
             if own_timeout is not None:
                 self._group._set_default_timeout(own_timeout)
         self._last = works or self._last
-        if self.turns is not None:
-            self.turns.took(self._group, self._last)
+        if self.serializer is not None:
+            self.serializer.took(self._group, self._last)
         return cast(Work, works[0]) if len(works) == 1 else Works(cast(Sequence[Work], works))
 
     def _watched_later(self) -> timedelta:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.backend import inner_turns
+from gradwire.comms.backend import inner_launches
 from gradwire.comms.backend.process_group import GradwireGroup
 from gradwire.comms.bootstrap.compat import GroupOptions, HashStore
 from gradwire.comms.config import LAUNCH_ORDER, Config, launch_order
@@ -72,7 +72,7 @@ def test_they_take_turns_where_there_is_no_room_for_both(
     assert log == ["node", "node", "wait for node", "between", "wait for between", "node"]
     devices.leave(node)
     devices.leave(between)
-    assert node.turns is between.turns is None
+    assert node.serializer is between.serializer is None
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -163,7 +163,7 @@ def test_what_torch_issues_takes_turns_too(monkeypatch: pytest.MonkeyPatch) -> N
     assert log == ["torch", "torch", "wait for event", "between", *waits]
     devices.leave(between)
     devices.leave(issuer)
-    assert issuer.turns is None
+    assert issuer.serializer is None
 
 
 @pytest.mark.parametrize("room", [NODE_CTAS, NODE_CTAS + INTER_NODE_CTAS])
@@ -188,7 +188,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradwireGroup]:
     """One of a single rank, whose torch's own group has an NCCL; `devices` counts it in for themselves."""
     monkeypatch.setattr(module, "multiprocessors", lambda device: NODE_CTAS)
     monkeypatch.setattr(module, "devices", Devices())
-    monkeypatch.setattr(inner_turns, "nccl_backend_of", lambda group, device: "torch's NCCL")
+    monkeypatch.setattr(inner_launches, "nccl_backend_of", lambda group, device: "torch's NCCL")
     made = GradwireGroup(GroupOptions(HashStore(), 0, 1, timedelta(seconds=9), "one", [0]), Config())
     yield made
     made.shutdown()
@@ -202,13 +202,13 @@ def test_what_a_group_of_the_backend_leaves_to_torchs_nccl_takes_its_turn(group:
         return Waited((), "torch", log)
 
     between = NcclTransport(Logged("between", log), 0, 1, ctas=INTER_NODE_CTAS)
-    group.turns.issue(issue_torchs, DEVICE)
+    group.inner_launches.issue(issue_torchs, DEVICE)
     assert log == ["torch"], "nobody else is there"
     module.devices.join(between, DEVICE)
-    group.turns.issue(issue_torchs, DEVICE)
+    group.inner_launches.issue(issue_torchs, DEVICE)
     between.all_reduce(torch.zeros(4))
-    group.turns.issue(issue_torchs, torch.device("cpu"))
-    group.turns.issue(issue_torchs, DEVICE)
+    group.inner_launches.issue(issue_torchs, torch.device("cpu"))
+    group.inner_launches.issue(issue_torchs, DEVICE)
     assert log[1:] == ["torch", "wait for torch", "between", "torch", "wait for between", "torch"]
     module.devices.leave(between)
 
@@ -226,12 +226,12 @@ def test_what_is_coalesced_takes_one_turn_at_its_end_and_messages_none(group: Gr
     )
     between = NcclTransport(Logged("between", log), 0, 1, ctas=INTER_NODE_CTAS)
     module.devices.join(between, DEVICE)
-    group.turns.issue(lambda: issue("first"), DEVICE)  # counts it in
+    group.inner_launches.issue(lambda: issue("first"), DEVICE)  # counts it in
     between.all_reduce(torch.zeros(4))
     log.clear()
     group._start_coalescing(DEVICE)
     if not messages:
-        group.turns.issue(lambda: issue("collected"), DEVICE)
+        group.inner_launches.issue(lambda: issue("collected"), DEVICE)
     group._end_coalescing(DEVICE)
     assert log == (["end"] if messages else ["collected", "wait for between", "end"])
     module.devices.leave(between)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comms.bootstrap.compat import nccl_backend_of
-from gradwire.comms.transport.launch_order import Result, TakesTurns, TorchIssuer, devices
+from gradwire.comms.transport.launch_order import Result, SerializesLaunches, TorchIssuer, devices
 from gradwire.comms.transport.nccl import NODE_CTAS
 
 
@@ -36,7 +36,7 @@ class TorchGroups:
         return collective() if issuer is None else issuer.issue(collective)
 
     def _join(self, group: dist.ProcessGroup) -> TorchIssuer | None:
-        backend = None if isinstance(group, TakesTurns) else nccl_backend_of(group, self._device)
+        backend = None if isinstance(group, SerializesLaunches) else nccl_backend_of(group, self._device)
         if backend is None:
             return None
         issuer = TorchIssuer(backend, NODE_CTAS)
@@ -49,7 +49,7 @@ class TorchGroups:
             devices.leave(issuer)
 
 
-class InTurn:
+class OrderedCollective:
     """One of FSDP2's own collectives, in its turn.
 
     Args:

@@ -1,4 +1,4 @@
-"""Turns of what the backend leaves to torch's NCCL, among those of gradwire's own communicators (launch_order.py)."""
+"""Launch order of what the backend leaves to torch's NCCL, among gradwire's own communicators (launch_order.py)."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gradwire.comms.transport.launch_order import TorchIssuer
 
 
-class InnerTurns:
+class InnerLaunches:
     """Has an inner group's NCCL issue each collective in its turn, from gradwire's first communicator on the device on.
 
     Attributes:
