@@ -84,8 +84,8 @@ class HarmfulVariable:
         exchange_share: Its cost as a share of a healthy exchange between nodes.
         step_share: Its cost as a share of the step.
         gpus: Whether it acts on GPUs alone.
-        sure: Probability that it hurts where it is set.
-        remedy: What to type; unset it where empty.
+        confidence: Probability that it hurts if it is set, 0 to 1.
+        fix: What to type; unset it where empty.
         cures: Where the variable is the cure for something worse, with the source; empty where it never is. Such a
             variable is to be tried, not taken away: without it a job may hang.
     """
@@ -97,15 +97,15 @@ class HarmfulVariable:
     exchange_share: float = 0.0
     step_share: float = 0.0
     gpus: bool = True
-    sure: float = 0.9
-    remedy: str = ""
+    confidence: float = 0.9
+    fix: str = ""
     cures: str = ""
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """The lines of the remedy."""
-        if self.remedy:
-            return (self.remedy,)
+        """The lines of the fix."""
+        if self.fix:
+            return (self.fix,)
         if self.cures:
             return (
                 f"keep it until one short run without it has ended and was faster: timeout 300 env -u {self.name} ...",
@@ -166,7 +166,7 @@ CURES = {
 }
 """Word of the table -> when the variable is the cure, with the source."""
 
-_REMEDIES = {
+_FIXES = {
     "NCCL_DEBUG": "export NCCL_DEBUG=WARN",
     "CUDA_DEVICE_MAX_CONNECTIONS": "unset CUDA_DEVICE_MAX_CONNECTIONS   # or 32, without Megatron's tensor parallelism",
 }
@@ -233,7 +233,7 @@ def _harmful() -> tuple[HarmfulVariable, ...]:
             float(step or 0),
             acts_on == "GPUs",
             float(sure),
-            _REMEDIES.get(name, ""),
+            _FIXES.get(name, ""),
             CURES[cure],
         )
         for name, hurts, exchange, step, sure, acts_on, source, cure, why in rows

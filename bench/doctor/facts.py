@@ -391,12 +391,12 @@ class Diagnosis:
     key: str
     """Identifier for programs: never changes."""
     title: str
-    sure: float
-    """How sure it is, 0 to 1."""
+    confidence: float
+    """Probability that the finding is right, 0 to 1."""
     cost_seconds: float = 0.0
     """Seconds that it costs a step, for the user's gradients; 0 where it cannot be told."""
     evidence: tuple[str, ...] = ()
-    remedy: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
     """What to type or change."""
     nodes: tuple[str, ...] = ()
     stops: bool = False
@@ -404,7 +404,7 @@ class Diagnosis:
     remark: bool = False
     """Whether it costs too little to count as a fault: it does not change the exit status."""
     mended_bytes_per_second: float | None = None
-    """Rate of a link once the remedy is applied; None if the remedy does not change it."""
+    """Rate of a link once the fix is applied; None if the fix does not change it."""
 
 
 def to_record(facts: object) -> dict[str, object]:

@@ -349,7 +349,7 @@ def gdr_verdicts() -> tuple[tuple[str, str, str], ...]:
         return (("warn", f"gdr-check cannot look at this machine: {error}", "gradwire gdr-check"),)
     wrong = {CheckOutcome.FAIL: "fail", CheckOutcome.WARN: "warn"}
     return tuple(
-        (wrong[each.finding.outcome], f"{each.check.title}: {each.finding.text}", each.finding.remedy)
+        (wrong[each.finding.outcome], f"{each.check.title}: {each.finding.text}", each.finding.fix)
         for each in report.results
         if each.finding.outcome in wrong
     )

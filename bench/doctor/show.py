@@ -145,7 +145,7 @@ def _nothing(facts: JobFacts, found: Sequence[Diagnosis]) -> str:
 
 
 def mended_rates(facts: JobFacts, found: Sequence[Diagnosis]) -> list[float]:
-    """Each node's rate once the remedies of the findings are applied, in bytes per second.
+    """Each node's rate once the fixes of the findings are applied, in bytes per second.
 
     Args:
         facts: Of the job; links were measured.
@@ -187,7 +187,7 @@ def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
 
     Args:
         facts: Of the job; links were measured.
-        found: What is wrong: the links are those after its remedies.
+        found: What is wrong: the links are those after its fixes.
     """
     counts = [len(node) for node in facts.nodes]
     ranks = counts[0] if len(set(counts)) == 1 else ",".join(str(each) for each in counts)
@@ -248,13 +248,13 @@ def _split_line(facts: JobFacts) -> str:
 
 def _print_one(number: int, each: Diagnosis, console: Console) -> None:
     cost = "stops the job" if each.stops else f"costs {seconds(each.cost_seconds)} a step" if each.cost_seconds else ""
-    tail = ", ".join(text for text in ("a remark" if each.remark else "", cost, f"{each.sure:.0%} sure") if text)
+    tail = ", ".join(text for text in ("a remark" if each.remark else "", cost, f"{each.confidence:.0%} sure") if text)
     console.print(f"{number}. [bold]{escape(each.title)}[/bold]  ({tail})", highlight=False)
     seen = Table.grid(Column(no_wrap=True), Column(overflow="fold"))
     for line in each.evidence:
         seen.add_row("   seen: ", escape(line))
     console.print(seen, highlight=False)
-    for line in each.remedy:  # commands are to be copied: a terminal wraps them, we do not
+    for line in each.fix:  # commands are to be copied: a terminal wraps them, we do not
         console.print(f"   do:   {escape(line)}", highlight=False, soft_wrap=True)
     if not any(line.startswith(WANTED_HERE) for line in each.evidence):  # that is the condition, with its source
         basis = BASES[each.key]

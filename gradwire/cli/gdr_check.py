@@ -35,7 +35,7 @@ PROVE_COMMAND = (sys.executable, "-P", "-m", "gradwire.cli.gdr_prove")
 """The all-reduce that `--prove` runs in a child process of every rank."""
 _TIMEOUT = timedelta(minutes=10)  # a probe with two all-reduces may take six
 _EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing
-to check). Nothing is changed on the machine; remedies are printed. As root more
+to check). Nothing is changed on the machine; fixes are printed. As root more
 can be seen (ACS)."""
 
 

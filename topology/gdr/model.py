@@ -53,7 +53,7 @@ class Finding:
     outcome: CheckOutcome
     text: str
     """One sentence that names the thing found."""
-    remedy: str = ""
+    fix: str = ""
     """What a person can do; printed, never applied."""
     pairs: Mapping[Pair, "Finding"] = field(default_factory=lambda: MappingProxyType({}))
     """What was found of each pair, from checks that look at pairs."""
@@ -99,28 +99,28 @@ def informed(text: str) -> Finding:
     return Finding(CheckOutcome.INFO, text)
 
 
-def warned(text: str, remedy: str = "") -> Finding:
+def warned(text: str, fix: str = "") -> Finding:
     """A finding that costs speed or may surprise."""
-    return Finding(CheckOutcome.WARN, text, remedy)
+    return Finding(CheckOutcome.WARN, text, fix)
 
 
-def failed(text: str, remedy: str = "") -> Finding:
+def failed(text: str, fix: str = "") -> Finding:
     """A finding that keeps GPUDirect RDMA from working."""
-    return Finding(CheckOutcome.FAIL, text, remedy)
+    return Finding(CheckOutcome.FAIL, text, fix)
 
 
-def unknown(text: str, remedy: str = "") -> Finding:
+def unknown(text: str, fix: str = "") -> Finding:
     """Something that cannot be known from here, with what would make it known."""
-    return Finding(CheckOutcome.UNKNOWN, text, remedy)
+    return Finding(CheckOutcome.UNKNOWN, text, fix)
 
 
-def judge_pairs(host: Host, judge: Callable[[str, str], Finding], remedy: str = "") -> Finding:
+def judge_pairs(host: Host, judge: Callable[[str, str], Finding], fix: str = "") -> Finding:
     """Judges every GPU-NIC pair; the host's outcome is the worst among each GPU's nearest NICs.
 
     Args:
         host: The machine.
         judge: (GPU, NIC) -> what is found of them.
-        remedy: Printed unless all is well.
+        fix: Printed unless all is well.
     """
     pairs = {pair: judge(*pair) for pair in host.distances}
     if not pairs:
@@ -128,4 +128,4 @@ def judge_pairs(host: Host, judge: Callable[[str, str], Finding], remedy: str = 
     outcome = worst([pairs[pair].outcome for pair in host.best_pairs])
     blamed = [pair for pair in host.best_pairs if pairs[pair].outcome == outcome]
     text = f"{pairs[blamed[0]].text} ({len(blamed)} of {len(host.best_pairs)} nearest pairs)"
-    return Finding(outcome, text, "" if outcome in (CheckOutcome.PASS, CheckOutcome.INFO) else remedy, pairs)
+    return Finding(outcome, text, "" if outcome in (CheckOutcome.PASS, CheckOutcome.INFO) else fix, pairs)

@@ -60,13 +60,13 @@ def print_report(host: Host, report: GdrReport, console: Console, all_pairs: boo
         console.print(f"{good} of {count} GPUs have a pair that will use GPUDirect RDMA{unclear}")
     if report.cause is not None:
         console.print(f"[bold red]first cause[/]: {report.cause.check.name} {_plain(report.cause.finding.text)}")
-        if report.cause.finding.remedy:
-            console.print(f"[bold]remedy[/] (not applied): {_plain(report.cause.finding.remedy)}")
+        if report.cause.finding.fix:
+            console.print(f"[bold]fix[/] (not applied): {_plain(report.cause.finding.fix)}")
             console.print(f"[bold]if[/]: {_plain(_basis(report.cause))}")
 
 
 def _basis(result: CheckResult) -> str:
-    """When a check's remedy holds, and where that is written."""
+    """When a check's fix holds, and where that is written."""
     return f"{HOLDS[result.check.name]} [{source_of(result.check)}]"
 
 
@@ -77,11 +77,11 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _check_table(report: GdrReport) -> Table:
-    table = _table("GPUDirect RDMA checklist; remedies are not applied", "", "check", "outcome", "found")
+    table = _table("GPUDirect RDMA checklist; fixes are not applied", "", "check", "outcome", "found")
     for result in report.results:
         finding = result.finding
-        found = _plain(finding.text) + (f"\n[bold]remedy:[/] {_plain(finding.remedy)}" if finding.remedy else "")
-        if finding.remedy and finding.outcome in (CheckOutcome.WARN, CheckOutcome.FAIL) and result != report.cause:
+        found = _plain(finding.text) + (f"\n[bold]fix:[/] {_plain(finding.fix)}" if finding.fix else "")
+        if finding.fix and finding.outcome in (CheckOutcome.WARN, CheckOutcome.FAIL) and result != report.cause:
             found += f"\n[bold]if:[/] {_plain(_basis(result))}"  # that of the first cause stands below
         table.add_row(result.check.name, result.check.title, _coloured(finding.outcome), found)
     return table
@@ -144,8 +144,8 @@ def report_json(host: Host, report: GdrReport, status: int) -> dict[str, object]
                 "verdict": result.check.verdict,
                 "outcome": str(result.finding.outcome),
                 "text": result.finding.text,
-                "remedy": result.finding.remedy,
-                "holds": HOLDS[result.check.name] if result.finding.remedy else None,
+                "fix": result.finding.fix,
+                "holds": HOLDS[result.check.name] if result.finding.fix else None,
                 "source": source_of(result.check),
             }
             for result in report.results

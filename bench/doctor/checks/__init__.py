@@ -78,7 +78,7 @@ step differ by as much (2-core EPYC VM, 2026-11-28)."""
 
 
 def diagnose(facts: JobFacts) -> list[Diagnosis]:
-    """Returns what is wrong: first what stops a job, then by cost times sureness.
+    """Returns what is wrong: first what stops a job, then by cost times confidence.
 
     Args:
         facts: Of the job; with `CHECKS` nothing else is looked at.
@@ -101,7 +101,9 @@ def diagnose(facts: JobFacts) -> list[Diagnosis]:
         else:
             left.append(replace(each, cost_seconds=rest) if explaining else each)
     left = [replace(each, remark=not each.stops and 0 < each.cost_seconds < least) for each in left]
-    return sorted(left, key=lambda each: (not each.stops, -each.cost_seconds * each.sure, -each.sure, each.key))
+    return sorted(
+        left, key=lambda each: (not each.stops, -each.cost_seconds * each.confidence, -each.confidence, each.key)
+    )
 
 
 def _whole_seconds(facts: JobFacts) -> float:

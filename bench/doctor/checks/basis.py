@@ -1,4 +1,4 @@
-"""When the remedy of a finding is the right one, and where that can be read: said beside each remedy.
+"""When the fix of a finding is the right one, and where that can be read: said beside each fix.
 
 Whoever is told to change a machine has to be able to see that the advice is not for another machine than theirs.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What the remedies of one kind of finding rest on.
+    """What the fixes of one kind of finding rest on.
 
     Attributes:
         holds: The condition under which they help, to go on after `this holds where`.

@@ -54,10 +54,10 @@ def shared_memory(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="shared_memory",
             title=f"The shared memory of {name} is {'too small' if small else 'full'}",
-            sure=0.98 if failed else 0.8,
+            confidence=0.98 if failed else 0.8,
             cost_seconds=0.0,
             evidence=tuple(evidence),
-            remedy=(
+            fix=(
                 "Docker: docker run --shm-size=8g ...   or --ipc=host",
                 "Kubernetes: an emptyDir with `medium: Memory`, mounted at /dev/shm",
                 "as root: mount -o remount,size=8g /dev/shm",
@@ -88,20 +88,20 @@ def crowded_cores(facts: JobFacts) -> Iterator[Diagnosis]:
                 f"{count} ranks with {number} threads each are {threads} threads on {cores:g} cores; the same work "
                 f"takes {effect:.1f} times as long as with one thread for each core"
             )
-            title, crowd = _THREADS_TITLE, (name, effect, text, _threads_remedy(cores, count))
+            title, crowd = _THREADS_TITLE, (name, effect, text, _threads_fix(cores, count))
         else:
             continue
         crowds.setdefault(title, []).append(crowd)
     for title, nodes in crowds.items():
         names = tuple(name for name, *_ in nodes)
-        worst, times, text, remedy = max(nodes, key=lambda each: each[1])
+        worst, times, text, fix = max(nodes, key=lambda each: each[1])
         yield Diagnosis(
             key="crowded_cores",
             title=title.format(who=listed(names)),
-            sure=0.9,
+            confidence=0.9,
             cost_seconds=facts.compute_seconds * (times - 1),
             evidence=(f"{worst}: {text}",),
-            remedy=remedy,
+            fix=fix,
             nodes=names,
         )
 
@@ -135,7 +135,7 @@ _BINDING: tuple[str, ...] = (
 )
 
 
-def _threads_remedy(cores: float, count: int) -> tuple[str, ...]:
+def _threads_fix(cores: float, count: int) -> tuple[str, ...]:
     return (f"export OMP_NUM_THREADS={max(1, int(cores / count))}   # the node's cores divided by its ranks",)
 
 
@@ -156,7 +156,7 @@ def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="slow_node",
             title=f"{name} computes {1 / max(share, 0.01):.1f} times slower than the others",
-            sure=0.9,
+            confidence=0.9,
             cost_seconds=cost if waited is None else min(cost, waited),
             evidence=(
                 (
@@ -164,7 +164,7 @@ def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
                     f"nobody else{hint}; in every step all ranks wait for it"
                 ),
             ),
-            remedy=(
+            fix=(
                 f"on {name}: top   # does something else run there?",
                 f"on {name}: dmesg | grep -iE 'thrott|temperature'; sensors   # heat, a fan, a power limit",
                 f"on {name}: cpupower frequency-set -g performance",
@@ -191,10 +191,10 @@ def slow_gpus(facts: JobFacts) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 key="slow_gpu",
                 title=f"GPU {listed([each.index for each in bad])} of {name} is held down: {listed(gpu.slowed_by)}",
-                sure=0.85,
+                confidence=0.85,
                 cost_seconds=facts.compute_seconds * (times - 1),
                 evidence=(f"clock {gpu.sm_mhz} MHz of {gpu.max_sm_mhz} MHz",),
-                remedy=(f"on {name}: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}",),
+                fix=(f"on {name}: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}",),
                 nodes=(name,),
             )
 
@@ -208,7 +208,7 @@ P2P_WORDS = {
 }
 """Source: NVML API reference, nvmlGpuP2PStatus_t."""
 
-P2P_REMEDY = {
+P2P_FIX = {
     1: "a board with a PCIe switch, or whose root complex passes reads between its ports",
     2: "none by a setting: consumer GPUs come without it; fewer bytes between the GPUs help (a compressor does not)",
     3: "cards of one socket next to each other: nvidia-smi topo -m shows which are; CUDA_VISIBLE_DEVICES picks them",
@@ -240,13 +240,13 @@ def no_peer_to_peer(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="no_peer_to_peer",
             title=f"{who} of {name} cannot reach each other directly",
-            sure=0.7,
+            confidence=0.7,
             cost_seconds=share * facts.gradient_nbytes / HOST_BYTES_PER_SECOND,
             evidence=(
                 f"the driver says: {P2P_WORDS.get(status, f'status {status}')} (nvidia-smi topo -p2p r shows it)",
                 "NCCL then goes through the host's memory (its transport SHM); the cost is an estimate, at 12 GB/s",
             ),
-            remedy=(P2P_REMEDY.get(status, "nvidia-smi topo -p2p r   # and the driver's log"),),
+            fix=(P2P_FIX.get(status, "nvidia-smi topo -p2p r   # and the driver's log"),),
             nodes=(name,),
         )
 
@@ -259,11 +259,11 @@ def gpudirect(facts: JobFacts) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 key="gpudirect",
                 title=f"GPUs and network cards of {name} do not talk to each other directly (GPUDirect RDMA)",
-                sure=0.8,
+                confidence=0.8,
                 # Through the host each byte crosses its memory and PCIe twice more; half the rate is usual.
                 cost_seconds=facts.exchange_seconds(facts.good_rate()) if len(facts.nodes) > 1 else 0.0,
                 evidence=tuple(each[1] for each in failed[:3]),
-                remedy=(
+                fix=(
                     *(each[2] for each in failed[:3] if each[2]),
                     f"on {name}: gradwire gdr-check   # all of it",
                 ),
@@ -282,9 +282,9 @@ def clocks(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="clocks",
         title=f"The clocks of {a} and {b} are {seconds(abs(worst.clock_seconds))} apart",
-        sure=0.95,
+        confidence=0.95,
         evidence=(f"{ahead} is ahead; it slows nothing down, but logs cannot be compared and certificates fail",),
-        remedy=("timedatectl set-ntp true   # or chronyc tracking, to see why it does not follow",),
+        fix=("timedatectl set-ntp true   # or chronyc tracking, to see why it does not follow",),
         nodes=(a, b),
     )
 

@@ -89,7 +89,7 @@ def doubtful_pairs(facts: JobFacts) -> list[tuple[int, int]]:
     return taken
 
 
-def sureness(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -> float:
+def rate_confidence(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -> float:
     """How sure a measured rate is the link's and not this program's: by what the program moves inside those nodes.
 
     Args:
@@ -151,10 +151,10 @@ def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="slow_link",
         title=f"{who} {wanted / max(best[worst], 1.0):.1f} times slower than {pronoun} should be",
-        sure=max(sureness(facts, (node,), wanted) for node in slow) if _times(facts, worst) > 1 else 0.5,
+        confidence=max(rate_confidence(facts, (node,), wanted) for node in slow) if _times(facts, worst) > 1 else 0.5,
         cost_seconds=facts.exchange_seconds(best[worst]) - facts.exchange_seconds(wanted),
         evidence=tuple(evidence),
-        remedy=(
+        fix=(
             f"on {on}: ethtool {nic} | grep -E 'Speed|Duplex'   # is it the NIC's full rate?",
             f"on {on}: ethtool -S {nic} | grep -iE 'err|drop|crc'   # a bad cable, a full switch",
             f"on {on}: tc qdisc show dev {nic}   # a limit that someone left there",
@@ -194,7 +194,7 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
         title=f"The way between {names[worst.a]} and {names[worst.b]} is slow, though both are fast with others"
         if common is None
         else f"{common} is slow with {listed(partners)}, though it is fast with others",
-        sure=sureness(facts, (worst.a, worst.b), wanted),
+        confidence=rate_confidence(facts, (worst.a, worst.b), wanted),
         cost_seconds=facts.exchange_seconds(min(worst.many)) - facts.exchange_seconds(wanted),
         evidence=(
             (
@@ -203,7 +203,7 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
                 + (f", and {common} is in all of them" if common is not None and len(found) > 1 else "")
             ),
         ),
-        remedy=(
+        fix=(
             "put neighbours in the order of ranks behind one switch: a ring passes each slow way once",
             f"traceroute from {names[worst.a]} to {names[worst.b]}   # where the way differs from a fast pair's",
         ),
@@ -225,7 +225,7 @@ def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
     node, nic = min(slow, key=lambda each: (each[1].pcie_bits_per_second or 0.0, each[0]))
     port, lanes = (nic.bits_per_second or 1.0) / 8, (nic.pcie_bits_per_second or 1.0) / 8
     names = tuple(facts.names[each] for each, _ in slow)
-    remedy = (
+    fix = (
         (
             f"RDMA uses both: an address on {nic.name} and on {nic.other_half}, both of their devices in NCCL_IB_HCA",
             f"TCP: export NCCL_SOCKET_IFNAME={nic.name},{nic.other_half}; gloo takes one of them",
@@ -246,7 +246,7 @@ def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="narrow_slot",
         title=title,
-        sure=0.9,
+        confidence=0.9,
         cost_seconds=facts.exchange_seconds(lanes * TCP_SHARE) - facts.exchange_seconds(port * TCP_SHARE),
         evidence=(
             (
@@ -254,7 +254,7 @@ def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
                 "that the port states"
             ),
         ),
-        remedy=remedy,
+        fix=fix,
         nodes=names,
     )
 
@@ -274,7 +274,7 @@ def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="single_connection",
         title=f"One connection reaches {rate(one)}, several together {rate(many)}",
-        sure=sureness(facts, (limited[0].a, limited[0].b), many),
+        confidence=rate_confidence(facts, (limited[0].a, limited[0].b), many),
         cost_seconds=facts.exchange_seconds(one) - facts.exchange_seconds(many),
         evidence=(
             (
@@ -282,7 +282,7 @@ def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
                 "and a flat ring put all gradients on one connection"
             ),
         ),
-        remedy=(
+        fix=(
             "NCCL over sockets: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4",
             *(
                 ('gloo: use init_process_group("gradwire"), which opens a connection for each local rank',)
@@ -301,10 +301,10 @@ def flapping(facts: JobFacts) -> list[Diagnosis]:
         Diagnosis(
             key="flapping",
             title=f"The link of {nic.name} on {names[node]} goes away and comes back",
-            sure=0.95,
+            confidence=0.95,
             cost_seconds=facts.exchange_seconds(facts.good_rate()),
             evidence=(f"/sys/class/net/{nic.name}/carrier_changes rose by {nic.link_changes} while the doctor looked",),
-            remedy=(
+            fix=(
                 f"on {names[node]}: dmesg | grep {nic.name}; ethtool {nic.name}   # what the driver says of the link",
                 "exchange cable, transceiver and the switch's port, one after the other",
             ),
@@ -323,10 +323,10 @@ def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
         Diagnosis(
             key="half_duplex",
             title=f"The network card of {names[node]} runs half duplex",
-            sure=0.99,
+            confidence=0.99,
             cost_seconds=facts.exchange_seconds(facts.good_rate()),
             evidence=(f"/sys/class/net/{nic.name}/duplex says half",),
-            remedy=(
+            fix=(
                 (
                     f"on {names[node]}: ethtool -s {nic.name} autoneg on   # and the same on the switch's port: "
                     "one side fixed and one automatic ends in half duplex"
@@ -347,7 +347,7 @@ def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="half_duplex",
         title=f"The link of {who} is slow when it sends and receives at once",
-        sure=0.9,
+        confidence=0.9,
         cost_seconds=facts.exchange_seconds(sum(worst.both) / 2) - facts.exchange_seconds(sum(worst.many) / 2),
         evidence=(
             (
@@ -355,7 +355,7 @@ def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
                 f"{rate(sum(worst.both) / 2)} each way when both are used (tried {worst.times} times)"
             ),
         ),
-        remedy=(
+        fix=(
             f"on {who}: ethtool {_used_nic(facts.nodes[worst.a][0])} | grep Duplex   # wanted: Full, on the switch too",
             "a virtual machine: a limit on sent plus received bytes of its network card looks the same",
         ),
@@ -425,10 +425,10 @@ def far_apart(facts: JobFacts) -> Iterator[Diagnosis]:
         title=f"{names[min(shared)]} is far from the other nodes: {seconds(worst.latency_seconds)} one way"
         if len(shared) == 1 and near
         else f"{names[worst.a]} and {names[worst.b]} are far apart: {seconds(worst.latency_seconds)} one way",
-        sure=0.9,
+        confidence=0.9,
         cost_seconds=messages * max(worst.latency_seconds - min(others, 1e-4), 0.0),
         evidence=(f"the shortest of many round trips, tried {worst.times} times; {compared}",),
-        remedy=(
+        fix=(
             "in a cloud: put all nodes into one zone and one placement group",
             "on your own network: a firewall, VPN or overlay between them (traceroute shows it)",
             "larger buckets wait less often: DistributedDataParallel(..., bucket_cap_mb=100)",
@@ -450,14 +450,14 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="mtu",
             title=f"Packets of {mtu} bytes, as the NICs are set to send them, do not arrive",
-            sure=0.9,
+            confidence=0.9,
             evidence=(
                 (
                     f"{names[worst.a]} to {names[worst.b]}: small packets come back, whole ones of {mtu} bytes do "
                     f"not ({len(lost)} of {len(facts.pairs)} pairs)"
                 ),
             ),
-            remedy=(
+            fix=(
                 f"on every node: ip link set {name} mtu {_below(mtu)}   # or raise the switches' MTU to {mtu}",
                 f"ping -M do -s {mtu - 28} ADDRESS   # comes back once it is right",
             ),
@@ -471,12 +471,12 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="mtu",
             title=f"{listed([names[node] for node in odd])} {verb(odd, 'send')} packets of another size",
-            sure=0.9,
+            confidence=0.9,
             cost_seconds=facts.exchange_seconds(good) * (_share(max(mtus.values())) / _share(min(mtus.values())) - 1),
             evidence=tuple(
                 f"{names[node]}: MTU {mtu} on {_used_nic(facts.nodes[node][0])}" for node, mtu in list(mtus.items())[:6]
             ),
-            remedy=(
+            fix=(
                 f"on {names[odd[0]]}: ip link set {_used_nic(facts.nodes[odd[0]][0])} mtu {usual}   # as the others",
                 "all switches on the way must carry the largest MTU, or large packets are lost without a word",
             ),
@@ -487,12 +487,12 @@ def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="mtu",
             title=f"The network's packets are small: {mtu} bytes",
-            sure=0.8,
+            confidence=0.8,
             cost_seconds=facts.exchange_seconds(facts.good_rate()) * (_share(USUAL_MTU) / _share(mtu) - 1),
             evidence=(
                 f"MTU {mtu} on {_used_nic(facts.nodes[node][0])} of {names[node]}; Ethernet has 1500, often 9000",
             ),
-            remedy=(
+            fix=(
                 f"ip link set {_used_nic(facts.nodes[node][0])} mtu 1500   # where all switches on the way carry it",
                 "in Kubernetes: the MTU of the CNI plug-in (calico: veth_mtu, cilium: --mtu)",
             ),
@@ -530,7 +530,7 @@ def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="wrong_interface",
             title=f"The job uses {used}, and {best.interface} is {best.bytes_per_second / now:.1f} times faster",
-            sure=0.95,
+            confidence=0.95,
             cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(best.bytes_per_second),
             mended_bytes_per_second=best.bytes_per_second,
             evidence=(
@@ -540,7 +540,7 @@ def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
                 ),
                 _why(facts.nodes[best.a][0]),
             ),
-            remedy=(
+            fix=(
                 f"on every node: export GLOO_SOCKET_IFNAME={best.interface} NCCL_SOCKET_IFNAME={best.interface}",
                 "mpirun: -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME; Slurm: sbatch --export=ALL",
             ),
@@ -576,9 +576,9 @@ def _unknown_interface(facts: JobFacts) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 key="wrong_interface",
                 title=f"{variable}={value} names no network interface of {facts.names[node]}",
-                sure=0.98,
+                confidence=0.98,
                 evidence=(f"{facts.names[node]} has {listed(there) or 'no interface'}",),
-                remedy=(f"export {variable}={there[0] if there else 'eth0'}   # or unset it",),
+                fix=(f"export {variable}={there[0] if there else 'eth0'}   # or unset it",),
                 nodes=tuple(facts.names[each] for each, _ in bad),
                 stops=True,
             )
@@ -604,9 +604,9 @@ def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="wrong_interface",
             title=f"gloo would use {first.gloo_interface} on {where}, which no other machine can reach",
-            sure=0.9 if error else 0.6,
+            confidence=0.9 if error else 0.6,
             evidence=tuple(text for text in (_why(first), error) if text),
-            remedy=(
+            fix=(
                 f"export GLOO_SOCKET_IFNAME={nic} NCCL_SOCKET_IFNAME={nic}",
                 f"or in /etc/hosts: the address of {nic} beside {first.hostname}, in place of 127.0.1.1",
             ),
@@ -620,9 +620,9 @@ def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="no_connection",
             title="gloo cannot connect the ranks, although the launcher's store can",
-            sure=0.9,
+            confidence=0.9,
             evidence=(f"rank {failed.rank} on {names[node]}: {failed.gloo_error}",),
-            remedy=(
+            fix=(
                 "a firewall between the nodes: gloo and NCCL listen on any port; open them all between the nodes",
                 "interfaces that do not reach each other: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME alike",
             ),
@@ -662,7 +662,7 @@ def _slower_nic(facts: JobFacts) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 key="wrong_interface",
                 title=f"{facts.names[node]} has a faster NIC than the one in use",
-                sure=0.6,
+                confidence=0.6,
                 cost_seconds=facts.exchange_seconds(used.bits_per_second / 8)
                 - facts.exchange_seconds((best.bits_per_second or 1) / 8),
                 evidence=(
@@ -671,7 +671,7 @@ def _slower_nic(facts: JobFacts) -> Iterator[Diagnosis]:
                         f"{rate((best.bits_per_second or 0) / 8)}; whether it leads to the others was not measured"
                     ),
                 ),
-                remedy=(f"export GLOO_SOCKET_IFNAME={best.name} NCCL_SOCKET_IFNAME={best.name}",),
+                fix=(f"export GLOO_SOCKET_IFNAME={best.name} NCCL_SOCKET_IFNAME={best.name}",),
                 nodes=(facts.names[node],),
             )
             return

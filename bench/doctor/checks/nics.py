@@ -33,7 +33,7 @@ def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="idle_nic",
         title=f"{best.interface} stands idle: with it the nodes would have {together / now:.1f} times the rate",
-        sure=0.8,
+        confidence=0.8,
         cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(together),
         evidence=(
             (
@@ -43,7 +43,7 @@ def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
             _why(first, facts.has_gpus),
         ),
         mended_bytes_per_second=together,
-        remedy=_remedy(first, nic, best.interface, facts.has_gpus),
+        fix=_fix(first, nic, best.interface, facts.has_gpus),
         nodes=tuple(names),
     )
 
@@ -67,7 +67,7 @@ def _why(first: RankFacts, on_gpus: bool) -> str:
     return "gloo takes one interface, and nothing has joined the two"
 
 
-def _remedy(first: RankFacts, nic: str, other: str, on_gpus: bool) -> tuple[str, ...]:
+def _fix(first: RankFacts, nic: str, other: str, on_gpus: bool) -> tuple[str, ...]:
     if on_gpus:
         return (
             f"export NCCL_SOCKET_IFNAME={nic},{other}   # or unset it: NCCL then takes all that lead out",
@@ -92,12 +92,12 @@ def cross_nic(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="variable",
         title="NCCL_CROSS_NIC=1 joins NICs of different networks, which may not reach each other",
-        sure=0.5,
+        confidence=0.5,
         evidence=(
             f"{names[0]} has NICs in {listed(_networks(apart[0]))}",
             "NCCL user guide, NCCL_CROSS_NIC: 0 where each NIC has a network of its own, 1 where all share one",
         ),
-        remedy=("unset NCCL_CROSS_NIC   # NCCL's own 2 keeps to like NICs where that is possible",),
+        fix=("unset NCCL_CROSS_NIC   # NCCL's own 2 keeps to like NICs where that is possible",),
         nodes=tuple(names),
     )
 

@@ -20,7 +20,7 @@ def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="rank_order",
         title="The ranks are dealt round the nodes instead of node by node",
-        sure=0.9,
+        confidence=0.9,
         cost_seconds=(cost - 1) * ring,
         evidence=(
             f"{shown}, ...",
@@ -30,7 +30,7 @@ def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:
                 "groups of neighbouring ranks (tensor parallelism, FSDP's shards) then span nodes with it too"
             ),
         ),
-        remedy=(
+        fix=(
             "Open MPI: mpirun --map-by slot   MPICH, Intel MPI: mpirun -ppn RANKS_OF_A_NODE",
             "Slurm: srun --distribution=block   or #SBATCH --distribution=block",
             "your own launcher: RANK = NODE_RANK * RANKS_OF_A_NODE + LOCAL_RANK, as torchrun numbers them",
@@ -54,10 +54,10 @@ def shared_gpus(facts: JobFacts) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 key="shared_gpu",
                 title=f"Several ranks of {name} have the same LOCAL_RANK, so they use one GPU or card together",
-                sure=0.95,
+                confidence=0.95,
                 cost_seconds=facts.compute_seconds * (numbers[twice[0]] - 1) if facts.has_gpus else 0.0,
                 evidence=(f"ranks {listed(which)} all say LOCAL_RANK={twice[0]}",),
-                remedy=("Slurm: export LOCAL_RANK=$SLURM_LOCALID inside srun's command   (torchrun sets it itself)",),
+                fix=("Slurm: export LOCAL_RANK=$SLURM_LOCALID inside srun's command   (torchrun sets it itself)",),
                 nodes=(name,),
             )
         gpus = len(ranks[0].gpus)
@@ -65,10 +65,10 @@ def shared_gpus(facts: JobFacts) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 key="shared_gpu",
                 title=f"{name} has {len(ranks)} ranks and {gpus} GPU{'s' if gpus > 1 else ''}",
-                sure=0.95,
+                confidence=0.95,
                 cost_seconds=facts.compute_seconds * (len(ranks) / gpus - 1),
                 evidence=("ranks that share a GPU take turns on it; NCCL refuses two ranks on one GPU",),
-                remedy=(f"torchrun --nproc-per-node {gpus}",),
+                fix=(f"torchrun --nproc-per-node {gpus}",),
                 nodes=(name,),
                 stops=True,
             )

@@ -30,14 +30,14 @@ def harmful_variables(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="variable",
             title=f"{rule.name}={ranks[0].variables[rule.name]}: {rule.why}",
-            sure=rule.sure,
+            confidence=rule.confidence,
             cost_seconds=0.0 if nothing else rule.exchange_share * exchange + rule.step_share * facts.compute_seconds,
             evidence=(
                 f"set for {who} on {listed(nodes)} (what it does: {rule.source})",
                 *rule.caution,
                 nothing or "the cost is an estimate: a run without it would tell",
             ),
-            remedy=rule.advice,
+            fix=rule.advice,
             nodes=nodes,
         )
 
@@ -54,11 +54,9 @@ def differing_variables(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="variables_differ",
             title=f"{name} is not the same on all ranks: {listed(sorted(values))}",
-            sure=0.7,
+            confidence=0.7,
             evidence=("NCCL's ranks choose algorithms each for itself: other settings mean a hang or an error",),
-            remedy=(
-                "mpirun: -x NAME   Slurm: --export=ALL   ssh: set it in the job's script, not in a shell's profile",
-            ),
+            fix=("mpirun: -x NAME   Slurm: --export=ALL   ssh: set it in the job's script, not in a shell's profile",),
             nodes=tuple(dict.fromkeys(e.hostname for e in facts.ranks if name in e.variables)),
             stops=facts.has_gpus,
         )

@@ -27,9 +27,9 @@ def versions(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="versions",
             title=f"{listed(odd)} {verb(odd, 'run')} {library} {by_node[odd[0]]}, the others {usual}",
-            sure=0.95 if grave else 0.6,
+            confidence=0.95 if grave else 0.6,
             evidence=tuple(f"{version}: {count} of {len(by_node)} nodes" for version, count in votes.most_common(4)),
-            remedy=(
+            fix=(
                 f"on {listed(odd)}: install {library} {usual}, or start all nodes from one image or environment",
                 *(("a job of mixed versions may hang, refuse to connect, or compute other bits",) if grave else ()),
             ),
@@ -47,9 +47,9 @@ def missing(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="missing_ranks",
             title=f"{_ranks(slow)} started on {listed(hosts)}, and did not finish importing torch",
-            sure=0.95,
+            confidence=0.95,
             evidence=(f"it said so before it began to import torch; {waited}",),
-            remedy=(
+            fix=(
                 f"on {hosts[0]}: time python -c 'import torch'   # twice: a cold network file system is slow once",
                 "copy the Python environment to a local disk, or start from a container image",
             ),
@@ -69,9 +69,9 @@ def missing(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="missing_ranks",
             title=f"{_ranks(absent)} did not come",
-            sure=0.99,
+            confidence=0.99,
             evidence=(f"{waited}; nothing was heard of it", *agents),
-            remedy=(
+            fix=(
                 "what does the launcher's output on that node say? was the command started there?",
                 "does its process run: ps aux | grep 'gradwire doctor'; where does it stand: py-spy dump --pid PID",
                 *(() if agents else (firewall,)),
@@ -91,9 +91,9 @@ def failing_backends(facts: JobFacts) -> list[Diagnosis]:
         Diagnosis(
             key="backend_fails",
             title=f"The backend {each.backend} cannot run an all-reduce here",
-            sure=0.95,
+            confidence=0.95,
             evidence=(f"rank {each.rank}: {each.error}",),
-            remedy=("what the error says; then run gradwire doctor again",),
+            fix=("what the error says; then run gradwire doctor again",),
             stops=each.backend in ("gloo", "nccl"),
         )
         for each in facts.backends

@@ -99,7 +99,7 @@ def late_rank(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="late_rank",
         title=f"The others wait for rank {late} on {name}, {seconds(waits)} of every step of your script",
-        sure=0.9,
+        confidence=0.9,
         cost_seconds=waits,
         evidence=(
             (
@@ -115,12 +115,12 @@ def late_rank(facts: JobFacts) -> Iterator[Diagnosis]:
                 else ()
             ),
         ),
-        remedy=_late_remedy(kind if busy else "", name),
+        fix=_late_fix(kind if busy else "", name),
         nodes=(name,),
     )
 
 
-def _late_remedy(kind: str, name: str) -> tuple[str, ...]:
+def _late_fix(kind: str, name: str) -> tuple[str, ...]:
     if kind == LOADER:
         return (
             f"the data of {name} comes slowly: DataLoader(num_workers=...), its disk, its share of the file system",
@@ -142,14 +142,14 @@ class Waste:
         share: Of a step, from which on it is named.
         key: Of the finding.
         title: Of the finding.
-        remedy: Of the finding.
+        fix: Of the finding.
     """
 
     kind: str
     share: float
     key: str
     title: str
-    remedy: tuple[str, ...]
+    fix: tuple[str, ...]
 
 
 WASTES = (
@@ -194,7 +194,7 @@ def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="many_exchanges",
         title=f"A step makes {count:.0f} all-reduces; its gradients need {needed}",
-        sure=0.8,
+        confidence=0.8,
         cost_seconds=cost,
         evidence=(
             (
@@ -203,7 +203,7 @@ def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
             ),
             *(f"{line}: {number:.3g} all-reduces a step" for line, number in lines[:3]),
         ),
-        remedy=(
+        fix=(
             "several backward passes a step: with model.no_sync(): for all but the last one",
             "small buckets: leave bucket_cap_mb at 25, or raise it; find_unused_parameters=False saves one more",
             "logging: add up on each rank, and all-reduce every some steps",
@@ -224,13 +224,13 @@ def wasted_steps(facts: JobFacts) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key=each.key,
             title=f"{each.title}: {seconds(usual)} of {seconds(facts.step_seconds)}",
-            sure=0.9,
+            confidence=0.9,
             cost_seconds=usual,
             evidence=(
                 f"the usual rank's main thread is in {each.kind} for so long"
                 + (f", most often at {line}" if line is not None else ""),
             ),
-            remedy=each.remedy,
+            fix=each.fix,
         )
 
 

@@ -59,7 +59,7 @@ def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="packet_loss",
         title=f"{100 * max(shares):.2g} % of the packets from {names[a]} to {names[b]} are lost",
-        sure=0.9,
+        confidence=0.9,
         cost_seconds=max(0.0, facts.exchange_seconds(slow) - facts.exchange_seconds(good)),
         evidence=(
             (
@@ -73,7 +73,7 @@ def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
                 else ()
             ),
         ),
-        remedy=(
+        fix=(
             (
                 f"on {who}: ethtool -S NIC | grep -iE 'err|drop|crc|discard'   # what counts up: cable, "
                 "transceiver, or a full ring (then ethtool -G NIC rx 4096)"
@@ -146,7 +146,7 @@ def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="tcp_buffers",
         title=f"TCP's {what} is too small for the way between {names[worst.a]} and {names[worst.b]}",
-        sure=0.9,
+        confidence=0.9,
         cost_seconds=facts.exchange_seconds(min(worst.one)) - facts.exchange_seconds(good),
         evidence=(
             (
@@ -165,7 +165,7 @@ def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
                 else ()
             ),
         ),
-        remedy=(
+        fix=(
             (
                 f'as root, on both: sysctl -w net.ipv4.tcp_rmem="4096 131072 {wanted}" '
                 f'net.ipv4.tcp_wmem="4096 65536 {wanted}"   # four times what is under way; tcp(7)'
@@ -212,9 +212,9 @@ def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="unreachable",
         title=title,
-        sure=0.9,
+        confidence=0.9,
         evidence=tuple(f"{names[each.a]} to {names[each.b]}: {each.error}" for each in failed[:3]),
-        remedy=(
+        fix=(
             f"on {names[first.a]}: ip route get ADDRESS_OF_{names[first.b]}   # does it leave by the right NIC?",
             (
                 "a firewall: gloo and NCCL listen on any port; open them all between the nodes (iptables -L -n, "
@@ -240,7 +240,7 @@ def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="foreign_traffic",
         title=f"Other programs use the network of {listed([names[node] for node in busy])}",
-        sure=0.95,
+        confidence=0.95,
         cost_seconds=slower if took is None else max(slower, took - facts.exchange_seconds(good)),
         evidence=tuple(
             f"{names[each.node]}: {each.interface} sent {rate(each.sent)} and received {rate(each.received)} while no "
@@ -248,7 +248,7 @@ def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
             for each in facts.foreign
             if each.node in busy
         ),
-        remedy=(
+        fix=(
             f"on {listed([names[node] for node in busy])}: ss -tinp; iftop   # which program has those connections?",
             "another job, a backup or a file system on this network: another node, another NIC, or another time",
         ),
@@ -270,7 +270,7 @@ def slow_exchange(facts: JobFacts) -> Iterator[Diagnosis]:
     yield Diagnosis(
         key="slow_exchange",
         title=f"An all-reduce takes {took / bound:.1f} times as long as the links need for it",
-        sure=0.7,
+        confidence=0.7,
         cost_seconds=(took - bound) * size,
         evidence=(
             (
@@ -283,7 +283,7 @@ def slow_exchange(facts: JobFacts) -> Iterator[Diagnosis]:
                 if each is not fastest
             ),
         ),
-        remedy=(
+        fix=(
             "during a step: top -H   # cores at 100 %: the processors are the limit, so fewer ranks or more cores",
             "mpstat -P ALL 1   # one core full of %soft: the NIC's interrupts; spread them (irqbalance)",
             "another job on the same links: run the doctor again when it has ended",

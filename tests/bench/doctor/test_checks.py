@@ -255,10 +255,10 @@ def test_one_fault_is_named_first_and_alone(name: str) -> None:
         assert [each.key for each in found][:1] == [key], (seed, found)
         assert {each.key for each in found} == {key}, (seed, found)
         for each in found:
-            assert 0 < each.sure <= 1 and each.cost_seconds >= 0 and each.evidence and each.remedy, each
+            assert 0 < each.confidence <= 1 and each.cost_seconds >= 0 and each.evidence and each.fix, each
 
 
-def test_each_finding_says_when_its_remedy_holds_and_who_says_so() -> None:
+def test_each_finding_says_when_its_fix_holds_and_who_says_so() -> None:
     """Of every call in the checks' own source, so that none is left out, and none is explained that is never found."""
     files = [file for file in Path(checks.__file__).parent.glob("*.py") if file.stem != "basis"]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
@@ -307,7 +307,7 @@ def test_a_variable_names_its_own_source() -> None:
         HarmfulVariable("NCCL_OF_NOBODY", bool, "it has none")  # type: ignore[call-arg]
 
 
-def test_the_report_says_them_under_each_remedy_within_the_terminal() -> None:
+def test_the_report_says_them_under_each_fix_within_the_terminal() -> None:
     facts = FAULTS["a missing rank"][1](healthy(3, nodes=2))
     console = Console(width=72)
     with console.capture() as capture:
@@ -337,7 +337,7 @@ def test_a_nic_that_something_sends_over_is_not_idle(
         assert all(
             re.match(r"eth1 stands idle: with it the nodes would have 1\.[456] times", each.title) for each in found
         )
-        said = " ".join(line for each in found for line in each.remedy)
+        said = " ".join(line for each in found for line in each.fix)
         assert facts.has_gpus or bool(found) == ("bond0" in said and "mptcp endpoint" in said)
         seen.add(facts.has_gpus)
     assert seen == {True, False}
@@ -398,7 +398,7 @@ def test_findings_are_in_the_order_of_cost_times_sureness_and_what_stops_a_job_c
         assert len(found) >= 2, seed
         stops = [each.stops for each in found]
         assert stops == sorted(stops, reverse=True)
-        weights = [each.cost_seconds * each.sure for each in found if not each.stops]
+        weights = [each.cost_seconds * each.confidence for each in found if not each.stops]
         assert weights == sorted(weights, reverse=True), seed
 
 
@@ -441,9 +441,9 @@ def test_a_link_is_not_blamed_for_what_this_program_cannot_move() -> None:
 )
 def test_a_variable_that_may_be_the_cure_is_tried_before_it_is_taken_away(name: str, value: str) -> None:
     found = [each for each in diagnose(everywhere(healthy(0), variables={name: value})) if each.key == "variable"]
-    assert len(found) == 1 and found[0].sure <= 0.6
-    assert not any(line.startswith("unset") for line in found[0].remedy)
-    assert any("short run without it" in line and f"env -u {name}" in line for line in found[0].remedy)
+    assert len(found) == 1 and found[0].confidence <= 0.6
+    assert not any(line.startswith("unset") for line in found[0].fix)
+    assert any("short run without it" in line and f"env -u {name}" in line for line in found[0].fix)
     assert any(
         "wanted here" in line
         and any(where in line for where in ("github.com", "guide", "release notes", "documentation"))
@@ -527,12 +527,12 @@ def test_of_a_rank_that_is_late_it_is_said_whether_it_has_started(launcher: str)
     facts = replace(
         healthy(0), missing_ranks=(3, 5), started_ranks={5: "node7"}, launcher=launcher, waited_seconds=300.0
     )
-    started, absent = sorted((e for e in diagnose(facts) if e.key == "missing_ranks"), key=lambda each: each.sure)
+    started, absent = sorted((e for e in diagnose(facts) if e.key == "missing_ranks"), key=lambda each: each.confidence)
     assert started.title == "Rank 5 started on node7, and did not finish importing torch" and started.nodes == (
         "node7",
     )
     assert absent.title == "Rank 3 did not come" and "300 s" in absent.evidence[0]
-    said = " ".join((*absent.evidence, *absent.remedy))
+    said = " ".join((*absent.evidence, *absent.fix))
     assert ("no firewall" in said) is (launcher == "torchrun") and ("nc -zv" in said) is (launcher != "torchrun")
 
 
@@ -552,7 +552,7 @@ def test_two_halves_of_one_port_are_told_from_a_narrow_slot() -> None:
     )
     found = next(each for each in diagnose(facts) if each.key == "narrow_slot")
     assert "eth0 of node0 is half of its port: 126 Gbit/s of 200 Gbit/s" in found.title
-    assert all("slot" not in line for line in found.remedy) and "enP2p1s0f0np0" in " ".join(found.remedy)
+    assert all("slot" not in line for line in found.fix) and "enP2p1s0f0np0" in " ".join(found.fix)
 
 
 def test_peer_to_peer_that_is_switched_off_costs_nothing_where_there_is_none() -> None:

@@ -95,11 +95,11 @@ def test_nothing_found_is_said_only_after_a_look_at_everything_and_without_loss(
         assert "Nothing found" not in show.verdict(alone, [])[0]
 
 
-def test_a_remedy_names_no_backend_that_was_slower() -> None:
+def test_a_fix_names_no_backend_that_was_slower() -> None:
     for gradwire, named in ((0.5, True), (2.5, False)):
         facts = job(gloo=1.0, gradwire=gradwire)
         facts = replace(facts, pairs=tuple(replace(p, one=(0.3 * p.many[0],) * 2) for p in facts.pairs))
-        said = [line for each in diagnose(facts) for line in each.remedy if each.key == "single_connection"]
+        said = [line for each in diagnose(facts) for line in each.fix if each.key == "single_connection"]
         assert said and any("init_process_group" in line for line in said) is named
 
 
@@ -107,7 +107,7 @@ def test_of_two_nodes_both_ends_of_a_slow_link_are_named() -> None:
     facts = replace(job(rate=25 * MBIT), link_bytes_per_second=100 * MBIT)
     (found,) = diagnose(facts)
     assert found.title.startswith("The link of one of node0, node1 is") and found.title.endswith("than it should be")
-    assert set(found.nodes) == {"node0", "node1"} and "on node0 and node1" in found.remedy[0]
+    assert set(found.nodes) == {"node0", "node1"} and "on node0 and node1" in found.fix[0]
     three = replace(job(nodes=3, rate=25 * MBIT), link_bytes_per_second=100 * MBIT)
     three = replace(three, pairs=(replace(three.pairs[0], many=(24 * MBIT,) * 2), *three.pairs[1:]))
     (found,) = diagnose(slowed(three, 2, 0.9))

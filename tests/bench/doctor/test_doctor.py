@@ -409,7 +409,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_what_it_does(kind: str,
     found = {each.key: each for each in diagnose(split_job(3, kind, 0.2))}
     late = found["late_rank"]
     assert late.nodes == ("node1",) and "rank 3" in late.title and late.cost_seconds == pytest.approx(0.2)
-    assert "train.py:7" in late.evidence[1] and word in late.remedy[0]
+    assert "train.py:7" in late.evidence[1] and word in late.fix[0]
     assert not {"slow_loader", "checkpoints"} & set(found)
     assert not {"late_rank"} & {each.key for each in diagnose(split_job(3, kind, 0.01))}
 

@@ -247,7 +247,7 @@ def test_check(check: object, kind: int, tmp_path: Path) -> None:
     assert finding.outcome in EXPECTED[kind][1], finding
     assert finding.text and "\n" not in finding.text
     if finding.outcome in (CheckOutcome.WARN, CheckOutcome.FAIL):
-        assert finding.remedy, "a bad finding says what to do"
+        assert finding.fix, "a bad finding says what to do"
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
@@ -264,8 +264,8 @@ def test_names_are_in_the_order_of_the_checklist_and_needs_come_first() -> None:
         assert all(names.index(need) < names.index(check.name) for need in check.needs)
 
 
-def remedy_of(name: str, machine: ExampleMachine) -> str:
-    return next(check for check in CHECKS if check.name == name).find(machine.host()).remedy
+def fix_of(name: str, machine: ExampleMachine) -> str:
+    return next(check for check in CHECKS if check.name == name).find(machine.host()).fix
 
 
 def test_peer_to_peer_that_is_off_is_no_fault_where_it_would_hang(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_peer_to_peer_that_is_off_is_no_fault_where_it_would_hang(tmp_path: Path
     for name, change in changes.items():
         machine = ExampleMachine(tmp_path / name)
         change(machine)
-        said[name] = remedy_of("V5", machine)
+        said[name] = fix_of("V5", machine)
     assert "short run without it" in said["plain"], said
     assert "may hang" in said["acs"] and "may hang" in said["iommu"], said
     assert not any(words.startswith("unset") for words in said.values()), said
@@ -289,7 +289,7 @@ def test_peer_to_peer_that_is_off_is_no_fault_where_it_would_hang(tmp_path: Path
 def test_a_level_that_was_lowered_is_raised_and_no_card_is_moved(tmp_path: Path) -> None:
     machine = ExampleMachine(tmp_path)
     variable("NCCL_NET_GDR_LEVEL", "LOC")(machine)
-    assert "env -u NCCL_NET_GDR_LEVEL" in remedy_of("V2", machine)
+    assert "env -u NCCL_NET_GDR_LEVEL" in fix_of("V2", machine)
 
 
 @pytest.mark.parametrize(
@@ -316,5 +316,5 @@ def test_nobody_is_told_to_move_a_card_that_is_soldered_on(
     finding = next(check for check in CHECKS if check.name == "V2").find(machine.host())
     assert finding.outcome is outcome, finding
     if outcome is CheckOutcome.FAIL:
-        assert "NCCL 2.27" in finding.remedy and "NCCL_NET_GDR_C2C=1" in finding.remedy
-        assert "move" not in finding.remedy
+        assert "NCCL 2.27" in finding.fix and "NCCL_NET_GDR_C2C=1" in finding.fix
+        assert "move" not in finding.fix

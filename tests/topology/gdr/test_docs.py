@@ -38,11 +38,11 @@ PUBLIC = re.compile(
 """A manual, a page of man, a specification, a source file or an issue that anybody can open."""
 
 
-def test_each_remedy_has_a_condition_and_a_public_source() -> None:
+def test_each_fix_has_a_condition_and_a_public_source() -> None:
     assert {check.name for check in CHECKS} == set(HOLDS)
     for check in CHECKS:
         assert len(HOLDS[check.name].split()) >= 4, check.name
         assert PUBLIC.search(source_of(check)), (check.name, source_of(check))
         assert "`half" not in source_of(check) and "as in" not in source_of(check), "a source is no name of our own"
     for known in KNOWN_WARNINGS:
-        assert PUBLIC.search(known.source) and known.cause and known.remedy, known
+        assert PUBLIC.search(known.source) and known.cause and known.fix, known

@@ -61,7 +61,7 @@ def test_h100_acs_on_the_path_fails_for_that_pair_alone(tmp_path: Path) -> None:
     finding = access_control(_bare_metal(tmp_path, lines))
     failed = {pair for pair, each in finding.pairs.items() if each.outcome is CheckOutcome.FAIL}
     assert finding.outcome is CheckOutcome.FAIL and failed == {("0000:3b:00.0", "0000:3c:00.0")}
-    assert "setpci -s 0000:39:02.0 ECAP_ACS+0x6.w=0000" in finding.remedy
+    assert "setpci -s 0000:39:02.0 ECAP_ACS+0x6.w=0000" in finding.fix
 
 
 def _bare_metal(folder: Path, lines: list[str]) -> Host:

@@ -46,7 +46,7 @@ def check(
         ("ibv_reg_mr=14", 0, "peer memory EFAULT (Bad address), dma-buf ok"),
         ("ibv_reg_dmabuf_mr=95", 0, "peer memory ok, dma-buf EOPNOTSUPP (Operation not supported)"),
         ("ibv_reg_mr=14 ibv_reg_dmabuf_mr=95", 2, "0 of 1 GPUs have a pair that will use GPUDirect RDMA"),
-        ("ibv_reg_mr=14 ibv_reg_dmabuf_mr=95", 2, "remedy (not applied): EFAULT: no peer memory"),
+        ("ibv_reg_mr=14 ibv_reg_dmabuf_mr=95", 2, "fix (not applied): EFAULT: no peer memory"),
         ("ibv_reg_mr=12 ibv_reg_dmabuf_mr=12", 2, "ENOMEM (Cannot allocate memory)"),
         (
             "ibv_reg_mr=14 attribute_124=0",

@@ -29,7 +29,7 @@ def findings(machine: ExampleMachine, *names: str) -> dict[str, Finding]:
 
 
 def words(found: dict[str, Finding]) -> str:
-    return " ".join(f"{each.text} {each.remedy}" for each in found.values())
+    return " ".join(f"{each.text} {each.fix}" for each in found.values())
 
 
 def two_halves(machine: ExampleMachine) -> None:
@@ -72,7 +72,7 @@ def test_one_half_that_is_left_out_is_half_of_the_rate(
     change(machine)
     found = findings(machine, "R5")["R5"]
     assert found.outcome is CheckOutcome.WARN and word in found.text
-    assert "NCCL_IB_HCA=mlx5_0,roceP2p1s0f0" in found.remedy and "slot" not in found.remedy
+    assert "NCCL_IB_HCA=mlx5_0,roceP2p1s0f0" in found.fix and "slot" not in found.fix
 
 
 def test_two_cards_are_no_halves(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_four_lanes_under_a_fast_card_say_whose_they_are(tmp_path: Path, most: i
             machine.functions[bus], current_gigatransfers=16.0, current_width=4, max_width=most
         )
     found = findings(machine, "R5")["R5"]
-    assert found.outcome is CheckOutcome.WARN and said in found.remedy
+    assert found.outcome is CheckOutcome.WARN and said in found.fix
     assert "200 Gb/s port on 63 Gb/s of PCIe (16 GT/s x4" in found.text
 
 
@@ -126,7 +126,7 @@ def test_a_level_that_was_lowered_is_unset_before_a_card_is_moved(tmp_path: Path
     ]
     assert parse_nccl_log(machine.log).overrides == {"NCCL_NET_GDR_LEVEL": "LOC"}
     found = findings(machine, "U3")["U3"]
-    assert "env -u NCCL_NET_GDR_LEVEL" in found.remedy and "move the card" not in found.remedy
+    assert "env -u NCCL_NET_GDR_LEVEL" in found.fix and "move the card" not in found.fix
 
 
 @pytest.mark.parametrize(("kind", "named"), [("p5.48xlarge", True), ("g5.48xlarge", True), ("g5.xlarge", False)])
@@ -140,7 +140,7 @@ def test_efa_that_was_never_attached_is_named(tmp_path: Path, kind: str, named: 
     machine.write("sys/class/dmi/id/product_name", f"{kind}\n")
     found = findings(machine, "R1")["R1"]
     assert found.outcome is CheckOutcome.FAIL
-    assert ("none is attached" in found.text) is named and ("type efa" in found.remedy) is named
+    assert ("none is attached" in found.text) is named and ("type efa" in found.fix) is named
 
 
 def efa_machine(tmp_path: Path) -> ExampleMachine:
@@ -251,7 +251,7 @@ def test_a_card_that_is_down_is_no_gpus_nearest(tmp_path: Path, state: str) -> N
     found = findings(machine, "P1", "R4")
     assert found["P1"].outcome is found["R4"].outcome is CheckOutcome.WARN
     assert "to 0000:81:00.0 is SYS: not by default, and mlx5_0, which is nearer, is down (R4)" in found["P1"].text
-    assert "bring up the port" in found["P1"].remedy
+    assert "bring up the port" in found["P1"].fix
     host = machine.host()
     report = run_checks(host)
     assert host.best_pairs == ((GPU, FAR),)

@@ -16,15 +16,15 @@ class KnownWarning:
     Attributes:
         pattern: Found in the line.
         cause: What it means.
-        remedy: What to look at or type; it holds where the cause does.
-        source: Where cause and remedy can be read.
+        fix: What to look at or type; it holds where the cause does.
+        source: Where cause and fix can be read.
         kind: `ends`: the job does not survive it; `follows`: it follows from another error, and counts where nothing
             else is in the log; `gdr`: it explains why GPUDirect RDMA is not used; `remark`: the job goes on.
     """
 
     pattern: str
     cause: str
-    remedy: str
+    fix: str
     source: str
     kind: Literal["ends", "follows", "gdr", "remark"] = "ends"
 

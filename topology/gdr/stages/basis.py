@@ -1,6 +1,6 @@
-"""When the remedy of a check is the right one: said beside it, with the source that the check's docstring names.
+"""When the fix of a check is the right one: said beside it, with the source that the check's docstring names.
 
-A remedy that is wrong for the machine at hand is worse than none: it may hang the job, or cost a day.
+A fix that is wrong for the machine at hand is worse than none: it may hang the job, or cost a day.
 """
 
 import inspect
@@ -65,7 +65,7 @@ HOLDS = {
     "U4": "the two were measured in turn, several times: a share of a few percent is chance",
     "U5": "the hosts are meant to be alike",
 }
-"""Check -> the condition under which its remedy helps, to go on after `this holds where`."""
+"""Check -> the condition under which its fix helps, to go on after `this holds where`."""
 
 
 def source_of(check: GdrCheck) -> str:

@@ -58,8 +58,8 @@ def gpu_can_register(host: Host) -> Finding:
         return Finding(outcomes[has], why)
 
     if no_gpu_has_gdr(host):
-        remedy = "none: this GPU's memory cannot be registered with a NIC, by no module and no variable; NCCL stages it"
-        return judge_pairs(host, judge, remedy)
+        fix = "none: this GPU's memory cannot be registered with a NIC, by no module and no variable; NCCL stages it"
+        return judge_pairs(host, judge, fix)
     return judge_pairs(
         host, judge, "use a data-centre or professional GPU; where unknown, run with the driver's libraries"
     )
@@ -190,21 +190,21 @@ def fabric_manager(host: Host) -> Finding:
     switches = [function for function in host.tree.of_class(0x06) if function.vendor == NVIDIA]
     states = [(f.fabric_state, f.fabric_status) for f in map(host.gpu_facts, (gpu.bus_id for gpu in host.gpus))]
     known = [state for state in states if state[0] not in (None, 0)]
-    remedy = "systemctl enable --now nvidia-fabricmanager, of the driver's own version"
+    fix = "systemctl enable --now nvidia-fabricmanager, of the driver's own version"
     if switches and "(802)" in (host.facts.cuda_error or ""):
-        return failed(f"CUDA does not start: {host.facts.cuda_error}", remedy)
+        return failed(f"CUDA does not start: {host.facts.cuda_error}", fix)
     if any(state[0] != 3 or state[1] not in (None, 0) for state in known):
-        return failed(f"GPU fabric not ready: states {sorted({str(s[0]) for s in known})}", remedy)
+        return failed(f"GPU fabric not ready: states {sorted({str(s[0]) for s in known})}", fix)
     if (
         host.facts.fabric_manager_active is False
         and switches
         and not host.process.virtual
         and not host.process.container
     ):
-        return failed("nvidia-fabricmanager is not active", remedy)
+        return failed("nvidia-fabricmanager is not active", fix)
     versions = {host.facts.fabric_manager_version, host.facts.driver_version} - {None}
     if switches and host.facts.fabric_manager_version and len(versions) == 2:
-        return failed("fabric manager and driver differ in version", remedy)
+        return failed("fabric manager and driver differ in version", fix)
     if known or (switches and host.facts.fabric_manager_active):
         return passed("GPU fabric ready")
     if switches or not host.tree.functions:

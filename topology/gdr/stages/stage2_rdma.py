@@ -54,13 +54,13 @@ def devices_of_hardware(host: Host) -> Finding:
         if not nic.devices and nic.bus_id[:-1] not in bonded and not (nic.bus_id in lent and host.process.container)
     ]
     modules = {MODULES[nic.function.vendor] for nic in bare if nic.function.vendor in MODULES}
-    remedy = f"modprobe {' '.join(sorted(modules))}; in a container check the RDMA network namespace (rdma system)"
+    fix = f"modprobe {' '.join(sorted(modules))}; in a container check the RDMA network namespace (rdma system)"
     if bare and homeless:
         return _unmatched(homeless)
     if len(bare) == len(host.capable):
-        return failed(f"{len(bare)} NICs on the bus, none is an RDMA device", remedy)
+        return failed(f"{len(bare)} NICs on the bus, none is an RDMA device", fix)
     if bare:
-        return warned(f"no RDMA device on {', '.join(nic.bus_id for nic in bare[:8])}", remedy)
+        return warned(f"no RDMA device on {', '.join(nic.bus_id for nic in bare[:8])}", fix)
     return passed(f"{len(host.capable)} NICs: {', '.join(nic.name for nic in host.capable[:16])}")
 
 
@@ -91,7 +91,7 @@ def device_files(host: Host) -> Finding:
     Command: `ls -l /dev/infiniband/uverbs*; ls -l /dev/cxi*`
     Source: rdma-core Documentation/udev.md; nccl issue 1925.
     """
-    remedy = (
+    fix = (
         "docker: --device=/dev/infiniband; Kubernetes: request the RDMA device plugin's resource; "
         "else modprobe ib_uverbs"
     )
@@ -103,7 +103,7 @@ def device_files(host: Host) -> Finding:
         return unknown("/dev cannot be seen", "run on the host, or capture there")
     if not verbs and not cxi:
         found = f"sysfs lists {len(host.rdma_devices or ())} RDMA devices, /dev/infiniband has none"
-        return failed(f"{found}: RDMA was bought, this {host.process.container or 'host'} was not given it", remedy)
+        return failed(f"{found}: RDMA was bought, this {host.process.container or 'host'} was not given it", fix)
     opened = host.facts.device_files
     if opened is None:
         return unknown(f"{len(verbs + cxi)} device files, not tried to open", "run on the live host")
@@ -122,19 +122,19 @@ def user_space(host: Host) -> Finding:
     Command: `ibv_devices; ls /usr/lib/*/libibverbs/*`
     Source: rdma-core README (providers); NCCL src/transport/net_ib (`NET/IB : No device found`).
     """
-    remedy = "install libibverbs1, ibverbs-providers (Debian) or rdma-core (Red Hat) in the image"
+    fix = "install libibverbs1, ibverbs-providers (Debian) or rdma-core (Red Hat) in the image"
     kernel = [device.name for device in host.rdma_devices or () if device.verbs]
     if host.rdma_devices and not kernel:
         return informed("Slingshot needs libfabric, not verbs")
     if host.facts.verbs_error:
-        return failed(f"libibverbs: {host.facts.verbs_error}", remedy)
+        return failed(f"libibverbs: {host.facts.verbs_error}", fix)
     if host.facts.verbs_devices is None:
         return unknown("libibverbs was not asked", "run on the live host")
     found = host.facts.verbs_devices
     if not found and kernel:
-        return failed(f"libibverbs sees none of {len(kernel)} devices", remedy)
+        return failed(f"libibverbs sees none of {len(kernel)} devices", fix)
     if len(found) < len(kernel):
-        return warned(f"libibverbs sees {len(found)} of {len(kernel)} devices", remedy)
+        return warned(f"libibverbs sees {len(found)} of {len(kernel)} devices", fix)
     return passed(f"libibverbs sees {len(found)} devices")
 
 
@@ -151,13 +151,13 @@ def port_state(host: Host) -> Finding:
     """
     ports = [(name, port) for name, port in _ports(host) if port.state]
     down = [f"{name}/{port.number} {port.state} ({port.physical})" for name, port in ports if port.state != "ACTIVE"]
-    remedy = "cable and switch port; INIT on InfiniBand waits for a subnet manager (opensm)"
+    fix = "cable and switch port; INIT on InfiniBand waits for a subnet manager (opensm)"
     if not ports:
         return unknown("no port state can be read")
     if len(down) == len(ports):
-        return failed(f"no ACTIVE port: {', '.join(down[:8])}", remedy)
+        return failed(f"no ACTIVE port: {', '.join(down[:8])}", fix)
     if down:
-        finding = warned(f"not ACTIVE: {', '.join(down[:8])}", remedy)
+        finding = warned(f"not ACTIVE: {', '.join(down[:8])}", fix)
         return replace(finding, pairs={pair: _state_of(host, pair[1]) for pair in host.distances})
     return passed(f"{len(ports)} ports ACTIVE")
 
@@ -221,8 +221,8 @@ def _halves_in_use(host: Host, halves: list[tuple[RdmaNic, ...]]) -> Finding:
         unused = [name for name in names if value and not name_matches(value, name)]
         if bare or unused:
             why = f"{', '.join(bare)} has no address" if bare else f"NCCL_IB_HCA={value} leaves out {', '.join(unused)}"
-            remedy = f"an address on each half's interface, and NCCL_IB_HCA={','.join(names)}"
-            return warned(f"{text}: {why}, so half the rate is lost", remedy)
+            fix = f"an address on each half's interface, and NCCL_IB_HCA={','.join(names)}"
+            return warned(f"{text}: {why}, so half the rate is lost", fix)
         words.append(text)
     return passed(f"{'; '.join(words)}: NCCL uses both; one TCP interface has one half")
 
@@ -252,12 +252,12 @@ def link_layer_and_speed(host: Host) -> Finding:
         )
         whole.append(bool(most and most > width))
     if slow:
-        remedy = (
+        fix = (
             "the card could use more lanes: another slot, or the slot's bifurcation in the firmware"
             if all(whole)
             else "a slot with as many lanes of as high a speed as the port needs; else count on PCIe's rate"
         )
-        return warned("; ".join(slow[:4]), remedy)
+        return warned("; ".join(slow[:4]), fix)
     if halves:
         return _halves_in_use(host, halves)
     up = [port for _, port in _ports(host) if port.gigabits and port.state != "DOWN"]  # a port that is down states any
@@ -296,7 +296,7 @@ def roce_address(host: Host) -> Finding:
     ports = [(name, port) for name, port in _ports(host) if port.link_layer == "Ethernet" and port.state != "DOWN"]
     if not ports:
         return informed("no RoCE port") if _ports(host) else unknown("no port can be read")
-    remedy = "give the interface an IP address; leave NCCL_IB_GID_INDEX unset from NCCL 2.21 on"
+    fix = "give the interface an IP address; leave NCCL_IB_GID_INDEX unset from NCCL 2.21 on"
     usable = {
         f"{name}/{port.number}": [g for g in port.gids if "v2" in g.kind and g.scope in ("ipv4", "ipv6")]
         for name, port in ports
@@ -305,12 +305,12 @@ def roce_address(host: Host) -> Finding:
         return unknown("GID tables cannot be read", "show_gids on the host")
     bare = [name for name, gids in usable.items() if not gids]
     if len(bare) == len(ports):
-        return failed(f"no routable RoCE v2 address on {', '.join(bare[:8])}", remedy)
+        return failed(f"no routable RoCE v2 address on {', '.join(bare[:8])}", fix)
     index = host.setting("NCCL_IB_GID_INDEX")
     if index is not None and index != "-1" and not any(str(g.index) == index for gids in usable.values() for g in gids):
-        return failed(f"NCCL_IB_GID_INDEX={index} is no usable RoCE v2 entry", remedy)
+        return failed(f"NCCL_IB_GID_INDEX={index} is no usable RoCE v2 entry", fix)
     if bare:
-        return warned(f"only link-local RoCE addresses on {', '.join(bare[:8])}", remedy)
+        return warned(f"only link-local RoCE addresses on {', '.join(bare[:8])}", fix)
     old = host.nccl_version is not None and host.nccl_version < DYNAMIC_GID_SINCE
     hint = (
         f"; NCCL before 2.21 needs NCCL_IB_GID_INDEX={next(iter(usable.values()))[0].index}"
@@ -318,9 +318,7 @@ def roce_address(host: Host) -> Finding:
         else ""
     )
     return (
-        warned(f"RoCE v2 addresses are there{hint}", remedy)
-        if hint
-        else passed("every RoCE port has a routable address")
+        warned(f"RoCE v2 addresses are there{hint}", fix) if hint else passed("every RoCE port has a routable address")
     )
 
 
@@ -368,8 +366,8 @@ def lossless_ethernet(host: Host) -> Finding:
     if lossy:
         nvidia = any(nic.function.vendor == MELLANOX for nic in host.nics)
         tool = " (mlnx_qos --pfc)" if nvidia else " (the maker's tool, or dcb pfc)"
-        remedy = f"priority flow control or ECN on switch and NIC{tool}, NCCL_IB_TC as the site says"
-        return warned(f"retransmissions: {', '.join(lossy[:4])}", remedy)
+        fix = f"priority flow control or ECN on switch and NIC{tool}, NCCL_IB_TC as the site says"
+        return warned(f"retransmissions: {', '.join(lossy[:4])}", fix)
     return passed(f"{len(counts)} retransmission counters are zero") if counts else unknown("no counters can be read")
 
 
@@ -383,17 +381,15 @@ def locked_memory(host: Host) -> Finding:
     words = lines[0].split() if lines else []
     if len(words) < 4:
         return unknown("/proc/self/limits cannot be read", "ulimit -l")
-    remedy = (
-        "docker --ulimit memlock=-1; limits.conf; systemd LimitMEMLOCK=infinity; Slurm PropagateResourceLimitsExcept"
-    )
+    fix = "docker --ulimit memlock=-1; limits.conf; systemd LimitMEMLOCK=infinity; Slurm PropagateResourceLimitsExcept"
     soft = words[3]
     if soft == "unlimited":
         return passed("unlimited")
     if not soft.isdigit() or len(soft) > 20:
         return unknown(f"limit `{soft[:20]}` is no number")
     if int(soft) < _MEMLOCK_FLOOR_NBYTES and not (host.process.root and host.process.can(CAP_IPC_LOCK)):
-        return failed(f"{int(soft) >> 10} KiB of locked memory", remedy)
-    return warned(f"{int(soft) >> 20} MiB of locked memory", remedy)
+        return failed(f"{int(soft) >> 10} KiB of locked memory", fix)
+    return warned(f"{int(soft) >> 20} MiB of locked memory", fix)
 
 
 def shared_memory(host: Host) -> Finding:

@@ -63,8 +63,8 @@ def peermem_quality(host: Host) -> Finding:
     if state is None or not peermem_known(host):
         found = "not seen; whether it is needed depends on dma-buf, which is not known"
         return unknown(found, "modprobe nvidia_peermem; dmesg | grep peer")
-    remedy = "modprobe nvidia_peermem (needs DOCA/OFED's ib_core); at boot: /etc/modules-load.d"
-    return failed("nvidia_peermem is not loaded", remedy)
+    fix = "modprobe nvidia_peermem (needs DOCA/OFED's ib_core); at boot: /etc/modules-load.d"
+    return failed("nvidia_peermem is not loaded", fix)
 
 
 def dmabuf_quality(host: Host) -> Finding:

@@ -45,8 +45,8 @@ def distance(host: Host) -> Finding:
         why = f", and {' and '.join(down)}, which is nearer, is down (R4)" if down else ""
         return warned(f"{gpu} to {nic} is {path}: not by default{why}")
 
-    remedy = "move the card below the GPU's switch; or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
-    return judge_pairs(host, judge, host.to_bring_up + remedy)
+    fix = "move the card below the GPU's switch; or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
+    return judge_pairs(host, judge, host.to_bring_up + fix)
 
 
 def assignment(host: Host) -> Finding:
@@ -153,8 +153,8 @@ def access_control(host: Host) -> Finding:
     bridges = sorted(
         {b for pair in host.best_pairs for b in host.tree.bridges_between(*pair) or () if _redirect(host, b)}
     )
-    remedy = "; ".join(f"setpci -s {bridge} ECAP_ACS+0x6.w=0000" for bridge in bridges[:8])
-    return replace(finding, remedy=f"{remedy} (at each boot), or ACS off in the firmware")
+    fix = "; ".join(f"setpci -s {bridge} ECAP_ACS+0x6.w=0000" for bridge in bridges[:8])
+    return replace(finding, fix=f"{fix} (at each boot), or ACS off in the firmware")
 
 
 def _redirect(host: Host, bridge: str) -> tuple[str, ...] | None:
@@ -180,12 +180,12 @@ def address_translation(host: Host) -> Finding:
         return passed("bare metal needs no ATS")
     off, known = _registers(host, _ats)
     if off:
-        return warned(f"ATS off on {', '.join(off[:8])}", _ats_remedy(host, off))
+        return warned(f"ATS off on {', '.join(off[:8])}", _ats_fix(host, off))
     return passed("ATS on") if known else unknown("ATS bits cannot be read", "run as root")
 
 
-def _ats_remedy(host: Host, names: list[str]) -> str:
-    """The remedy by the maker of the cards: NVIDIA's tool knows NVIDIA's cards alone."""
+def _ats_fix(host: Host, names: list[str]) -> str:
+    """The fix by the maker of the cards: NVIDIA's tool knows NVIDIA's cards alone."""
     makers = {nic.function.vendor for nic in host.nics if nic.name in names}
     if makers <= {MELLANOX}:
         return "mlxconfig -d NIC set ATS_ENABLED=1 on the host, reboot"
@@ -240,14 +240,14 @@ def relaxed_ordering(host: Host) -> Finding:
     nvidia = any(nic.function.vendor == MELLANOX for nic in host.nics)
     if host.nics and all(nic.function.vendor in (AMAZON, CRAY, HPE) for nic in host.nics):
         return informed("libfabric's provider decides for EFA and Slingshot, not NCCL's verbs")
-    remedy = f"mlxconfig -d NIC set PCI_WR_ORDERING=1; {verbs}" if nvidia else f"{verbs}; the NIC's own firmware tool"
+    fix = f"mlxconfig -d NIC set PCI_WR_ORDERING=1; {verbs}" if nvidia else f"{verbs}; the NIC's own firmware tool"
     if host.log is not None and host.log.relaxed_ordering is not None:
-        return passed("NCCL's log says [RO]") if host.log.relaxed_ordering else warned("NCCL's log lacks [RO]", remedy)
+        return passed("NCCL's log says [RO]") if host.log.relaxed_ordering else warned("NCCL's log lacks [RO]", fix)
     off, known = _registers(host, lambda config: config.relaxed_ordering)
     if off:
-        return warned(f"off on {', '.join(off[:8])}", remedy)
+        return warned(f"off on {', '.join(off[:8])}", fix)
     if host.facts.verbs_relaxed_ordering is False:
-        return warned("libibverbs lacks ibv_reg_mr_iova2", remedy)
+        return warned("libibverbs lacks ibv_reg_mr_iova2", fix)
     return passed("on") if known else unknown("Device Control cannot be read", "run as root")
 
 

@@ -104,7 +104,7 @@ _OVER_C2C = (
 
 
 def _doubt_about_level(host: Host, value: str | None, level: str) -> tuple[str, str] | None:
-    """What is odd about the variables, and the remedy."""
+    """What is odd about the variables, and the fix."""
     for old in ("NCCL_IB_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"):
         if value is None and host.setting(old) is not None:
             return (

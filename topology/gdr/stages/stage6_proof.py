@@ -28,21 +28,21 @@ from gradwire.topology.printable import shortened
 
 _HOST_SHARE = 0.8  # of the host-memory rate; redirected traffic loses about half (nccl-tests issue 112)
 _NOISE_SHARE = 0.95
-_HCA_REMEDY = (
+_HCA_FIX = (
     "with a data-centre or professional GPU and a NIC in hardware: load nvidia_peermem (M1), or make dma-buf work "
     "(M3); NCCL before 2.23.4 looks for peer memory only below /sys/kernel/mm/memory_peers (M4). GB10, GeForce and "
     "soft RoCE have no GPUDirect RDMA: nothing helps there (G2, R6)"
 )
-_RCCL_REMEDY = (
+_RCCL_FIX = (
     "AMD GPUs: amdgpu-dkms built where MLNX_OFED was installed before it, or the module ib_peer_mem (RCCL looks for "
     "/sys/kernel/mm/memory_peers/amdkfd/version, /sys/kernel/memory_peers, /sys/memory_peers); or dma-buf in the "
     "kernel, with NCCL_DMABUF_ENABLE=1"
 )
 """Source: RCCL src/transport/net_ib (ncclIbGdrSupport); github.com/ROCm/amdgpu/issues/102."""
 _OF_NVIDIA = re.compile(r"\bM[1-7]\b|nvidia|GeForce", re.IGNORECASE)
-"""Pattern of a remedy that is for NVIDIA's driver alone."""
-_NO_GDR_REMEDY = "none: no GPU of this machine has GPUDirect RDMA (G2)"
-_LEVEL_REMEDY = "P1: a card near the GPU; or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
+"""Pattern of a fix that is for NVIDIA's driver alone."""
+_NO_GDR_FIX = "none: no GPU of this machine has GPUDirect RDMA (G2)"
+_LEVEL_FIX = "P1: a card near the GPU; or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
 _ERRNO_NAMES = {
     **errno.errorcode,
     errno.EOPNOTSUPP: "EOPNOTSUPP",
@@ -114,16 +114,16 @@ def nccl_log(host: Host) -> Finding:
         text, known = log.fatal
         who = "torch" if text.startswith(TORCH_SPEAKS) else "NCCL WARN"
         found = f"the job failed: {known.cause} ({who}: {shortened(text)})"
-        return failed(found, _for_vendor(log, f"{known.remedy} [{known.source}]"))
+        return failed(found, _for_vendor(log, f"{known.fix} [{known.source}]"))
     finding = _by_channels(host, log)
-    finding = replace(finding, remedy=_for_vendor(log, finding.remedy))
+    finding = replace(finding, fix=_for_vendor(log, finding.fix))
     said = [(text, known) for text, known in log.warnings.items() if known is None or known.kind == "remark"]
     return _with_warning(finding, *said[0]) if said else finding
 
 
-def _for_vendor(log: NcclLog, remedy: str) -> str:
-    """The remedy, or AMD's where RCCL wrote the log and the remedy is for NVIDIA's driver."""
-    return _RCCL_REMEDY if log.is_rccl and _OF_NVIDIA.search(remedy) else remedy
+def _for_vendor(log: NcclLog, fix: str) -> str:
+    """The fix, or AMD's where RCCL wrote the log and the fix is for NVIDIA's driver."""
+    return _RCCL_FIX if log.is_rccl and _OF_NVIDIA.search(fix) else fix
 
 
 def _with_warning(finding: Finding, text: str, known: KnownWarning | None) -> Finding:
@@ -131,12 +131,12 @@ def _with_warning(finding: Finding, text: str, known: KnownWarning | None) -> Fi
     said = f"{finding.text}; but NCCL warned: {shortened(text)}" + (f" ({known.cause})" if known else "")
     if finding.outcome in (CheckOutcome.FAIL, CheckOutcome.WARN):
         return replace(finding, text=said)
-    return warned(said, f"{known.remedy} [{known.source}]" if known else "look it up: grep 'NCCL WARN' LOG")
+    return warned(said, f"{known.fix} [{known.source}]" if known else "look it up: grep 'NCCL WARN' LOG")
 
 
 def _by_channels(host: Host, log: NcclLog) -> Finding:
     """What the lines about channels prove, or why there are none."""
-    remedy = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH; then the first failed check above"
+    fix = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH; then the first failed check above"
     if log.nvlink_channels and not log.network_channels and len(log.hosts_with_local) > 1:
         hosts = len(log.hosts_with_local)
         return informed(
@@ -159,14 +159,14 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
         off = [f"the log has {log.switched_off}"] if log.switched_off else []
         return failed("; ".join([said, *off, *log.reasons]), _sockets(log))
     if not log.network_channels:
-        return _without_channels(log, remedy)
+        return _without_channels(log, fix)
     if not log.gdr_channels:
         reasons = "; ".join(log.reasons) or _path_words(log)
         if no_gpu_has_gdr(host):
-            return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", _NO_GDR_REMEDY)
-        remedy = _HCA_REMEDY if False in log.hcas.values() else _level_remedy(log) if log.far_pairs else remedy
-        remedy = _notes(log) or remedy
-        return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", remedy)
+            return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", _NO_GDR_FIX)
+        fix = _HCA_FIX if False in log.hcas.values() else _level_fix(log) if log.far_pairs else fix
+        fix = _notes(log) or fix
+        return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", fix)
     if log.staged_channels:
         staged = [
             f"rank {rank} {direction} {log.gdr_channels[rank, direction]}/{log.gdr_channels[rank, direction] + count}"
@@ -174,7 +174,7 @@ def _by_channels(host: Host, log: NcclLog) -> Finding:
         ]
         found = f"{log.gdr_channels.total()} of {log.network_channels} channels use GDRDMA: {', '.join(staged[:6])}"
         over = [f"{log.socket_channels} are NET/Socket"] if log.socket_channels else []
-        return warned("; ".join([found, *over, *log.reasons]), remedy)
+        return warned("; ".join([found, *over, *log.reasons]), fix)
     unseen = [way for way in ("send", "receive") if all(other != way for _, other in log.gdr_channels)]
     if unseen:
         return unknown(
@@ -200,37 +200,37 @@ def _sockets(log: NcclLog) -> str:
 def _notes(log: NcclLog) -> str:
     """What the first note of a plug-in, or warning, asks for; empty where there is none."""
     known_ones = [known for known in log.warnings.values() if known is not None and known.kind != "remark"]
-    found = (f"{known.remedy} [{known.source}]" for known in known_ones)
+    found = (f"{known.fix} [{known.source}]" for known in known_ones)
     return next(found, "")
 
 
-def _without_channels(log: NcclLog, remedy: str) -> Finding:
+def _without_channels(log: NcclLog, fix: str) -> Finding:
     """A log without channel lines of a network: it may still say that NCCL cannot, or will not."""
     if not log.spoken and not log.network_channels:
         tool = f"; it looks like {log.other_tool}" if log.other_tool else ""
         found = f"{log.lines} lines, none of them NCCL's{tool}" if log.lines else "the file is empty"
         return unknown(found, "the job's output with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH")
     if log.hcas and not any(log.hcas.values()):
-        return failed("; ".join(log.reasons), _HCA_REMEDY)
+        return failed("; ".join(log.reasons), _HCA_FIX)
     if log.far_pairs:
         far, all_ = log.far_pairs.total(), log.far_pairs.total() + log.near_pairs
         found = f"{far} of {all_} GPU-NIC pairs in the log are Disabled: {'; '.join(log.reasons)}"
-        return warned(found, _level_remedy(log)) if log.near_pairs else failed(found, _level_remedy(log))
+        return warned(found, _level_fix(log)) if log.near_pairs else failed(found, _level_fix(log))
     level = log.overrides.get("NCCL_NET_GDR_LEVEL", "PXB").upper()
     known = level if level in ("LOC", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS") else "PXB"
     if log.nearest and not within(log.nearest, known) and "NCCL_NET_GDR_LEVEL" not in log.overrides:
         able = sum(log.hcas.values())
-        return failed(f"0 pairs within the default level: {_path_words(log)}, although {able} NICs say Enabled", remedy)
+        return failed(f"0 pairs within the default level: {_path_words(log)}, although {able} NICs say Enabled", fix)
     lines = f"the first {log.lines} lines (the log goes on)" if log.truncated else f"{log.lines} lines"
-    return unknown("; ".join([f"{lines}, none about network channels", *log.reasons]), remedy)
+    return unknown("; ".join([f"{lines}, none about network channels", *log.reasons]), fix)
 
 
-def _level_remedy(log: NcclLog) -> str:
+def _level_fix(log: NcclLog) -> str:
     """What to do about pairs that are too far: first what lowered the level, if anything did."""
     level = log.overrides.get("NCCL_NET_GDR_LEVEL")
     if level is not None and not within("PXB", (parse_level(level) or "SYS")):
         return without_level("PXB")
-    return _LEVEL_REMEDY
+    return _LEVEL_FIX
 
 
 def _path_words(log: NcclLog) -> str:

@@ -86,7 +86,7 @@ def test_cards_that_nccl_cannot_register_with_are_the_reason(
     finding = judged([hca(word, 0), hca(word, 1), *channels], tmp_path)
     assert finding.outcome is CheckOutcome.FAIL
     assert f"Disabled for HCA mlx5_0, mlx5_1{' ' * bool(reason)}{reason}" in finding.text
-    assert "nvidia_peermem" in finding.remedy
+    assert "nvidia_peermem" in finding.fix
 
 
 @pytest.mark.parametrize("word", ["Enabled for {}", "(DMABUF) enabled for {}", "(nvidia-peermem) enable for {}"])
@@ -202,7 +202,7 @@ HEALTHY_CHANNELS = [channel(0, 1, "send"), channel(1, 0, "receive")]
 
 
 @pytest.mark.parametrize(
-    ("line", "cause", "remedy"),
+    ("line", "cause", "fix"),
     [
         ("Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", "locked memory", "memlock"),
         ("Call to ibv_reg_mr failed with error Bad address", "neither peer memory nor dma-buf", "M1"),
@@ -235,13 +235,13 @@ HEALTHY_CHANNELS = [channel(0, 1, "send"), channel(1, 0, "receive")]
 )
 @pytest.mark.parametrize("channels", [[], HEALTHY_CHANNELS])
 def test_a_warning_that_ends_the_job_outweighs_channels_that_were_made(
-    line: str, cause: str, remedy: str, channels: list[str], tmp_path: Path
+    line: str, cause: str, fix: str, channels: list[str], tmp_path: Path
 ) -> None:
     warned = f"n1:1:2 [0] transport/net_ib.cc:1 NCCL WARN {line}"
     finding = judged([*channels, warned, warned.replace("n1:", "n2:")], tmp_path)
     assert finding.outcome is CheckOutcome.FAIL, finding
     assert cause in finding.text, finding
-    assert remedy in f"{finding.text} {finding.remedy}", finding
+    assert fix in f"{finding.text} {finding.fix}", finding
 
 
 def test_a_warning_that_nobody_knows_is_shown_where_no_channel_follows(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_plug_ins_own_reason_is_told(line: str, cause: str, tmp_path: Path) ->
     staged = [channel(0, 1, "send", "NET/Socket/0"), channel(1, 0, "receive", "NET/Socket/0")]
     finding = judged([f"n:1:2 [0] {line}", *staged], tmp_path)
     assert finding.outcome is CheckOutcome.FAIL and cause in finding.text, finding
-    assert "libnccl-net" in finding.remedy or "fi_info" in finding.remedy, finding
+    assert "libnccl-net" in finding.fix or "fi_info" in finding.fix, finding
 
 
 LOCAL = "n:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
@@ -316,7 +316,7 @@ CLOSED = "n0:1:2 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection clos
 
 
 @pytest.mark.parametrize(
-    ("line", "cause", "remedy"),
+    ("line", "cause", "fix"),
     [
         (WATCHDOG, "a rank did not come", "GRADWIRE_WATCH=1"),
         (CLOSED, "another rank had ended before", "first error of that host"),
@@ -338,10 +338,10 @@ CLOSED = "n0:1:2 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection clos
         ),
     ],
 )
-def test_what_ended_a_job_outside_the_network_is_named_too(line: str, cause: str, remedy: str, tmp_path: Path) -> None:
+def test_what_ended_a_job_outside_the_network_is_named_too(line: str, cause: str, fix: str, tmp_path: Path) -> None:
     lines = [channel(0, 1, "send"), channel(0, 1, "receive"), line]
     finding = judged(lines, tmp_path)
-    assert finding.outcome is CheckOutcome.FAIL and cause in finding.text and remedy in finding.remedy
+    assert finding.outcome is CheckOutcome.FAIL and cause in finding.text and fix in finding.fix
 
 
 def test_what_follows_from_another_error_gives_way_to_it(tmp_path: Path) -> None:
@@ -364,13 +364,13 @@ def test_a_file_that_nccl_did_not_write_is_no_log(text: str, words: str, tmp_pat
     machine = ExampleMachine(tmp_path)
     host = replace(machine.host(), log=read_nccl_log(path))
     finding = nccl_log(host)
-    assert finding.outcome is CheckOutcome.UNKNOWN and words in finding.text and "NCCL_DEBUG=INFO" in finding.remedy
+    assert finding.outcome is CheckOutcome.UNKNOWN and words in finding.text and "NCCL_DEBUG=INFO" in finding.fix
 
 
-def test_a_plug_ins_note_brings_its_own_remedy(tmp_path: Path) -> None:
+def test_a_plug_ins_note_brings_its_own_fix(tmp_path: Path) -> None:
     lines = ["n0:1:2 [0] NCCL INFO NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR",
              channel(0, 1, "send", "NET/AWS Libfabric/0")]  # fmt: skip
-    assert judged(lines, tmp_path).remedy.startswith("fi_info -p efa -c FI_HMEM")
+    assert judged(lines, tmp_path).fix.startswith("fi_info -p efa -c FI_HMEM")
 
 
 AT = "hostA:100:200 [0]"
@@ -439,17 +439,17 @@ STATED = {
         CheckOutcome.FAIL, "a call of CUDA failed", "xid",
     ),
 }  # fmt: skip
-"""Case -> lines of a log, the outcome, words of the finding, words of the remedy."""
+"""Case -> lines of a log, the outcome, words of the finding, words of the fix."""
 
 
 @pytest.mark.parametrize("case", STATED)
 def test_what_the_log_states_is_used(case: str, tmp_path: Path) -> None:
-    lines, outcome, said, remedy = STATED[case]
+    lines, outcome, said, fix = STATED[case]
     for host, suffix in ((judged(lines, tmp_path / "lines"), ""), (_from_file(lines, tmp_path), " from a file")):
         assert host.outcome is outcome, (case + suffix, host)
-        assert said in host.text and remedy in host.remedy, (case + suffix, host)
+        assert said in host.text and fix in host.fix, (case + suffix, host)
         if RCCL in lines:
-            assert "nvidia" not in host.remedy.lower() and "M1" not in host.remedy, host
+            assert "nvidia" not in host.fix.lower() and "M1" not in host.fix, host
 
 
 def _from_file(lines: list[str], folder: Path) -> Finding:
