@@ -334,18 +334,18 @@ class Communicator:
         self.executor.start_steps(bucket, "the sum of a sparse gradient", steps, LANES)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Brackets what reads or changes a compressor's state outside of an all-reduce.
 
         On CUDA it runs on a side stream, behind all launches before it and before all that follow; the stream that
         computes does not wait for it. Nothing to do on a CPU, where the caller has waited for the launches.
         """
-        with self.executor.alone():
+        with self.executor.exclusive():
             yield
 
-    def rejoin(self) -> None:
+    def sync_current_stream(self) -> None:
         """Puts the current stream behind everything that was issued (on CUDA)."""
-        self.executor.rejoin()
+        self.executor.sync_current_stream()
 
     def run(self, flat: Tensor, plan: Plan) -> FutureTensor:
         """Runs any plan on a tensor, whatever the planner thinks of it: for measurements.
@@ -371,7 +371,7 @@ class Communicator:
         """
         return self._groups[lane, members]
 
-    def carry_out(
+    def run_collective(
         self,
         where: str,
         issue: Callable[[], Work | BackendWork],
@@ -413,7 +413,7 @@ class Communicator:
                 raise  # on every rank, or the others' wait ends by their time-out
             raise self.executor.failures.fail(where, members, error) from None
 
-    def swap(self, other: int, nbytes: int) -> float:
+    def sendrecv(self, other: int, nbytes: int) -> float:
         """Exchanges bytes with one other rank, for measurements; both call it, and nothing else is in flight.
 
         Args:
@@ -630,11 +630,11 @@ def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
     holds = whole or ranks.cluster.ranks(ranks.cluster.unit(ranks.rank, 0))[0] == ranks.rank
     for compressor, part in planned(ranks.compressor).parts(layout):
         for store in planned(compressor).shared():
-            with ranks.alone():
+            with ranks.exclusive():
                 held = store.peek(part, ranks.device)
-            ranks.rejoin()
+            ranks.sync_current_stream()
             values = shared(held, lambda both: ranks.all_reduce(both).wait())
-            with ranks.alone():
+            with ranks.exclusive():
                 store.export(part, ranks.device)
                 if holds:
                     store.adopt(part, values)

@@ -414,7 +414,7 @@ class HookState(GradientState[GradientSession]):
         self._timed = connection.listeners.wants_arrivals or communicator.executor.stats.timing
         if connection.compression is not None:
             if connection.compression.loss_scale.follows_scaler:
-                with communicator.alone():
+                with communicator.exclusive():
                     connection.compression.loss_scale.follow()
             saved = connection.compression.take_saved_transfers()
             self._resume = None if saved is None else _resume(saved)
@@ -522,7 +522,7 @@ class HookState(GradientState[GradientSession]):
             EndedStep(self.steps, buckets, transfers, self.report, timed=executor.stats.timing, together=together)
         )
         if buckets:
-            executor.spoil(buckets[-1])
+            executor.poison(buckets[-1])
         if self._elastic is not None:
             self._elastic.tell_change()
         executor.raise_failure()
@@ -583,7 +583,7 @@ def _end_compression(
         compression.end_step([*buckets, *sparse], transfers)
         return
     try:
-        with communicator.alone():
+        with communicator.exclusive():
             compression.end_step_on_device([*communicator.executor.extremes(), *_sparse_extremes(sparse)], transfers)
     except Exception as error:  # no memory, say: what this rank holds back is not what the others think
         communicator.executor.interrupt(error)

@@ -230,9 +230,9 @@ class AveragingSession:
         """What this rank holds back; empty without a compressor."""
         if self.compression is None:
             return {}
-        with self.communicator.alone():
+        with self.communicator.exclusive():
             own = self.compression.state_dict()
-        self.communicator.rejoin()
+        self.communicator.sync_current_stream()
         return own
 
     def load_state_dict(self, own: StateDict) -> None:
@@ -242,7 +242,7 @@ class AveragingSession:
             ValueError: The state is of another model or compressor, or is damaged; nothing was changed.
         """
         if self.compression is not None:
-            with self.communicator.alone():
+            with self.communicator.exclusive():
                 self.compression.load_state_dict(own)
             self.communicator.state_loaded(alike=self.compression.alike)
 

@@ -246,10 +246,10 @@ class SideStreams:
             self._streams[number % STREAMS].wait_event(event)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Makes a stream the current one that is behind everything issued so far, and before what comes on the others.
 
-        The stream that computes goes on beside it: `rejoin` puts it behind.
+        The stream that computes goes on beside it: `sync_current_stream` puts it behind.
         """
         first, *others = self._streams
         for before in (torch.cuda.current_stream(self._index), *others):
@@ -259,7 +259,7 @@ class SideStreams:
         for stream in others:
             self._put_behind(stream, first)
 
-    def rejoin(self) -> None:
+    def sync_current_stream(self) -> None:
         """Puts the current stream behind everything issued so far."""
         computing = torch.cuda.current_stream(self._index)
         for stream in self._streams:

@@ -130,10 +130,10 @@ class _NoStreams(SideStreams):
         self._calls["event wait"] += len(list(events))
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         yield
 
-    def rejoin(self) -> None: ...
+    def sync_current_stream(self) -> None: ...
 
 
 class _NoKernels:

@@ -96,9 +96,9 @@ def _delegate(
         if name in MESSAGES:
             limit = communicator.config.timeout if seconds is None else timedelta(seconds=seconds)
             message, everybody = Waiting(issued, None, limit), range(group.size())
-            communicator.carry_out(name, lambda: message, everybody, refusable=True)
+            communicator.run_collective(name, lambda: message, everybody, refusable=True)
         else:
-            communicator.carry_out(name, lambda: issued, seconds=seconds, refusable=True)
+            communicator.run_collective(name, lambda: issued, seconds=seconds, refusable=True)
 
     return WatchedWork(work, wait)
 

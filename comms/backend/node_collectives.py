@@ -181,11 +181,11 @@ class NodeCollectives:
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             self._under_way = call
-            self._carry_out(call)
+            self._run(call)
             self._under_way = None
             del call  # it holds tensors
 
-    def _carry_out(self, call: "_Call") -> None:
+    def _run(self, call: "_Call") -> None:
         try:
             with torch.inference_mode(any(output.is_inference() for output in call.outputs)), torch.no_grad():
                 call.run(self._connect())

@@ -105,7 +105,7 @@ class WatchedWork(dist.Work):
     Args:
         work: What torch's group returned.
         wait: Waits for it so many seconds, or as long as the group's own time-out allows; see
-            `Communicator.carry_out`.
+            `Communicator.run_collective`.
     """
 
     def __init__(self, work: dist.Work, wait: Callable[[float | None], object]) -> None:

@@ -378,12 +378,12 @@ class ElasticTraining:
             kept.check()
         else:
             if session.compression is not None:
-                with communicator.alone():
+                with communicator.exclusive():
                     session.compression.compressor.end_step(False)
             self._state._send_again(kept.restore(communicator), kept.rows)
         self._state._release(session)
         kept.wait()
-        communicator.rejoin()
+        communicator.sync_current_stream()
         looks = self._requests is not None and communicator.rank == 0
         found = self._requests.look(self._check_newcomer) if looks and self._requests else 0
         listed = torch.tensor([found], device=communicator.device)

@@ -34,7 +34,7 @@ class ResidualNotes(StepListener):
     def step_ended(self, step: EndedStep) -> None:
         """Leaves word now and then."""
         if step.number % NOTE_EVERY == 0:
-            with self._communicator.alone():
+            with self._communicator.exclusive():
                 self._membership.note = json.dumps([step.number, self._compression.held_norm()])
 
 

@@ -157,7 +157,7 @@ class Meeting:
         self._rail: GlooTransport | None = None
         line_up(communicator)
         if place == 0:
-            self._carry_out("connecting", self._connect)
+            self._run("connecting", self._connect)
         missing = _numbers(place == 0 and self._rail is None)
         self.is_possible = not _told(communicator, missing).any()
 
@@ -177,7 +177,7 @@ class Meeting:
         table = torch.zeros(communicator.size, 2, dtype=torch.float32, device="cpu")
         if partner is not None and self._rail is not None:
             rail, other = self._rail, partner
-            seen = self._carry_out(
+            seen = self._run(
                 f"swapping with node {other}",
                 lambda: rail.listening(lambda: swaps(rail, other, nbytes, DRAIN_NBYTES)),
             )
@@ -194,7 +194,7 @@ class Meeting:
         """Whether the transport's all_reduce adds in the order that `ring_runs` says; the same on all ranks."""
         wrong = False
         if (rail := self._rail) is not None:
-            wrong = not self._carry_out("a trial sum", lambda: sums_as_rings(rail))
+            wrong = not self._run("a trial sum", lambda: sums_as_rings(rail))
         return not _told(self._communicator, _numbers(wrong)).any()
 
     def partner(self, pairs: Sequence[tuple[int, int]]) -> int | None:
@@ -208,7 +208,7 @@ class Meeting:
             rail.connect_both_ways()  # also where this node pauses at first
             self._rail = cast(GlooTransport, rail)
 
-    def _carry_out(self, what: str, call: Callable[[], Result]) -> Result:
+    def _run(self, what: str, call: Callable[[], Result]) -> Result:
         """What `call` returns. Where it fails all ranks hear of it, and of which rank it was."""
         returned: list[Result] = []
 
@@ -216,7 +216,7 @@ class Meeting:
             returned.append(call())
             return Done()
 
-        self._communicator.carry_out(f"the look at the links ({what})", issue, self._members)
+        self._communicator.run_collective(f"the look at the links ({what})", issue, self._members)
         return returned[0]
 
 
@@ -232,7 +232,7 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
 
     def swap(numel: int) -> float:
         began = time.perf_counter()
-        rail.swap(other, received[:numel], sent[:numel]).wait()
+        rail.sendrecv(other, received[:numel], sent[:numel]).wait()
         return time.perf_counter() - began
 
     saved, numel = -(-saved_nbytes // 4), max(nbytes // 4, 1)

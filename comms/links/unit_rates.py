@@ -93,7 +93,7 @@ def measure_units(communicator: Communicator, consensus: Agreement, *, again: bo
             line_up(communicator)
             if pair is not None and place < rails:
                 partner = nodes[pair[1] if own == pair[0] else pair[0]][place]
-                times.append(communicator.swap(partner, nbytes // rails))
+                times.append(communicator.sendrecv(partner, nbytes // rails))
         if pair is not None and times:
             took.append((*pair, statistics.median(times)))
 

@@ -44,11 +44,11 @@ class Shared:
         self._source = host  # the device may still read it
         if on_cuda:
             self._host = torch.empty_like(host, pin_memory=True)
-            with communicator.alone():
+            with communicator.exclusive():
                 self._bucket.result().wait()  # the stream, not the host
                 self._host.copy_(flat, non_blocking=True)
                 self._copied = torch.cuda.current_stream(communicator.device).record_event()
-            communicator.rejoin()
+            communicator.sync_current_stream()
 
     @property
     def has_come(self) -> bool:

@@ -291,7 +291,7 @@ def _gathered(communicator: Communicator, own: bytes) -> dict[int, bytes] | None
     except RuntimeError as error:
         log.debug("the ranks' notes were lost: %s", error)
         return None
-    communicator.rejoin()
+    communicator.sync_current_stream()
     everything = flat.cpu().numpy().tobytes()
     return {rank: everything[8 * start : 8 * start + length] for rank, (start, length) in spans.items()}
 

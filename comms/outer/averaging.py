@@ -283,7 +283,7 @@ class FragmentAveraging:
         """Says what becomes of what the compressor has staged for some fragments: whether their averages count."""
         layouts = [fragment.layout for fragment in fragments if fragment.numel]
         if self.compression is not None and layouts:
-            with self.communicator.alone():
+            with self.communicator.exclusive():
                 self.compression.decide(finite, layouts)
 
     def averages(self, fragments: Sequence[Fragment], announce: Callable[[], None]) -> tuple[list[Tensor], str]:
@@ -356,13 +356,13 @@ class FragmentAveraging:
         if self.compression is None:
             return {}
         held = self.compression.state_dict()
-        self.communicator.rejoin()
+        self.communicator.sync_current_stream()
         return held
 
     def load_held(self, held: StateDict) -> None:
         """Restores what `held` has returned."""
         if self.compression is not None:
-            with self.communicator.alone():
+            with self.communicator.exclusive():
                 self.compression.load_state_dict(held)
             self.communicator.state_loaded(alike=self.compression.alike)
 
@@ -374,13 +374,13 @@ class FragmentAveraging:
         """
         if self.compression is None:
             return
-        with self.communicator.alone():
+        with self.communicator.exclusive():
             present = self.compression.state_dict()
             try:
                 self.compression.load_state_dict(held)
             finally:
                 self.compression.load_state_dict(present)
-        self.communicator.rejoin()
+        self.communicator.sync_current_stream()
 
     def _averages(self, fragments: Sequence[Fragment], announce: Callable[[], None]) -> tuple[list[Tensor], str]:
         resilient_ops = self.resilient_ops
@@ -438,10 +438,10 @@ class FragmentAveraging:
         """
         if self.compression is None:
             return
-        with self.communicator.alone():
+        with self.communicator.exclusive():
             held = torch.zeros_like(flat, dtype=torch.float32)
             self.compression.compressor.flush(held, fragment.layout)
-        self.communicator.rejoin()
+        self.communicator.sync_current_stream()
         keep_until_read(held)
         flat.add_(held)
 

@@ -253,14 +253,14 @@ def _timed(
         Processor seconds of a round (the mean), how often it would have waited for all ranks, and this rank's share of
         a core.
     """
-    from gradwire.compressors.optim.peers import carry_out
+    from gradwire.compressors.optim.peers import run_requests
 
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
 
     def once() -> float:
         shard = gradient.clone()
         began = time.process_time()
-        carry_out(compressor.all_reduce(shard, layout, group.member), group)
+        run_requests(compressor.all_reduce(shard, layout, group.member), group)
         took = time.process_time() - began
         compressor.end_step(True)
         return took

@@ -201,7 +201,7 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def spoil(self, bucket: Bucket) -> None:
+    def poison(self, bucket: Bucket) -> None:
         """Has the device make one average NaN where gradwire gives up before the step's last bucket has ended, on CUDA.
 
         The host may have issued the optimizer's step by then. Changes nothing otherwise; the current stream waits for
@@ -212,9 +212,9 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def alone(self) -> AbstractContextManager[None]:
-        """Brackets what reads or changes a compressor's state outside of a launch: see `Communicator.alone`."""
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Brackets what reads or changes a compressor's state outside of a launch: see `Communicator.exclusive`."""
 
     @abstractmethod
-    def rejoin(self) -> None:
+    def sync_current_stream(self) -> None:
         """Puts the current stream behind everything that was issued (on CUDA)."""

@@ -273,12 +273,12 @@ class LaneExecutor(Executor):
     def raise_failure(self) -> None:
         """Nothing: the futures of what has failed raise it."""
 
-    def spoil(self, bucket: Bucket) -> None:
+    def poison(self, bucket: Bucket) -> None:
         """Nothing: an average that has failed never reaches an optimizer, because its future raises."""
 
-    def alone(self) -> AbstractContextManager[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Needs nothing: the caller has waited for the launches."""
         return nullcontext()
 
-    def rejoin(self) -> None:
+    def sync_current_stream(self) -> None:
         """Nothing: what is done is done for the caller, too."""

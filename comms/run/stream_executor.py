@@ -215,13 +215,13 @@ class StreamExecutor(Executor):
         self.carried.append(run.launch.buckets[0].index)
         try:
             self.release()
-            with self._streams.alone():
+            with self._streams.exclusive():
                 _advance(steps, 1)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             self._give_up_now(error)
 
     def _start_migration(self, steps: Iterator[Hop]) -> None:
-        with self.alone():
+        with self.exclusive():
             for _ in steps:
                 pass
 
@@ -253,19 +253,19 @@ class StreamExecutor(Executor):
         return extremes
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """See `Executor.alone`."""
         self.release()
-        with self._streams.alone():
+        with self._streams.exclusive():
             yield
 
     def oldest(self) -> WaitingLaunch | None:
         """None: where the device stands is not known to the host."""
         return None
 
-    def rejoin(self) -> None:
-        """See `Executor.rejoin`."""
-        self._streams.rejoin()
+    def sync_current_stream(self) -> None:
+        """See `Executor.sync_current_stream`."""
+        self._streams.sync_current_stream()
 
     def close(self, seconds: float | None = None) -> bool:
         """See `Executor.close`: waits for the device, and gives up nothing.
@@ -306,7 +306,7 @@ class StreamExecutor(Executor):
         Others may have issued it, so no launch of this rank can be paired with theirs any more.
         """
         self._held = None
-        self._streams.rejoin()
+        self._streams.sync_current_stream()
         self.interrupt(error)
         if isinstance(error, torch.OutOfMemoryError):
             raise error
@@ -316,15 +316,15 @@ class StreamExecutor(Executor):
         """See `Executor.interrupt`.
 
         NCCL's communicators are aborted, so that a device that waits for a lost rank goes on; what the gradients of
-        this step then hold is undefined, and `spoil` says so. The next launch, the end of the step, or the optimizer's
+        this step then hold is undefined, and `poison` says so. The next launch, the end of the step, or the optimizer's
         next step raises what happened. Any thread.
         """
         self._interrupted = True
         give_up = self._streams.verdict.give_up  # before the device can go on
         self.failures.fail(self.activity, range(self._size), error, first=give_up)
 
-    def spoil(self, bucket: Bucket) -> None:
-        """See `Executor.spoil`."""
+    def poison(self, bucket: Bucket) -> None:
+        """See `Executor.poison`."""
         if bucket.flat.is_floating_point() and bucket.flat.numel():
             bucket.result().wait()  # done for the host since it was issued
             self._streams.verdict.apply_to(bucket.flat)

@@ -529,7 +529,7 @@ class ExactReduceScatter(ReduceScatter):
             job()
             return
         issue = _issuing(self._exact, output_tensor, input_tensor, group, op=op)
-        self._communicator.carry_out("reduce_scatter (of shards)", issue)
+        self._communicator.run_collective("reduce_scatter (of shards)", issue)
 
     def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job | None:
         """See `AllGather.job`."""
@@ -540,7 +540,7 @@ class ExactReduceScatter(ReduceScatter):
         divisor = divisor_of(op, group.size(), self._unit)
 
         def run() -> None:
-            self._communicator.carry_out(
+            self._communicator.run_collective(
                 "reduce_scatter (of shards)",
                 lambda: FutureWork(
                     planned.reduce_scatter(output_tensor, input_tensor, keep=False), self._communicator.config.timeout
@@ -587,7 +587,7 @@ class ExactAllGather(AllGather):
         if async_op:
             return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=True)
         issue = _issuing(self._exact, output_tensor, input_tensor, group)
-        self._communicator.carry_out("all_gather (of shards)", issue)
+        self._communicator.run_collective("all_gather (of shards)", issue)
         return None
 
     def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
@@ -599,7 +599,7 @@ class ExactAllGather(AllGather):
             return None
 
         def run() -> None:
-            self._communicator.carry_out(
+            self._communicator.run_collective(
                 "all_gather (of shards)",
                 lambda: FutureWork(planned.all_gather(output_tensor, input_tensor), self._communicator.config.timeout),
                 range(group.size()),

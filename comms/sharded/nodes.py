@@ -114,20 +114,20 @@ class LinkedMembers:
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """See `Members`."""
         bounds = [output.numel() * number for number in range(self.size + 1)]
-        self._carry_out("reduce_scatter", lambda on: on.reduce_scatter(source, bounds))
+        self._run("reduce_scatter", lambda on: on.reduce_scatter(source, bounds))
         output.copy_(source[bounds[self.rank] : bounds[self.rank + 1]])
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """See `Members`."""
-        self._carry_out("all_gather", lambda on: on.all_gather(output, source))
+        self._run("all_gather", lambda on: on.all_gather(output, source))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """See `Members`."""
-        self._carry_out("all_to_all", lambda on: on.all_to_all(output, source))
+        self._run("all_to_all", lambda on: on.all_to_all(output, source))
 
-    def _carry_out(self, op: str, issue: Callable[[Transport], Work]) -> None:
+    def _run(self, op: str, issue: Callable[[Transport], Work]) -> None:
         where = "inside the node" if self._step == "inside" else "between nodes"
-        self._communicator.carry_out(
+        self._communicator.run_collective(
             f"{op} {where} (of shards)",
             lambda: issue(self._communicator.transport(self._lane, self.ranks)),
             self.ranks,

@@ -37,7 +37,7 @@ class Submitted(dist.Work):
         self._error: BaseException | None = None
         self.ended = False
 
-    def carry_out(self) -> None:
+    def run(self) -> None:
         """Runs it, in whichever thread it is its turn."""
         try:
             assert self._job is not None
@@ -51,7 +51,7 @@ class Submitted(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when it is done; its collectives have time-outs of their own. Raises what it raised."""
-        self._jobs.carry_out_until(self)
+        self._jobs.run_until(self)
         if self._error is not None:
             raise self._error
         return True
@@ -75,25 +75,25 @@ class _Jobs:
         self._there.release()
         return submitted
 
-    def carry_out_until(self, wanted: Submitted) -> None:
+    def run_until(self, wanted: Submitted) -> None:
         while not wanted.ended:
             with self._turn:
                 if not wanted.ended:
-                    self._carry_out_first()
+                    self._run_first()
 
     def serve(self) -> None:
         while self._there.acquire() and not self._closed:
             with self._turn:
                 if self._todo:
-                    self._carry_out_first()
+                    self._run_first()
 
-    def _carry_out_first(self) -> None:
+    def _run_first(self) -> None:
         """Carries out the first job that has not ended, with `_turn` held.
 
         It leaves the queue behind that: an exception that comes in between (of a signal's handler, say) loses none.
         """
         if not self._todo[0].ended:
-            self._todo[0].carry_out()
+            self._todo[0].run()
         self._todo.popleft()
 
     def close(self) -> None:

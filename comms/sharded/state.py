@@ -423,7 +423,7 @@ class FsdpState(GradientState[AveragingSession]):
         if communicator.device.type == "cuda":
             communicator.executor.stats.timing = is_timed(self.steps) or connection.listeners.wants_times
         if compression is not None and compression.loss_scale.follows_scaler:
-            with communicator.alone():
+            with communicator.exclusive():
                 compression.loss_scale.follow()
         connection.listeners.step_began(self.steps)
 
@@ -451,7 +451,7 @@ class FsdpState(GradientState[AveragingSession]):
         communicator.executor.stats.read_times()
         if compression is not None:
             if communicator.device.type == "cuda":
-                with communicator.alone():
+                with communicator.exclusive():
                     compression.end_step_on_device(self._agreed_extremes(communicator), ())
             else:
                 compression.decide(self._agreed(), ())
@@ -466,7 +466,7 @@ class FsdpState(GradientState[AveragingSession]):
         verdict = torch.tensor(int(self._finite), dtype=torch.int32, device="cpu")
         for group, link in zip(self._shard_groups, self._shards.communicators, strict=True):
             issue = partial(dist.all_reduce, verdict, op=dist.ReduceOp.MIN, group=group, async_op=True)
-            link.carry_out("agreement on whether the step is finite", cast(Callable[[], BackendWork], issue))
+            link.run_collective("agreement on whether the step is finite", cast(Callable[[], BackendWork], issue))
         return bool(verdict)
 
     def _agreed_extremes(self, communicator: Communicator) -> list[Tensor]:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 class Issues(Protocol):
     """What issues the buckets' collectives."""
 
-    def rejoin(self) -> None:
+    def sync_current_stream(self) -> None:
         """Puts the current stream behind everything that was issued (on CUDA)."""
 
 
@@ -87,7 +87,7 @@ class UsedMap:
     def last_is_issued(self, communicator: Issues) -> None:
         """The collectives of a step's last bucket are issued: DDP's stream goes on behind all of them."""
         if self._in_every_step:
-            communicator.rejoin()
+            communicator.sync_current_stream()
 
 
 def _written(parameter: Tensor) -> tuple[int, int]:

@@ -387,7 +387,7 @@ class GlooTransport(TorchTransport):
             return super().exchange(output, source, output_splits, source_splits, largest_nbytes)
         return self._both_ways(output, source, output_splits, source_splits, found)
 
-    def swap(self, other: int, received: Tensor, sent: Tensor) -> Work:
+    def sendrecv(self, other: int, received: Tensor, sent: Tensor) -> Work:
         """Exchanges a tensor with one other rank, and no word with the rest, at full duplex: for measurements.
 
         All ranks have called `connect_both_ways` before. Its wait hears no alarm: see `listening`.

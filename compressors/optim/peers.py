@@ -33,7 +33,7 @@ class Peers(Protocol):
         """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
 
 
-def carry_out(requests: Iterator[Request], peers: Peers) -> None:
+def run_requests(requests: Iterator[Request], peers: Peers) -> None:
     """Carries out the collectives that a compressor's generator yields, one request after the other.
 
     Args:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwire.comms.migration import is_settled, migrate
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.base import Compressor, Layout, even_bounds
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.routed import make_routed
 from support.layouts import layout_of_whole
 
@@ -36,7 +36,7 @@ def used(name: str, layouts: list[Layout]) -> Compressor:
     group = EchoGroup(2)
     for layout in layouts:
         shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(layout.numel))
-        carry_out(compressor.all_reduce(shard, layout, group.member), group)
+        run_requests(compressor.all_reduce(shard, layout, group.member), group)
     compressor.end_step(True)
     return compressor
 

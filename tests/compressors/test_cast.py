@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.codecs.cast import Cast
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from support.threads import ThreadGroup, take_turns
 
 LAYOUT = Layout((Slice("w", (1000,), 0, 0, 1000),))
@@ -16,7 +16,7 @@ def reduced(plain: bool, inputs: list[Tensor]) -> list[Tensor]:
 
     def body(rank: int) -> Tensor:
         shard, ours = inputs[rank].clone(), Cast("bf16", plain=plain)
-        carry_out(ours.all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
+        run_requests(ours.all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
         return shard
 
     return take_turns(len(inputs), body)
@@ -40,7 +40,7 @@ def test_overflow_reaches_everybody() -> None:
 
     def body(rank: int) -> Tensor:
         shard = torch.full((1000,), 1e6 if rank else 1.0)
-        carry_out(Cast("fp16").all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
+        run_requests(Cast("fp16").all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
         return shard
 
     assert all(output.isinf().all() for output in take_turns(2, body))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.compressors.base import Collective, Compressor, Layout, Member, StateDict
 from gradwire.compressors.element_scale import ElementScale
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import Option, make
 from gradwire.compressors.residual import ElementStore
 from gradwire.compressors.routed import Routed
@@ -71,7 +71,7 @@ def test_a_tensor_decides_as_the_host_does(case: str, layout: Layout) -> None:
         ours, seen = made(case), list[object]()
         for step in range(STEPS):
             shard = gradient_of(rank, step, layout, step in bad_steps)
-            carry_out(ours.all_reduce(shard, layout, groups[rank].member), groups[rank])
+            run_requests(ours.all_reduce(shard, layout, groups[rank].member), groups[rank])
             finite = shard.isfinite().all()
             assert bool(finite) == (step not in bad_steps)
             ours.end_step(finite if on_device else bool(finite))
@@ -108,7 +108,7 @@ def test_a_step_retracted_late_loses_no_other_gradient(case: str, layout: Layout
         arrived, last = torch.zeros(layout.numel, dtype=torch.float64), torch.tensor(True)
         for step in range(STEPS + 1):
             shard = gradient_of(rank, step, layout, step in bad_steps)
-            carry_out(ours.all_reduce(shard, layout, groups[rank].member), groups[rank])
+            run_requests(ours.all_reduce(shard, layout, groups[rank].member), groups[rank])
             if not last:
                 ours.retract_step()
             last = shard.isfinite().all()
@@ -142,7 +142,7 @@ def test_a_tensor_rescales_as_a_number_does(case: str, dtype: torch.dtype, layou
         ours = made(case)
         for step, factor in enumerate(factors):
             shard = gradient_of(0, step, layout, False)
-            carry_out(ours.all_reduce(shard, layout, group.member), group)
+            run_requests(ours.all_reduce(shard, layout, group.member), group)
             ours.end_step(True)
             ours.rescale(factor)
         return ours.state_dict()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.dgc import DGC, pack_places, places_nbytes, unpack_places
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import Option, make
 from support.threads import ThreadGroup, take_turns
 
@@ -71,7 +71,7 @@ def test_it_is_the_papers_algorithm(nesterov: bool, clip: float, masked: bool) -
         outputs = []
         for step in range(steps):
             shard = gradient(rank, step)
-            carry_out(ours.all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
+            run_requests(ours.all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
             ours.end_step(True)
             outputs.append(shard)
         return outputs
@@ -115,7 +115,7 @@ def test_a_nan_is_always_among_the_largest() -> None:
         shard = gradient(rank, 0)
         if rank:
             shard[11] = float("nan")
-        carry_out(DGC(warmup_steps=0).all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
+        run_requests(DGC(warmup_steps=0).all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
         return shard
 
     for shard in take_turns(2, body):
@@ -148,7 +148,7 @@ def test_rounding_is_random_where_that_is_asked_for_and_nowhere_else(name: str, 
             compressor, shard = make(name, {**options, "seed": seed}), gradient(rank, 0)
             for _ in range(2):
                 shard = gradient(rank, 0)
-                carry_out(compressor.all_reduce(shard, layout, groups[rank].member), groups[rank])
+                run_requests(compressor.all_reduce(shard, layout, groups[rank].member), groups[rank])
                 compressor.end_step(True)
             return shard
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.codecs.onebit import OneBit
 from gradwire.compressors.element_scale import FLOOR, ElementScale, fixed_order_sum
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from support.threads import ThreadGroup, take_turns
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def first_compressed(warmup_steps: int) -> Tensor:
         compressor = OneBit(momentum=0.0, warmup_steps=warmup_steps)
         for step in range(warmup_steps + 1):
             shard = torch.randn(NUMEL, generator=torch.Generator().manual_seed(2 * step + rank)) * SIZES
-            carry_out(compressor.all_reduce(shard, layout, groups[rank].member), groups[rank])
+            run_requests(compressor.all_reduce(shard, layout, groups[rank].member), groups[rank])
             compressor.end_step(True)
         return shard
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Layout
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import BUILT_IN, Option, make, options_of
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.stateful import Stateful
@@ -69,7 +69,7 @@ class Run:
     def step(self, gradient: Tensor, layout: Layout, group: ThreadGroup) -> None:
         shard, before = gradient.clone(), group.sent_nbytes
         self.expected_nbytes.append(self.compressor.wire_nbytes(layout, group.size))
-        carry_out(self.compressor.all_reduce(shard, layout, group.member), group)
+        run_requests(self.compressor.all_reduce(shard, layout, group.member), group)
         self.sent_nbytes.append(group.sent_nbytes - before)
         self.outputs.append(shard)
         self.compressor.end_step(bool(shard.isfinite().all()))
@@ -218,7 +218,9 @@ def test_state_can_move_to_new_owners(maker: Maker, layout: Layout) -> None:
                     owner.adopt(layout.cut(start, stop), rows[:, start:stop])
             shard = gradient_of(rank, step, layout.numel)
             for owner, start, stop, local in zip(owners, bounds, bounds[1:], groups, strict=False):
-                carry_out(owner.all_reduce(shard[start:stop], layout.cut(start, stop), local[rank].member), local[rank])
+                run_requests(
+                    owner.all_reduce(shard[start:stop], layout.cut(start, stop), local[rank].member), local[rank]
+                )
                 owner.end_step(True)
             total += shard.double()
         for owner, start, stop in zip(owners, bounds, bounds[1:], strict=False):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.base import Compressor, Layout, Request
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import Option, make
 
 SIZE = 3
@@ -46,7 +46,7 @@ def test_the_gradient_survives(
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
     for each in (compressor, twin):  # a first step, so that there are residuals
         each.bind_model(numels)
-        carry_out(each.all_reduce(gradient.clone(), layout, EchoGroup(SIZE).member), EchoGroup(SIZE))
+        run_requests(each.all_reduce(gradient.clone(), layout, EchoGroup(SIZE).member), EchoGroup(SIZE))
         each.end_step(True)
     shard, allowed = gradient.clone(), 0
     while (rounds := first_round(compressor, shard, layout, full_memory(allowed))) is None:
@@ -55,6 +55,6 @@ def test_the_gradient_survives(
         allowed += 1
     assert allowed > 0 or name == "none"
     wanted = gradient.clone()
-    carry_out(rounds, EchoGroup(SIZE))
-    carry_out(twin.all_reduce(wanted, layout, EchoGroup(SIZE).member), EchoGroup(SIZE))
+    run_requests(rounds, EchoGroup(SIZE))
+    run_requests(twin.all_reduce(wanted, layout, EchoGroup(SIZE).member), EchoGroup(SIZE))
     assert torch.equal(shard, wanted), "the failures have left traces in the state"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.matrices import as_matrix, cut_between
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.powersgd import PowerSGD
 from support.threads import ThreadGroup, take_turns
 
@@ -19,7 +19,7 @@ LAYOUT = Layout((Slice("w", SHAPE, 0, 0, 4800),))
 
 
 def reduce(compressor: PowerSGD, shard: Tensor, group: ThreadGroup, layout: Layout = LAYOUT) -> Tensor:
-    carry_out(compressor.all_reduce(shard, layout, group.member), group)
+    run_requests(compressor.all_reduce(shard, layout, group.member), group)
     compressor.end_step(bool(shard.isfinite().all()))
     return shard
 

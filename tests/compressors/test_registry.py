@@ -10,7 +10,7 @@ from gradwire.comms.plan.codec_price import CODEC_FACTS
 from gradwire.compressors import registry
 from gradwire.compressors.base import Codec, Compressor, Layout
 from gradwire.compressors.codecs.base import BlockCodec
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import BUILT_IN, make, names, options_of, register_codec, register_compressor
 from gradwire.compressors.two_stage import TwoStage
 from support.block_codecs import CODECS
@@ -51,7 +51,7 @@ def test_a_users_codec_obeys_the_laws(layout: Layout) -> None:
             shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(10 * step + rank))
             sent += shard
             before = groups[rank].sent_nbytes
-            carry_out(ours.all_reduce(shard, layout, groups[rank].member), groups[rank])
+            run_requests(ours.all_reduce(shard, layout, groups[rank].member), groups[rank])
             assert groups[rank].sent_nbytes - before == ours.wire_nbytes(layout, size)
             ours.end_step(True)
             outputs.append(shard)

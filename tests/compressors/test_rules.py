@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire.compressors.base import Layout, Slice
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.routed import Routed, make_routed
 from gradwire.compressors.rules import Rule, rules_from
 from support.threads import ThreadGroup, take_turns
@@ -52,7 +52,7 @@ def test_dense_parameters_arrive_exactly(name: str, layout: Layout) -> None:
         routed, outputs = make_routed(name, options), []
         for step in range(3):
             shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(step * size + rank))
-            carry_out(routed.all_reduce(shard, layout, groups[rank].member), groups[rank])
+            run_requests(routed.all_reduce(shard, layout, groups[rank].member), groups[rank])
             routed.end_step(True)
             outputs.append(shard[bias.start : bias.stop].clone())
         return outputs

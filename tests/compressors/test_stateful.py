@@ -10,7 +10,7 @@ from gradwire.compressors.base import Compressor, Layout, Member, StateDict, Sta
 from gradwire.compressors.kernels import dispatch
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import Option, make
 from gradwire.compressors.routed import Routed
 from support.threads import ThreadGroup, take_turns
@@ -28,7 +28,7 @@ def used(compressor_name: str, layout: Layout) -> Compressor:
         made.bind_model(NUMELS)
         for step in range(2):
             shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(step * 2 + rank))
-            carry_out(made.all_reduce(shard, layout, groups[rank].member), groups[rank])
+            run_requests(made.all_reduce(shard, layout, groups[rank].member), groups[rank])
             made.end_step(True)
         return made
 
@@ -94,7 +94,7 @@ def test_routes_are_loaded_all_or_none(layout: Layout) -> None:
     routed = Routed("onebit", {"warmup_steps": 0})
     routed.bind_model(NUMELS)
     group = ThreadGroup.create(1)[0]
-    carry_out(routed.all_reduce(torch.randn(layout.numel), layout, group.member), group)
+    run_requests(routed.all_reduce(torch.randn(layout.numel), layout, group.member), group)
     routed.end_step(True)
     state = routed.state_dict()
     last = next(key for key in reversed(state) if key.startswith("1|momentum"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Layout, Slice
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.registry import make
 from support.threads import ThreadGroup, run_ranks, take_turns
 
@@ -28,7 +28,7 @@ def outputs_of(name: str, concurrent: bool) -> list[list[Tensor]]:
             ]
 
             def drive(i: int, shards: list[Tensor] = shards) -> None:
-                carry_out(ours.all_reduce(shards[i], LAYOUTS[i], groups[i][rank].member), groups[i][rank])
+                run_requests(ours.all_reduce(shards[i], LAYOUTS[i], groups[i][rank].member), groups[i][rank])
 
             threads = [threading.Thread(target=drive, args=(i,)) for i in range(len(LAYOUTS))]
             for thread in threads:

@@ -12,7 +12,7 @@ from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.kernels import cuda, reference
 from gradwire.compressors.kernels import dispatch as kernels
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.two_stage import Residuals, two_stage
 from support.block_codecs import CODECS, check_pieces, randn
 
@@ -67,7 +67,7 @@ def test_an_exchange_is_three_launches(
             randn(width, 2).to(there),
             torch.empty(width, device=there),
         )
-        carry_out(two_stage(shard, shard, EchoGroup(size).member, codec, codec, residuals), EchoGroup(size))
+        run_requests(two_stage(shard, shard, EchoGroup(size).member, codec, codec, residuals), EchoGroup(size))
         outputs.append(
             [tensor.cpu() for tensor in (shard, residuals.new_worker, residuals.new_server) if tensor is not None]
         )

@@ -39,7 +39,7 @@ class NoStreams:
 
     def wait(self, number: int, events: object) -> None: ...
 
-    def rejoin(self) -> None: ...
+    def sync_current_stream(self) -> None: ...
 
 
 class Issuing(StreamExecutor):
@@ -172,9 +172,9 @@ def test_no_event_is_made_to_put_one_stream_behind_another(
     made = Mock()
     monkeypatch.setattr(torch.cuda, "Event", made)
     side_streams.begin((0, 1), ())
-    with side_streams.alone():
+    with side_streams.exclusive():
         pass
-    side_streams.rejoin()
+    side_streams.sync_current_stream()
     assert not made.called
     assert not any(stream.record_event.called for stream in (computing, *sides))
     first, second = sides

@@ -25,7 +25,7 @@ ON_STANDIN = (
     Mutation(
         "on the stand-in: the map of used parameters is summed beside the last bucket",
         "comms/step/used_map.py",
-        "        if self._in_every_step:\n            communicator.rejoin()\n",
+        "        if self._in_every_step:\n            communicator.sync_current_stream()\n",
         "        del communicator\n",
         "DDP's own sum and gradwire's wait for each other.",
         (f"{_SCHEDULES}[few multiprocessors-exact]",),

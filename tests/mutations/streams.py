@@ -223,7 +223,7 @@ STREAMS = (
     Mutation(
         "what ranks tell of themselves is in the way of what torch issues",
         "comms/observe/share.py",
-        "            communicator.rejoin()\n",
+        "            communicator.sync_current_stream()\n",
         "",
         "DDP's broadcast of running means and a sum of gradwire's wait for each other on a GPU with room for one.",
         (f"{_HOOK}test_what_torch_issues_between_steps_is_behind_every_collective",),

@@ -311,7 +311,7 @@ def test_no_optimizer_steps_on_what_was_not_averaged() -> None:
         flat = torch.ones(8, device=rank.device)
         bucket = Bucket.of(flat)
         bucket.result().set_result(flat)
-        executor.spoil(bucket)
+        executor.poison(bucket)
         assert flat.cpu().isnan().tolist() == [True] + [False] * 7
         rank.state.close()
         assert rank.state not in hook._on_cuda

@@ -87,10 +87,10 @@ def of_node(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> 
     return made
 
 
-@pytest.mark.parametrize("call", ["_carry_out", "Communicator.abort", "Segment.broadcast"])
+@pytest.mark.parametrize("call", ["_run", "Communicator.abort", "Segment.broadcast"])
 def test_collectives_of_a_node_fail_and_nobody_waits(monkeypatch: pytest.MonkeyPatch, ended: Any, call: str) -> None:
     made = of_node(monkeypatch, PeerError("gone") if call == "Communicator.abort" else None)
-    if call == "_carry_out":
+    if call == "_run":
         monkeypatch.setattr(made, call, fails)
     elif call == "Communicator.abort":
         monkeypatch.setattr(Communicator, "abort", fails)
@@ -116,7 +116,7 @@ def test_what_was_submitted_behind_a_collective_that_ends_the_thread_fails_too(
         go_on.wait(SECONDS)
         raise PLANTED
 
-    monkeypatch.setattr(made, "_carry_out", fail_later)
+    monkeypatch.setattr(made, "_run", fail_later)
     first = made.broadcast(torch.ones(1), 0)
     assert entered.wait(SECONDS)
     second = made.broadcast(torch.ones(1), 0)
@@ -247,7 +247,7 @@ def test_jobs_of_a_sharded_model_are_carried_out_by_who_waits(monkeypatch: pytes
     jobs, done = _Jobs(), []
     first = jobs.add(lambda: done.append(1))
     with monkeypatch.context() as planted:
-        planted.setattr(jobs, "_carry_out_first", fails)
+        planted.setattr(jobs, "_run_first", fails)
         BackgroundThread("test", jobs.serve, without="it", on_failure=lambda error: None).start()
         ended.get(timeout=SECONDS)
     second = jobs.add(lambda: done.append(2))
@@ -266,7 +266,7 @@ def test_an_interruption_between_two_jobs_loses_none(monkeypatch: pytest.MonkeyP
 
     first, second = jobs.add(lambda: done.append(1)), jobs.add(lambda: done.append(2))
     with monkeypatch.context() as planted:
-        planted.setattr(type(first), "carry_out", interrupted)
+        planted.setattr(type(first), "run", interrupted)
         with pytest.raises(MemoryError):
             second.wait()
     second.wait()

@@ -37,13 +37,13 @@ def test_a_node_is_as_fast_as_its_best_pair(rates: tuple[float, ...]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_plans_follow_the_links_as_they_change(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store, rates = HashStore(), [4.0, 4.0, 1.0]
-    real = Communicator.swap
+    real = Communicator.sendrecv
 
     def timed(self: Communicator, other: int, nbytes: int) -> float:
         real(self, other, nbytes)
         return 1 / min(rates[self.rank // ranks], rates[other // ranks])
 
-    monkeypatch.setattr(Communicator, "swap", timed)
+    monkeypatch.setattr(Communicator, "sendrecv", timed)
 
     def run(rank: int) -> list[tuple[float, ...]]:
         config = Config(hostname=str(rank // ranks), timeout=timedelta(seconds=30))

@@ -25,7 +25,7 @@ class Recorded:
     def __init__(self) -> None:
         self.rejoined, self.waited = 0, 0
 
-    def rejoin(self) -> None:
+    def sync_current_stream(self) -> None:
         self.rejoined += 1
 
     def synchronize(self, device: torch.device) -> None:

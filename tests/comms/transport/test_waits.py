@@ -23,7 +23,7 @@ ENDED_BY = {
     "a work of gradwire's own transports: each kind has a deadline (`Waiting`, `_Pending`, ShmGroup, MPI)": """
         comms/communicator.py: transport.all_to_all(received, source).wait
         comms/communicator.py: work.wait
-        comms/links/quick_probe.py: rail.swap(other, received[:numel], sent[:numel]).wait
+        comms/links/quick_probe.py: rail.sendrecv(other, received[:numel], sent[:numel]).wait
         comms/run/lane_executor.py: work.wait
         comms/sparse.py: transport.all_to_all(got_keys, keys).wait
         comms/sparse.py: transport.all_to_all(got_values, values).wait

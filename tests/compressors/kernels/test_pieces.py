@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.codecs.base import PieceCodec, in_pieces
 from gradwire.compressors.kernels import reference
-from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.optim.peers import run_requests
 from gradwire.compressors.two_stage import Parts, Residuals, two_stage
 from support.block_codecs import CODECS, check_pieces, randn
 from support.threads import ThreadGroup, take_turns
@@ -138,7 +138,7 @@ def test_no_old_memory_travels(codec: PieceCodec, numel: int, monkeypatch: pytes
                 return group.all_gather(output, source)
 
         shard = randn(numel, rank)
-        carry_out(two_stage(shard, shard, group.member, codec, codec, Residuals()), Spy())
+        run_requests(two_stage(shard, shard, group.member, codec, codec, Residuals()), Spy())
         return [*seen, shard]
 
     monkeypatch.setattr("gradwire.compressors.two_stage.torch.empty", dirty)
