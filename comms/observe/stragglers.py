@@ -1,31 +1,34 @@
-"""Who is late: names the slowest rank, its node, by how much, since when, in which bucket, and whether it is the link.
+"""Straggler detection of the hook: names the slowest rank, its node, the delay, the bucket, or a slow link.
 
-An all-reduce equalises the steps of all ranks, so their lengths name nobody. But the hook sees each bucket arrive
-before it waits: a rank that is late waits less than the others. What is measured is that wait, from a bucket's arrival
-to its reduction, on each rank's own clock. A bucket ends everywhere at nearly the same moment, as no rank has the sum
-before the last one has come; so the difference of two ranks' waits is the difference of their arrivals, whatever their
-clocks say. Of transfers the time of the rank that entered a phase last counts, which waited for nobody: what is left is
-the link.
+An all-reduce makes the steps of all ranks equally long, so step times do not show which rank is slow. But the hook sees
+each bucket arrive before it waits, and a straggler waits less than the others. The measure is therefore the wait from a
+bucket's arrival to its reduction, on each rank's own clock. A bucket ends on all ranks at nearly the same moment,
+because no rank has the sum before the last rank has contributed. So the difference of two ranks' waits is the
+difference of their arrivals, whatever their clocks show. For transfers, the measure is the time of the rank that
+entered a phase last: it waited for no other rank, so all of its time is the link's.
 
-That moment is not the same where packets are lost: the last message of a bucket may reach a rank a second after the
-others have its sum, and then that rank waits longer, arrives later in the next step, and is at no fault in either. Over
-many steps this falls on all ranks. A single long wait is therefore not explained by waits, but by what the ranks took
-by themselves: each from the end of the step before, on its own clock, to a bucket's arrival.
+Packet loss is an exception: the last message of a bucket may reach one rank a second after the others have the sum.
+That rank then waits longer, and arrives later in the next step, without a fault in either. Over many steps this
+happens to all ranks alike. A single long wait is therefore explained not by waits but by the time that each rank took
+by itself: from the end of the previous step, on its own clock, to the bucket's arrival.
 
-**What is sent.** In a pulse, every `PULSE_STEPS` steps (in fast steps less often), four numbers a rank; all ranks then
-decide alike, from the same numbers, whether to look closer: two to four numbers a bucket, in the step after. Without a
-reason every `every` steps. Everything travels in one small all-reduce that no host waits for.
+**What is sent.** Every `SUMMARY_STEPS` steps (less often if steps are short) each rank sends a summary of four numbers.
+All ranks decide from the same numbers whether they need a breakdown in the next step: two to four numbers a bucket.
+Without a reason there is a breakdown every `every` steps. Everything is sent in one small all-reduce that no host waits
+for.
 
-**When a rank is named.** Of the last `WINDOW` steps the rank's waits without the longest, all of them, must be shorter
-than the waits of the median rank without the shortest, by more than the threshold T (`SHARE` of a step, at least
-`FLOOR_SECONDS`): in at least six of eight steps the rank was later than the median rank by T. Let p be the share of
-steps in which it is so by chance; then eight steps give a false alarm with a probability of less than 28 p^6, and two
-looks in a row, which are asked for, 784 p^12: at p = 0.1 below 1e-9, at 0.2 3e-6. A rank that is behind by
-`STRONG_SHARE` of a step, at least `STRONG_SECONDS`, is named after one look: p is tiny there. It is dropped after two
-looks without it. A link is slow by the same comparison of a step's transfers, with those of the other links or of the
-steps before, and takes two looks; it is looked for when all ranks wait longer, and what was slow from the first step
-on is not found. Inside a node of CPUs there is no link: what is slow there is a busy processor. Source: the tail of the
+**When a rank is named.** Over the last `WINDOW` steps, the rank's longest wait, without its `OUTLIERS` longest ones,
+must be shorter than the shortest wait of the median rank, without its `OUTLIERS` shortest ones, by more than the
+threshold T (`SHARE` of a step, at least `FLOOR_SECONDS`). So in at least six of eight steps the rank was later than the
+median rank by T. If p is the share of steps in which that happens by chance, eight steps give a false alarm with a
+probability of less than 28 p^6, and the two breakdowns in a row that are required with 784 p^12: below 1e-9 at p = 0.1,
+3e-6 at p = 0.2. A rank that is behind by `STRONG_SHARE` of a step, at least `STRONG_SECONDS`, is named after one
+breakdown, because p is tiny there. A rank is no longer named after two breakdowns without it. Source: the tail of the
 binomial distribution, C(8, 6) p^6 (1 - p)^2 + ... <= 28 p^6.
+
+**When a link is named.** Transfers of a step are compared in the same way with those of the other links, or of earlier
+steps, in two breakdowns in a row. Links are compared when all ranks wait longer; a link that is slow from the first
+step on is not found. There are no links inside a node of CPUs: a slow transfer there is a busy processor.
 """
 
 import logging
@@ -46,13 +49,13 @@ from gradwire.comms.run.launches import Times
 log = logging.getLogger("gradwire")
 
 WINDOW, OUTLIERS = 8, 1
-"""Steps that a look is about, and how many of them may stray on either side: a garbage collection, a checkpoint."""
+"""Steps that a breakdown covers, and outliers that it ignores on either side: a garbage collection, a checkpoint."""
 
-PULSE_STEPS = 12
-"""Steps between two pulses. Four late steps may escape the first one; the next, the look, and what it takes to hear of
-it make 4 + 12 + 2 steps after which a rank is named at the latest."""
+SUMMARY_STEPS = 12
+"""Steps between two summaries. The first one may miss four late steps; then follow the next summary, the breakdown and
+the all-reduce of its numbers: a straggler is named after 4 + 12 + 2 steps at the latest."""
 
-PULSE_SECONDS = 0.24
+SUMMARY_SECONDS = 0.24
 """And at least so long: an exchange takes some 0.3 to 0.4 ms of a rank's own thread on a busy machine, and faster steps
 should not pay more of it a second than slower ones. Figures: docs/results/diagnosis.md."""
 
@@ -60,7 +63,7 @@ FLOOR_SECONDS, SHARE = 5e-3, 0.05
 """Less than this, of less than this share of a step, is not worth a name: what a scheduler's time slice takes."""
 
 STRONG_SECONDS, STRONG_SHARE = 0.05, 0.25
-"""More than both is named after one look."""
+"""More than both is named after one breakdown."""
 
 LONG_SECONDS = 1.0
 """A single wait so much longer than usual is explained, too."""
@@ -72,9 +75,9 @@ ranks' links, or so many times as long as three quarters of its own before the w
 USUAL_STEPS = 2 * WINDOW
 """Least number of steps before the window that say what is usual."""
 
-USUAL_PULSES = 8
+USUAL_SUMMARIES = 8
 """The rank that waits least waits for nobody but the links. Where it waits `SLOW_LINK_RATIO` times as long as in the
-median of so many last pulses, that is a reason to look closer."""
+median of so many last summaries, that is a reason to look closer."""
 
 MOST_BUCKETS, MANY_RANKS, FEW_BUCKETS = 64, 512, 16
 """Numbers are sent for so many buckets, and for fewer among many ranks; of more, one in several stands for all."""
@@ -105,12 +108,12 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Summary:
     """What a rank says of its last steps, in short.
 
     Attributes:
         wait_seconds: Median over the window of a step's waits, summed over its buckets; negative where it has too few.
-        longest_seconds: By how much the longest single wait since the last pulse exceeded that bucket's median.
+        longest_seconds: By how much the longest single wait since the last summary exceeded that bucket's median.
         longest_step: In which step.
         step_seconds: How long a step takes.
     """
@@ -122,7 +125,7 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Breakdown:
     """What a rank says of its last steps, bucket by bucket; buckets are columns.
 
     Attributes:
@@ -154,7 +157,7 @@ class Look:
         return [self.step_seconds, self.since_step, *phases, *self.low, *self.middle, *self.high, *self.once]
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> "Look":
+    def of(cls, numbers: Sequence[float]) -> "Breakdown":
         """The look whose `numbers` these are."""
         head = 2 + 3 * MOST_PHASES
         rest = (len(numbers) - head) // 4
@@ -225,22 +228,22 @@ def threshold(step_seconds: float) -> float:
     return max(FLOOR_SECONDS, SHARE * step_seconds)
 
 
-def late_ranks(looks: Sequence[Look]) -> list[Late]:
+def late_ranks(breakdowns: Sequence[Breakdown]) -> list[Late]:
     """The ranks that are late in nearly every step of the window, the latest first; the rule is on top of this file.
 
     Args:
-        looks: Of all ranks, in their order.
+        breakdowns: Of all ranks, in their order.
     """
-    step_seconds = statistics.median(look.step_seconds for look in looks)
+    step_seconds = statistics.median(breakdown.step_seconds for breakdown in breakdowns)
     least, much = threshold(step_seconds), max(STRONG_SECONDS, STRONG_SHARE * step_seconds)
-    columns = min(len(look.low) for look in looks)
-    reference = [_reference(looks, column) for column in range(columns)]
+    columns = min(len(breakdown.low) for breakdown in breakdowns)
+    reference = [_reference(breakdowns, column) for column in range(columns)]
     found = []
-    for rank, look in enumerate(looks):
-        behind = [looks[reference[column]].middle[column] - look.middle[column] for column in range(columns)]
-        apart = [looks[reference[column]].low[column] - look.high[column] for column in range(columns)]
+    for rank, breakdown in enumerate(breakdowns):
+        behind = [breakdowns[reference[column]].middle[column] - breakdown.middle[column] for column in range(columns)]
+        apart = [breakdowns[reference[column]].low[column] - breakdown.high[column] for column in range(columns)]
         worst = max(range(columns), key=apart.__getitem__, default=None)
-        if worst is None or apart[worst] <= least or min(look.low[0], looks[reference[0]].low[0]) < 0:
+        if worst is None or apart[worst] <= least or min(breakdown.low[0], breakdowns[reference[0]].low[0]) < 0:
             continue
         # A rank stays late once it is: the delay begins where it grows most.
         grown = [behind[column] - max(behind[column - 1] if column else 0.0, 0.0) for column in range(worst + 1)]
@@ -254,42 +257,42 @@ def _is_slow(seconds: float, usual: float, length: float, ratio: float = SLOW_LI
     return seconds > ratio * usual and seconds - usual > threshold(length)
 
 
-def _reference(looks: Sequence[Look], column: int) -> int:
+def _reference(breakdowns: Sequence[Breakdown], column: int) -> int:
     """The rank in the middle; of two the one that waits."""
-    return sorted(range(len(looks)), key=lambda rank: looks[rank].middle[column])[len(looks) // 2]
+    return sorted(range(len(breakdowns)), key=lambda rank: breakdowns[rank].middle[column])[len(breakdowns) // 2]
 
 
-def late_once(looks: Sequence[Look]) -> Late | None:
+def late_once(breakdowns: Sequence[Breakdown]) -> Late | None:
     """The rank that the others waited for in the one step that was asked about.
 
     Args:
-        looks: Of all ranks.
+        breakdowns: Of all ranks.
 
     Returns:
         The rank that took so much longer by itself than the one in the middle, of two the faster one; None where no
         rank did: then a link kept them waiting.
     """
     found: Late | None = None
-    for column in range(min(len(look.once) for look in looks)):
-        own = [look.once[column] for look in looks]
+    for column in range(min(len(breakdown.once) for breakdown in breakdowns)):
+        own = [breakdown.once[column] for breakdown in breakdowns]
         last, middle = max(own), sorted(own)[(len(own) - 1) // 2]
         if min(own) >= 0 and last - middle > max(LONG_SECONDS, found.seconds * 1.1 if found else 0.0):
             found = Late(own.index(last), column, last - middle, strong=True)
     return found
 
 
-def pulses_differ(pulses: Sequence[Pulse], known: frozenset[int]) -> bool:
+def summaries_differ(summaries: Sequence[Summary], known: frozenset[int]) -> bool:
     """Whether to look closer: a rank waits less than the middle one by more than the threshold.
 
     Args:
-        pulses: Of all ranks.
+        summaries: Of all ranks.
         known: Ranks that are named already: where they, and no others, wait less, there is no news.
     """
-    if any(pulse.wait_seconds < 0 for pulse in pulses):
+    if any(summary.wait_seconds < 0 for summary in summaries):
         return False
-    least = threshold(statistics.median(pulse.step_seconds for pulse in pulses))
-    middle = sorted(pulse.wait_seconds for pulse in pulses)[len(pulses) // 2]
-    less = {rank for rank, pulse in enumerate(pulses) if middle - pulse.wait_seconds > least}
+    least = threshold(statistics.median(summary.step_seconds for summary in summaries))
+    middle = sorted(summary.wait_seconds for summary in summaries)[len(summaries) // 2]
+    less = {rank for rank, summary in enumerate(summaries) if middle - summary.wait_seconds > least}
     return less != known
 
 
@@ -372,7 +375,7 @@ class _OwnSteps:
         group = max(1, ceil(count / most))
         return tuple(min(first + group, count) - 1 for first in range(0, count, group))
 
-    def pulse(self, since: int) -> Pulse:
+    def summary(self, since: int) -> Summary:
         """What is said now and then.
 
         Args:
@@ -381,7 +384,7 @@ class _OwnSteps:
         window = self._window()
         length = _median(sorted(self._lengths)) if self._lengths else 0.0
         if len(window) < WINDOW:
-            return Pulse(-1.0, 0.0, -1.0, length)
+            return Summary(-1.0, 0.0, -1.0, length)
         usual = [_median(sorted(column)) for column in zip(*(sample.waits for sample in window), strict=True)]
         longest, step = 0.0, -1
         for sample in self._samples:
@@ -389,9 +392,9 @@ class _OwnSteps:
                 excess = max(map(sub, sample.waits, usual))
                 if excess > longest:
                     longest, step = excess, sample.step
-        return Pulse(_median(sorted(sum(sample.waits) for sample in window)), longest, step, length)
+        return Summary(_median(sorted(sum(sample.waits) for sample in window)), longest, step, length)
 
-    def look(self, asked_step: int | None) -> Look:
+    def breakdown(self, asked_step: int | None) -> Breakdown:
         """What is said where the others want to know more.
 
         Args:
@@ -407,10 +410,10 @@ class _OwnSteps:
         none = tuple(-1.0 for _ in columns)
         if len(window) < WINDOW:
             unknown = (-1.0,) * MOST_PHASES
-            return Look(length, -1.0, unknown, unknown, unknown, none, none, none, once)
+            return Breakdown(length, -1.0, unknown, unknown, unknown, none, none, none, once)
         waits = [sorted(sample.waits[column] for sample in window) for column in columns]
         phases = [sorted(seconds) for seconds in zip(*(each.phases for each in window), strict=True)]
-        return Look(
+        return Breakdown(
             length,
             float(self._since()),
             tuple(each[OUTLIERS] for each in phases),
@@ -449,8 +452,8 @@ class _OwnSteps:
         return since
 
 
-class _Judge:
-    """What the looks of all ranks mean; the same on every rank.
+class _Diagnosis:
+    """What the breakdowns of all ranks mean; the same on every rank.
 
     Args:
         communicator: Of the gradients.
@@ -460,7 +463,7 @@ class _Judge:
     Attributes:
         found: What the last look found.
         once: The last single long wait.
-        suspects: Ranks that were late in the last look, and are to be looked at once more.
+        suspects: Ranks that were late in the last breakdown, and are to be looked at once more.
         confirms_link: Whether a link is to be looked at once more.
     """
 
@@ -475,28 +478,28 @@ class _Judge:
         self._missed = 0
         self._slow_link: _SlowLink | None = None
 
-    def judge(self, looks: Sequence[Look], columns: tuple[int, ...], asked: int | None) -> None:
+    def update(self, breakdowns: Sequence[Breakdown], columns: tuple[int, ...], asked: int | None) -> None:
         """Draws the conclusion.
 
         Args:
-            looks: Of all ranks.
+            breakdowns: Of all ranks.
             columns: The buckets that they are of.
             asked: The step that was asked about; None where none was.
         """
-        length = statistics.median(look.step_seconds for look in looks)
+        length = statistics.median(breakdown.step_seconds for breakdown in breakdowns)
         repeated = self.once is not None and self.once.since_step == asked
-        if asked is not None and not repeated and (late := late_once(looks)) is not None:
+        if asked is not None and not repeated and (late := late_once(breakdowns)) is not None:
             self.once = self._late((self._ranks[late.rank],), late, columns, length, asked, once=True)
-            self._say(self.once)
-        if any(not look.low or look.low[0] < 0 for look in looks):
+            self._log(self.once)
+        if any(not breakdown.low or breakdown.low[0] < 0 for breakdown in breakdowns):
             return
-        late_now = late_ranks(looks)
+        late_now = late_ranks(breakdowns)
         named = self.named()
         sure = [late for late in late_now if late.strong or late.rank in self.suspects | named]
         self.suspects = frozenset(late.rank for late in late_now) - {late.rank for late in sure}
-        found = self._stragglers(sure, looks, columns, length)
+        found = self._stragglers(sure, breakdowns, columns, length)
         if not late_now:
-            found += self._links_of(looks, length)
+            found += self._links_of(breakdowns, length)
         if not found and self.found:
             self._missed += 1
             if self._missed < 2:
@@ -506,10 +509,11 @@ class _Judge:
         self._change(found)
 
     def _stragglers(
-        self, late: Sequence[Late], looks: Sequence[Look], columns: tuple[int, ...], length: float
+        self, late: Sequence[Late], breakdowns: Sequence[Breakdown], columns: tuple[int, ...], length: float
     ) -> list[Straggler]:
         """One for each node that has late ranks."""
-        since = [look.since_step for rank, look in enumerate(looks) if rank not in {each.rank for each in late}]
+        stragglers = {each.rank for each in late}
+        since = [each.since_step for rank, each in enumerate(breakdowns) if rank not in stragglers]
         first = int(statistics.median_low(since)) if since else -1
         nodes: dict[tuple[int, ...], list[Late]] = {}
         for each in late:
@@ -535,18 +539,18 @@ class _Judge:
             COMPUTES_LATE, ranks, node, worst.seconds, length, since, bucket, self._names(bucket), once=once
         )
 
-    def _links_of(self, looks: Sequence[Look], length: float) -> list[Straggler]:
+    def _links_of(self, breakdowns: Sequence[Breakdown], length: float) -> list[Straggler]:
         """The links on which a step's transfers take much longer than on others, or than they did."""
         for phase in range(MOST_PHASES):
             # A phase's time of the rank that came last holds no wait for another one.
-            fast = {group: min(looks[rank].fast[phase] for rank in group) for group in self._links_of_phase(phase)}
-            slow = {group: min(looks[rank].slow[phase] for rank in group) for group in fast}
+            fast = {group: min(breakdowns[rank].fast[phase] for rank in group) for group in self._links_of_phase(phase)}
+            slow = {group: min(breakdowns[rank].slow[phase] for rank in group) for group in fast}
             if not fast or min(fast.values()) <= 0:
                 continue
             known = self._slow_link if self._slow_link is not None and self._slow_link.phase == phase else None
             middle = sorted(slow.values())[(len(slow) - 1) // 2]
             found, before = [group for group, each in fast.items() if _is_slow(each, middle, length)], middle
-            usual = max(look.usual[phase] for look in looks) if known is None else known.before
+            usual = max(breakdown.usual[phase] for breakdown in breakdowns) if known is None else known.before
             if not found and usual > 0 and _is_slow(min(fast.values()), usual, length, SLOWER_RATIO):
                 found, before = list(fast), usual
             if not found:
@@ -554,7 +558,7 @@ class _Judge:
                     self._slow_link = None
                 continue
             if known is None:  # once more, then it is believed
-                since = int(statistics.median_low(look.since_step for look in looks))
+                since = int(statistics.median_low(breakdown.since_step for breakdown in breakdowns))
                 self._slow_link = known = _SlowLink(phase, since, before)
                 self.confirms_link = True
                 return []
@@ -600,7 +604,7 @@ class _Judge:
         )
         for key, each in now.items():
             if key not in before:
-                self._say(each)
+                self._log(each)
         for key, each in before.items():
             if key not in now and self._communicator.rank == 0:
                 log.info("no longer: %s", each)
@@ -610,7 +614,7 @@ class _Judge:
         named = {rank for each in self.found if each.cause == COMPUTES_LATE for rank in each.ranks}
         return frozenset(place for place, rank in enumerate(self._ranks) if rank in named)
 
-    def _say(self, straggler: Straggler) -> None:
+    def _log(self, straggler: Straggler) -> None:
         """Rank 0 logs for all."""
         if self._communicator.rank == 0:
             log.warning("%s", straggler)
@@ -628,7 +632,7 @@ class StragglerWatch:
 
     Args:
         communicator: Of the gradients.
-        every: Steps between two looks that have no reason.
+        every: Steps between two breakdowns that have no reason.
         names: What a bucket holds.
         ranks: In the default group, of all ranks: what messages and reports name.
     """
@@ -637,25 +641,25 @@ class StragglerWatch:
         self._communicator = communicator
         self._every = every
         self._steps = _OwnSteps(communicator)
-        self._judge = _Judge(communicator, names, ranks)
+        self._diagnosis = _Diagnosis(communicator, names, ranks)
         self._pending: tuple[int, Shared, bool, tuple[int, ...]] | None = None
         self._fresh = 0
         self._timed = 0
-        self._pulsed_at = self._looked_at = self._unseen_from = 0
-        self._stride = PULSE_STEPS
+        self._summarized_at = self._broken_down_at = self._unseen_from = 0
+        self._stride = SUMMARY_STEPS
         self._asked_step: int | None = None
-        self._look_next = False
-        self._least_waits: deque[float] = deque(maxlen=USUAL_PULSES)
+        self._breakdown_next = False
+        self._least_waits: deque[float] = deque(maxlen=USUAL_SUMMARIES)
 
     @property
     def found(self) -> tuple[Straggler, ...]:
         """What the last look found; the same on all ranks."""
-        return self._judge.found
+        return self._diagnosis.found
 
     @property
     def once(self) -> Straggler | None:
         """The last single long wait."""
-        return self._judge.once
+        return self._diagnosis.once
 
     def step_ended(self, step: int, buckets: Sequence[Times]) -> None:
         """Notes the end of a backward pass; all ranks, at the same point of the sequence of launches.
@@ -668,53 +672,53 @@ class StragglerWatch:
             self._fresh += 1
             self._timed += 1
         if self._pending is not None:
-            self._hear(step)
+            self._receive(step)
             if self._pending is not None:
                 return
-        due = self._fresh > 0 and step - self._looked_at >= max(self._every, self._stride)
-        if self._look_next or due:
-            self._look_next = False
+        due = self._fresh > 0 and step - self._broken_down_at >= max(self._every, self._stride)
+        if self._breakdown_next or due:
+            self._breakdown_next = False
             self._steps.read()
-            self._start(step, self._steps.look(self._asked_step).numbers(), look=True)
-            self._fresh, self._pulsed_at, self._looked_at = 0, step, step
-        elif self._timed >= WINDOW and self._fresh >= 3 and step - self._pulsed_at >= self._stride:
+            self._start(step, self._steps.breakdown(self._asked_step).numbers(), breakdown=True)
+            self._fresh, self._summarized_at, self._broken_down_at = 0, step, step
+        elif self._timed >= WINDOW and self._fresh >= 3 and step - self._summarized_at >= self._stride:
             self._steps.read()
-            pulse = self._steps.pulse(self._unseen_from)
-            self._fresh, self._pulsed_at, self._unseen_from = 0, step, step
-            self._start(step, list(astuple(pulse)), look=False)
+            summary = self._steps.summary(self._unseen_from)
+            self._fresh, self._summarized_at, self._unseen_from = 0, step, step
+            self._start(step, list(astuple(summary)), breakdown=False)
         elif len(self._steps.unread) >= MOST_UNREAD:
             self._steps.read()
 
-    def _start(self, step: int, numbers: list[float], *, look: bool) -> None:
-        self._pending = step, Shared(self._communicator, numbers), look, self._steps.columns()
+    def _start(self, step: int, numbers: list[float], *, breakdown: bool) -> None:
+        self._pending = step, Shared(self._communicator, numbers), breakdown, self._steps.columns()
 
-    def _hear(self, step: int) -> None:
+    def _receive(self, step: int) -> None:
         """Takes in what was shared a step before; on a device two, when the stream that computes has passed it."""
         assert self._pending is not None
         if step - self._pending[0] <= self._communicator.clock.lag:
             return
-        (_, shared, look, columns), self._pending = self._pending, None
+        (_, shared, breakdown, columns), self._pending = self._pending, None
         rows = shared.read()
         if rows is None:
             return
-        if look:
+        if breakdown:
             asked, self._asked_step = self._asked_step, None
-            self._judge.judge([Look.of(row) for row in rows], columns, asked)
+            self._diagnosis.update([Breakdown.of(row) for row in rows], columns, asked)
             return
-        pulses = [Pulse(*row) for row in rows]
-        length = statistics.median(pulse.step_seconds for pulse in pulses)
-        self._stride = max(PULSE_STEPS, ceil(PULSE_SECONDS / length)) if length > 0 else PULSE_STEPS
-        longest = max(pulses, key=lambda pulse: pulse.longest_seconds)
+        summaries = [Summary(*row) for row in rows]
+        length = statistics.median(summary.step_seconds for summary in summaries)
+        self._stride = max(SUMMARY_STEPS, ceil(SUMMARY_SECONDS / length)) if length > 0 else SUMMARY_STEPS
+        longest = max(summaries, key=lambda summary: summary.longest_seconds)
         self._asked_step = int(longest.longest_step) if longest.longest_seconds >= LONG_SECONDS else None
-        differ = pulses_differ(pulses, self._judge.named())
+        differ = summaries_differ(summaries, self._diagnosis.named())
         asked = self._asked_step is not None
-        self._look_next = differ or asked or self._waits_grow(pulses, length) or bool(self._judge.suspects)
-        self._look_next |= self._judge.confirms_link
-        self._judge.confirms_link = False
+        self._breakdown_next = differ or asked or self._waits_grow(summaries, length) or bool(self._diagnosis.suspects)
+        self._breakdown_next |= self._diagnosis.confirms_link
+        self._diagnosis.confirms_link = False
 
-    def _waits_grow(self, pulses: Sequence[Pulse], length: float) -> bool:
+    def _waits_grow(self, summaries: Sequence[Summary], length: float) -> bool:
         """Whether links seem to have become slow."""
-        least = min(pulse.wait_seconds for pulse in pulses)
+        least = min(summary.wait_seconds for summary in summaries)
         if least < 0:
             return False
         usual = statistics.median(self._least_waits) if self._least_waits else least

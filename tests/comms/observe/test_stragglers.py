@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from gradwire.comms.observe import stragglers
-from gradwire.comms.observe.stragglers import PULSE_STEPS, WINDOW, Look, StragglerWatch, late_ranks
+from gradwire.comms.observe.stragglers import SUMMARY_STEPS, WINDOW, Breakdown, StragglerWatch, late_ranks
 from gradwire.comms.report import COMPUTES_LATE, SLOW_LINK, Straggler
 from gradwire.comms.run.launches import Times
 from gradwire.comms.streams import HostClock
@@ -112,7 +112,7 @@ def evenly(step: int, rank: int, bucket: int) -> float:
     return 0.03 + 1e-4 * rank
 
 
-@pytest.mark.parametrize("begins", range(40, 40 + PULSE_STEPS))
+@pytest.mark.parametrize("begins", range(40, 40 + SUMMARY_STEPS))
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_late_rank_is_named_soon_whenever_it_begins(size: int, begins: int) -> None:
     job, rank, late_bucket = Job(size), size - 1, begins % 3
@@ -133,7 +133,7 @@ def test_a_small_delay_takes_two_looks_and_its_end_is_noticed() -> None:
     job = Job(4)
     for _ in range(20):
         job.step(evenly)
-    for _ in range(2 * PULSE_STEPS + SOON):
+    for _ in range(2 * SUMMARY_STEPS + SOON):
         job.step(lambda step, rank, bucket: evenly(step, rank, bucket) + (0.012 if rank == 1 else 0.0))
     assert [found.ranks for found in job.found] == [(1,)]
     for _ in range(60):
@@ -149,7 +149,7 @@ def test_a_whole_node_that_is_late_is_one_finding() -> None:
     assert (found.ranks, found.node, found.bucket) == ((2, 3), "node1", 1)
 
 
-@pytest.mark.parametrize("long", range(30, 30 + PULSE_STEPS))
+@pytest.mark.parametrize("long", range(30, 30 + SUMMARY_STEPS))
 def test_one_long_wait_is_explained_and_names_nobody_for_good(long: int, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(4)
     for _ in range(60):
@@ -163,7 +163,7 @@ def test_one_long_wait_is_explained_and_names_nobody_for_good(long: int, caplog:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("long", range(30, 30 + PULSE_STEPS))
+@pytest.mark.parametrize("long", range(30, 30 + SUMMARY_STEPS))
 def test_a_message_that_comes_late_names_nobody(size: int, long: int, caplog: pytest.LogCaptureFixture) -> None:
     """Its packets were lost several times: the rank goes on 3 s after the others, which wait for it a step later."""
     job = Job(size)
@@ -181,7 +181,7 @@ def test_a_slow_link_is_no_late_rank(rail_only: bool) -> None:
     for _ in range(begins):
         job.step(evenly, transfer=0.01, phases=[0.03] * 4)
     assert not job.found
-    for _ in range(3 * PULSE_STEPS + 4):
+    for _ in range(3 * SUMMARY_STEPS + 4):
         phases = [0.03, 0.09, 0.03, 0.09] if rail_only else [0.09] * 4
         job.step(evenly, transfer=0.03, phases=phases)
     (found,) = job.found
@@ -217,12 +217,12 @@ def test_chance_names_nobody(noise: str, steps: int = 600) -> None:
 
 
 def test_what_is_shared_is_little() -> None:
-    """Of a quiet job: four numbers a rank in a pulse, and a look every fifty steps."""
+    """Of a quiet job: four numbers a rank in a summary, and a breakdown every fifty steps."""
     job, size, steps = Job(8), 8, 500
     for _ in range(steps):
         job.step(evenly)
-    looks, look = steps // 50, len(Look(0, 0, *[(0,) * stragglers.MOST_PHASES] * 3, *[(0,) * 3] * 4).numbers())
-    assert job.values <= size * (steps // PULSE_STEPS * 4 + looks * look)
+    one = Breakdown(0, 0, *[(0,) * stragglers.MOST_PHASES] * 3, *[(0,) * 3] * 4)
+    assert job.values <= size * (steps // SUMMARY_STEPS * 4 + steps // 50 * len(one.numbers()))
 
 
 def test_fast_steps_are_asked_about_less_often() -> None:
@@ -230,18 +230,18 @@ def test_fast_steps_are_asked_about_less_often() -> None:
     for _ in range(600):
         job.step(lambda step, rank, bucket: 2e-4, transfer=1e-4)
     per_second = len(job.shared) / job.now
-    assert per_second < 1 / stragglers.PULSE_SECONDS + 2  # and the first two
+    assert per_second < 1 / stragglers.SUMMARY_SECONDS + 2  # and the first two
 
 
 def test_a_rank_needs_more_than_a_long_wait_of_the_others_to_be_named() -> None:
     """In half of the window's steps is not enough."""
-    looks = []
+    breakdowns = []
     for rank in range(4):
         waits = [0.0 if rank == 1 and step % 2 else 0.2 for step in range(WINDOW)]
         low, high = sorted(waits)[1], sorted(waits)[-2]
         none = (-1.0,) * stragglers.MOST_PHASES
-        looks.append(Look(1.0, 0.0, none, none, none, (low,), (sum(waits) / WINDOW,), (high,), (-1.0,)))
-    assert not late_ranks(looks)
+        breakdowns.append(Breakdown(1.0, 0.0, none, none, none, (low,), (sum(waits) / WINDOW,), (high,), (-1.0,)))
+    assert not late_ranks(breakdowns)
 
 
 @pytest.mark.parametrize(("nodes", "compressor"), [("aabb", "int8"), ("aaaabbbb", None)])
