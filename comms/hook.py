@@ -36,7 +36,7 @@ from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
 from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.session import GradientSession, GradientState, SessionRanks
-from gradwire.comms.step.life import StepLife, StepState, is_timed
+from gradwire.comms.step.backward_tracker import BackwardTracker, StepState, is_timed
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.comms.step.model_group import NOT_ALL_CAME, checked_group, group_of
 from gradwire.comms.streams import Mark
@@ -146,7 +146,7 @@ class HookState(GradientState[GradientSession]):
     ) -> None:
         super().__init__(Config.given(config, options))
         self.names = ParameterNames()
-        self._life = StepLife()
+        self._backward = BackwardTracker()
         self._used_map: UsedMap | None = None
         """Where it takes one, once the ranks have connected: see there."""
         self._timed = True
@@ -208,7 +208,7 @@ class HookState(GradientState[GradientSession]):
 
             self._check_optimizers(model)
             warn_of_idle(self.config.rules, self.names.numels(), "Patterns are shell-style, of the whole name.")
-        self._life.announces_last = isinstance(model, DistributedDataParallel) and not model.static_graph
+        self._backward.marks_last_bucket = isinstance(model, DistributedDataParallel) and not model.static_graph
         self._group = group_of(model) or self._group
         parameter = next(model.parameters(), None)
         if parameter is None:
@@ -282,7 +282,7 @@ class HookState(GradientState[GradientSession]):
     def reduce(self, bucket: GradBucket) -> FutureTensor:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
         flat = bucket.buffer()
-        begins = self._life.state is StepState.BETWEEN_STEPS
+        begins = self._backward.state is StepState.BETWEEN_STEPS
         if begins and flat.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(CAPTURED)  # before anything is connected or begun: the next step goes on
         if begins and self.steps == 0 and self._elastic is None:  # in elastic training the model's group changes
@@ -349,7 +349,7 @@ class HookState(GradientState[GradientSession]):
             self._resume.add(arrived)
         else:
             self._launch(connection, connection.fusion.add(arrived))
-            if not self._life.announces_last:
+            if not self._backward.marks_last_bucket:
                 self._launch(connection, connection.fusion.flush())
         if self._resume is not None and self._resume.is_complete:
             self._launch_resumed(connection)
@@ -403,7 +403,7 @@ class HookState(GradientState[GradientSession]):
             raise ValueError(JOINED)
 
     def _begin_step(self, connection: GradientSession) -> None:
-        self._life.begin(autograd_calls=queue_end_of_backward(self._backward_ended))
+        self._backward.begin(autograd_calls=queue_end_of_backward(self._backward_ended))
         if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
             self._check_optimizers(self.names)
         communicator = connection.communicator
@@ -426,7 +426,7 @@ class HookState(GradientState[GradientSession]):
 
     def _last_came(self, connection: GradientSession) -> None:
         """Holds nothing back any more: DDP may wait for the futures before it returns to autograd."""
-        ends = self._life.last_bucket_came()
+        ends = self._backward.last_bucket_came()
         if self._elastic is not None:
             self._elastic.settle()
         else:
@@ -452,7 +452,7 @@ class HookState(GradientState[GradientSession]):
 
     def _backward_ended(self) -> None:
         """Called by autograd."""
-        if not self._life.backward_ended(inside=is_at_node()):
+        if not self._backward.backward_ended(inside=is_at_node()):
             return
         used_map = self._used_map
         behind_map = used_map is not None and used_map.ends_backward
@@ -481,7 +481,7 @@ class HookState(GradientState[GradientSession]):
             wait: For the weights; so it does anyway where nothing may be held back any more.
         """
         if connection.weights is not None:
-            in_backward = self._life.announces_last and self._life.state is StepState.IN_BACKWARD
+            in_backward = self._backward.marks_last_bucket and self._backward.state is StepState.IN_BACKWARD
             launches = connection.weights.due(launches, wait=wait or not in_backward)
         compression = connection.compression
         for launch in launches:
@@ -489,7 +489,9 @@ class HookState(GradientState[GradientSession]):
                 self._transfers.append(launch.layout)
             scale, after = connection.scale, connection.after
             flush = compression is not None and compression.flushing
-            connection.communicator.start(launch, scale=scale, after=after, flush=flush, hold=self._life.announces_last)
+            connection.communicator.start(
+                launch, scale=scale, after=after, flush=flush, hold=self._backward.marks_last_bucket
+            )
 
     def _end_step(self) -> None:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets.

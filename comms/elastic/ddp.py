@@ -40,7 +40,7 @@ from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
 from gradwire.comms.run.launches import Bucket, FutureTensor
 from gradwire.comms.session import GradientSession, SessionRanks
-from gradwire.comms.step.life import StepLife
+from gradwire.comms.step.backward_tracker import BackwardTracker
 from gradwire.comms.step.listeners import RESIDUAL_NOTES
 from gradwire.compressors.base import Layout, planned
 
@@ -68,7 +68,7 @@ class Averaging(Protocol):
     steps: int
     _connection: GradientSession | None
     """The ranks' connection, by which gradients travel; None before they have connected."""
-    _life: StepLife
+    _backward: BackwardTracker
 
     def _send_again(self, buckets: list[Bucket], rows: Tensor | None) -> None:
         """Launches a step's buckets anew, in the transfers that `rows` lists where there are any."""
@@ -391,7 +391,7 @@ class ElasticTraining:
 
     def admit_joining(self) -> None:
         """Takes in processes that wait; called by the model before each forward pass."""
-        if not self._listed or self._state._life.in_step or self.resilient_ops is None or self._requests is None:
+        if not self._listed or self._state._backward.in_step or self.resilient_ops is None or self._requests is None:
             return
         listed, self._listed = self._listed, 0
         newcomers = self._requests.listed(listed)

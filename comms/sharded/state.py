@@ -40,7 +40,7 @@ from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.ordered_launches import TorchGroups
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.units import ShardedParameter, ShardedUnit, at_end_of_sharded_backward, sharded_units
-from gradwire.comms.step.life import is_timed
+from gradwire.comms.step.backward_tracker import is_timed
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import StateDict
 

@@ -105,7 +105,7 @@ def test_a_work_is_not_complete_while_the_gpu_is_busy() -> None:
 
 def test_a_sum_that_goes_directly_is_watched_and_not_complete_while_the_gpu_is_busy() -> None:
     """As one call of NCCL, without an event of gradwire's, once the first sums have been timed."""
-    steps_in_a_row = first_module("gradwire.comms.step.life").STEPS_IN_A_ROW
+    steps_in_a_row = first_module("gradwire.comms.step.backward_tracker").STEPS_IN_A_ROW
 
     def body(rank: int, device: torch.device, group: Any) -> list[bool]:
         backend = planned(group, rank, "flat")

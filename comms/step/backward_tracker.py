@@ -1,0 +1,90 @@
+"""Decides when a training step begins and ends, from what DDP and autograd report during a backward pass.
+
+DDP calls the hook once a bucket and marks the last one. Autograd calls back when a backward pass has ended. A step ends
+after both: DDP may launch its last bucket long before autograd ends; with `static_graph` it marks no last bucket in the
+first step; and if the first bucket is reduced inside a checkpoint, the first callback belongs to the checkpoint's own
+backward pass, not to the step.
+"""
+
+from enum import Enum
+
+TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
+"""First timed step, end of the first timed range (exclusive), period of later ranges, and number of steps in each.
+`report()` and `advise()` use only these steps on CUDA, because recording events costs host time. In a timed step
+uncompressed buckets run on a side stream, even if a single all-reduce would not need one."""
+
+
+def is_timed(step: int) -> bool:
+    """Returns whether a step on CUDA is timed: consecutive steps, for the time of a step, but no warm-up steps.
+
+    Args:
+        step: Number of backward passes before this one.
+    """
+    return TIMED_FROM <= step < TIMED_UNTIL or step % TIMED_EVERY < STEPS_IN_A_ROW
+
+
+class StepState(Enum):
+    """States of a step."""
+
+    BETWEEN_STEPS = "no bucket since the end of the last step"
+    IN_BACKWARD = "buckets arrive; autograd will call back at the end of backward"
+    LAST_BUCKET_CAME = "all buckets have arrived; autograd will call back at the end of backward"
+    NO_AUTOGRAD_CALLBACK = "buckets arrive, without a callback from autograd: the last bucket ends the step"
+
+
+class BackwardTracker:
+    """State machine of one model's steps. Call a method for each event; True means that the event ends the step.
+
+    Attributes:
+        state: State of the step.
+        marks_last_bucket: Whether DDP marks the last bucket of a step. With `static_graph` it does not in the first
+            step, and waits for all futures before autograd reports the end of backward: no bucket may be deferred.
+    """
+
+    def __init__(self) -> None:
+        self.state = StepState.BETWEEN_STEPS
+        self.marks_last_bucket = False
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and has not ended."""
+        return self.state is not StepState.BETWEEN_STEPS
+
+    def begin(self, *, autograd_calls: bool) -> None:
+        """Starts a step at its first bucket.
+
+        Args:
+            autograd_calls: Whether autograd will call back at the end of backward.
+        """
+        self.state = StepState.IN_BACKWARD if autograd_calls else StepState.NO_AUTOGRAD_CALLBACK
+
+    def last_bucket_came(self) -> bool:
+        """Records that DDP has passed the bucket that it marks as the last.
+
+        Returns:
+            Whether this ends the step.
+        """
+        self.marks_last_bucket = True
+        if self.state is StepState.NO_AUTOGRAD_CALLBACK:
+            self.state = StepState.BETWEEN_STEPS
+            return True
+        self.state = StepState.LAST_BUCKET_CAME
+        return False
+
+    def backward_ended(self, *, inside: bool = False) -> bool:
+        """Records the end of a backward pass: that of the step, or a nested one before the last bucket.
+
+        Args:
+            inside: Whether the pass is known to be nested. If unknown, a pass before the last bucket counts as nested
+                only if DDP marks the last bucket.
+
+        Returns:
+            Whether this ends the step.
+        """
+        if self.state is StepState.LAST_BUCKET_CAME or (self.in_step and not self.marks_last_bucket and not inside):
+            self.state = StepState.BETWEEN_STEPS
+            return True
+        # A nested pass has used up the callback, so only the last bucket can end the step now.
+        if self.in_step:
+            self.state = StepState.NO_AUTOGRAD_CALLBACK
+        return False
