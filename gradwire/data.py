@@ -3,6 +3,6 @@
 See docs/how-to/find_the_slow_rank.md.
 """
 
-from gradwire.comms.step.deal import SpeedBatchSampler
+from gradwire.comms.step.sample_balancing import SpeedBatchSampler
 
 __all__ = ["SpeedBatchSampler"]

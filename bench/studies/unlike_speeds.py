@@ -114,7 +114,7 @@ class DealtTraining:
         self.sampler = gradwire.data.SpeedBatchSampler(dataset, BATCH_SIZE, self.state, adapt=way == SPEED)
         if way == BEST:
             speeds = [1 / TIMES if rank == SLOW else 1.0 for rank in range(RANKS)]
-            self.sampler.load_state_dict(self.sampler.state_dict() | {"deals": [(0, speeds)]})
+            self.sampler.load_state_dict(self.sampler.state_dict() | {"assignments": [(0, speeds)]})
         self._loader = DataLoader(dataset, batch_sampler=self.sampler)
         self._cost, self._spend = cost, spend
         self._batches = self._endless()

@@ -43,18 +43,18 @@ class Told:
         seconds: It has worked in an earlier step, waits for others left out; `UNKNOWN` where that was not timed.
         samples_then: Of that step.
         place: Of the sampler: the next batch that it will draw.
-        deals: A checksum of how the sampler deals; the same on all ranks.
+        assignment: Checksum of how the sampler assigns samples to ranks; the same on all ranks.
     """
 
     samples: float
     seconds: float
     samples_then: float
     place: float
-    deals: float
+    assignment: float
 
 
-class Deals(Protocol):
-    """What deals samples out to the ranks, by what they tell each other."""
+class SampleAssigner(Protocol):
+    """Assigns the samples of each batch to ranks, from the speeds that the ranks report."""
 
     @property
     def place(self) -> int:
@@ -62,7 +62,7 @@ class Deals(Protocol):
 
     @property
     def checksum(self) -> int:
-        """The checksum of how samples are dealt out from here on, in 32 bits."""
+        """CRC-32 of how the next batches are assigned."""
 
     def heard(self, told: Sequence[Told]) -> None:
         """Takes in what all ranks have told, in their order; the same on all of them, once a step."""
@@ -77,7 +77,7 @@ class SampleWeights(StepListener):
     Attributes:
         count: Samples that this rank's next gradients are the mean of; None where it was not said.
         scale: n_i / N of the step.
-        deals: What hears of each exchange; None where nothing deals samples out.
+        assigner: Receives the reports of all ranks in each step; None if no sampler balances the samples.
     """
 
     wants_arrivals = True
@@ -85,7 +85,7 @@ class SampleWeights(StepListener):
     def __init__(self, communicator: "Communicator") -> None:
         self.count: int | None = None
         self.scale = 0.0
-        self.deals: Deals | None = None
+        self.assigner: SampleAssigner | None = None
         self._communicator = communicator
         self._shared: Shared | None = None
         self._held: list[Launch] = []
@@ -93,14 +93,14 @@ class SampleWeights(StepListener):
 
     @property
     def wants_times(self) -> bool:
-        """Whether steps are timed on CUDA: where samples are dealt out by it."""
-        return self.deals is not None
+        """Whether steps are timed on CUDA, which only an assigner of samples needs."""
+        return self.assigner is not None
 
     def step_began(self, steps: int) -> None:
         """Starts the exchange of the step that begins; see `StepListener.step_began`."""
         count = UNKNOWN if self.count is None else float(self.count)
         seconds, then = self._worked()
-        place, checksum = (0, 0) if self.deals is None else (self.deals.place, self.deals.checksum)
+        place, checksum = (0, 0) if self.assigner is None else (self.assigner.place, self.assigner.checksum)
         self._shared = Shared(self._communicator, [count, seconds, then, float(place), float(checksum)])
 
     def step_ended(self, step: EndedStep) -> None:
@@ -155,8 +155,8 @@ class SampleWeights(StepListener):
         if total == 0:
             raise ValueError(NO_SAMPLES)
         self.scale = told[self._communicator.rank].samples / total
-        if self.deals is not None:
-            self.deals.heard(told)
+        if self.assigner is not None:
+            self.assigner.heard(told)
 
     def _worked(self) -> tuple[float, float]:
         """Seconds of this rank's work in the newest step that all is known of, and its samples.

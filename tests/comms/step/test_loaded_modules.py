@@ -49,7 +49,7 @@ OFF = (
     "gradwire.comms.migration",
     "gradwire.comms.resume",
     "gradwire.comms.step.samples",
-    "gradwire.comms.step.deal",
+    "gradwire.comms.step.sample_balancing",
     "gradwire.comms.sparse",
     "gradwire.comms.observe.recorder",
     "gradwire.compressors.stateful",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.comms.step.deal import FIRST_STEPS, LEAST_GAIN, WINDOW, SpeedBatchSampler, shares_of
+from gradwire.comms.step.sample_balancing import FIRST_STEPS, LEAST_GAIN, WINDOW, SpeedBatchSampler, shares_of
 from gradwire.comms.step.samples import UNKNOWN, Told
 
 
@@ -17,7 +17,7 @@ from gradwire.comms.step.samples import UNKNOWN, Told
 class Weights:
     """Stands for what tells the ranks' numbers."""
 
-    deals: Any = None
+    assigner: Any = None
 
 
 @dataclass
@@ -137,7 +137,7 @@ def test_shares_end_where_all_are_ready_at_once(fixed: float) -> None:
     best = max(seconds(shares_of(128, [1 / each for each in cost])))
     assert found[0] == max(seconds([32] * 4)) > 1.2 * best
     assert found[-1] <= best * (1 + 2 * LEAST_GAIN)
-    assert len(everybody[0].state_dict()["deals"]) == 1  # type: ignore[arg-type]  # they do not go to and fro
+    assert len(everybody[0].state_dict()["assignments"]) == 1  # type: ignore[arg-type]  # they do not go to and fro
 
 
 def test_noise_changes_no_share() -> None:
@@ -176,7 +176,7 @@ def test_ranks_that_do_not_deal_alike_hear_of_it(unlike: dict[str, Any]) -> None
     arguments: dict[str, Any] = {"batch_size": 16} | unlike
     one, other = samplers(2, 64, 16)[0], SpeedBatchSampler(range(64), state=State(1, 2), **arguments)
     for each in (one, other):
-        with pytest.raises(ValueError, match="deals differently on other ranks"):
+        with pytest.raises(ValueError, match="differs on other ranks"):
             each.heard([Told(8, 1.0, 8, 0, float(every.checksum)) for every in (one, other)])
 
 
@@ -225,8 +225,8 @@ def test_on_another_number_of_ranks_batches_hold_what_they_would_have_held() -> 
     [
         ({"seed": 3}, "`seed` is 0, and `state` was saved with 3"),
         ({"length": 60}, "`length` is 64, and `state` was saved with 60"),
-        ({"deals": []}, "`state` is damaged"),
-        ({"deals": None}, "`state` is damaged"),
+        ({"assignments": []}, "`state` is damaged"),
+        ({"assignments": None}, "`state` is damaged"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], match: str) -> None:

@@ -1,9 +1,9 @@
-"""Samples for ranks of unlike speed: each batch of all ranks together is dealt out so that all are ready at once.
+"""Balances samples between ranks of different speed: assigns each rank a part of the global batch that fits its speed.
 
-What a batch holds does not depend on who takes which part of it: batch b of an epoch is the same samples whatever the
-shares, so gradients that are weighed by samples (`reduction="samples"`) are those of equal shares, up to the order of
-sums. Speeds come from what ranks tell each other beside each step's first bucket: all have the same numbers, decide
-alike, and take up new shares at the same batch.
+The content of a global batch does not depend on the parts: batch b of an epoch holds the same samples for any
+assignment, so gradients weighed by samples (`reduction="samples"`) equal those of equal parts, up to the order of sums.
+The ranks exchange their measured times with the first bucket of each step. All ranks get the same numbers, so they make
+the same decision, and use a new assignment from the same batch on.
 """
 
 import heapq
@@ -35,7 +35,7 @@ SAVED = ("length", "batch_size", "shuffle", "seed", "drop_last")
 
 
 def shares_of(total: int, speeds: Sequence[float]) -> list[int]:
-    """Deals out samples so that the last rank is ready as early as can be; each gets one at least.
+    """SampleAssigner out samples so that the last rank is ready as early as can be; each gets one at least.
 
     Each sample in turn goes to the rank that would be ready with it first, the lowest of equals: no other way of
     dealing makes the longest n_i / speed_i shorter, as a late rank gets no more while another would be sooner.
@@ -92,7 +92,7 @@ class MeasuredSpeeds:
 
         Args:
             batch_size: Of all ranks together.
-            speeds: By which shares are dealt out now.
+            speeds: Speed of each rank by which samples are assigned now.
         """
         if any(len(rates) < WINDOW for rates in self._rates):
             return None
@@ -105,8 +105,8 @@ class MeasuredSpeeds:
         return found if seconds(found) < (1 - LEAST_GAIN) * seconds(speeds) else None
 
 
-Deal = tuple[int, tuple[float, ...]]
-"""The first batch that is dealt out so, counted from the first epoch, and each rank's speed."""
+Assignment = tuple[int, tuple[float, ...]]
+"""First batch to which the assignment applies, counted from the first epoch, and the speed of each rank."""
 
 
 class HasWeights(Protocol):
@@ -155,14 +155,14 @@ class SpeedBatchSampler(Sampler[list[int]]):
                 ...
 
     Args:
-        dataset: Whose samples are dealt out; its length counts.
-        batch_size: Of all ranks together. Where fewer samples than ranks are left at the end of an epoch, the last
-            batch holds them besides.
-        state: Of this rank, with `reduction="samples"` and a model.
-        shuffle: Whether each epoch has an order of its own.
-        seed: Of that order; the same on all ranks.
-        drop_last: Whether an epoch's last, shorter batch is left out.
-        adapt: Whether shares follow the measured speeds. Without it they stay as they are: equal, or as loaded.
+        dataset: Dataset whose indices are assigned; only its length is used.
+        batch_size: Samples of all ranks together. If fewer samples than ranks are left at the end of an epoch, the
+            last batch holds them in addition.
+        state: Hook state of this rank, with `reduction="samples"` and a model.
+        shuffle: Whether each epoch has its own random order.
+        seed: Seed of that order; the same on all ranks.
+        drop_last: Whether to skip the last batch of an epoch if it is shorter.
+        adapt: Whether shares follow the measured speeds. If not, they stay equal, or as loaded.
 
     Raises:
         ValueError: `state` weighs all ranks alike; or there are fewer samples in `dataset` or `batch_size` than ranks.
@@ -195,9 +195,9 @@ class SpeedBatchSampler(Sampler[list[int]]):
                 )
         self._epoch = self._rounds = self._first = 0
         self._next = 0
-        self._deals: list[Deal] = [(0, (1.0,) * self._ranks)]
+        self._assignments: list[Assignment] = [(0, (1.0,) * self._ranks)]
         self._measured = MeasuredSpeeds(self._ranks)
-        session.weights.deals = self
+        session.weights.assigner = self
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number that the next epoch's order comes from, as `DistributedSampler` has it."""
@@ -213,7 +213,7 @@ class SpeedBatchSampler(Sampler[list[int]]):
         count, order = len(self), self._order()
         start, first = self._rounds * count, self._first
         self._rounds, self._first = self._rounds + 1, 0
-        self._deals = [deal for deal, after in zip(self._deals, [*self._deals[1:], None], strict=True)
+        self._assignments = [deal for deal, after in zip(self._assignments, [*self._assignments[1:], None], strict=True)
                        if after is None or after[0] > start]  # fmt: skip
         for batch in range(first, count):
             self._next = start + batch + 1
@@ -229,31 +229,31 @@ class SpeedBatchSampler(Sampler[list[int]]):
 
     @property
     def place(self) -> int:
-        """See `Deals.place`."""
+        """See `SampleAssigner.place`."""
         return self._next
 
     @property
     def checksum(self) -> int:
-        """See `Deals.checksum`."""
+        """See `SampleAssigner.checksum`."""
         settings = [getattr(self, name) for name in SAVED]
-        return zlib.crc32(repr((settings, self._epoch, self._deals)).encode())
+        return zlib.crc32(repr((settings, self._epoch, self._assignments)).encode())
 
     def heard(self, told: Sequence[Told]) -> None:
         """Takes in what all ranks have told, and takes up new shares at the first batch that none has drawn.
 
         Raises:
-            ValueError: On all ranks alike: they do not deal alike.
+            ValueError: On all ranks: their assignments differ.
             RuntimeError: This rank has drawn batches meanwhile, in another thread.
         """
-        if len({each.deals for each in told}) > 1:
+        if len({each.assignment for each in told}) > 1:
             raise ValueError(
-                f"`SpeedBatchSampler` deals differently on other ranks ({', '.join(SAVED)}, epoch or loaded state), "
+                f"`SpeedBatchSampler` differs on other ranks ({', '.join(SAVED)}, epoch or loaded state), "
                 "so samples would be lost or seen twice; wanted the same arguments, set_epoch() and state on all ranks"
             )
         if not self.adapt:
             return
         self._measured.hear(told)
-        first, (last, speeds) = int(max(each.place for each in told)), self._deals[-1]
+        first, (last, speeds) = int(max(each.place for each in told)), self._assignments[-1]
         if last > first or (found := self._measured.better(self.batch_size, speeds)) is None:
             return
         if self._next > first:
@@ -261,10 +261,10 @@ class SpeedBatchSampler(Sampler[list[int]]):
                 f"batch {self._next - 1} was drawn while the ranks told each other their speeds; wanted batches drawn "
                 "by the thread that trains, as DataLoader does: leave prefetching to its workers"
             )
-        self._deals.append((first, found))
+        self._assignments.append((first, found))
 
     def state_dict(self, batches: int | None = None) -> dict[str, object]:
-        """Where the epoch stands, and how its samples are dealt out; the same on all ranks.
+        """Returns the position in the epoch and the assignment of its samples; the same on all ranks.
 
         Args:
             batches: Of this epoch that were trained with; None takes all that were drawn, which are more where a
@@ -281,12 +281,14 @@ class SpeedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"`batches` is {batches}, and {drawn} of this epoch were drawn; wanted 0 to {drawn}")
         over = batch == count
         begin = start + batch if over else start
-        deals = [(max(place - begin, 0), list(speeds)) for place, speeds in self._deals]
+        deals = [(max(place - begin, 0), list(speeds)) for place, speeds in self._assignments]
         state: dict[str, object] = {name: getattr(self, name) for name in SAVED}
         return state | {
             "epoch": self._epoch + over,
             "batch": 0 if over else batch,
-            "deals": [deal for deal, after in zip(deals, [*deals[1:], None], strict=True) if after is None or after[0]],
+            "assignments": [
+                deal for deal, after in zip(deals, [*deals[1:], None], strict=True) if after is None or after[0]
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -297,7 +299,7 @@ class SpeedBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: The state is of other data, or of other batches; or it is none of a SpeedBatchSampler.
         """
-        missing = [name for name in (*SAVED, "epoch", "batch", "deals") if name not in state]
+        missing = [name for name in (*SAVED, "epoch", "batch", "assignments") if name not in state]
         if missing:
             raise ValueError(
                 f"`state` lacks {', '.join(missing)}; wanted what SpeedBatchSampler.state_dict() has returned"
@@ -308,13 +310,13 @@ class SpeedBatchSampler(Sampler[list[int]]):
                     f"`{name}` is {getattr(self, name)}, and `state` was saved with {state[name]}; wanted the same: "
                     "batches would hold other samples"
                 )
-        epoch, batch, given = state["epoch"], state["batch"], state["deals"]
+        epoch, batch, given = state["epoch"], state["batch"], state["assignments"]
         if not (isinstance(epoch, int) and isinstance(batch, int) and isinstance(given, Sequence) and given):
             raise ValueError("`state` is damaged: wanted what SpeedBatchSampler.state_dict() has returned")
-        deals: list[Deal] = [(int(place), tuple(float(speed) for speed in speeds)) for place, speeds in given]
+        deals: list[Assignment] = [(int(place), tuple(float(speed) for speed in speeds)) for place, speeds in given]
         if any(len(speeds) != self._ranks for _, speeds in deals):
             deals = [(0, (1.0,) * self._ranks)]
-        self._epoch, self._first, self._deals = epoch, batch, deals
+        self._epoch, self._first, self._assignments = epoch, batch, deals
         self._rounds, self._next = 0, batch
         self._measured = MeasuredSpeeds(self._ranks)
 
@@ -334,4 +336,4 @@ class SpeedBatchSampler(Sampler[list[int]]):
         return list(whole[begin : begin + sizes[self._rank]])
 
     def _speeds_at(self, place: int) -> tuple[float, ...]:
-        return next(speeds for first, speeds in reversed(self._deals) if first <= place)
+        return next(speeds for first, speeds in reversed(self._assignments) if first <= place)
