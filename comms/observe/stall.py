@@ -44,7 +44,7 @@ CLOSE_SECONDS = 1.0
 MOST_FAILURES = 3
 """The most failures of the store, in one stall; then the thread ends."""
 
-COLLECTOR, VERDICT = "stall/collector", "stall/verdict"
+COLLECTOR, DIAGNOSIS = "stall/collector", "stall/diagnosis"
 
 Contents = Mapping[int, tuple[int, tuple[str, ...]]]
 """Bucket -> (elements, names of its parameters)."""
@@ -75,7 +75,7 @@ _REPORT: MessageType[StallReport] = MessageType(StallReport)
 
 
 @dataclass(frozen=True, slots=True)
-class StallVerdict:
+class StallDiagnosis:
     """What the reports of all ranks mean.
 
     Attributes:
@@ -87,9 +87,9 @@ class StallVerdict:
     late: tuple[int, ...] = ()
 
 
-def verdict(
+def diagnose(
     reports: Mapping[int, StallReport], hostnames: Sequence[str], ranks: Sequence[int], *, on_cuda: bool = False
-) -> StallVerdict | None:
+) -> StallDiagnosis | None:
     """What the reports of all ranks mean; None where no rank waits for another.
 
     Args:
@@ -142,7 +142,7 @@ def verdict(
             "link is slow or broken"
         )
     doing = [f"rank {ranks[rank]} is at {reports[rank].where}" for rank in late[:4] if reports[rank].where]
-    return StallVerdict("; ".join([text, *doing]), (*late, *silent))
+    return StallDiagnosis("; ".join([text, *doing]), (*late, *silent))
 
 
 def _ranks(members: Sequence[int], hostnames: Sequence[str], ranks: Sequence[int]) -> str:
@@ -159,8 +159,8 @@ class Stall:
     Attributes:
         report: Which.
         collects: This rank reads all reports.
-        passes: Looks that are left for the reports, or for the verdict.
-        warned: The verdict is there.
+        passes: Looks that are left for the reports, or for the diagnosis.
+        warned: The diagnosis is there.
     """
 
     report: StallReport
@@ -281,9 +281,9 @@ class StallWatch:
             self._collect(stall, passed)
         elif not stall.warned:
             stall.passes -= 1
-            if self._store.check([VERDICT]):
+            if self._store.check([DIAGNOSIS]):
                 stall.warned = True
-                self._heard(self._store.get(VERDICT).decode())
+                self._heard(self._store.get(DIAGNOSIS).decode())
 
     def _heard(self, text: str) -> None:
         self.last = text
@@ -327,17 +327,17 @@ class StallWatch:
         stall.passes = 0
         if job.on_cuda:
             reports = self._with_buckets(reports)
-        found = verdict(reports, job.hostnames, job.ranks, on_cuda=job.on_cuda)
+        found = diagnose(reports, job.hostnames, job.ranks, on_cuda=job.on_cuda)
         if found is None:
             return
         if self._job.waits is not None and (text := self._job.waits.disorder([job.ranks[rank] for rank in found.late])):
-            found = StallVerdict(text)
+            found = StallDiagnosis(text)
         repeated = not found.late and self._all_here_said
         log.log(logging.INFO if repeated else logging.WARNING, "stall: %s", found.text)
         self._all_here_said |= not found.late
         stall.warned = True
         self._heard(found.text)
-        self._store.set(VERDICT, found.text)
+        self._store.set(DIAGNOSIS, found.text)
 
     def _with_buckets(self, reports: Mapping[int, StallReport]) -> dict[int, StallReport]:
         """Names the bucket that the last rank has not come to, where this one has (on CUDA)."""
@@ -365,5 +365,5 @@ class StallWatch:
         if stall.collects:
             if stall.warned:
                 log.warning("stall: goes on after %s", duration(idle))
-                self._store.delete_key(VERDICT)
+                self._store.delete_key(DIAGNOSIS)
             self._store.delete_key(COLLECTOR)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.observe.stack import line_of_thread
 from gradwire.comms.watch.activity import QUEUE, Activity, queue_seconds
+from gradwire.comms.watch.analyzer import Analyzer
 from gradwire.comms.watch.collective import IssuedCollective, one_in_words
 from gradwire.comms.watch.flight import FlightReader
-from gradwire.comms.watch.judge import Judge
 from gradwire.comms.watch.messages import MessageNotes
 from gradwire.comms.watch.publisher import Publisher
 from gradwire.comms.watch.rank import RankLog
@@ -56,7 +56,7 @@ class Session:
         rank, size = dist.get_rank(), dist.get_world_size()
         self._store = WatchStore(store_of(self.group), rank, size)
         self._publisher = Publisher(self._store, traces=trace is not None)
-        self._judge = Judge(self._store, size, stall_seconds, trace) if rank == 0 else None
+        self._analyzer = Analyzer(self._store, size, stall_seconds, trace) if rank == 0 else None
         self._messages = messages
         self._thread = threading.main_thread().ident or 0
         self._flight = FlightReader()
@@ -71,7 +71,7 @@ class Session:
     @property
     def report(self) -> WatchReport | None:
         """What was found; None on all ranks but the first."""
-        return None if self._judge is None else self._judge.report
+        return None if self._analyzer is None else self._analyzer.report
 
     @property
     def is_unanswered(self) -> bool:
@@ -126,10 +126,10 @@ class Session:
             request = self._publisher.respond(
                 self._issued, lambda: self._flight.issued(lines=False) | self._messages.issued()
             )
-            if self._judge is not None:
+            if self._analyzer is not None:
                 if request:
-                    self._judge.adopt(request)
-                self._judge.look()
+                    self._analyzer.adopt(request)
+                self._analyzer.look()
 
     @property
     def leaves(self) -> bool:
@@ -157,7 +157,7 @@ class Session:
             self.publish()
             while time.monotonic() < until and not self._store.is_concluded(request):
                 time.sleep(LOOK_SECONDS)
-                if threading.current_thread() is not threading.main_thread() and self._judge is not None:
+                if threading.current_thread() is not threading.main_thread() and self._analyzer is not None:
                     self.publish()
             if not self._store.is_concluded(request):  # C++ has ended rank 0, as gloo does for unlike sizes
                 self._store.conclude(request)

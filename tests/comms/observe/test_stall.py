@@ -12,7 +12,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.observe import observer as observer_module
 from gradwire.comms.observe import stall
 from gradwire.comms.observe.order import Waits
-from gradwire.comms.observe.stall import StallReport, StallVerdict, verdict
+from gradwire.comms.observe.stall import StallDiagnosis, StallReport, diagnose
 from support.observed import Steps, on_ranks
 
 HOSTS = ["a", "a", "b", "b"]
@@ -27,7 +27,7 @@ def waiting(number: int, phase: str, seconds: float = 12.0) -> StallReport:
 def test_the_rank_that_has_not_come_is_named_with_what_the_others_wait_in() -> None:
     reports = {rank: waiting(70, "reduce_scatter intra_node") for rank in (0, 1, 3)}
     reports[2] = StallReport(70, 12.0, where="train.py:88 in load")
-    assert verdict(reports, HOSTS, RANKS) == StallVerdict(
+    assert diagnose(reports, HOSTS, RANKS) == StallDiagnosis(
         "rank 2 on node b has not reached bucket 7 (`layers.3.mlp.weight`), 12 s late; all others wait in "
         "reduce_scatter intra_node; rank 2 is at train.py:88 in load",
         (2,),
@@ -36,7 +36,7 @@ def test_the_rank_that_has_not_come_is_named_with_what_the_others_wait_in() -> N
 
 def test_a_silent_rank_is_told_from_a_late_one() -> None:
     reports = {rank: waiting(70, "all_reduce inter_node") for rank in (0, 1)} | {3: StallReport(69, 11.0)}
-    assert verdict(reports, HOSTS, [10, 11, 12, 13]) == StallVerdict(
+    assert diagnose(reports, HOSTS, [10, 11, 12, 13]) == StallDiagnosis(
         f"rank 13 on node b has not reached {BUCKET}, 12 s late; rank 12 on node b says nothing, and is missed in "
         f"{BUCKET}, 12 s late; all others wait in all_reduce inter_node",
         (3, 2),
@@ -45,7 +45,7 @@ def test_a_silent_rank_is_told_from_a_late_one() -> None:
 
 def test_where_all_have_come_no_rank_is_blamed() -> None:
     reports = {rank: waiting(70, "all_reduce inter_node") for rank in RANKS}
-    found = verdict(reports, HOSTS, RANKS)
+    found = diagnose(reports, HOSTS, RANKS)
     assert found is not None and not found.late
     text = found.text
     assert text.startswith(f"all ranks have reached {BUCKET}")
@@ -56,7 +56,7 @@ def test_the_launch_that_holds_up_the_others_counts() -> None:
     """Rank 1 waits in an earlier launch than ranks 2 and 3: rank 0, which has started neither, is late for that one."""
     reports = {0: StallReport(70, 12.0), 1: waiting(70, "reduce_scatter intra_node")}
     reports |= {rank: waiting(71, "all_reduce inter_node") for rank in (2, 3)}
-    found = verdict(reports, HOSTS, RANKS)
+    found = diagnose(reports, HOSTS, RANKS)
     assert found is not None and found.late == (0,)
     text = found.text
     assert text.startswith("rank 0 on node a has not reached")
@@ -64,13 +64,13 @@ def test_the_launch_that_holds_up_the_others_counts() -> None:
 
 
 def test_ranks_that_are_all_idle_do_not_wait() -> None:
-    assert verdict({rank: StallReport(70, 60.0) for rank in RANKS}, HOSTS, RANKS) is None
+    assert diagnose({rank: StallReport(70, 60.0) for rank in RANKS}, HOSTS, RANKS) is None
 
 
 def test_on_cuda_the_number_of_launches_decides() -> None:
     reports = {rank: StallReport(71, 12.0, bucket=BUCKET) for rank in RANKS}
-    assert verdict(reports, HOSTS, RANKS, on_cuda=True) is None
-    found = verdict(reports | {1: StallReport(70, 12.0)}, HOSTS, RANKS, on_cuda=True)
+    assert diagnose(reports, HOSTS, RANKS, on_cuda=True) is None
+    found = diagnose(reports | {1: StallReport(70, 12.0)}, HOSTS, RANKS, on_cuda=True)
     assert found is not None and found.late == (1,)
     assert found.text.startswith(f"rank 1 on node a has not reached {BUCKET}, 12 s late; all others wait for it")
 

@@ -43,7 +43,7 @@ class OpenRequest:
     compares: bool = True
 
 
-class Judge:
+class Analyzer:
     """Judges, and logs what is new.
 
     Args:
@@ -75,20 +75,20 @@ class Judge:
     def look(self) -> None:
         """Reads all statuses, and says what is new."""
         self._statuses = self._store.statuses()
-        self._meet()
+        self._read_groups()
         now = time.monotonic()
         for rank, status in self._statuses.items():
             if self._beats.get(rank, (None, 0.0))[0] != status.beat:
                 self._beats[rank] = status.beat, now
         self._summarize(now)
         if self._late is not None:
-            self._judge_late(self._late.receive(self._statuses), now)
-            self._judge_links(now)
+            self._update_late(self._late.receive(self._statuses), now)
+            self._update_links(now)
         if self._request is None:
-            self._judge_stall(now)
+            self._update_stall(now)
             self._request_what_is_waited_in(now)
         else:
-            self._judge_responses(now)
+            self._compare_responses(now)
         if self._drawing is not None and self._members:
             self._drawing.go_on(self._hosts, now)
 
@@ -103,7 +103,7 @@ class Judge:
             self._last_request = number
             self._request = OpenRequest(number, time.monotonic() + RESPONSE_SECONDS)
 
-    def _meet(self) -> None:
+    def _read_groups(self) -> None:
         names = {name for status in self._statuses.values() for name in status.groups}
         if names <= set(self._members) and len(self._hosts) == self._size:
             return
@@ -127,7 +127,7 @@ class Judge:
                 ended = max(state.ended for state in states.values())
                 self.report.groups.append(GroupSummary(name, ranks, ended, waited))
 
-    def _judge_late(self, late: list[LateRank], now: float) -> None:
+    def _update_late(self, late: list[LateRank], now: float) -> None:
         open_ = {each.late.rank: each for each in self.report.late if each.ended is None}
         for each in late:
             if each.rank in open_:
@@ -172,7 +172,7 @@ class Judge:
                 self._request = OpenRequest(self._last_request, now + RESPONSE_SECONDS, compares=False)
                 return
 
-    def _judge_links(self, now: float) -> None:
+    def _update_links(self, now: float) -> None:
         self._links.receive({rank: status.links for rank, status in self._statuses.items()}, self._hosts, now)
         self.report.links = self._links.summaries()
         slow = self._links.slow()
@@ -191,7 +191,7 @@ class Judge:
         """Rank -> how old its newest status is."""
         return {rank: now - self._beats.get(rank, (0, self._began))[1] for rank in range(self._size)}
 
-    def _judge_stall(self, now: float) -> None:
+    def _update_stall(self, now: float) -> None:
         # Who waits for a rank that waits itself may have begun before it: so half of that time counts as well.
         found = find_stuck(self._statuses, self._members, self._silent(now), self._stall_seconds / 2)
         longest = max((each.seconds for each in found), default=0.0)
@@ -205,7 +205,7 @@ class Judge:
             self._last_request = self._store.request_collectives()
             self._request = OpenRequest(self._last_request, now + RESPONSE_SECONDS, stuck)
 
-    def _judge_responses(self, now: float) -> None:
+    def _compare_responses(self, now: float) -> None:
         assert self._request is not None
         request, responses = self._request, self._store.responses(self._request.number)
         if len(responses) < self._size and now < request.until:
