@@ -428,7 +428,7 @@ class HookState(GradientState[GradientSession]):
         """Holds nothing back any more: DDP may wait for the futures before it returns to autograd."""
         ends = self._backward.last_bucket_came()
         if self._elastic is not None:
-            self._elastic.settle()
+            self._elastic.complete_step()
         else:
             self._release(connection)
         if self._used_map is not None:
@@ -500,7 +500,7 @@ class HookState(GradientState[GradientSession]):
         the step, in their order; what a rank has failed with comes last, so that all ranks have done the same before.
         """
         if self._elastic is not None:
-            self._elastic.settle()
+            self._elastic.complete_step()
         connection = self._connected("backward()")
         self.steps += 1
         if self.steps == 1 and not self.names.bound and self.config.compressor is not None:

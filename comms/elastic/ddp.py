@@ -22,6 +22,7 @@ from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.config import Config
+from gradwire.comms.elastic.gradient_backup import GradientBackup, agree
 from gradwire.comms.elastic.group import ElasticGroup
 from gradwire.comms.elastic.introductions import packed, presences
 from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key
@@ -34,7 +35,6 @@ from gradwire.comms.elastic.resilient_ops import (
     first_membership,
     unheld,
 )
-from gradwire.comms.elastic.step import GradientBackup, agree
 from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
@@ -354,13 +354,13 @@ class ElasticTraining:
             agree(stores, self._state.names.numels(), session.communicator, self.resilient_ops.wait)
         session.agrees = True
 
-    def settle(self) -> None:
+    def complete_step(self) -> None:
         """Returns when the step's gradients are averaged on all ranks that are left."""
         kept, resilient_ops = self._kept, self.resilient_ops
-        if kept is not None and resilient_ops is not None and not kept.settled:
+        if kept is not None and resilient_ops is not None and not kept.resolved:
             like = torch.zeros(1, dtype=torch.int64, device=resilient_ops.communicator.device)
             listed = resilient_ops.complete(lambda: self._attempt(kept, resilient_ops), like)
-            kept.settle()
+            kept.resolve_futures()
             self._listed = int(like.copy_(listed).item()) if listed is not None else 0
 
     def _attempt(self, kept: GradientBackup, resilient_ops: ResilientOps) -> Tensor:
@@ -380,7 +380,7 @@ class ElasticTraining:
             if session.compression is not None:
                 with communicator.exclusive():
                     session.compression.compressor.end_step(False)
-            self._state._send_again(kept.restore(communicator), kept.rows)
+            self._state._send_again(kept.restore(communicator), kept.transfers)
         self._state._release(session)
         kept.wait()
         communicator.sync_current_stream()

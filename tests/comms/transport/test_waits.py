@@ -38,7 +38,7 @@ ENDED_BY = {
         comms/communicator.py: ranks.all_reduce(both).wait
         comms/compression.py: bucket.future.wait
         comms/elastic/ddp.py: kept.wait
-        comms/elastic/step.py: bucket.result().wait
+        comms/elastic/gradient_backup.py: bucket.result().wait
         comms/elastic/resilient_ops.py: future.wait
         comms/elastic/transfer.py: self._planned.broadcast(flat, 0).wait
         comms/hook.py: bucket.result().wait

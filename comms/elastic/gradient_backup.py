@@ -1,4 +1,4 @@
-"""What is kept of a step's gradients until all ranks have averaged them: then they can be sent again, to others."""
+"""Keeps copies of a step's gradients until all ranks have their averages, so that the step can be repeated."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,20 +13,21 @@ from gradwire.compressors.residual import ElementStore, Piece
 
 
 class GradientBackup:
-    """One step's buckets, as they arrived; DDP's futures of them are done when `settle` says so.
+    """Copies of the buckets of one step, with a future for DDP of each, which `resolve_futures` completes.
 
     Args:
-        communicator: With which the step begins.
-        rows: The transfers that it has to travel in, as `Resume` wants them; None where there are none.
+        communicator: The communicator that starts the step.
+        transfers: The transfers that the step has to use, in the encoding of `Resume`, int64 (transfers, columns);
+            None if it is free.
 
     Attributes:
-        settled: All ranks have the averages.
-        rows: As given.
+        resolved: Whether the futures are complete, because all ranks have the averages.
+        transfers: The argument of that name.
     """
 
-    def __init__(self, communicator: Communicator, rows: Tensor | None) -> None:
-        self.settled = False
-        self.rows = rows
+    def __init__(self, communicator: Communicator, transfers: Tensor | None) -> None:
+        self.resolved = False
+        self.transfers = transfers
         self._communicator = communicator
         self._error: Exception | None = None
         self._buckets: list[Bucket] = []
@@ -34,14 +35,14 @@ class GradientBackup:
         self._promises: list[FutureTensor] = []
 
     def add(self, bucket: Bucket, travel: Callable[[], None]) -> FutureTensor:
-        """Takes in a bucket, and launches it unless something has failed before in this step.
+        """Copies a bucket, and starts its all-reduce unless one of this step has failed.
 
         Args:
-            bucket: Its elements are copied before anything is launched.
-            travel: Launches it.
+            bucket: The bucket; its elements are copied before the all-reduce starts.
+            travel: Starts the all-reduce.
 
         Returns:
-            A future of its buffer.
+            A future whose value is the bucket's buffer.
         """
         self._buckets.append(bucket)
         self._copies.append(bucket.flat.clone())
@@ -55,16 +56,16 @@ class GradientBackup:
         return promise
 
     def belongs_to(self, communicator: Communicator) -> bool:
-        """Whether the buckets travel with this communicator already."""
+        """Returns whether the buckets were given to this communicator."""
         return communicator is self._communicator
 
     def check(self) -> None:
-        """Raises what went wrong when a bucket was launched."""
+        """Raises the error with which the start of an all-reduce failed, if one did."""
         if self._error is not None:
             raise self._error
 
     def restore(self, communicator: Communicator) -> list[Bucket]:
-        """The buckets as they arrived, to travel with another communicator."""
+        """Restores the gradients from their copies, and returns new buckets of them for another communicator."""
         self._communicator, self._error = communicator, None
         for bucket, copy in zip(self._buckets, self._copies, strict=True):
             bucket.flat.copy_(copy)
@@ -80,9 +81,9 @@ class GradientBackup:
         for bucket in self._buckets:
             bucket.result().wait()
 
-    def settle(self) -> None:
-        """Gives DDP the averages."""
-        self.settled = True
+    def resolve_futures(self) -> None:
+        """Completes DDP's futures: the averages are in the buffers."""
+        self.resolved = True
         for bucket, promise in zip(self._buckets, self._promises, strict=True):
             promise.set_result(bucket.flat)
 
