@@ -23,15 +23,15 @@ from gradwire.bench.train import main_job
 from gradwire.cli.predict import OPTIMIZERS
 from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
-    HARMLESS_FIRST,
+    BY_DISTORTION,
     SGD_ONLY,
     TRIED_OPTIMIZERS,
     UNLIKE_OPTIMIZERS,
     Advice,
     Workload,
     advise,
-    caution_of,
     condition_of,
+    warning_of,
 )
 from gradwire.comms.plan.codec_price import CODEC_FACTS, codec_price, square_layout
 from gradwire.compressors import registry
@@ -98,7 +98,7 @@ CASES = [
     for library in ("nccl", "gloo")
 ]  # fmt: skip
 PRICES = {
-    nodes: [codec_price(name, square_layout(GRADIENT_NBYTES), nodes, 1.4e12) for name in HARMLESS_FIRST]
+    nodes: [codec_price(name, square_layout(GRADIENT_NBYTES), nodes, 1.4e12) for name in BY_DISTORTION]
     for nodes in (2, 4, 8)
 }
 
@@ -111,7 +111,7 @@ def advice(case: tuple[int, float, float, str], optimizer: str) -> Advice:
 
 def recommended(optimizer: str) -> dict[str, set[str]]:
     """Compressor -> with which words it is recommended; asked once for all optimizers that the same speaks against."""
-    against = tuple(bool(caution_of(name, optimizer)) for name in HARMLESS_FIRST)
+    against = tuple(bool(warning_of(name, optimizer)) for name in BY_DISTORTION)
     if against not in _recommended or optimizer == ANY_OPTIMIZER:
         _recommended[against] = _ask(optimizer)
     return _recommended[against]
@@ -166,7 +166,7 @@ def test_the_table_of_compressors_has_an_empty_cell_for_what_was_never_trained()
         for optimizer, title in titles.items():
             cells = {row[title] for row in rows if row["compressor"].split("`")[1] == name}
             assert bool(cells - {"", "refused"}) == (optimizer in CODEC_FACTS[name].trained), (name, optimizer)
-            assert optimizer in CODEC_FACTS[name].trained or caution_of(name, optimizer), (name, optimizer)
+            assert optimizer in CODEC_FACTS[name].trained or warning_of(name, optimizer), (name, optimizer)
 
 
 def test_predict_knows_every_optimizer_that_advice_tells_apart() -> None:
@@ -184,7 +184,7 @@ def test_make_run_and_doctor_name_what_no_optimizer_is_warned_of(caplog: pytest.
 def test_whatever_fits_the_optimizer_of_make_run_is_accepted_there(caplog: pytest.LogCaptureFixture) -> None:
     """Its last line names the best of these as what would save more."""
     adamw = next(each for _, each in EACH if type(each) is torch.optim.AdamW)
-    fitting = [name for name in HARMLESS_FIRST if not caution_of(name, "adamw")]
+    fitting = [name for name in BY_DISTORTION if not warning_of(name, "adamw")]
     assert len(fitting) > 5
     for name in fitting:
         assert complaints(name, adamw, caplog) == [], name

@@ -308,10 +308,10 @@ def predict(training: HookTraining) -> tuple[dict[str, float] | None, float | No
     if advised.assumed:
         return None, None
     best: dict[str, float] = {}
-    for offer in advised.advice.offers:
-        if offer.available and not offer.caution:
-            best[offer.compressor] = min(offer.step_seconds, best.get(offer.compressor, math.inf))
-    return best, advised.advice.offer("flat").step_seconds
+    for candidate in advised.advice.candidates:
+        if candidate.available and not candidate.warning:
+            best[candidate.compressor] = min(candidate.step_seconds, best.get(candidate.compressor, math.inf))
+    return best, advised.advice.candidate("flat").step_seconds
 
 
 def node_nbytes(training: HookTraining) -> float | None:

@@ -25,7 +25,7 @@ from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.fusion import Fusion, FusionPlan
-from gradwire.comms.plan.planner import candidates
+from gradwire.comms.plan.planner import candidate_plans
 from gradwire.comms.step.listeners import EndedStep, StepListener
 from gradwire.comms.streams import Clock, HostClock, Mark
 from gradwire.topology.cluster import Cluster
@@ -262,7 +262,9 @@ def affine(cluster: Cluster, plan: str, nbytes: int) -> tuple[float, float]:
     """
     large = max(nbytes, 8)
     small = large // 8
-    slow, fast = (min(offer.seconds for offer in candidates(cluster, size, plan)) for size in (large, small))
+    slow, fast = (
+        min(candidate.seconds for candidate in candidate_plans(cluster, size, plan)) for size in (large, small)
+    )
     beta = (slow - fast) / (large - small)
     return max(fast - beta * small, 0.0), beta
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from gradwire.comms.plan.advise import WORTHWHILE, Advice, Offer, Recommendation, Workload, advise, caution_of, ms
+from gradwire.comms.plan.advise import WORTHWHILE, Advice, Candidate, Recommendation, Workload, advise, ms, warning_of
 from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, measured_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import presumed
@@ -65,8 +65,8 @@ class JobAdvice:
                 "(`nic_bytes_per_second` says it, `probe=True` measures it)"
             )
         if self.accumulate > 1:
-            exact = min((offer for offer in self.advice.offers if offer.compressor == "none" and offer.available),
-                        key=lambda offer: offer.step_seconds)  # fmt: skip
+            exact = min((each for each in self.advice.candidates if each.compressor == "none" and each.available),
+                        key=lambda each: each.step_seconds)  # fmt: skip
             share = exact.step_seconds / self.accumulate
             step += (
                 f"with {self.accumulate} times as many micro-batches a step: {ms(exact.step_seconds)} ms without "
@@ -85,7 +85,11 @@ class JobAdvice:
         if self.kept or self.accumulate > 1 or seen.middle_half is None:
             return ""
         low, high = seen.middle_half
-        then = [each.step_seconds for each in self.advice.offers if _is_offer(each, verdict.plan, verdict.compressor)]
+        then = [
+            each.step_seconds
+            for each in self.advice.candidates
+            if _is_candidate(each, verdict.plan, verdict.compressor)
+        ]
         saved = seen.step_seconds - min(then, default=0.0)
         if high - low <= saved:
             return ""
@@ -156,22 +160,22 @@ def _never_slower(advice: Advice, running: Running, observed: Observed, optimize
     if (verdict.plan, verdict.compressor) == (running.plan, running.compressor):
         return advice
     of_verdict, of_running = (
-        [each.step_seconds for each in advice.offers if each.available and _is_offer(each, plan, compressor)]
+        [each.step_seconds for each in advice.candidates if each.available and _is_candidate(each, plan, compressor)]
         for plan, compressor in ((verdict.plan, verdict.compressor), (running.plan, running.compressor))
     )
     now = min([observed.step_seconds, *of_running])
     if not of_verdict or min(of_verdict) <= now:
         return advice
-    caution = caution_of(running.compressor, optimizer)
+    warning = warning_of(running.compressor, optimizer)
     why = (
         f"Keep what runs: nothing is predicted to shorten its step ({ms(now)} ms) by more than {WORTHWHILE:.0%}."
-        f"{f' But {caution}.' if caution else ''}"
+        f"{f' But {warning}.' if warning else ''}"
     )
     return replace(advice, recommend=Recommendation(running.plan, running.compressor, why))
 
 
-def _is_offer(offer: Offer, plan: str, compressor: str) -> bool:
-    return offer.plan.name == plan and offer.compressor == compressor
+def _is_candidate(candidate: Candidate, plan: str, compressor: str) -> bool:
+    return candidate.plan.name == plan and candidate.compressor == compressor
 
 
 def _slowest_is_known(cluster: Cluster) -> bool:

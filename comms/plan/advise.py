@@ -15,7 +15,7 @@ from gradwire.comms.plan.planner import (
     MINIMUM_GAIN,
     NCCL_MINIMUM_GAIN,
     NCCL_NAMES,
-    candidates,
+    candidate_plans,
 )
 from gradwire.compressors.optim.fit import ADAPTIVE, ORTHOGONALISING, known_to_end_behind
 from gradwire.compressors.registry import options_of
@@ -28,7 +28,7 @@ REFERENCES = (TREE, NVLS_TREE, HALVING_DOUBLING)
 """What other libraries run; priced for comparison. `tree` and, where an NVSwitch sums, `nvls_tree` are what NCCL may
 choose for the flat plan."""
 
-HARMLESS_FIRST = tuple(CODEC_FACTS)
+LEAST_DISTORTION_FIRST = tuple(CODEC_FACTS)
 """Compressors in the order of what they do to a gradient; an unknown one comes last."""
 
 SGD_ONLY = {
@@ -40,14 +40,14 @@ SGD_ONLY = {
 ANY_OPTIMIZER = "any"
 """Nobody has said which: then only what is known to fit all that were tried is recommended."""
 SAY_OPTIMIZER = "; say which optimizer is yours"
-"""Ends a caution that does not hold for every optimizer, if nobody has said which it is."""
+"""Ends a warning that does not hold for every optimizer, if nobody has said which it is."""
 TRIED_OPTIMIZERS = ("sgd", "adamw")
 """Those that docs/results/convergence.md has trainings with; what is recommended for any optimizer fits both."""
 UNLIKE_OPTIMIZERS = ("muon",)
 """Those whose trainings end behind with much that fits `TRIED_OPTIMIZERS`: docs/results/optimizers.md."""
 
 WORTHWHILE = 0.05
-"""Compression is recommended where it shortens the step by more than this share; the harmless wins within it."""
+"""Compression is recommended if it shortens the step by more than this share; within it, least distortion wins."""
 
 MOST_OF_IT = 0.75
 """Where the backward pass, and so the step, is not known, this share of the best compressor's saving is enough."""
@@ -89,7 +89,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Candidate:
     """One plan with one compressor.
 
     Attributes:
@@ -102,7 +102,7 @@ class Offer:
         exposed_seconds: What communication adds to the backward pass.
         hidden: Communication all but disappears behind the backward pass.
         limit: What limits it, in words.
-        caution: Why it is not recommended whatever its speed; empty where there is nothing against it.
+        warning: Why it is not recommended whatever its speed; empty where there is nothing against it.
         available: gradwire can run it; it compresses between nodes only, so always in the hierarchical plan.
     """
 
@@ -114,7 +114,7 @@ class Offer:
     exposed_seconds: float
     hidden: bool
     limit: str
-    caution: str
+    warning: str
     available: bool
 
 
@@ -143,12 +143,12 @@ class Recommendation:
 class Advice:
     """Everything that was priced, and the verdict."""
 
-    offers: tuple[Offer, ...]
+    candidates: tuple[Candidate, ...]
     recommend: Recommendation
 
-    def offer(self, name: str) -> Offer:
-        """The offer of that name."""
-        return next(offer for offer in self.offers if offer.name == name)
+    def candidate(self, name: str) -> Candidate:
+        """Returns the candidate called `name`."""
+        return next(candidate for candidate in self.candidates if candidate.name == name)
 
 
 def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *, library: str = "gloo") -> Advice:
@@ -164,14 +164,14 @@ def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *
         EXACT,
         *(price for price in prices if price.name != EXACT.name),
     )
-    offers = [
-        _offer(cluster, workload, name, price, considered, library)
+    candidates = [
+        _candidate(cluster, workload, name, price, considered, library)
         for name in (*PLANS, *REFERENCES)
         for price in considered
         if name in PLANS or price.name in ("none", "fp16", "bf16")
         if name != NVLS_TREE or _has_nvls_tree(cluster)
     ]
-    return Advice(tuple(offers), _recommend(offers, workload, cluster))
+    return Advice(tuple(candidates), _recommend(candidates, workload, cluster))
 
 
 def _has_nvls_tree(cluster: Cluster) -> bool:
@@ -198,9 +198,9 @@ def buckets_of(workload: Workload) -> list[int]:
     return [workload.bucket_nbytes] * full + ([rest] if rest else [])
 
 
-def _offer(
+def _candidate(
     cluster: Cluster, workload: Workload, name: str, price: CodecPrice, prices: Sequence[CodecPrice], library: str
-) -> Offer:
+) -> Candidate:
     def cheapest(nbytes: int) -> Plan:
         return min(_priced(cluster, nbytes, name, price, library), key=lambda plan: plan.seconds)
 
@@ -213,7 +213,7 @@ def _offer(
     last = max(step_seconds([by_size[nbytes] for nbytes in sizes], arrivals), workload.backward_seconds)
     whole = cheapest(workload.gradient_nbytes)
     exposed = last - workload.backward_seconds
-    return Offer(
+    return Candidate(
         name if price.name == "none" else f"{name}+{price.name}",
         whole,
         price.name,
@@ -222,15 +222,15 @@ def _offer(
         exposed,
         _is_hidden(exposed, workload, by_size[sizes[-1]] if sizes else whole),
         limit_in_words(whole.limit, cluster) if whole.phases else NOTHING_TO_SEND,
-        caution_of(price.name, workload.optimizer, library=library),
+        warning_of(price.name, workload.optimizer, library=library),
         name in PLANS if price.name == "none" else name == "hierarchical",
     )
 
 
 def _priced(cluster: Cluster, nbytes: int, name: str, price: CodecPrice, library: str) -> Iterator[Plan]:
-    yield from candidates(cluster, nbytes, name, 0, price)
+    yield from candidate_plans(cluster, nbytes, name, 0, price)
     if name == "flat" and library == "nccl" and cluster.fabric is None:
-        for plan in candidates(cluster, nbytes, TREE, 1, price):
+        for plan in candidate_plans(cluster, nbytes, TREE, 1, price):
             yield replace(plan, name="flat")
 
 
@@ -253,7 +253,7 @@ def limit_in_words(limit: str, cluster: Cluster) -> str:
     return names.get(limit, f"{limit} links")
 
 
-def caution_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str:
+def warning_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str:
     """Returns why a compressor is not to be recommended for the gradients of every step; empty where it may be.
 
     Args:
@@ -264,13 +264,13 @@ def caution_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str
     if compressor not in CODEC_FACTS:
         return f"nobody here has trained with {compressor}: see where a training ends before you rely on it"
     asked = TRIED_OPTIMIZERS if optimizer == ANY_OPTIMIZER else (optimizer,)
-    reason = next(filter(None, (_caution(compressor, each) for each in asked)), "")
+    reason = next(filter(None, (_warning(compressor, each) for each in asked)), "")
     if reason and optimizer == ANY_OPTIMIZER:
         return f"{reason}{SAY_OPTIMIZER}"
     return f"{reason}; the optimizer is {optimizer}" if reason and compressor in SGD_ONLY else reason
 
 
-def _caution(compressor: str, optimizer: str) -> str:
+def _warning(compressor: str, optimizer: str) -> str:
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":
         return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]})"
     cost = known_to_end_behind(compressor, options_of(compressor), optimizer)
@@ -296,15 +296,15 @@ def condition_of(compressor: str, optimizer: str) -> str:
 
     Args:
         compressor: That is recommended.
-        optimizer: As for `caution_of`.
+        optimizer: As for `warning_of`.
     """
     if compressor in SGD_ONLY:
         return "It takes over SGD's momentum: compressor_options=gradwire.take_momentum(optimizer)."
-    behind = [each.title() for each in UNLIKE_OPTIMIZERS if optimizer == ANY_OPTIMIZER and _caution(compressor, each)]
+    behind = [each.title() for each in UNLIKE_OPTIMIZERS if optimizer == ANY_OPTIMIZER and _warning(compressor, each)]
     return f"Under {behind[0]} it ends behind: say which optimizer is yours." if behind else ""
 
 
-def _enough_gain(cluster: Cluster, exact: Offer, flat: Offer) -> bool:
+def _enough_gain(cluster: Cluster, exact: Candidate, flat: Candidate) -> bool:
     """Whether the planner would leave the flat plan for this one."""
     saved = flat.seconds - exact.seconds
     if cluster.fabric is None:
@@ -312,30 +312,36 @@ def _enough_gain(cluster: Cluster, exact: Offer, flat: Offer) -> bool:
     return saved > max(flat.seconds * NCCL_MINIMUM_GAIN, exact.plan.chunks * HIERARCHY_HOST_SECONDS)
 
 
-def _recommend(offers: Sequence[Offer], workload: Workload, cluster: Cluster) -> Recommendation:
-    able = [offer for offer in offers if offer.available and not offer.caution]
-    flat = next(offer for offer in able if offer.name == "flat")
+def _recommend(candidates: Sequence[Candidate], workload: Workload, cluster: Cluster) -> Recommendation:
+    able = [candidate for candidate in candidates if candidate.available and not candidate.warning]
+    flat = next(candidate for candidate in able if candidate.name == "flat")
     # As the planner chooses: by the all-reduce, so that a hidden one loads the network least.
-    exact = min((offer for offer in able if offer.compressor == "none"), key=lambda offer: offer.seconds)
+    exact = min(
+        (candidate for candidate in able if candidate.compressor == "none"), key=lambda candidate: candidate.seconds
+    )
     if not _enough_gain(cluster, exact, flat):
         exact = flat
-    best = min(able, key=lambda offer: offer.step_seconds)
+    best = min(able, key=lambda candidate: candidate.step_seconds)
     enough = best.step_seconds * (1 + WORTHWHILE)
     if not workload.backward_seconds:
         enough = max(enough, exact.step_seconds - MOST_OF_IT * (exact.step_seconds - best.step_seconds))
-    close = [offer for offer in able if offer.step_seconds <= enough]
-    mildest = min(close, key=lambda offer: (harm_of(offer.compressor), offer.step_seconds))
+    close = [candidate for candidate in able if candidate.step_seconds <= enough]
+    mildest = min(close, key=lambda candidate: (distortion_of(candidate.compressor), candidate.step_seconds))
     if mildest.compressor == "none" or mildest.step_seconds > exact.step_seconds * (1 - WORTHWHILE):
         return Recommendation(exact.plan.name, "none", _why_exact(exact, flat, mildest, workload, cluster))
     return Recommendation(mildest.plan.name, mildest.compressor, _why_lossy(mildest, exact, workload))
 
 
-def harm_of(compressor: str) -> int:
-    """How much a compressor changes gradients, as its place in `HARMLESS_FIRST`."""
-    return HARMLESS_FIRST.index(compressor) if compressor in HARMLESS_FIRST else len(HARMLESS_FIRST)
+def distortion_of(compressor: str) -> int:
+    """How much a compressor changes gradients, as its place in `LEAST_DISTORTION_FIRST`."""
+    return (
+        LEAST_DISTORTION_FIRST.index(compressor)
+        if compressor in LEAST_DISTORTION_FIRST
+        else len(LEAST_DISTORTION_FIRST)
+    )
 
 
-def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload, cluster: Cluster) -> str:
+def _why_exact(exact: Candidate, flat: Candidate, rival: Candidate, workload: Workload, cluster: Cluster) -> str:
     if not exact.plan.phases:
         return "Do not compress: there is one rank, so nothing travels."
     text = f"Do not compress: {_spent(exact, workload)}"
@@ -356,7 +362,7 @@ def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload, clus
     return f"{text} {exact.plan.name} is {gain:.2f}x faster than flat ({ms(flat.seconds)} ms)."
 
 
-def _why_lossy(chosen: Offer, exact: Offer, workload: Workload) -> str:
+def _why_lossy(chosen: Candidate, exact: Candidate, workload: Workload) -> str:
     known = workload.backward_seconds > 0
     what = (
         ("whole step" if workload.rest_seconds else "step")
@@ -385,9 +391,9 @@ def ms(seconds: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _spent(offer: Offer, workload: Workload) -> str:
+def _spent(candidate: Candidate, workload: Workload) -> str:
     if not workload.backward_seconds:
-        return f"the exact all-reduce takes {ms(offer.seconds)} ms (how long backward takes was not given)."
-    if offer.hidden:
-        return f"communication ({ms(offer.seconds)} ms) hides behind backward ({ms(workload.backward_seconds)} ms)."
-    return f"the exact step takes {ms(offer.step_seconds)} ms."
+        return f"the exact all-reduce takes {ms(candidate.seconds)} ms (how long backward takes was not given)."
+    if candidate.hidden:
+        return f"communication ({ms(candidate.seconds)} ms) hides behind backward ({ms(workload.backward_seconds)} ms)."
+    return f"the exact step takes {ms(candidate.step_seconds)} ms."

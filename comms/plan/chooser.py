@@ -7,7 +7,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.links.links import Links
 from gradwire.comms.plan.cost import EXACT
 from gradwire.comms.plan.plan import ALL_REDUCE, Plan
-from gradwire.comms.plan.planner import candidates, plan_all_reduce, presumed, with_reason
+from gradwire.comms.plan.planner import candidate_plans, plan_all_reduce, presumed, with_reason
 from gradwire.compressors.base import Compressor, Layout, planned
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class PlanChooser:
             ranks = self._links.cluster.size if compressed.whole else len(self._links.cluster.nodes)
             price = payloads.price(plan.nbytes, layout, ranks)
         cluster, by_links = self._links.priced_for(plan), compressed is not None and bool(compressed.shares)
-        (priced,) = candidates(cluster, plan.nbytes, plan.name, plan.chunks, price, by_links=by_links)
+        (priced,) = candidate_plans(cluster, plan.nbytes, plan.name, plan.chunks, price, by_links=by_links)
         return replace(
             plan,
             seconds=priced.seconds,

@@ -115,7 +115,9 @@ def plan_all_reduce(
     names = ("flat", "hierarchical", "leader") if name == "auto" else (name,)
     assumed = presumed(cluster)
     plans = [
-        replace(plan, assumed=assumed) for each in names for plan in candidates(cluster, nbytes, each, chunks, price)
+        replace(plan, assumed=assumed)
+        for each in names
+        for plan in candidate_plans(cluster, nbytes, each, chunks, price)
     ]
     if library == "nccl" and not chunks and price.name == EXACT.name:
         # One call of NCCL fills its links by itself; the chunks' tolerance was measured on gloo.
@@ -141,7 +143,7 @@ def plan_all_reduce(
         return _against_nccl(flat, [plan for plan in plans if plan.name not in FLAT_ALGORITHMS])
     rival = flat
     if library == "nccl":
-        tree = next(candidates(cluster, nbytes, TREE, 1, price))
+        tree = next(candidate_plans(cluster, nbytes, TREE, 1, price))
         rival = min(flat, replace(tree, name="flat", assumed=assumed), key=lambda plan: plan.seconds)
     if best.seconds > rival.seconds * (1 - MINIMUM_GAIN):
         against = " than NCCL's tree" if rival is not flat else ""
@@ -193,7 +195,7 @@ def _most_chunks(plans: list[Plan], tolerance: float) -> Plan:
     return max(alike, key=lambda plan: plan.chunks)
 
 
-def candidates(
+def candidate_plans(
     cluster: Cluster,
     nbytes: int,
     name: str,
@@ -239,7 +241,7 @@ def _phases_for(cluster: Cluster, name: str, price: CodecPrice) -> tuple[Phase, 
 
 
 def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecPrice) -> Iterator[Plan]:
-    """The plans of `candidates`, payloads going by the links if `price.owned` is above 0."""
+    """The plans of `candidate_plans`, payloads going by the links if `price.owned` is above 0."""
     exact = price.name == EXACT.name
     phases = _phases_for(cluster, name, price)
     model = None

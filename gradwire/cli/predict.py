@@ -20,7 +20,7 @@ from gradwire.cli import predict_models
 from gradwire.cli.predict_show import Answer, Gains, as_json, as_table, draw
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.links.distance import MOST_ROUND_TRIP_SECONDS
-from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Offer, Workload, advise
+from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Candidate, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.cost import EXACT
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
@@ -122,7 +122,7 @@ class Question:
         ]
         return advise(cluster, self.workload, prices, library=library_of(self.machine))
 
-    def torch_hook(self, cluster: Cluster) -> Offer | None:
+    def torch_hook(self, cluster: Cluster) -> Candidate | None:
         """What torch's fp16_compress_hook does: one all-reduce of half as many bytes; None where it saves nothing."""
         if self.options.gradient_dtype != "float32":
             return None
@@ -130,8 +130,8 @@ class Question:
         half = replace(
             whole, gradient_nbytes=whole.gradient_nbytes // 2, bucket_nbytes=max(1, whole.bucket_nbytes // 2)
         )
-        offer = advise(cluster, half, (), library=library_of(self.machine)).offer("flat")
-        return replace(offer, name="torch fp16 hook", compressor="fp16 (torch)")
+        candidate = advise(cluster, half, (), library=library_of(self.machine)).candidate("flat")
+        return replace(candidate, name="torch fp16 hook", compressor="fp16 (torch)")
 
 
 def build_parser() -> CommandParser:

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.compare.public_models import PublicModel
-from gradwire.cli.predict_show import exact_offers
-from gradwire.comms.plan.advise import Advice, Offer
+from gradwire.cli.predict_show import exact_candidates
+from gradwire.comms.plan.advise import Advice, Candidate
 
 LINKS = (("1 GbE", "1gbit", 1), ("2.5 GbE", "2.5gbit", 1), ("10 GbE", "10gbit", 1), ("25 GbE", "25gbit", 1),
          ("2 x 10 GbE", "10gbit", 2))  # fmt: skip
@@ -77,7 +77,7 @@ def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
             for title, rate, cards in LINKS:
                 advice = ask(model, nodes, rate, cards)
                 half = ask(model, nodes, rate, cards, halved=True)
-                exchange = advice.offer(f"hierarchical+{OUTER_COMPRESSOR}").seconds
+                exchange = advice.candidate(f"hierarchical+{OUTER_COMPRESSOR}").seconds
                 yield ModelRow(
                     model,
                     nodes,
@@ -87,21 +87,24 @@ def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
                         "plain DDP": _flat(advice).step_seconds,
                         "torch fp16": _flat(half).step_seconds,
                         "exact": _best(advice).step_seconds,
-                        "int8": advice.offer("hierarchical+int8").step_seconds,
-                        "waterfill4": advice.offer("hierarchical+waterfill4").step_seconds,
+                        "int8": advice.candidate("hierarchical+int8").step_seconds,
+                        "waterfill4": advice.candidate("hierarchical+waterfill4").step_seconds,
                         "Outer": max(alone.step_seconds, exchange / OUTER_EVERY),
                     },
                 )
 
 
-def _flat(advice: Advice) -> Offer:
+def _flat(advice: Advice) -> Candidate:
     """One exact all-reduce over all ranks by the fastest algorithm that NCCL has."""
-    known = [offer for offer in advice.offers if offer.plan.name in ("flat", "tree", "nvls_tree")]
-    return min((offer for offer in known if offer.compressor == "none"), key=lambda offer: offer.step_seconds)
+    known = [candidate for candidate in advice.candidates if candidate.plan.name in ("flat", "tree", "nvls_tree")]
+    return min(
+        (candidate for candidate in known if candidate.compressor == "none"),
+        key=lambda candidate: candidate.step_seconds,
+    )
 
 
-def _best(advice: Advice) -> Offer:
-    return min(exact_offers(advice), key=lambda offer: offer.step_seconds)
+def _best(advice: Advice) -> Candidate:
+    return min(exact_candidates(advice), key=lambda candidate: candidate.step_seconds)
 
 
 def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:

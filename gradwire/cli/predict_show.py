@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.plot.style import BASELINE, PEERS, load_pyplot, save, strip
-from gradwire.comms.plan.advise import SAY_OPTIMIZER, Advice, Offer, Workload, ms
+from gradwire.comms.plan.advise import SAY_OPTIMIZER, Advice, Candidate, Workload, ms
 from gradwire.comms.plan.overlap import least_compute_seconds
 from gradwire.compressors.registry import options_of
 from gradwire.topology.cluster import Cluster
@@ -50,12 +50,12 @@ class Gains:
             advice: For all of them.
             alone: For one of them, which takes the best exact plan.
         """
-        one = min(offer.step_seconds for offer in exact_offers(alone))
-        best = next(offer for offer in advice.offers if _is_recommended(offer, advice))
+        one = min(candidate.step_seconds for candidate in exact_candidates(alone))
+        best = next(candidate for candidate in advice.candidates if _is_recommended(candidate, advice))
         return cls(
             nodes=nodes,
-            flat=nodes * one / advice.offer("flat").step_seconds,
-            exact=nodes * one / min(offer.step_seconds for offer in exact_offers(advice)),
+            flat=nodes * one / advice.candidate("flat").step_seconds,
+            exact=nodes * one / min(candidate.step_seconds for candidate in exact_candidates(advice)),
             recommended=nodes * one / best.step_seconds,
         )
 
@@ -101,7 +101,7 @@ class Answer(Generic[Load, Found]):
     advice: Found
     planning_seconds: float
     gains: Gains | None
-    torch_hook: Offer | None = None
+    torch_hook: Candidate | None = None
     assumed_compute: str = ""
 
     def around(self, rest: Object) -> Object:
@@ -141,8 +141,8 @@ def as_json(answer: Answer[Workload, Advice]) -> Object:
             "backward_seconds": workload.backward_seconds,
             "compute_assumed": answer.assumed_compute or None,
             "accumulate": workload.accumulate,
-            "torch_fp16_hook": None if answer.torch_hook is None else _offer(answer.torch_hook),
-            "plans": {offer.name: _offer(offer) for offer in advice.offers},
+            "torch_fp16_hook": None if answer.torch_hook is None else _candidate(answer.torch_hook),
+            "plans": {candidate.name: _candidate(candidate) for candidate in advice.candidates},
             "recommend": {
                 "plan": advice.recommend.plan,
                 "compressor": advice.recommend.compressor,
@@ -166,8 +166,8 @@ def break_even(nodes: int, advice: Advice) -> str:
     """
     if nodes < 2:
         return ""
-    flat = least_compute_seconds(nodes, advice.offer("flat").seconds)
-    recommended = next(offer for offer in advice.offers if _is_recommended(offer, advice))
+    flat = least_compute_seconds(nodes, advice.candidate("flat").seconds)
+    recommended = next(candidate for candidate in advice.candidates if _is_recommended(candidate, advice))
     best = least_compute_seconds(nodes, recommended.seconds)
     said = f"{nodes} nodes beat one if a step on one node takes more than {ms(flat)} ms with plain DDP"
     return said + (f", {ms(best)} ms with what is recommended" if best < 0.99 * flat else "") + "."
@@ -184,19 +184,21 @@ def dense_steps(compressor: str) -> int:
     return steps
 
 
-def exact_offers(advice: Advice) -> list[Offer]:
+def exact_candidates(advice: Advice) -> list[Candidate]:
     """What a job can take that loses nothing, and one all-reduce over all ranks."""
     return [
-        offer for offer in advice.offers if offer.compressor == "none" and (offer.available or offer.name == "flat")
+        candidate
+        for candidate in advice.candidates
+        if candidate.compressor == "none" and (candidate.available or candidate.name == "flat")
     ]
 
 
-def _offer(offer: Offer) -> Object:
+def _candidate(one: Candidate) -> Object:
     return {
-        "plan": offer.plan.name, "compressor": offer.compressor, "chunks": offer.plan.chunks, "seconds": offer.seconds,
-        "step_seconds": offer.step_seconds, "exposed_seconds": offer.exposed_seconds, "hidden": offer.hidden,
-        "bytes_by_level": offer.plan.bytes_by_level, "limit": offer.limit, "caution": offer.caution,
-        "available": offer.available,
+        "plan": one.plan.name, "compressor": one.compressor, "chunks": one.plan.chunks, "seconds": one.seconds,
+        "step_seconds": one.step_seconds, "exposed_seconds": one.exposed_seconds, "hidden": one.hidden,
+        "bytes_by_level": one.plan.bytes_by_level, "limit": one.limit, "warning": one.warning,
+        "available": one.available,
     }  # fmt: skip
 
 
@@ -247,9 +249,11 @@ def as_table(
             markup=False,
         )
     table = table_of("", "plan", "compressor", "step ms", "comm ms", "NIC MB", *(["adds ms"] if known else []), "limit")
-    shown = advice.offers if everything else offers_that_matter(advice, answer.torch_hook)
-    for offer in sorted(shown, key=lambda offer: (not _is_recommended(offer, advice), offer.step_seconds)):
-        table.add_row(*_row(offer, advice, known))
+    shown = advice.candidates if everything else candidates_that_matter(advice, answer.torch_hook)
+    for candidate in sorted(
+        shown, key=lambda candidate: (not _is_recommended(candidate, advice), candidate.step_seconds)
+    ):
+        table.add_row(*_row(candidate, advice, known))
     console.print(table)
     legend = [
         "*: recommended",
@@ -260,16 +264,16 @@ def as_table(
     ]
     legend += ["adds: what of it does not hide behind backward"] if known else []
     legend += ["torch fp16 hook: torch's fp16_compress_hook"] if answer.torch_hook in shown else []
-    legend += ["!: see the note"] if any(offer.caution for offer in shown) else []
+    legend += ["!: see the note"] if any(candidate.warning for candidate in shown) else []
     legend += ["-: for comparison: plan auto takes another"] if everything else []
     console.print("; ".join(legend))
-    noted = [offer for offer in shown if offer.caution]
-    notes = list(dict.fromkeys(offer.caution for offer in noted))
+    noted = [candidate for candidate in shown if candidate.warning]
+    notes = list(dict.fromkeys(candidate.warning for candidate in noted))
     for note in notes:
         console.print(f"note: {note.removesuffix(SAY_OPTIMIZER)}")
     if any(note.endswith(SAY_OPTIMIZER) for note in notes):
         console.print("note: these are for any optimizer; --optimizer NAME judges for yours")
-    console.print(describe_effort(answer.planning_seconds, len(advice.offers) - len(shown)))
+    console.print(describe_effort(answer.planning_seconds, len(advice.candidates) - len(shown)))
 
 
 def table_of(*headings: str) -> Table:
@@ -294,47 +298,49 @@ def describe_effort(planning_seconds: float, left_out: int) -> str:
     return f"planned in {planning_seconds * 1e3:.0f} ms" + (f"; --all shows {left_out} more rows" if left_out else "")
 
 
-def offers_that_matter(advice: Advice, torch_hook: Offer | None) -> tuple[Offer, ...]:
+def candidates_that_matter(advice: Advice, torch_hook: Candidate | None) -> tuple[Candidate, ...]:
     """What plain DDP does, torch's fp16 hook, the best exact plan, and what is recommended.
 
     Args:
         advice: Everything that was priced.
         torch_hook: Priced beside it, or None.
     """
-    kept = [offer for offer in advice.offers if _is_recommended(offer, advice) or offer.name == "flat"]
+    kept = [
+        candidate for candidate in advice.candidates if _is_recommended(candidate, advice) or candidate.name == "flat"
+    ]
     kept += [torch_hook] if torch_hook is not None else []
     best = _best_exact(advice)
     return tuple(kept) if best in kept else (*kept, best)
 
 
-def _best_exact(advice: Advice) -> Offer:
-    return min(exact_offers(advice), key=lambda offer: offer.step_seconds)
+def _best_exact(advice: Advice) -> Candidate:
+    return min(exact_candidates(advice), key=lambda candidate: candidate.step_seconds)
 
 
-def _is_recommended(offer: Offer, advice: Advice) -> bool:
+def _is_recommended(candidate: Candidate, advice: Advice) -> bool:
     verdict = advice.recommend
     return (
-        offer in advice.offers
-        and offer.available
-        and (offer.plan.name, offer.compressor) == (verdict.plan, verdict.compressor)
+        candidate in advice.candidates
+        and candidate.available
+        and (candidate.plan.name, candidate.compressor) == (verdict.plan, verdict.compressor)
     )
 
 
-def _row(offer: Offer, advice: Advice, known: bool) -> list[str]:
-    hook = offer.name == "torch fp16 hook"
+def _row(candidate: Candidate, advice: Advice, known: bool) -> list[str]:
+    hook = candidate.name == "torch fp16 hook"
     mark = (
-        "*" if _is_recommended(offer, advice) and not hook
-        else "!" if offer.caution else " " if offer.available or hook else "-"
+        "*" if _is_recommended(candidate, advice) and not hook
+        else "!" if candidate.warning else " " if candidate.available or hook else "-"
     )  # fmt: skip
     return [
         mark,
-        "flat (as DDP)" if offer.name == "flat" else offer.name if hook else offer.plan.name,
-        offer.compressor,
-        f"{offer.step_seconds * 1e3:.2f}",
-        f"{offer.seconds * 1e3:.2f}",
-        f"{offer.plan.bytes_by_level.get('inter_node', 0.0) / 1e6:.1f}",
-        *([f"{offer.exposed_seconds * 1e3:.2f}"] if known else []),
-        offer.limit.removesuffix(" of messages"),
+        "flat (as DDP)" if candidate.name == "flat" else candidate.name if hook else candidate.plan.name,
+        candidate.compressor,
+        f"{candidate.step_seconds * 1e3:.2f}",
+        f"{candidate.seconds * 1e3:.2f}",
+        f"{candidate.plan.bytes_by_level.get('inter_node', 0.0) / 1e6:.1f}",
+        *([f"{candidate.exposed_seconds * 1e3:.2f}"] if known else []),
+        candidate.limit.removesuffix(" of messages"),
     ]
 
 
@@ -375,12 +381,12 @@ def draw(file: Path, advice_for: Callable[[int], Advice], nodes: int) -> None:
     counts = node_counts(nodes)
     advices = [advice_for(count) for count in counts]
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    known = {offer.name: offer for offer in advices[0].offers}
+    known = {candidate.name: candidate for candidate in advices[0].candidates}
     for name in LINES:
         if name not in known:
             continue
-        seconds = [advice.offer(name).step_seconds * 1e3 for advice in advices]
-        warned = " (not recommended)" if known[name].caution else ""
+        seconds = [advice.candidate(name).step_seconds * 1e3 for advice in advices]
+        warned = " (not recommended)" if known[name].warning else ""
         label = "flat (as plain DDP)" if name == "flat" else f"{name}{warned}"
         style = {"color": BASELINE, "linewidth": 2} if name == "flat" else {"linestyle": ":" if warned else "-"}
         axes.plot(counts, seconds, marker=".", label=label, **style)

@@ -71,8 +71,8 @@ def test_whether_several_nodes_beat_one_comes_first_and_what_to_type_second(caps
     assert isinstance(plans, dict)
     exact = [
         name
-        for name, offer in plans.items()
-        if offer["compressor"] == "none" and (offer["available"] or name == "flat")
+        for name, candidate in plans.items()
+        if candidate["compressor"] == "none" and (candidate["available"] or name == "flat")
     ]
     one = min(plans[name]["step_seconds"] for name in exact)
     flat = answer["plans"]["flat"]["step_seconds"]  # type: ignore[index]
@@ -190,7 +190,7 @@ def test_a_codec_of_ones_own_is_not_recommended(
     for optimizer in OPTIMIZERS:
         answer = ask(capsys, *SLOW, "--optimizer", optimizer)
         assert answer["recommend"]["compressor"] != "a users own"  # type: ignore[index]
-        assert "nobody here has trained with a users own" in answer["plans"]["hierarchical+a users own"]["caution"]  # type: ignore[index]
+        assert "nobody here has trained with a users own" in answer["plans"]["hierarchical+a users own"]["warning"]  # type: ignore[index]
 
 
 def test_the_picture_shows_the_number_that_was_asked_for() -> None:

@@ -16,7 +16,7 @@ from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second
 from gradwire.comms.plan.nccl_model import nccl_model
 from gradwire.comms.plan.plan import NVLS_TREE, RING, TREE, Plan
-from gradwire.comms.plan.planner import candidates, plan_all_reduce
+from gradwire.comms.plan.planner import candidate_plans, plan_all_reduce
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.graph import Machine
 from gradwire.topology.presets import dgx_a100, dgx_h100, p4d, pcie_box
@@ -107,7 +107,7 @@ def predict(machines: GpuCluster) -> Iterator[GpuPrediction]:
             layout = square_layout(nbytes)
             compressed = {
                 name: min(
-                    candidates(cluster, nbytes, "hierarchical", 0, codec_price(name, layout, nodes, rate)),
+                    candidate_plans(cluster, nbytes, "hierarchical", 0, codec_price(name, layout, nodes, rate)),
                     key=lambda plan: plan.seconds,
                 )
                 for name in ("bf16", "int8")

@@ -9,7 +9,7 @@ from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.train.main_job import READABLE_MBIT, counted_table, main, readable_rate, result_table, steps_within
 from gradwire.bench.train.story import foretell, tell
 from gradwire.bench.train.train import TrainingResult
-from gradwire.comms.plan.advise import caution_of
+from gradwire.comms.plan.advise import warning_of
 
 
 def a_result(
@@ -119,9 +119,9 @@ def test_without_a_slow_link_bytes_are_told_and_times_only_predicted() -> None:
 
 
 def test_a_compressor_that_the_log_warns_of_is_not_predicted_for_this_optimizer() -> None:
-    assert caution_of("powersgd", "adamw") and caution_of("onebit", "adamw") and caution_of("dgc", "adamw")
-    assert not caution_of("powersgd", "sgd") and not caution_of("int4", "adamw")
-    assert "nobody here has trained with own" in caution_of("own", "adamw")
+    assert warning_of("powersgd", "adamw") and warning_of("onebit", "adamw") and warning_of("dgc", "adamw")
+    assert not warning_of("powersgd", "sgd") and not warning_of("int4", "adamw")
+    assert "nobody here has trained with own" in warning_of("own", "adamw")
 
 
 def test_where_no_link_can_be_made_slow_the_first_line_says_so(

@@ -27,7 +27,7 @@ def prices(cluster: Cluster) -> list[CodecPrice]:
 def test_the_rest_of_a_step_is_in_every_offer_and_weighs_a_gain() -> None:
     short = advise(SLOW, Workload(NBYTES, 0.1), prices(SLOW))
     long = advise(SLOW, Workload(NBYTES, 0.1, rest_seconds=30.0), prices(SLOW))
-    for one, other in zip(short.offers, long.offers, strict=True):
+    for one, other in zip(short.candidates, long.candidates, strict=True):
         assert other.step_seconds == pytest.approx(one.step_seconds + 30.0)
         assert other.exposed_seconds == one.exposed_seconds
     assert short.recommend.compressor != "none" and "shortens the step from" in short.recommend.why
@@ -40,7 +40,7 @@ def test_advice_speaks_of_whole_steps_alone(monkeypatch: pytest.MonkeyPatch) -> 
     found = job_advice.advise_job(SLOW, [NBYTES], observed, "sgd", "gloo", EXACT)
     text = str(found)
     exact = min(
-        (e for e in found.advice.offers if e.compressor == "none" and e.available), key=lambda e: e.step_seconds
+        (e for e in found.advice.candidates if e.compressor == "none" and e.available), key=lambda e: e.step_seconds
     )
     assert exact.step_seconds == pytest.approx(observed.headroom_seconds + exact.exposed_seconds)
     assert "a whole step takes 2000 ms" in text and f"the whole step from {ms(exact.step_seconds)} to" in text
@@ -57,20 +57,22 @@ def test_what_is_recommended_is_never_slower_than_what_runs(
     monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
     exposed = next(
         each.exposed_seconds
-        for each in advise(SLOW, Workload(NBYTES, backward), prices(SLOW)).offers
+        for each in advise(SLOW, Workload(NBYTES, backward), prices(SLOW)).candidates
         if each.available and each.compressor == running
     )
     observed = Observed(backward * 1.5 + share * exposed, backward, share * exposed, 50)
     now = job_advice.Running("hierarchical", running)
     found = job_advice.advise_job(SLOW, [NBYTES], observed, "sgd", "gloo", now)
     verdict = found.advice.recommend
-    offers = {(each.plan.name, each.compressor): each.step_seconds for each in found.advice.offers if each.available}
+    candidates = {
+        (each.plan.name, each.compressor): each.step_seconds for each in found.advice.candidates if each.available
+    }
     if (verdict.plan, verdict.compressor) == ("hierarchical", running):
-        others = [seconds for key, seconds in offers.items() if key[1] != running]
-        assert min(offers["hierarchical", running], observed.step_seconds) <= 1.06 * min(others)
+        others = [seconds for key, seconds in candidates.items() if key[1] != running]
+        assert min(candidates["hierarchical", running], observed.step_seconds) <= 1.06 * min(others)
     else:
-        chosen = offers[verdict.plan, verdict.compressor]
-        assert chosen <= observed.step_seconds and chosen <= offers["hierarchical", running]
+        chosen = candidates[verdict.plan, verdict.compressor]
+        assert chosen <= observed.step_seconds and chosen <= candidates["hierarchical", running]
 
 
 def test_what_runs_faster_than_anything_is_predicted_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

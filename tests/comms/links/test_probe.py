@@ -12,7 +12,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.links.probe import LARGE_NBYTES, SMALL_NBYTES, fitted, probe, probe_phases
 from gradwire.comms.plan.cost import EXACT, CodecPrice, CostModel
 from gradwire.comms.plan.plan import REDUCE_SCATTER
-from gradwire.comms.plan.planner import candidates
+from gradwire.comms.plan.planner import candidate_plans
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from support.threads import run_ranks
 
@@ -65,7 +65,7 @@ def test_payloads_are_priced_with_the_share_that_an_exchange_reaches() -> None:
     cluster = cluster_with((2, 4), Link(5e-6, 5e9), Link(0.0, 25e6))
     slower = cluster_with((2, 4), Link(5e-6, 5e9), Link(0.0, 25e6, exchange_share=0.5))
     for price, factor in ((EXACT, 1.0), (CodecPrice("int8", 0.25), 2.0)):
-        fast, slow = (next(candidates(each, 1 << 24, "hierarchical", 1, price)) for each in (cluster, slower))
+        fast, slow = (next(candidate_plans(each, 1 << 24, "hierarchical", 1, price)) for each in (cluster, slower))
         inside = sum(Link(5e-6, 5e9).seconds(1, 1 << 23) for _ in range(2))
         assert (slow.seconds - inside) / (fast.seconds - inside) == pytest.approx(factor)
 

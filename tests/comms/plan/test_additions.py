@@ -42,7 +42,7 @@ def decide_with(adds: Callable[..., float], patch: pytest.MonkeyPatch) -> list[o
         inside, nic = Link(2e-5, draw.uniform(1e9, 1e10)), Link(1e-4, min(rates), gap_seconds=3e-4)
         cluster = two_level_cluster([node for node in range(nodes) for _ in range(each)], inside, nic)
         price = draw.choice([EXACT, CodecPrice("int8", 0.26, 1e-10, 1e-5)])
-        found += planner.candidates(
+        found += planner.candidate_plans(
             with_node_rates(cluster, rates), draw.randrange(4, 1 << 26), "hierarchical", 0, price
         )
         found.append(owners.exact_shares(rates, nodes - 2))

@@ -5,17 +5,17 @@ from torch import Tensor
 
 from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
-    HARMLESS_FIRST,
+    LEAST_DISTORTION_FIRST,
     SAY_OPTIMIZER,
     Advice,
     Workload,
     advise,
     buckets_of,
-    caution_of,
     step_seconds,
+    warning_of,
 )
 from gradwire.comms.plan.codec_price import CODEC_FACTS, OPTIMIZER_NAMES, codec_price, square_layout
-from gradwire.comms.plan.planner import candidates
+from gradwire.comms.plan.planner import candidate_plans
 from gradwire.compressors import registry
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from support.convergence_page import ended_behind, trained
@@ -42,9 +42,9 @@ def test_accumulated_micro_batches_send_once_and_make_compression_worth_less() -
         return advise(cluster, Workload(GRADIENT, micro, accumulate=accumulate), prices, library="nccl")
 
     once, eight = advice(1), advice(8)
-    for offer, other in zip(once.offers, eight.offers, strict=True):
-        assert other.step_seconds == pytest.approx(offer.step_seconds + 7 * micro)
-        assert (other.seconds, other.exposed_seconds) == (offer.seconds, offer.exposed_seconds)
+    for candidate, other in zip(once.candidates, eight.candidates, strict=True):
+        assert other.step_seconds == pytest.approx(candidate.step_seconds + 7 * micro)
+        assert (other.seconds, other.exposed_seconds) == (candidate.seconds, candidate.exposed_seconds)
     assert once.recommend.compressor != "none"
     assert advice(64).recommend.compressor == "none"  # what travels once in 64 backward passes is under 5 %
     with pytest.raises(ValueError, match="`accumulate` is 0"):
@@ -53,15 +53,15 @@ def test_accumulated_micro_batches_send_once_and_make_compression_worth_less() -
 
 def test_a_step_is_never_shorter_than_backward_or_than_the_wire() -> None:
     for backward_ms in (0, 10, 45, 200):
-        for offer in ask(cluster_of(4, 25), backward_ms).offers:
-            assert offer.step_seconds >= backward_ms / 1e3
-            assert offer.step_seconds >= offer.plan.bytes_by_level["inter_node"] / (25e9 / 8) - 1e-9
-            assert offer.exposed_seconds == pytest.approx(offer.step_seconds - backward_ms / 1e3)
+        for candidate in ask(cluster_of(4, 25), backward_ms).candidates:
+            assert candidate.step_seconds >= backward_ms / 1e3
+            assert candidate.step_seconds >= candidate.plan.bytes_by_level["inter_node"] / (25e9 / 8) - 1e-9
+            assert candidate.exposed_seconds == pytest.approx(candidate.step_seconds - backward_ms / 1e3)
 
 
 def test_more_backward_never_exposes_more() -> None:
     exposed = [
-        ask(cluster_of(4, 25), backward_ms).offer("flat").exposed_seconds for backward_ms in (0, 20, 45, 90, 400)
+        ask(cluster_of(4, 25), backward_ms).candidate("flat").exposed_seconds for backward_ms in (0, 20, 45, 90, 400)
     ]
     assert exposed == sorted(exposed, reverse=True)
 
@@ -76,37 +76,41 @@ def test_do_not_compress(nodes: int, gbit: float, nics: int, backward_ms: float)
 
 def test_compress_where_the_wire_is_slow_and_say_that_it_is_lossy() -> None:
     advice = ask(cluster_of(4, 25), 45)
-    chosen = advice.offer(f"{advice.recommend.plan}+{advice.recommend.compressor}")
+    chosen = advice.candidate(f"{advice.recommend.plan}+{advice.recommend.compressor}")
     assert chosen.available
-    assert chosen.step_seconds < 0.95 * advice.offer("hierarchical").step_seconds
+    assert chosen.step_seconds < 0.95 * advice.candidate("hierarchical").step_seconds
     assert "lossy" in advice.recommend.why and "network card" in advice.recommend.why
 
 
 def test_of_the_fast_enough_the_mildest_is_recommended() -> None:
     advice = ask(cluster_of(4, 25), 45)
-    able = [offer for offer in advice.offers if offer.available and not offer.caution]
-    fastest = min(offer.step_seconds for offer in able)
-    close = [offer.compressor for offer in able if offer.step_seconds <= 1.05 * fastest]
-    known = [name for name in close if name in HARMLESS_FIRST]  # a codec that another test has registered comes last
-    assert advice.recommend.compressor == min(known, key=HARMLESS_FIRST.index)
+    able = [candidate for candidate in advice.candidates if candidate.available and not candidate.warning]
+    fastest = min(candidate.step_seconds for candidate in able)
+    close = [candidate.compressor for candidate in able if candidate.step_seconds <= 1.05 * fastest]
+    known = [
+        name for name in close if name in LEAST_DISTORTION_FIRST
+    ]  # a codec that another test has registered comes last
+    assert advice.recommend.compressor == min(known, key=LEAST_DISTORTION_FIRST.index)
 
 
 def test_a_compressor_that_requires_sgd_is_not_recommended_to_adam() -> None:
     advice = ask(cluster_of(16, 1), 1, optimizer="adam")
     assert advice.recommend.compressor not in ("dgc", "onebit")
-    assert "requires SGD" in advice.offer("hierarchical+dgc").caution
-    assert not advice.offer("hierarchical+int8").caution
+    assert "requires SGD" in advice.candidate("hierarchical+dgc").warning
+    assert not advice.candidate("hierarchical+int8").warning
 
 
 def test_two_nodes_and_nccl_stay_flat() -> None:
     advice = ask(cluster_of(2, 25), 500)
     assert advice.recommend.plan == "flat"
     assert "NCCL's tree" in advice.recommend.why
-    assert ask(cluster_of(2, 25), 500, library="gloo").offer("flat").seconds > 1.5 * advice.offer("flat").seconds
+    assert (
+        ask(cluster_of(2, 25), 500, library="gloo").candidate("flat").seconds > 1.5 * advice.candidate("flat").seconds
+    )
 
 
 def test_every_plan_is_offered_with_every_compressor() -> None:
-    names = {offer.name for offer in ask(cluster_of(4, 25)).offers}
+    names = {candidate.name for candidate in ask(cluster_of(4, 25)).candidates}
     for plan in ("flat", "hierarchical", "leader"):
         assert {plan} | {f"{plan}+{name}" for name in registry.names() if name != "none"} <= names
     assert {"tree", "halving_doubling", "tree+fp16"} <= names
@@ -119,7 +123,7 @@ def test_buckets_add_up() -> None:
 
 
 def test_buckets_wait_for_their_gradients_and_for_the_wire() -> None:
-    plan = next(candidates(cluster_of(4, 25), 10_000_000, "flat"))
+    plan = next(candidate_plans(cluster_of(4, 25), 10_000_000, "flat"))
     assert step_seconds([plan, plan], [0.0, 1.0]) == pytest.approx(1.0 + plan.seconds)
     assert step_seconds([plan] * 5, [0.0] * 5) == pytest.approx(5 * plan.seconds)
 
@@ -128,27 +132,27 @@ def test_nothing_is_recommended_that_the_convergence_page_calls_behind() -> None
     behind = ended_behind()
     assert behind == {("powersgd", "adamw"), ("waterfill2", "adamw")}
     for compressor, optimizer in behind:
-        assert "end behind" in caution_of(compressor, optimizer) and caution_of(compressor, ANY_OPTIMIZER)
+        assert "end behind" in warning_of(compressor, optimizer) and warning_of(compressor, ANY_OPTIMIZER)
     for nodes, gbit, backward_ms in ((2, 0.01, 50.0), (2, 1, 0.0), (4, 0.1, 5.0), (8, 1, 300.0), (4, 10, 20.0)):
         for optimizer in ("sgd", "adamw", ANY_OPTIMIZER):
             for library in ("nccl", "gloo"):
                 advice = ask(cluster_of(nodes, gbit), backward_ms, optimizer, library)
                 refused = {name for name, kind in behind if optimizer in (kind, ANY_OPTIMIZER)}
-                cautions = {offer.compressor for offer in advice.offers if offer.caution}
-                assert advice.recommend.compressor not in refused | cautions
-                assert refused <= cautions
+                warnings = {candidate.compressor for candidate in advice.candidates if candidate.warning}
+                assert advice.recommend.compressor not in refused | warnings
+                assert refused <= warnings
 
 
 def test_an_optimizer_that_nobody_has_said_gets_what_fits_all() -> None:
     for name in ("onebit", "dgc", "powersgd", "waterfill2"):
-        assert caution_of(name, ANY_OPTIMIZER).endswith("say which optimizer is yours")
-    assert caution_of("waterfill3", ANY_OPTIMIZER).endswith("trained with waterfill3 under SGD" + SAY_OPTIMIZER)
+        assert warning_of(name, ANY_OPTIMIZER).endswith("say which optimizer is yours")
+    assert warning_of("waterfill3", ANY_OPTIMIZER).endswith("trained with waterfill3 under SGD" + SAY_OPTIMIZER)
     for name in ("fp16", "bf16", "int8", "int4", "waterfill4"):
-        assert caution_of(name, ANY_OPTIMIZER) == ""
+        assert warning_of(name, ANY_OPTIMIZER) == ""
 
 
 def test_the_table_of_what_was_trained_is_that_of_the_pages() -> None:
-    assert set(CODEC_FACTS) == set(registry.BUILT_IN) == set(HARMLESS_FIRST)
+    assert set(CODEC_FACTS) == set(registry.BUILT_IN) == set(LEAST_DISTORTION_FIRST)
     on_pages = trained() & {(name, optimizer) for name in registry.BUILT_IN for optimizer in OPTIMIZER_NAMES}
     exact = {("none", optimizer) for optimizer in OPTIMIZER_NAMES}
     table = {(name, optimizer) for name, facts in CODEC_FACTS.items() for optimizer in facts.trained}
@@ -176,7 +180,7 @@ def test_nothing_is_recommended_that_nobody_has_trained_with(optimizer: str, mon
     for nodes, gbit in ((2, 0.01), (2, 1), (4, 0.1)):
         for library in ("nccl", "gloo"):
             advice = ask(cluster_of(nodes, gbit), 50.0, optimizer, library)
-            own = advice.offer("hierarchical+a users own")
-            assert own.step_seconds < advice.offer("hierarchical+int4").step_seconds
-            assert "trained with a users own" in own.caution
+            own = advice.candidate("hierarchical+a users own")
+            assert own.step_seconds < advice.candidate("hierarchical+int4").step_seconds
+            assert "trained with a users own" in own.warning
             assert set(alike) <= set(CODEC_FACTS[advice.recommend.compressor].trained)

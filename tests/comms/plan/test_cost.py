@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gradwire.comms.plan.cost import CodecPrice
-from gradwire.comms.plan.planner import candidates, plan_all_reduce
+from gradwire.comms.plan.planner import candidate_plans, plan_all_reduce
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 
 GRADIENT_NBYTES = 113_200_000  # Swin-T, 28.3 M float32
@@ -22,11 +22,11 @@ def nodes_of_8(nodes: int, nic: Link = ETHERNET, inside: Link = NVSWITCH) -> Clu
 
 
 def seconds(cluster: Cluster, name: str, nbytes: int = GRADIENT_NBYTES, chunks: int = 1) -> float:
-    return next(candidates(cluster, nbytes, name, chunks)).seconds
+    return next(candidate_plans(cluster, nbytes, name, chunks)).seconds
 
 
 def nic_nbytes(nodes: int, name: str) -> float:
-    return next(candidates(nodes_of_8(nodes), 1_000_000, name)).bytes_by_level["inter_node"] / 1e6
+    return next(candidate_plans(nodes_of_8(nodes), 1_000_000, name)).bytes_by_level["inter_node"] / 1e6
 
 
 @pytest.mark.parametrize(("nodes", "gain"), [(2, 1.875), (3, 1.44), (4, 1.29), (8, 1.125), (16, 1.06)])
@@ -166,7 +166,7 @@ def test_what_an_exchange_leaves_idle_other_chunks_fill() -> None:
     poor = with_nic(nodes_of_8(4), gap_seconds=0.0, exchange_share=0.5, exchange_gap_share=0.5)
     good = with_nic(nodes_of_8(4), gap_seconds=0.0)
     shared, whole = (
-        {count: next(candidates(each, GRADIENT_NBYTES, "hierarchical", count, price)).seconds for count in (1, 16)}
+        {count: next(candidate_plans(each, GRADIENT_NBYTES, "hierarchical", count, price)).seconds for count in (1, 16)}
         for each in (poor, good)
     )
     assert shared[1] > 1.8 * whole[1]
@@ -176,7 +176,7 @@ def test_what_an_exchange_leaves_idle_other_chunks_fill() -> None:
 def test_a_ring_of_factors_is_not_an_exchange() -> None:
     poor = with_nic(nodes_of_8(4), exchange_share=0.5)
     ring, exchanged = (
-        next(candidates(poor, GRADIENT_NBYTES, "hierarchical", 1, CodecPrice("x", 0.25, exchanged=each))).seconds
+        next(candidate_plans(poor, GRADIENT_NBYTES, "hierarchical", 1, CodecPrice("x", 0.25, exchanged=each))).seconds
         for each in (False, True)
     )
     assert exchanged > 1.8 * ring

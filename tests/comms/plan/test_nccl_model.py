@@ -13,7 +13,7 @@ from gradwire.comms.plan.cost import EXACT
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.comms.plan.nccl_model import nccl_model
 from gradwire.comms.plan.plan import NVLS, NVLS_TREE, RING, TREE, Plan
-from gradwire.comms.plan.planner import HIERARCHY_HOST_SECONDS, NCCL_MINIMUM_GAIN, candidates, plan_all_reduce
+from gradwire.comms.plan.planner import HIERARCHY_HOST_SECONDS, NCCL_MINIMUM_GAIN, candidate_plans, plan_all_reduce
 from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.compressors import registry
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
@@ -30,7 +30,7 @@ def cluster_of(name: str, nodes: int, gbit: float | None = None) -> Cluster:
 
 
 def seconds(cluster: Cluster, name: str, nbytes: int) -> float:
-    return min(plan.seconds for plan in candidates(cluster, nbytes, name))
+    return min(plan.seconds for plan in candidate_plans(cluster, nbytes, name))
 
 
 def check_choice(cluster: Cluster, nbytes: int) -> Plan:
@@ -156,14 +156,14 @@ def test_nvls_tree_sends_what_a_tree_sends() -> None:
     for nodes in (2, 3, 4, 8):
         cluster = cluster_of("dgx_h100", nodes)
         tree, nvls = (
-            next(candidates(cluster, 1 << 20, name)).bytes_by_level["inter_node"] for name in (TREE, NVLS_TREE)
+            next(candidate_plans(cluster, 1 << 20, name)).bytes_by_level["inter_node"] for name in (TREE, NVLS_TREE)
         )
         assert nvls == pytest.approx(tree)
 
 
 def test_nvls_tree_is_refused_where_no_switch_sums() -> None:
     with pytest.raises(ValueError, match="no NVSwitch"):
-        next(candidates(cluster_of("dgx_a100", 2), 1 << 20, NVLS_TREE))
+        next(candidate_plans(cluster_of("dgx_a100", 2), 1 << 20, NVLS_TREE))
 
 
 def unknown_nic(cluster: Cluster) -> Cluster:
@@ -213,7 +213,7 @@ def test_a_compressor_between_nodes_is_paid_in_time_and_saves_bytes() -> None:
     for name in ("bf16", "int8", "powersgd"):
         price = codec_price(name, square_layout(100 << 20), 4, 1.4e12)
         for each in (price, replace(price, exchanged=False)):
-            plan = min(candidates(cluster, 100 << 20, "hierarchical", 0, each), key=lambda plan: plan.seconds)
+            plan = min(candidate_plans(cluster, 100 << 20, "hierarchical", 0, each), key=lambda plan: plan.seconds)
             assert exact * price.ratio < plan.seconds < exact
     assert price.name != EXACT.name
 

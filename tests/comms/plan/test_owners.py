@@ -24,7 +24,7 @@ from gradwire.comms.plan.planner import (
     MINIMUM_CHUNK_NBYTES,
     OWNERS_CHUNK_NBYTES,
     OWNERS_CHUNK_SECONDS,
-    candidates,
+    candidate_plans,
     plan_all_reduce,
 )
 from gradwire.comms.plan.schedule import executable
@@ -117,12 +117,12 @@ def test_where_sums_have_equal_parts_payloads_alone_go_by_the_links() -> None:
             if places is None and library == "gloo":  # NCCL's tree may have the slow node at its end
                 assert replace(plan, why="") == replace(equal, why="")
         by_owners, half, gathered = (
-            next(candidates(cluster, nbytes, "hierarchical", 16, CodecPrice("x", 0.25, owned=owned)))
+            next(candidate_plans(cluster, nbytes, "hierarchical", 16, CodecPrice("x", 0.25, owned=owned)))
             for owned in (1.0, 0.5, 0.0)
         )
         price = CodecPrice("x", 0.25)
-        everything = next(candidates(replace(cluster, equal_sums=False), nbytes, "hierarchical", 16, price))
-        nothing = next(candidates(slowest, nbytes, "hierarchical", 16, price))
+        everything = next(candidate_plans(replace(cluster, equal_sums=False), nbytes, "hierarchical", 16, price))
+        nothing = next(candidate_plans(slowest, nbytes, "hierarchical", 16, price))
         shared = [phase.shares for phase in by_owners.phases]
         assert shared == [phase.shares if phase.compressor else () for phase in everything.phases]
         if places is None:
@@ -154,7 +154,7 @@ def test_payloads_go_by_the_links_only_where_that_is_quicker(nodes: int) -> None
                 price = CodecPrice("x", ratio, 1e-12, owned=owned)
                 plan, equal, shared = (
                     min(
-                        candidates(cluster, nbytes, "hierarchical", chunks, price, by_links=by_links),
+                        candidate_plans(cluster, nbytes, "hierarchical", chunks, price, by_links=by_links),
                         key=lambda each: each.seconds,
                     )
                     for by_links in (None, False, True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gradwire.comms.plan.planner import UNKNOWN_RATE_TOLERANCE, candidates, plan_all_reduce
+from gradwire.comms.plan.planner import UNKNOWN_RATE_TOLERANCE, candidate_plans, plan_all_reduce
 from gradwire.comms.plan.schedule import equal_partition, executable
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from support.simulate import simulate, two_level_cluster
@@ -86,8 +86,8 @@ def test_the_bytes_of_sums_in_rank_order_are_predicted_too(cluster: Cluster, nam
 def test_bytes_saved_against_a_flat_ring_with_8_ranks_a_node(nodes: int, gain: float) -> None:
     # (1 - 1/n) / (1 - 1/N): Patarasuk and Yuan 2009 for each of the two rings.
     cluster = uniform_cluster((8, nodes), LEVELS[:2])
-    flat = next(candidates(cluster, 1 << 20, "flat"))
-    hierarchical = next(candidates(cluster, 1 << 20, "hierarchical"))
+    flat = next(candidate_plans(cluster, 1 << 20, "flat"))
+    hierarchical = next(candidate_plans(cluster, 1 << 20, "hierarchical"))
     saved = flat.bytes_by_level["inter_node"] / hierarchical.bytes_by_level["inter_node"]
     assert saved == pytest.approx(gain, rel=1e-3)
 
