@@ -96,7 +96,7 @@ def test_transports_of_one_communicator_are_counted_once(monkeypatch: pytest.Mon
     backend, devices = FakeNcclWorld(1).backends()[0], Devices()
     for _ in range(3):
         devices.join(NcclTransport(backend, 0, 1, owned=False), DEVICE)
-    assert not devices._turns
+    assert not devices._serializers
 
 
 @pytest.mark.parametrize(
