@@ -657,7 +657,7 @@ def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int
 
     def choose(round_trip_seconds: float) -> int:
         from gradwire.comms.links.distance import connections_for
-        from gradwire.comms.transport.streams import LEAST_RATE, UNSEEN_RATE  # as above
+        from gradwire.comms.transport.parallel_tcp import LEAST_RATE, UNSEEN_RATE  # as above
 
         level = rank_plans.links.priced.levels[-1]  # what the look at the start has seen: no bit depends on it
         rate = max(level.unit_rates or (level.link.bytes_per_second,))

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradwire.comms.config import Config
-from gradwire.comms.links.links import Links
+from gradwire.comms.links.estimates import Links
 from gradwire.comms.plan.cost import EXACT
 from gradwire.comms.plan.plan import ALL_REDUCE, Plan
 from gradwire.comms.plan.planner import candidate_plans, plan_all_reduce, presumed, with_reason

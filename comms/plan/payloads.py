@@ -1,6 +1,6 @@
 """What a compressor sends in a plan, and how long it takes."""
 
-from gradwire.comms.links.links import Links
+from gradwire.comms.links.estimates import Links
 from gradwire.comms.plan.codec_price import (
     ELEMENT_NBYTES,
     GPU_BYTES_PER_SECOND,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.comms.config import Config
-from gradwire.comms.links.links import Links
+from gradwire.comms.links.estimates import Links
 from gradwire.comms.plan.chooser import PlanChooser
 from gradwire.comms.plan.cost import sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan, Transfer

@@ -47,7 +47,7 @@ from gradwire.comms.errors import OverdueError, PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
 if TYPE_CHECKING:
-    from gradwire.comms.transport.streams import Streams
+    from gradwire.comms.transport.parallel_tcp import Streams
 
 Result = TypeVar("Result")
 
@@ -493,10 +493,10 @@ class GlooTransport(TorchTransport):
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
         """Tells all ranks the round trip, the choice and where to connect; and connects, if it is to be several."""
         from gradwire.comms.links.distance import MOST_CONNECTIONS
-        from gradwire.comms.transport import streams  # here: most networks have short round trips
+        from gradwire.comms.transport import parallel_tcp  # here: most networks have short round trips
 
         own, trip = self._farthest()
-        listener = None if own is None else streams.StreamListener(*own, backlog=MOST_CONNECTIONS * self.size)
+        listener = None if own is None else parallel_tcp.StreamListener(*own, backlog=MOST_CONNECTIONS * self.size)
         try:
             trips = sorted(each for (each, *_) in self._told(struct.pack("d", trip), "d"))
             # Each pair's is seen at both of its ends, one of which may have looked at a busy moment.
@@ -512,13 +512,13 @@ class GlooTransport(TorchTransport):
             found: dict[int, list[socket.socket]] = {}
             for rank, (_, kind, port, token, text) in enumerate(told[: self.rank]):
                 place = text.strip(b"\0").decode()
-                found[rank] = streams.connect(kind, place, port, token, self.rank, count, deadline, self._alarm)
+                found[rank] = parallel_tcp.connect(kind, place, port, token, self.rank, count, deadline, self._alarm)
             higher = dict.fromkeys(range(self.rank + 1, self.size), count)
             found |= listener.accept(higher, deadline, self._alarm)
         finally:
             if listener is not None:
                 listener.close()
-        return streams.Streams(found, self._timeout, self._alarm)
+        return parallel_tcp.Streams(found, self._timeout, self._alarm)
 
     def _farthest(self) -> tuple[tuple[int, str] | None, float]:
         """This rank's family and address on gloo's interface, and the longest of the round trips to the others."""

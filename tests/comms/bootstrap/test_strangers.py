@@ -29,7 +29,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.boundary.proof import proof_of
 from gradwire.comms.errors import PeerError
-from gradwire.comms.transport import streams
+from gradwire.comms.transport import parallel_tcp
 from support.processes import Processes
 
 SECONDS = 30.0
@@ -237,12 +237,12 @@ def test_strangers_neither_fill_a_ring_nor_keep_it_from_leaving(callers: Callers
 
 
 def test_a_silent_stranger_keeps_no_connection_of_a_long_path_waiting(callers: Callers, few: int) -> None:
-    listener = streams.StreamListener(socket.AF_INET, "127.0.0.1", 64)
+    listener = parallel_tcp.StreamListener(socket.AF_INET, "127.0.0.1", 64)
     callers.crowd(listener.port, few // 2)
     callers.call(listener.port, b"half")
     deadline = time.monotonic() + SECONDS
     asking = (socket.AF_INET, "127.0.0.1", listener.port, listener.token, 1, 2, deadline, None)
-    knocking = threading.Thread(target=streams.connect, args=asking)
+    knocking = threading.Thread(target=parallel_tcp.connect, args=asking)
     knocking.start()
     found = listener.accept({1: 2}, deadline, None)
     knocking.join()

@@ -90,7 +90,7 @@ ENDED_BY = {
         comms/backend/node_collectives.py: self._calls.get
         comms/lanes.py: line.arrivals.get
         comms/sharded/overlap.py: self._there.acquire
-        comms/transport/streams.py: self._poll.poll
+        comms/transport/parallel_tcp.py: self._poll.poll
     """,
     "the socket's own time-out, or it does not block": """
         comms/bootstrap/addresses.py: kernel.recv
@@ -101,9 +101,9 @@ ENDED_BY = {
         comms/transport/segment.py: listener.accept
         comms/transport/segment.py: self.socket.recv
         comms/transport/segment.py: socket.recv_fds
-        comms/transport/streams.py: connection.recv
-        comms/transport/streams.py: line.connection.recv_into
-        comms/transport/streams.py: self._bell[1].recv
+        comms/transport/parallel_tcp.py: connection.recv
+        comms/transport/parallel_tcp.py: connection.socket.recv_into
+        comms/transport/parallel_tcp.py: self._bell[1].recv
     """,
 }
 """What ends waits whose calls have no time -> these, as `file: receiver.method`."""

@@ -274,11 +274,11 @@ class StreamedExchange:
             self.done.set()
 
 
-class Line:
+class StreamConnection:
     """One connection: what is left of the chunk that it sends, and of the one that it receives."""
 
-    def __init__(self, connection: socket.socket, peer: int) -> None:
-        self.connection = connection
+    def __init__(self, opened: socket.socket, peer: int) -> None:
+        self.socket = opened
         self.peer = peer
         self.outgoing: list[memoryview] = []
         self.sending: StreamedExchange | None = None
@@ -325,11 +325,11 @@ class Streams:
         self._timeout = timeout
         self.alarm = alarm
         self._peers = {rank: StreamedPeer() for rank in connections}
-        self._lines = [Line(each, rank) for rank, sockets in connections.items() for each in sockets]
-        for line in self._lines:
-            line.connection.setblocking(False)
-            line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            allow_unsent(line, LEAST_UNSENT_NBYTES)
+        self._connections = [StreamConnection(each, rank) for rank, sockets in connections.items() for each in sockets]
+        for connection in self._connections:
+            connection.socket.setblocking(False)
+            connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            allow_unsent(connection, LEAST_UNSENT_NBYTES)
         self._submitted: deque[StreamedMessage] = deque()
         self._under_way: list[StreamedExchange] = []
         self._lock = threading.Lock()
@@ -340,7 +340,7 @@ class Streams:
         self.error: str | None = None
         """Why no exchange gets through any more; None while they do."""
         self._poll = select.poll()
-        self.by_descriptor = {line.connection.fileno(): line for line in self._lines}
+        self.by_descriptor = {connection.socket.fileno(): connection for connection in self._connections}
         """All connections, for who ends them from outside."""
         self._pacing = Pacing()
         BackgroundThread(
@@ -356,7 +356,7 @@ class Streams:
     @property
     def count(self) -> int:
         """Connections to each rank."""
-        return len(self._lines) // max(1, len(self._peers))
+        return len(self._connections) // max(1, len(self._peers))
 
     def exchange(self, pieces: Sequence[tuple[int, Tensor, Tensor]]) -> Work:
         """Sends tensors to other ranks and receives from them, all at once.
@@ -411,10 +411,10 @@ class Streams:
             for each in answers:
                 self._peers[each.peer].outgoing.append(each)
                 self._check_reaches(each.peer)
-            pace(self._pacing, self._lines, self._peers)
-            for line in self._lines:
-                if line.is_open:
-                    self._watch(line)
+            pace(self._pacing, self._connections, self._peers)
+            for connection in self._connections:
+                if connection.is_open:
+                    self._watch(connection)
 
         before = StreamedExchange(nbytes_of(early), go_on)
         with self._lock:
@@ -467,8 +467,8 @@ class Streams:
         except Ended as error:
             self._fail(f"{error}")
         finally:
-            for line in self._lines:
-                line.connection.close()
+            for connection in self._connections:
+                connection.socket.close()
             self._bell[0].close()
             self._bell[1].close()
 
@@ -481,8 +481,8 @@ class Streams:
     def _move(self) -> None:
         """Moves bytes until it is told to end."""
         self._poll.register(self._bell[1], select.POLLIN)
-        for line in self._lines:
-            self._poll.register(line.connection, select.POLLIN)
+        for connection in self._connections:
+            self._poll.register(connection.socket, select.POLLIN)
         while not self._closed:
             for descriptor, events in self._poll.poll():
                 if descriptor not in self.by_descriptor:
@@ -490,14 +490,14 @@ class Streams:
                 else:
                     self._serve(self.by_descriptor[descriptor], events)
 
-    def _serve(self, line: Line, events: int) -> None:
+    def _serve(self, connection: StreamConnection, events: int) -> None:
         """Receives and sends what a connection is ready for."""
-        if line.parked and events & (select.POLLHUP | select.POLLERR):
-            raise Ended(closed_by(line.peer))
-        if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and not line.parked:
-            self._receive(line)
-        if events & select.POLLOUT and line.is_open:
-            self._send(line)
+        if connection.parked and events & (select.POLLHUP | select.POLLERR):
+            raise Ended(closed_by(connection.peer))
+        if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and not connection.parked:
+            self._receive(connection)
+        if events & select.POLLOUT and connection.is_open:
+            self._send(connection)
 
     def _take_up(self) -> None:
         """Takes what was submitted, and wakes the connections that it concerns."""
@@ -517,96 +517,98 @@ class Streams:
                     peer.incoming[message.number] = message
         for rank in ranks:
             self._check_reaches(rank)
-        pace(self._pacing, self._lines, self._peers)
-        for line in self._lines:
-            if line.peer in ranks and line.is_open:
-                if line.parked:
-                    self._begin(line)
-                self._watch(line)
+        pace(self._pacing, self._connections, self._peers)
+        for connection in self._connections:
+            if connection.peer in ranks and connection.is_open:
+                if connection.parked:
+                    self._begin(connection)
+                self._watch(connection)
 
-    def _watch(self, line: Line) -> None:
-        reads = 0 if line.parked else select.POLLIN
-        writes = select.POLLOUT if line.outgoing or self._peers[line.peer].outgoing else 0
-        self._poll.modify(line.connection, reads | writes)
+    def _watch(self, connection: StreamConnection) -> None:
+        reads = 0 if connection.parked else select.POLLIN
+        writes = select.POLLOUT if connection.outgoing or self._peers[connection.peer].outgoing else 0
+        self._poll.modify(connection.socket, reads | writes)
 
-    def _send(self, line: Line) -> None:
-        if not line.outgoing and not self._load(line):
-            self._watch(line)
+    def _send(self, connection: StreamConnection) -> None:
+        if not connection.outgoing and not self._load(connection):
+            self._watch(connection)
             return
         try:
-            taken = line.connection.sendmsg(line.outgoing)
+            taken = connection.socket.sendmsg(connection.outgoing)
         except BlockingIOError:
             return
-        while line.outgoing and taken >= len(line.outgoing[0]):
-            taken -= len(line.outgoing.pop(0))
-        if line.outgoing:
-            line.outgoing[0] = line.outgoing[0][taken:]
-        elif line.sending is not None:
-            line.sending.book(line.payload_left)
-            line.sending = None
+        while connection.outgoing and taken >= len(connection.outgoing[0]):
+            taken -= len(connection.outgoing.pop(0))
+        if connection.outgoing:
+            connection.outgoing[0] = connection.outgoing[0][taken:]
+        elif connection.sending is not None:
+            connection.sending.book(connection.payload_left)
+            connection.sending = None
 
-    def _load(self, line: Line) -> bool:
+    def _load(self, connection: StreamConnection) -> bool:
         """Gives a connection its next chunk; whether there was one."""
-        peer = self._peers[line.peer]
+        peer = self._peers[connection.peer]
         if not peer.outgoing:
             return False
         message = peer.outgoing[0]
         nbytes = chunk_nbytes(sum(each.left for each in peer.outgoing), self.count)
-        allow_unsent(line, max(nbytes, LEAST_UNSENT_NBYTES))
+        allow_unsent(connection, max(nbytes, LEAST_UNSENT_NBYTES))
         start, stop = message.next_chunk(nbytes)
         if message.left == 0:
             peer.outgoing.popleft()
             if not any(each.outgoing for each in self._peers.values()):
                 self._pacing.end()
         header = HEADER.pack(message.number, start, stop - start)
-        line.outgoing = [memoryview(header), message.sent[start:stop]]
-        line.sending, line.payload_left = message.exchange, stop - start
+        connection.outgoing = [memoryview(header), message.sent[start:stop]]
+        connection.sending, connection.payload_left = message.exchange, stop - start
         return True
 
-    def _receive(self, line: Line) -> None:
-        if line.target is None:
-            nbytes = self._read(line, memoryview(line.header)[line.have :])
-            line.have += nbytes
-            if line.have < HEADER.size:
+    def _receive(self, connection: StreamConnection) -> None:
+        if connection.target is None:
+            nbytes = self._read(connection, memoryview(connection.header)[connection.have :])
+            connection.have += nbytes
+            if connection.have < HEADER.size:
                 return
-            self._begin(line)
-            if line.target is None:
+            self._begin(connection)
+            if connection.target is None:
                 return
-        nbytes = self._read(line, line.target)
-        line.target = line.target[nbytes:]
-        assert line.receiving is not None
-        receiving, line_is_done = line.receiving, not line.target
-        if line_is_done:
-            line.target, line.have, line.receiving = None, 0, None
+        nbytes = self._read(connection, connection.target)
+        connection.target = connection.target[nbytes:]
+        assert connection.receiving is not None
+        receiving, chunk_is_done = connection.receiving, not connection.target
+        if chunk_is_done:
+            connection.target, connection.have, connection.receiving = None, 0, None
         receiving.book(nbytes)
 
-    def _begin(self, line: Line) -> None:
+    def _begin(self, connection: StreamConnection) -> None:
         """Finds where a chunk belongs whose header has come; else has the connection wait for that."""
-        number, start, nbytes = HEADER.unpack(line.header)
-        peer = self._peers[line.peer]
+        number, start, nbytes = HEADER.unpack(connection.header)
+        peer = self._peers[connection.peer]
         message = peer.incoming.get(number)
-        line.parked = message is None
+        connection.parked = message is None
         if message is None:
-            self._watch(line)
+            self._watch(connection)
             return
         if start + nbytes > len(message.received):
-            raise Ended(f"rank {line.peer} of the group sends more than the {len(message.received)} bytes asked for")
-        line.target = message.received[start : start + nbytes]
-        line.receiving = message.exchange
+            raise Ended(
+                f"rank {connection.peer} of the group sends more than the {len(message.received)} bytes asked for"
+            )
+        connection.target = message.received[start : start + nbytes]
+        connection.receiving = message.exchange
         message.to_come -= nbytes
         if message.to_come == 0:
             del peer.incoming[number]
 
-    def _read(self, line: Line, into: memoryview) -> int:
+    def _read(self, connection: StreamConnection, into: memoryview) -> int:
         try:
-            nbytes = line.connection.recv_into(into)
+            nbytes = connection.socket.recv_into(into)
         except BlockingIOError:
             return 0
         if nbytes == 0:
-            self._close(line)
+            self._close(connection)
         return nbytes
 
-    def _close(self, line: Line) -> None:
+    def _close(self, connection: StreamConnection) -> None:
         """The other end is through with a connection: it has all that it asked for, and has sent all it had.
 
         That may be known before what it sent over the other connections is here.
@@ -614,29 +616,31 @@ class Streams:
         Raises:
             Ended: Something that this rank waits for cannot come any more.
         """
-        self._poll.unregister(line.connection)
-        line.is_open = False
-        if line.have or line.outgoing:
-            raise Ended(closed_by(line.peer))
-        self._check_reaches(line.peer)
+        self._poll.unregister(connection.socket)
+        connection.is_open = False
+        if connection.have or connection.outgoing:
+            raise Ended(closed_by(connection.peer))
+        self._check_reaches(connection.peer)
 
     def _check_reaches(self, rank: int) -> None:
-        if self._peers[rank].is_waited_for and not any(each.is_open for each in self._lines if each.peer == rank):
+        if self._peers[rank].is_waited_for and not any(each.is_open for each in self._connections if each.peer == rank):
             raise Ended(closed_by(rank))
 
 
-def pace(pacing: Pacing, lines: Sequence[Line], peers: Mapping[int, StreamedPeer]) -> None:
+def pace(pacing: Pacing, connections: Sequence[StreamConnection], peers: Mapping[int, StreamedPeer]) -> None:
     """Has the connections that have something to send share the rate of the path."""
-    sending = [line.connection for line in lines if line.is_open and peers[line.peer].outgoing]
+    sending = [
+        connection.socket for connection in connections if connection.is_open and peers[connection.peer].outgoing
+    ]
     if sending:
         pacing.begin(sending)
 
 
-def allow_unsent(line: Line, unsent_nbytes: int) -> None:
+def allow_unsent(connection: StreamConnection, unsent_nbytes: int) -> None:
     """Says how much a connection's kernel may hold unsent and still ask for more."""
-    if line.unsent_nbytes != unsent_nbytes:
-        line.connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_nbytes)
-        line.unsent_nbytes = unsent_nbytes
+    if connection.unsent_nbytes != unsent_nbytes:
+        connection.socket.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_nbytes)
+        connection.unsent_nbytes = unsent_nbytes
 
 
 def views_of(pieces: Sequence[tuple[int, Tensor, Tensor]]) -> list[tuple[int, memoryview, memoryview]]:

@@ -19,8 +19,8 @@ from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
 from gradwire.comms.links.distance import FIRST_WINDOW_NBYTES, connections_for
 from gradwire.comms.plan.rank_plans import RankPlans
-from gradwire.comms.transport import streams, torch_group
-from gradwire.comms.transport.streams import (
+from gradwire.comms.transport import parallel_tcp, torch_group
+from gradwire.comms.transport.parallel_tcp import (
     HEADER,
     LEAST_CHUNK_NBYTES,
     MOST_CHUNK_NBYTES,
@@ -362,7 +362,7 @@ def test_more_than_was_asked_for_is_refused_and_not_written() -> None:
 
 def test_an_address_that_cannot_be_reached_at_all_is_named() -> None:
     with pytest.raises(OSError, match=r"cannot connect to rank at 255\.255\.255\.255: "):
-        streams.connect(socket.AF_INET, "255.255.255.255", 9, 0, 0, 1, time.monotonic() + 30, None)
+        parallel_tcp.connect(socket.AF_INET, "255.255.255.255", 9, 0, 0, 1, time.monotonic() + 30, None)
 
 
 def test_who_came_is_let_go_where_others_do_not_come() -> None:
@@ -370,7 +370,7 @@ def test_who_came_is_let_go_where_others_do_not_come() -> None:
     deadline = time.monotonic() + 30
     asking = (socket.AF_INET, "127.0.0.1", listener.port, listener.token, 1, 1, deadline, None)
     with ThreadPoolExecutor(1) as pool:
-        calling = pool.submit(streams.connect, *asking)
+        calling = pool.submit(parallel_tcp.connect, *asking)
         with pytest.raises(RuntimeError, match="did not open its connections") as caught:
             listener.accept({1: 2}, time.monotonic() + 2.0, None)
         (early,) = calling.result()
@@ -387,7 +387,7 @@ def test_strangers_are_not_let_in() -> None:
     stranger.sendall(struct.pack("!I32s", 1, bytes(32)))
     deadline = time.monotonic() + 30
     asking = (socket.AF_INET, *place, listener.token, 1, 2, deadline, None)
-    knocking = threading.Thread(target=streams.connect, args=asking)
+    knocking = threading.Thread(target=parallel_tcp.connect, args=asking)
     knocking.start()
     found = listener.accept({1: 2}, deadline, None)
     knocking.join()
