@@ -1,7 +1,7 @@
 """`gradwire compare`: plain DDP, torch's hooks, gradwire's plans and compressors, on one emulated cluster in one run.
 
-All contenders live in one process group and take turns step by step, so that whatever else the machine does slows all
-of them alike. Under torchrun, mpirun or srun the ranks that are given take part instead, on the network that is there.
+All configurations live in one process group and take turns step by step, so that other load on the machine slows all
+of them alike. Under torchrun, mpirun or srun the launched ranks take part instead, on the network that is there.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def run_emulated(options: argparse.Namespace) -> Measured:
     with progress_bar() as progress, EmulatedCluster([1] * len(nodes), f"{link}bit") as cluster:
         lines = PlainLines()
         lines.say(
-            f"{shape(nodes)} ranks on links of {options.nic}: each contender in turn, some minutes where a step is slow"
+            f"{shape(nodes)} ranks on links of {options.nic}: configurations take turns, some minutes if a step is slow"
         )
         collector = Collector(progress, lines)
         settings = settings_of(

@@ -1,4 +1,4 @@
-"""Models of a wanted size in plain torch, and batches for them: what the contenders train on."""
+"""Models of a wanted size in plain torch, and batches for them: what the configurations train on."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,8 @@ from torch.nn import functional
 from gradwire.bench.train.model import TransformerBlock
 
 BATCHES = 4
-"""Different batches of a rank; the contenders go round them, so that no compressor sees one gradient over and over."""
+"""Number of different batches of a rank. The configurations cycle through them, so that a compressor with error
+feedback does not see the same gradient in each step."""
 
 _WIDTH, _SAMPLES, _CONTEXT = 256, 4, 32
 """The width of layers, where the wanted size is about a number of them."""

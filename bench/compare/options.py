@@ -11,7 +11,7 @@ from gradwire.bench.arguments import (
     check_picture,
     import_modules,
 )
-from gradwire.bench.compare.contenders import contender_specs, select
+from gradwire.bench.compare.configurations import configuration_specs, select
 from gradwire.bench.compare.models import MODELS
 from gradwire.bench.compare.replay import load_case
 from gradwire.bench.emulation.rate import parse_rate
@@ -19,7 +19,7 @@ from gradwire.bench.nccl_tests.options import Parser
 from gradwire.bench.terminal import add_json_option
 from gradwire.topology.readers.small_files import names_in
 
-REPLAY_CONTENDERS = "gradwire hier,gradwire fp16,gradwire powersgd,gradwire onebit"
+REPLAY_CONFIGURATIONS = "gradwire hier,gradwire fp16,gradwire powersgd,gradwire onebit"
 """What a replay compares with plain DDP unless --only says otherwise: every step is slow there."""
 
 _MOST = 10**6
@@ -51,7 +51,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.stream is not None:
         parse_rate(options.stream, "--stream")
     import_modules(options.imports)
-    select(contender_specs(with_mpi=True), options.only)
+    select(configuration_specs(with_mpi=True), options.only)
     return options
 
 
@@ -71,7 +71,7 @@ def _fill_in(options: argparse.Namespace) -> None:
     replay: bool = options.replay is not None
     if replay:
         load_case(options.replay, options.batch)
-        options.only = options.only or REPLAY_CONTENDERS
+        options.only = options.only or REPLAY_CONFIGURATIONS
     if options.uneven is None:
         options.nodes = options.nodes or (4 if replay else 2)
         options.ranks_per_node = options.ranks_per_node or (8 if replay else 2)
@@ -90,9 +90,9 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--megabytes", type=float, default=16.0, help="size of the gradients in 10^6 bytes (default 16)"
     )
-    parser.add_argument("--rounds", type=int, help="timed steps of each contender (default 7, with --replay 2)")
+    parser.add_argument("--rounds", type=int, help="timed steps of each configuration (default 7, with --replay 2)")
     parser.add_argument(
-        "--only", metavar="WORDS", help="contenders whose name contains one of these, with commas between them"
+        "--only", metavar="WORDS", help="configurations whose name contains one of these, with commas between them"
     )
     add_import_option(parser)
     add_json_option(parser)

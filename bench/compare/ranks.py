@@ -1,4 +1,4 @@
-"""One rank of `gradwire compare`: makes the contenders, lets them take turns, reports in lines of JSON."""
+"""One rank of `gradwire compare`: makes the configurations, lets them take turns, reports in lines of JSON."""
 
 import copy
 import json
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.arguments import import_modules
-from gradwire.bench.compare.contenders import PLAIN, ContenderSpec, contender_specs, select
+from gradwire.bench.compare.configurations import PLAIN, ConfigurationSpec, configuration_specs, select
 from gradwire.bench.compare.models import BATCHES, BatchLoss, build
 from gradwire.bench.compare.replay import ReplayModel, Scale, load_case
-from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.configuration import Configuration, take_turns
 from gradwire.bench.emulation.connections import limit_streams
 from gradwire.bench.emulation.fork import ForkedRank
 
@@ -39,7 +39,7 @@ class CompareSettings:
         slow_motion: Of the replay: waits last so many times as long.
         batch: Samples per GPU and step of a built-in replay; None for its default.
         rounds: Timed rounds.
-        only: Words to select the contenders; None for all.
+        only: Words to select the configurations; None for all.
         bytes_per_second: Of the links; None where they have no limit.
         stream_bytes_per_second: Of one connection between nodes; None where it has no limit of its own.
         with_mpi: The ranks come from mpirun.
@@ -79,7 +79,7 @@ def compare(settings: CompareSettings, interface: str | None, line: Callable[[st
     Args:
         settings: The same on all ranks.
         interface: The network card whose bytes are counted; None where there is none to count.
-        line: Called on rank 0 with a record as a line of JSON: sizes, turns taken, contenders that do not run, figures.
+        line: Called on rank 0 with a record as a line of JSON: sizes, turns taken, configurations that fail, figures.
     """
 
     def say(record: dict[str, object]) -> None:
@@ -92,21 +92,21 @@ def compare(settings: CompareSettings, interface: str | None, line: Callable[[st
     references = None if settings.replay else _references(model, loss)
     gradient_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     say({"gradient_nbytes": gradient_nbytes})
-    running: list[Contender] = []
+    running: list[Configuration] = []
     judges: list[_Judge] = []
-    specs = select(contender_specs(settings.with_mpi), settings.only)
+    specs = select(configuration_specs(settings.with_mpi), settings.only)
     for number, spec in enumerate(specs, 1):
         judge = _Judge(references)
         say({"turn": 0, "turns": None, "name": f"trying {spec.name}, {number} of {len(specs)}"})
-        contender = _enter(spec, settings, model, loss, judge)
-        if isinstance(contender, str):
-            say({"name": spec.name, "reason": contender})
+        configuration = _enter(spec, settings, model, loss, judge)
+        if isinstance(configuration, str):
+            say({"name": spec.name, "reason": configuration})
             continue
-        running.append(contender)
+        running.append(configuration)
         judges.append(judge)
     if settings.stream_bytes_per_second is not None:
         limit_streams(settings.stream_bytes_per_second)
-    seconds_of = {contender.name: contender.seconds for contender in running}
+    seconds_of = {configuration.name: configuration.seconds for configuration in running}
     warmup = 0 if settings.replay else WARMUP_ROUNDS
 
     def taken(name: str, turn: int, turns: int) -> None:
@@ -114,12 +114,12 @@ def compare(settings: CompareSettings, interface: str | None, line: Callable[[st
         say({"turn": turn, "turns": turns, "name": name, "seconds": seconds_of[name][-1] if timed else None})
 
     take_turns(running, rounds=settings.rounds, warmup=warmup, interface=interface, progress=taken)
-    for contender, judge in zip(running, judges, strict=True):
+    for configuration, judge in zip(running, judges, strict=True):
         say(
             {
-                "name": contender.name,
-                "seconds": contender.seconds,
-                "nic_nbytes": contender.nic_nbytes,
+                "name": configuration.name,
+                "seconds": configuration.seconds,
+                "nic_nbytes": configuration.nic_nbytes,
                 "error": judge.error(),
             }
         )
@@ -137,7 +137,7 @@ def _start() -> Tensor:
 
 
 class _Judge:
-    """Compares a contender's gradients with the exact mean; the error is the same on all ranks but for rounding.
+    """Compares a configuration's gradients with the exact mean; the error is the same on all ranks but for rounding.
 
     Args:
         references: Of each batch, the mean gradient in float64; None where gradients mean nothing.
@@ -177,9 +177,9 @@ def _references(model: nn.Module, loss: BatchLoss) -> list[Tensor]:
 
 
 def _enter(
-    spec: ContenderSpec, settings: CompareSettings, model: nn.Module, loss: BatchLoss, judge: _Judge
-) -> Contender | str:
-    """A contender with a model of its own, after steps that show whether it runs here; why not, if not on all ranks."""
+    spec: ConfigurationSpec, settings: CompareSettings, model: nn.Module, loss: BatchLoss, judge: _Judge
+) -> Configuration | str:
+    """Builds a configuration with its own model and tries some steps; the reason instead if it fails on any rank."""
     # The copies are alike already, and a broadcast to dozens of ranks over a slow link takes longer than a round.
     own = DistributedDataParallel(
         copy.deepcopy(model), bucket_cap_mb=_bucket_megabytes(spec, settings, model), init_sync=False
@@ -200,13 +200,13 @@ def _enter(
     failed = torch.tensor([float(bool(reason))])
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if not failed.item():
-        return Contender(spec.name, step, lambda number: judge.look(own.module, number))
+        return Configuration(spec.name, step, lambda number: judge.look(own.module, number))
     if spec.name == PLAIN:
         raise RuntimeError(f"plain DDP does not run: {reason}")
     return reason or "it failed on another rank"
 
 
-def _bucket_megabytes(spec: ContenderSpec, settings: CompareSettings, model: nn.Module) -> float | None:
+def _bucket_megabytes(spec: ConfigurationSpec, settings: CompareSettings, model: nn.Module) -> float | None:
     """The value of DDP's `bucket_cap_mb`; None leaves it alone."""
     if spec.one_bucket:
         return 2 * sum(parameter.nbytes for parameter in model.parameters()) / 2**20 + 1

@@ -253,7 +253,7 @@ def spread(shapes: Sequence[tuple[int, ...]], seconds: float) -> list[float]:
 
 
 MOST_GRADIENT_NBYTES = 9_000_000
-"""Most bytes of scaled gradients: with 32 ranks and five contenders the buffers then take some 5 GB."""
+"""Most bytes of scaled gradients: with 32 ranks and five configurations the buffers then take some 5 GB."""
 
 MESSAGE_SECONDS = 130e-6
 """Processor time of one message of gloo's ring, all included: 16 or 32 ranks on one machine, 60 B to 25 KB alike.
@@ -266,7 +266,7 @@ MESSAGE_SHARE = 1 / 6
 """A step of plain DDP shall last so long that its messages, if nothing hides them, take this part of it."""
 
 LEAST_STEP_SECONDS, MOST_STEP_SECONDS = 4.0, 11.0
-"""Bounds of that: four steps of each of five contenders take three minutes at most."""
+"""Bounds of that: four steps of each of five configurations take three minutes at most."""
 
 DDP_BUCKET_MEGABYTES = 25.0
 """Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb."""

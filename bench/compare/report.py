@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from gradwire.bench.compare.contenders import PLAIN
+from gradwire.bench.compare.configurations import PLAIN
 from gradwire.bench.compare.replay import ReplayCase, Scale, load_case
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import EndedBySignal
@@ -21,8 +21,8 @@ from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, 
 
 
 @dataclass(frozen=True, slots=True)
-class ContenderResult:
-    """One contender's figures: medians over the rounds.
+class ConfigurationResult:
+    """One configuration's figures: medians over the rounds.
 
     Attributes:
         name: As the table shows it.
@@ -70,7 +70,7 @@ class Collector:
         self._done = "nothing was measured yet"
         self._so_far: dict[str, list[float]] = {}
         self._ran: dict[str, dict[str, Any]] = {}
-        self._refused: list[ContenderResult] = []
+        self._refused: list[ConfigurationResult] = []
         self.gradient_nbytes = 0
         self.other: list[str] = []
         """Lines that are no records: warnings, tracebacks."""
@@ -91,7 +91,7 @@ class Collector:
         elif "gradient_nbytes" in record:
             self.gradient_nbytes = record["gradient_nbytes"]
         elif "reason" in record:
-            self._refused.append(ContenderResult(record["name"], reason=record["reason"]))
+            self._refused.append(ConfigurationResult(record["name"], reason=record["reason"]))
         else:
             self._ran[record["name"]] = record
 
@@ -122,7 +122,7 @@ class Collector:
             complain("compare", self.so_far())
             raise
 
-    def results(self, counted: bool) -> list[ContenderResult]:
+    def results(self, counted: bool) -> list[ConfigurationResult]:
         """All figures; what does not run is at the end.
 
         Args:
@@ -134,7 +134,7 @@ class Collector:
             seconds = statistics.median(own)
             each = [p / one for p, one in zip(plain, own, strict=True)]
             found.append(
-                ContenderResult(
+                ConfigurationResult(
                     name,
                     seconds,
                     statistics.median(record["nic_nbytes"]) if counted else None,
@@ -151,7 +151,7 @@ class Measured:
     """What a comparison found.
 
     Attributes:
-        results: Of all contenders.
+        results: Of all configurations.
         where: The cluster in words.
         nodes: Ranks of each node.
         gradient_nbytes: Of one step on one rank.
@@ -159,7 +159,7 @@ class Measured:
         expected_seconds: Of a replayed step of plain DDP, by its waits and its link alone; None where that is unknown.
     """
 
-    results: list[ContenderResult]
+    results: list[ConfigurationResult]
     where: str
     nodes: list[int]
     gradient_nbytes: int
@@ -223,7 +223,7 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
             draw_compare(record, options.plot)
 
 
-def table(results: list[ContenderResult]) -> Table:
+def table(results: list[ConfigurationResult]) -> Table:
     """What ran as a table, fastest first."""
     figures = right_columns("s per step", "MB on NIC", "gradient error", "speed-up")
     rows = Table("compared", *figures, box=SIMPLE_HEAD, padding=0)

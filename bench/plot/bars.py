@@ -14,7 +14,7 @@ _ROOM_FOR_TEXT = 1.75
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One contender.
+    """One configuration.
 
     Attributes:
         name: At its left.

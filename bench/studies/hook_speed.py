@@ -35,7 +35,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.contender import Contender
+from gradwire.bench.configuration import Configuration
 from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_rate, parse_rate, parse_rates
@@ -73,11 +73,11 @@ COLUMNS = ("cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit"
 
 @dataclass(frozen=True, slots=True)
 class HookSpeedResult:
-    """What one contender came to on one cluster: medians over the rounds.
+    """What one configuration came to on one cluster: medians over the rounds.
 
     Attributes:
         case: Name of the cluster.
-        name: Of the contender.
+        name: Of the configuration.
         seconds: Of the slowest rank.
         nic_nbytes: Most that a node sent or received.
         nic_share: `nic_nbytes` over the lower bound 2(N-1)/N * S of equal links.
@@ -146,8 +146,8 @@ def _ddp(shape: tuple[int, ...]) -> DistributedDataParallel:
     )
 
 
-def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name: str) -> Contender:
-    """A contender of one forward and backward pass; before the timed rounds it must give `mean`, if one is given."""
+def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name: str) -> Configuration:
+    """A configuration of one forward and backward pass; before the timed rounds it must give `mean`, unless None."""
 
     def step(number: int) -> None:
         model.zero_grad(set_to_none=False)
@@ -155,7 +155,7 @@ def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name
         if number == 0 and mean is not None and not torch.equal(model.module.weight.grad, mean):
             raise RuntimeError(f"{name} gave a wrong gradient")
 
-    return Contender(name, step)
+    return Configuration(name, step)
 
 
 def _keep(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -165,9 +165,9 @@ def _keep(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return kept
 
 
-def contenders(
+def configurations(
     place: ForkedRank, numel: int, node_rates: Sequence[float], compressors: Sequence[str]
-) -> list[Contender]:
+) -> list[Configuration]:
     """Who averages one bucket; all ranks make them in the same order."""
     # Integers whose mean is exact in float32 in whatever order they are added.
     own = torch.arange(numel, dtype=torch.float32).remainder_(1021).mul_(place.world_size).add_(place.rank)
@@ -191,7 +191,7 @@ def contenders(
         return [*always, _step(equal, own, mean, EQUAL_SHARES), _step(default, own, mean, RATE_UNKNOWN)]
     rate_unknown, flat = _ddp((numel,)), own.clone()
     _hook(rate_unknown, None)
-    return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(rate_unknown, own, mean, RATE_UNKNOWN)]
+    return [*always, Configuration(RING, lambda _: _all_reduce(flat)), _step(rate_unknown, own, mean, RATE_UNKNOWN)]
 
 
 def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | None = None) -> None:
@@ -203,8 +203,8 @@ def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | 
     )
 
 
-def _compressed(name: str, shape: tuple[int, int], rank: int, rate: float | None) -> Contender:
-    """A contender that compresses normally distributed gradients; its dense start is among the rounds left out."""
+def _compressed(name: str, shape: tuple[int, int], rank: int, rate: float | None) -> Configuration:
+    """A configuration that compresses normally distributed gradients; its dense start is among the rounds left out."""
     model = _ddp(shape)
     _hook(model, rate, name)
     own = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
@@ -223,13 +223,13 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
         arguments: Elements in the bucket, rounds, bytes per second of each node's link, compressors.
     """
     numel, rounds, node_rates = int(arguments[0]), int(arguments[1]), [float(each) for each in arguments[2].split(",")]
-    return tell_turns(place, lambda _: contenders(place, numel, node_rates, arguments[3:]), rounds=rounds, warmup=2)
+    return tell_turns(place, lambda _: configurations(place, numel, node_rates, arguments[3:]), rounds=rounds, warmup=2)
 
 
 def measure(
     case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = (), path: PathOptions | None = None
 ) -> list[HookSpeedResult]:
-    """Runs all contenders on one emulated cluster.
+    """Runs all configurations on one emulated cluster.
 
     Args:
         case: A key of `CASES`.

@@ -30,7 +30,7 @@ RATES = {"1 GbE": "1gbit", "2.5 GbE": "2.5gbit", "10 GbE": "10gbit", "25 GbE": "
 """Links of the table with one NIC a node; two NICs of one node are not emulated."""
 LINKS = ("1 GbE", "10 GbE", "25 GbE")
 """Those that README shows."""
-CONTENDERS = {"exact": "gradwire hierarchical", "int8": "gradwire int8", "waterfill4": "gradwire waterfill4"}
+CONFIGURATIONS = {"exact": "gradwire hierarchical", "int8": "gradwire int8", "waterfill4": "gradwire waterfill4"}
 """Column -> who stands for it in `gradwire compare`."""
 MOST_PLAIN_SECONDS = 12.0
 """A row is left out where plain DDP, which `compare` always runs, would take longer for a step."""
@@ -89,7 +89,7 @@ def measure(
     Args:
         model: Which.
         link: One of `RATES`.
-        columns: Of `CONTENDERS`.
+        columns: Of `CONFIGURATIONS`.
         rounds: Steps of each that are timed.
         slow_motion: None: as `gradwire compare` chooses it.
 
@@ -103,7 +103,7 @@ def measure(
         case, found = Path(folder, "case.json"), Path(folder, "found.json")
         case.write_text(json.dumps(case_of(model)))
         words = ["--replay", str(case), "--nodes", str(NODES), "--ranks-per-node", str(RANKS_PER_NODE)]
-        only = ",".join(CONTENDERS[column] for column in columns)
+        only = ",".join(CONFIGURATIONS[column] for column in columns)
         words += ["--nic", RATES[link], "--only", only, "--rounds", str(rounds), "--json", str(found)]
         words += ["--slow-motion", str(slow_motion)] if slow_motion else []
         command = [sys.executable, "-m", "gradwire", "compare", *words]
@@ -115,7 +115,7 @@ def measure(
         record = json.loads(found.read_text())
     found_seconds = {row["name"]: row["seconds"] for row in record["results"]}
     scale = record["scale"]
-    seconds = {column: found_seconds[CONTENDERS[column]] / scale["slow_motion"] for column in columns}
+    seconds = {column: found_seconds[CONFIGURATIONS[column]] / scale["slow_motion"] for column in columns}
     return seconds, scale["factor"], scale["slow_motion"]
 
 
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> int:
         "--model", action="append", choices=sorted(PUBLIC_MODELS), help="rows (default: all); repeatable"
     )
     parser.add_argument("--link", action="append", choices=RATES, help="rows (default: README's); repeatable")
-    parser.add_argument("--column", action="append", choices=CONTENDERS, help="columns (default: int8); repeatable")
+    parser.add_argument("--column", action="append", choices=CONFIGURATIONS, help="columns (default: int8); repeatable")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each cell (default 3)")
     parser.add_argument("--slow-motion", type=int, metavar="T", help="more where many ranks share few, busy cores")
     add_json_option(parser)

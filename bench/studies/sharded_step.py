@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 import gradwire.fsdp
-from gradwire.bench.contender import Contender
+from gradwire.bench.configuration import Configuration
 from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.rate import format_rate, parse_rate
@@ -99,8 +99,10 @@ class ShardedStepResult:
     fewer: float
 
 
-def make_contender(setting: Setting, place: ForkedRank, batch: tuple[int, int], rate: float | None) -> Contender:
-    """A contender that trains a model of its own; all ranks make them in the same order.
+def make_configuration(
+    setting: Setting, place: ForkedRank, batch: tuple[int, int], rate: float | None
+) -> Configuration:
+    """A configuration that trains a model of its own; all ranks make them in the same order.
 
     Args:
         setting: How the model is sharded and communicates.
@@ -139,7 +141,7 @@ def make_contender(setting: Setting, place: ForkedRank, batch: tuple[int, int], 
         if number == 0 and not loss.isfinite():
             raise RuntimeError(f"{setting.name} (steps: {state and state.steps}) gave a loss of {loss.item()}")
 
-    return Contender(setting.name, step)
+    return Configuration(setting.name, step)
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
@@ -151,8 +153,8 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """
     batch, rate, names = (int(arguments[1]), int(arguments[2])), float(arguments[3]) or None, arguments[4:]
 
-    def make(_: Store) -> list[Contender]:
-        return [make_contender(one, place, batch, rate) for one in SETTINGS if one.name in names]
+    def make(_: Store) -> list[Configuration]:
+        return [make_configuration(one, place, batch, rate) for one in SETTINGS if one.name in names]
 
     return tell_turns(place, make, rounds=int(arguments[0]), warmup=2)
 
@@ -191,7 +193,7 @@ def measure(
     return [_result(case, one, found[NATIVE if "HSDP" in name else PLAIN]) for name, one in found.items()]
 
 
-def _result(case: str, one: Contender, baseline: Contender) -> ShardedStepResult:
+def _result(case: str, one: Configuration, baseline: Configuration) -> ShardedStepResult:
     ratios = [theirs / own for theirs, own in zip(baseline.seconds, one.seconds, strict=True)]
     return ShardedStepResult(
         case,

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.configuration import Configuration, take_turns
 from gradwire.bench.train.model import ByteTransformer, loss_in_nats
 from gradwire.bench.train.text import batch_at, library_text, split_text
 from gradwire.comms.boundary.files import replace_text
@@ -71,7 +71,7 @@ def attach_hook(
 
 
 class HookTraining:
-    """A model in training under one communication hook: what a contender does in its turns."""
+    """A model in training under one communication hook: what a configuration does in its turns."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ def train(
     batch: int,
     context: int,
     interface: str | None = None,
-) -> list[Contender]:
+) -> list[Configuration]:
     """Trains every model for the same steps on the same batches, in turns.
 
     Args:
@@ -212,7 +212,7 @@ def train(
     Returns:
         Seconds and bytes of each training's steps, alike on all ranks.
     """
-    contenders = [Contender(one.hook, one.take_step, one.end_step) for one in trainings]
+    configurations = [Configuration(one.hook, one.take_step, one.end_step) for one in trainings]
 
     def draw(step: int) -> None:
         inputs, targets = batch_at(text, step, dist.get_rank(), batch=batch, context=context)
@@ -229,13 +229,13 @@ def train(
             print("  ".join([" " * width, *hooks]).rstrip(), flush=True)
         if not unfinished and step % max(1, steps // 15) == 0:
             columns = (
-                f"{f'loss {one.losses[-1]:.3f} {contender.seconds[-1]:.2f} s':<{column}}"
-                for one, contender, column in zip(trainings, contenders, widths, strict=True)
+                f"{f'loss {one.losses[-1]:.3f} {configuration.seconds[-1]:.2f} s':<{column}}"
+                for one, configuration, column in zip(trainings, configurations, widths, strict=True)
             )
             print("  ".join([f"step {step:>4}/{steps}", *columns]).rstrip(), flush=True)
 
-    take_turns(contenders, rounds=steps, warmup=0, interface=interface, before_round=draw, progress=show)
-    return contenders
+    take_turns(configurations, rounds=steps, warmup=0, interface=interface, before_round=draw, progress=show)
+    return configurations
 
 
 @torch.no_grad()
@@ -259,13 +259,19 @@ def validate(training: HookTraining, text: torch.Tensor, *, batch: int, context:
 
 
 def summarize(
-    training: HookTraining, contender: Contender, validation: torch.Tensor, *, batch: int, context: int, counted: bool
+    training: HookTraining,
+    configuration: Configuration,
+    validation: torch.Tensor,
+    *,
+    batch: int,
+    context: int,
+    counted: bool,
 ) -> TrainingResult:
     """Brings the ranks' figures together.
 
     Args:
         training: After its last step.
-        contender: What its steps took.
+        configuration: What its steps took.
         validation: The validation text; uint8, 1-d.
         batch: Sequences at a time in validation.
         context: Bytes in a sequence.
@@ -280,8 +286,8 @@ def summarize(
         hook=training.hook,
         steps=len(losses),
         gradient_nbytes=training.gradient_nbytes,
-        seconds_per_step=statistics.median(contender.seconds[timed]),
-        nic_nbytes_per_step=float(statistics.median(contender.nic_nbytes[timed])) if counted else None,
+        seconds_per_step=statistics.median(configuration.seconds[timed]),
+        nic_nbytes_per_step=float(statistics.median(configuration.nic_nbytes[timed])) if counted else None,
         first_loss=losses[0].item(),
         final_loss=losses[-LAST_STEPS:].mean().item(),
         loss_deviation=statistics.pstdev(last),
@@ -377,11 +383,11 @@ def run(options: argparse.Namespace) -> list[TrainingResult]:
     if dist.get_rank() == 0:
         weights = sum(parameter.numel() for parameter in trainings[0].model.parameters())
         print(f"{weights:,} parameters, {training.numel():,} bytes of text, {dist.get_world_size()} ranks", flush=True)
-    contenders = train(trainings, training, steps=options.steps, interface=options.nic_interface, **shape)
+    configurations = train(trainings, training, steps=options.steps, interface=options.nic_interface, **shape)
     counted = options.nic_interface is not None
     return [
-        summarize(one, contender, validation, counted=counted, **shape)
-        for one, contender in zip(trainings, contenders, strict=True)
+        summarize(one, configuration, validation, counted=counted, **shape)
+        for one, configuration in zip(trainings, configurations, strict=True)
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from gradwire.bench.compare import options
 from gradwire.bench.compare.command import settings_of
-from gradwire.bench.compare.contenders import contender_specs, select
+from gradwire.bench.compare.configurations import configuration_specs, select
 from gradwire.bench.compare.replay import Scale
 from gradwire.bench.kernels import codecs
 from gradwire.bench.studies.convergence import alone
@@ -64,14 +64,14 @@ def test_the_bench_takes_a_codec_of_the_current_folder(tmp_path: Path) -> None:
     assert without.returncode == 2 and "`--compressor` is 'halves'" in without.stderr
 
 
-def test_compare_takes_it_as_a_contender(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_takes_it_as_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "eighth_codecs.py").write_text(CODEC.replace("halves", "eighths"))
     words = ["--nodes", "2", "--only", "eighths"]
     with pytest.raises(ValueError, match="`--only` has 'eighths', which is in no name"):
         options.parse(words)
     chosen = options.parse([*words, "--import", "eighth_codecs"])
     assert settings_of(chosen, Scale()).imports == ["eighth_codecs"]
-    assert [each.name for each in select(contender_specs(with_mpi=False), chosen.only)][1:] == ["gradwire eighths"]
+    assert [each.name for each in select(configuration_specs(with_mpi=False), chosen.only)][1:] == ["gradwire eighths"]
 
 
 def test_a_module_that_cannot_be_imported_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import gradwire.__main__ as gradwire_main
-from gradwire.bench.compare.report import ContenderResult, table
+from gradwire.bench.compare.report import ConfigurationResult, table
 from gradwire.bench.nccl_tests.checks import CodingLoss
 from gradwire.bench.nccl_tests.command import loss_table
 from gradwire.bench.pipe import OUTPUT_LOST
@@ -87,15 +87,18 @@ def printed_lines(what: object) -> list[str]:
 
 def test_what_is_not_finite_is_no_number_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     """As the gradient error of a codec of one's own may be: jq, browsers and databases refuse a NaN."""
-    result = ContenderResult("mine", 0.1, error=float("nan"), speed_up=0.5, speed_up_range=(0.4, float("inf")))
+    result = ConfigurationResult("mine", 0.1, error=float("nan"), speed_up=0.5, speed_up_range=(0.4, float("inf")))
     write_json(STDOUT, {"results": [asdict(result)]})
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["results"][0]["error"] is None and found["results"][0]["speed_up_range"] == [0.4, None]
 
 
 def test_the_tables_of_long_measurements_do_not_wrap() -> None:
-    rows = [ContenderResult("torch quantization per channel", 1234.567, 12345.67e6, 1.2e-3, 123.45)]
-    rows += [ContenderResult("gradwire hierarchical", 0.1, None, None, 1.0), ContenderResult("mpi", reason="no " * 99)]
+    rows = [ConfigurationResult("torch quantization per channel", 1234.567, 12345.67e6, 1.2e-3, 123.45)]
+    rows += [
+        ConfigurationResult("gradwire hierarchical", 0.1, None, None, 1.0),
+        ConfigurationResult("mpi", reason="no " * 99),
+    ]
     found = printed_lines(table(rows))
     assert sum(line.startswith(" torch quantization per channel") for line in found) == 1
     assert len([line for line in found if line.strip()]) == 2 + 2, found  # heading, line, two that ran

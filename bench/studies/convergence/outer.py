@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gradwire
-from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.configuration import Configuration, take_turns
 from gradwire.bench.emulation.fork import ForkedRank, hear_forked
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.placement import place_ranks
@@ -382,12 +382,12 @@ def _timed(task: Task, place: ForkedRank, methods: Sequence[SlowLinkMethod], rou
 
         return run
 
-    contenders = [
-        Contender(method.name, turn(training, method)) for method, training in zip(methods, trainings, strict=True)
+    configurations = [
+        Configuration(method.name, turn(training, method)) for method, training in zip(methods, trainings, strict=True)
     ]
-    take_turns(contenders, rounds=rounds, warmup=1, interface=place.interface)
+    take_turns(configurations, rounds=rounds, warmup=1, interface=place.interface)
     found: list[dict[str, object]] = []
-    for method, training, one in zip(methods, trainings, contenders, strict=True):
+    for method, training, one in zip(methods, trainings, configurations, strict=True):
         outer = training.outer.report() if training.outer is not None else None
         cpu = torch.tensor(statistics.median(processor[method.name][1:]), dtype=torch.float64)
         dist.all_reduce(cpu)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from gradwire.bench.contender import Contender
+from gradwire.bench.configuration import Configuration
 from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.machine import machine_line
@@ -67,9 +67,11 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """
     task, rate = TASKS[arguments[0]](), float(arguments[1]) or None
 
-    def make(_: Store) -> list[Contender]:
+    def make(_: Store) -> list[Configuration]:
         return [
-            _contender(task, method.name, make_training(task, method, warm=True, nic_bytes_per_second=rate), place.rank)
+            _configuration(
+                task, method.name, make_training(task, method, warm=True, nic_bytes_per_second=rate), place.rank
+            )
             for method in METHODS[task.facts.optimizer]
             if method.name in arguments[2:]
         ]
@@ -77,11 +79,11 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     return tell_turns(place, make, rounds=ROUNDS, warmup=WARMUP_ROUNDS)
 
 
-def _contender(task: Task, name: str, training: MethodTraining, rank: int) -> Contender:
+def _configuration(task: Task, name: str, training: MethodTraining, rank: int) -> Configuration:
     def step(number: int) -> None:
         def loss(model: nn.Module) -> torch.Tensor:
             return task.loss(model, number, rank, seed=0)
 
         training.take_step(loss)
 
-    return Contender(name, step)
+    return Configuration(name, step)

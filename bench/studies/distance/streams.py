@@ -2,7 +2,7 @@
 
     python -m gradwire.bench.studies.distance.streams --delays 1ms,40ms --losses 0%,0.1% --megabytes 16
 
-Every pair of delay and loss is one emulated cluster, on which all contenders take turns. The last column is what
+Every pair of delay and loss is one emulated cluster, on which all configurations take turns. The last column is what
 `gradwire predict --rtt --loss` says of such a link.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.contender import Contender
+from gradwire.bench.configuration import Configuration
 from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.paths import MOST_DELAY_SECONDS, PathOptions, parse_loss, parse_seconds
 from gradwire.bench.emulation.rate import parse_rate
@@ -37,7 +37,7 @@ TIMEOUT = timedelta(seconds=600)
 GLOO = "gloo"
 
 
-def gloo(place: ForkedRank, store: Store, numel: int) -> Contender:
+def gloo(place: ForkedRank, store: Store, numel: int) -> Configuration:
     """Gloo's all-reduce, as plain DDP has it."""
     group = make_gloo(PrefixStore("gloo", store), place.rank, len(place.nodes), TIMEOUT, (place.interface,))
     flat = torch.ones(numel)
@@ -45,10 +45,10 @@ def gloo(place: ForkedRank, store: Store, numel: int) -> Contender:
     def step(_: int) -> None:
         group.allreduce([flat], dist.AllreduceOptions()).wait()
 
-    return Contender(GLOO, step)
+    return Configuration(GLOO, step)
 
 
-def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> Contender:
+def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> Configuration:
     """The hook's sum over so many connections; 0: as many as it takes of itself, after its look at the links."""
     name = f"gradwire, {connections or 'chosen'}"
     config = Config.from_env(timeout=TIMEOUT, transport=f"gloo:{connections}" if connections else "gloo")
@@ -59,7 +59,7 @@ def gradwire(place: ForkedRank, store: Store, numel: int, connections: int) -> C
     def step(_: int) -> None:
         communicator.all_reduce(flat).wait()
 
-    return Contender(name, step)
+    return Configuration(name, step)
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
@@ -71,7 +71,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """
     numel, rounds, counts = int(arguments[0]), int(arguments[1]), [int(count) for count in arguments[2].split(",")]
 
-    def make(store: Store) -> list[Contender]:
+    def make(store: Store) -> list[Configuration]:
         return [gloo(place, store, numel), *(gradwire(place, store, numel, count) for count in counts)]
 
     return tell_turns(place, make, rounds=rounds, timeout=TIMEOUT)
@@ -80,13 +80,13 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 def measure(
     nic: str, path: PathOptions, numel: int, rounds: int, congestion: str, connections: str, nodes: int = 2
 ) -> dict[str, float]:
-    """Median seconds of every contender between nodes.
+    """Median seconds of every configuration between nodes.
 
     Args:
         nic: Rate of each node's link.
         path: Between them.
         numel: Of the float32 that are summed.
-        rounds: Turns of each contender.
+        rounds: Turns of each configuration.
         congestion: See `EmulatedCluster`.
         connections: To try, with commas.
         nodes: How many.

@@ -5,7 +5,7 @@ Feeds docs/results/exchanges.md.
     python -m gradwire.bench.studies.exchanges.full_duplex              # 2x1, 2x2 and 4x2; needs root
     python -m gradwire.bench.studies.exchanges.full_duplex 4x2 --sums   # all-reduces in rank order, beside gloo's ring
 
-All contenders take turns in one job on an emulated cluster, so that a slow moment of the machine is everybody's.
+All configurations take turns in one job on an emulated cluster, so that a slow moment of the machine is everybody's.
 """
 
 import sys
@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.contender import Contender
+from gradwire.bench.configuration import Configuration
 from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
@@ -38,7 +38,7 @@ ROUNDS = 5
 NEVER = 1 << 40
 
 
-def exchange(place: ForkedRank, store: Store, name: str, large_nbytes: int) -> Contender:
+def exchange(place: ForkedRank, store: Store, name: str, large_nbytes: int) -> Configuration:
     """An all-to-all with the ranks of the same index on the other nodes; from `large_nbytes` on over two groups."""
     count, index = len(place.nodes), place.rank % place.nodes[0]
     transport = torch_group.connect_gloo(
@@ -51,10 +51,10 @@ def exchange(place: ForkedRank, store: Store, name: str, large_nbytes: int) -> C
         torch_group.LARGE_NBYTES = large_nbytes
         transport.all_to_all(output, source).wait()
 
-    return Contender(name, step)
+    return Configuration(name, step)
 
 
-def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, large_nbytes: int) -> Contender:
+def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, large_nbytes: int) -> Configuration:
     """An exact all-reduce; in rank order where buckets may be fused, else in gloo's ring."""
     fusion = {} if order == "ring" else {"fusion": 25.0}
     name = f"{plan}, {order}, {chunks}"
@@ -73,7 +73,7 @@ def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, 
         torch_group.LARGE_NBYTES = large_nbytes
         communicator.all_reduce(flat).wait()
 
-    return Contender(name, step)
+    return Configuration(name, step)
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
@@ -85,7 +85,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """
     usual = torch_group.LARGE_NBYTES
 
-    def make(store: Store) -> list[Contender]:
+    def make(store: Store) -> list[Configuration]:
         if arguments == ["exchange"]:
             return [exchange(place, store, "one group", NEVER), exchange(place, store, "two groups", 0)]
         return [
@@ -99,7 +99,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def measure(case: str, nic: str, what: str) -> dict[str, float]:
-    """Median seconds of every contender on one emulated cluster.
+    """Median seconds of every configuration on one emulated cluster.
 
     Args:
         case: A key of `CASES`.

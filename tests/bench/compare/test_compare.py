@@ -7,7 +7,7 @@ import pytest
 from rich.progress import Progress
 
 from gradwire.bench.compare import command as compare
-from gradwire.bench.compare.contenders import PLAIN, contender_specs, select
+from gradwire.bench.compare.configurations import PLAIN, configuration_specs, select
 from gradwire.bench.compare.models import MODELS, build
 from gradwire.bench.compare.options import parse
 from gradwire.bench.compare.replay import Scale
@@ -28,7 +28,7 @@ def test_models_are_about_as_large_as_asked_and_alike_on_all_ranks(name: str, nb
 
 
 def test_every_plan_and_compressor_takes_part() -> None:
-    names = [one.name for one in contender_specs(with_mpi=False)]
+    names = [one.name for one in configuration_specs(with_mpi=False)]
     assert names[0] == PLAIN
     assert {
         "gradwire flat",
@@ -40,13 +40,13 @@ def test_every_plan_and_compressor_takes_part() -> None:
         "gradwire powersgd",
         "gradwire int8",
     } <= set(names)
-    assert [one.name for one in select(contender_specs(False), "hier,fp16 hook,hier")] == [
+    assert [one.name for one in select(configuration_specs(False), "hier,fp16 hook,hier")] == [
         PLAIN,
         "torch fp16 hook",
         "gradwire hierarchical",
     ]
     with pytest.raises(ValueError, match="`--only`"):
-        select(contender_specs(False), "no such thing")
+        select(configuration_specs(False), "no such thing")
 
 
 @pytest.mark.parametrize(

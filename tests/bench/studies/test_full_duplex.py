@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.bench.contender import Contender
+from gradwire.bench.configuration import Configuration
 from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.studies.exchanges import full_duplex
 from gradwire.comms.bootstrap.compat import HashStore, make_gloo
@@ -34,10 +34,10 @@ def test_an_exchange_takes_one_group_or_two(large_nbytes: int, monkeypatch: pyte
     assert len(made) == 2 * (2 if large_nbytes == 0 else 1)
 
 
-def test_every_order_of_sums_makes_a_contender() -> None:
+def test_every_order_of_sums_makes_a_configuration() -> None:
     store = HashStore()
 
-    def body(rank: int) -> Contender:
+    def body(rank: int) -> Configuration:
         one = full_duplex.summed(place(rank), store, "flat", 2, "two groups", torch_group.LARGE_NBYTES)
         one.step(0)
         return one

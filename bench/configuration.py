@@ -1,4 +1,4 @@
-"""Contenders take turns step by step in one process group, so that whatever else the machine does slows all alike."""
+"""Configurations take turns step by step in one process group, so that other load on the machine slows all alike."""
 
 import statistics
 import time
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 Progress = Callable[[str, int, int], None]
-"""Called on rank 0 after each turn with (name of the contender, turns taken, turns in all)."""
+"""Called on rank 0 after each turn with (name of the configuration, turns taken, turns in all)."""
 
 
 @dataclass(slots=True)
-class Contender:
+class Configuration:
     """One of the things that are compared: the same work for all, averaged by its own hook or algorithm.
 
     Attributes:
@@ -54,7 +54,7 @@ def nic_nbytes(interface: str | None) -> tuple[int, int]:
 
 
 def take_turns(
-    contenders: Sequence[Contender],
+    configurations: Sequence[Configuration],
     *,
     rounds: int,
     warmup: int,
@@ -62,10 +62,10 @@ def take_turns(
     before_round: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Lets every contender do its step in every round; all ranks call this together.
+    """Lets every configuration do its step in every round; all ranks call this together.
 
     Args:
-        contenders: Their `seconds` and `nic_nbytes` are appended to, alike on all ranks.
+        configurations: Their `seconds` and `nic_nbytes` are appended to, alike on all ranks.
         rounds: Timed rounds.
         warmup: Rounds before them that are not kept: connections are made and DDP rebuilds its buckets there.
         interface: Whose bytes are counted, for example `eth0`; None counts nothing.
@@ -76,22 +76,22 @@ def take_turns(
     for number in range(warmup + rounds):
         if before_round is not None:
             before_round(number)
-        for contender in contenders:
-            # The barriers stand outside the clock: nobody's bytes or waits leak into another contender's turn.
+        for configuration in configurations:
+            # The barriers stand outside the clock: nobody's bytes or waits leak into another configuration's turn.
             dist.barrier()
             before, began = nic_nbytes(interface), time.perf_counter()
-            contender.step(number)
+            configuration.step(number)
             seconds = time.perf_counter() - began
             dist.barrier()
             after = nic_nbytes(interface)
-            if contender.after is not None:
-                contender.after(number)
+            if configuration.after is not None:
+                configuration.after(number)
             sent, received = (now - then for now, then in zip(after, before, strict=True))
             worst = torch.tensor([seconds, max(sent, received)], dtype=torch.float64)
             dist.all_reduce(worst, dist.ReduceOp.MAX)
             if number >= warmup:
-                contender.seconds.append(worst[0].item())
-                contender.nic_nbytes.append(int(worst[1].item()))
+                configuration.seconds.append(worst[0].item())
+                configuration.nic_nbytes.append(int(worst[1].item()))
             turns += 1
             if progress is not None and dist.get_rank() == 0:
-                progress(contender.name, turns, (warmup + rounds) * len(contenders))
+                progress(configuration.name, turns, (warmup + rounds) * len(configurations))

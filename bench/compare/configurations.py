@@ -26,8 +26,8 @@ Attach = Callable[[DistributedDataParallel, float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ContenderSpec:
-    """A contender before it has a model: a communication hook under a name.
+class ConfigurationSpec:
+    """A configuration before it has a model: a communication hook under a name.
 
     Attributes:
         name: As the table shows it.
@@ -41,31 +41,32 @@ class ContenderSpec:
     one_bucket: bool = False
 
 
-def contender_specs(with_mpi: bool) -> list[ContenderSpec]:
-    """All contenders, plain DDP first.
+def configuration_specs(with_mpi: bool) -> list[ConfigurationSpec]:
+    """All configurations, plain DDP first.
 
     Args:
         with_mpi: The ranks come from mpirun, so that MPI's all_reduce can take part.
     """
     found = [
-        ContenderSpec(PLAIN, lambda model, rate: None),
-        ContenderSpec(
+        ConfigurationSpec(PLAIN, lambda model, rate: None),
+        ConfigurationSpec(
             "torch fp16 hook", lambda model, rate: model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         ),
-        ContenderSpec("torch PowerSGD rank 1", lambda model, rate: _power_sgd(model, 1), one_bucket=True),
-        ContenderSpec("torch PowerSGD rank 4", lambda model, rate: _power_sgd(model, 4), one_bucket=True),
-        ContenderSpec("torch quantization per tensor", _quantization("pertensor"), one_bucket=True),
-        ContenderSpec("torch quantization per channel", _quantization("perchannel"), one_bucket=True),
+        ConfigurationSpec("torch PowerSGD rank 1", lambda model, rate: _power_sgd(model, 1), one_bucket=True),
+        ConfigurationSpec("torch PowerSGD rank 4", lambda model, rate: _power_sgd(model, 4), one_bucket=True),
+        ConfigurationSpec("torch quantization per tensor", _quantization("pertensor"), one_bucket=True),
+        ConfigurationSpec("torch quantization per channel", _quantization("perchannel"), one_bucket=True),
     ]
     if with_mpi:
         found.append(
-            ContenderSpec("MPI all_reduce", lambda model, rate: model.register_comm_hook(None, _mpi_all_reduce))
+            ConfigurationSpec("MPI all_reduce", lambda model, rate: model.register_comm_hook(None, _mpi_all_reduce))
         )
-        found.append(ContenderSpec("gradwire auto over MPI", _gradwire("auto", None, "mpi")))
+        found.append(ConfigurationSpec("gradwire auto over MPI", _gradwire("auto", None, "mpi")))
     found += [
-        ContenderSpec(f"gradwire {plan}", _gradwire(plan, None)) for plan in ("flat", "hierarchical", "leader", "auto")
+        ConfigurationSpec(f"gradwire {plan}", _gradwire(plan, None))
+        for plan in ("flat", "hierarchical", "leader", "auto")
     ]
-    found += [ContenderSpec(f"gradwire {name}", _gradwire("auto", name)) for name in compressor_names()]
+    found += [ConfigurationSpec(f"gradwire {name}", _gradwire("auto", name)) for name in compressor_names()]
     return found
 
 
@@ -74,7 +75,7 @@ def compressor_names() -> tuple[str, ...]:
     return tuple(name for name in names() if name != "none")
 
 
-def select(found: list[ContenderSpec], wanted: str | None) -> list[ContenderSpec]:
+def select(found: list[ConfigurationSpec], wanted: str | None) -> list[ConfigurationSpec]:
     """Those whose name contains one of the words, plain DDP always.
 
     Args:
