@@ -1,4 +1,4 @@
-"""Ten faults planted on an emulated cluster, one at a time, and a healthy one again and again: what does doctor say?
+"""Ten faults injected on an emulated cluster, one at a time, and a healthy one again and again: what does doctor say?
 
 Feeds docs/results/diagnosis.md.
 
@@ -37,12 +37,12 @@ NIC = "200mbit"
 SLOW_BITS_PER_SECOND = 50_000_000
 PATIENCE_SECONDS = 240.0
 
-Plant = Callable[[EmulatedCluster], object]
+Injection = Callable[[EmulatedCluster], object]
 """Makes something of a cluster wrong; it ends with the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlantedFault:
+class InjectedFault:
     """Something that is made wrong on purpose."""
 
     name: str
@@ -50,7 +50,7 @@ class PlantedFault:
     """Of the finding that should come first."""
     node: str | None = None
     """Where it sits, if on one node alone."""
-    plant: Plant = lambda _: None
+    inject: Injection = lambda _: None
     meanwhile: Callable[[EmulatedCluster], AbstractContextManager[object]] = nullcontext
     """What goes wrong for as long as the doctor runs."""
     order: Order = "contiguous"
@@ -69,10 +69,10 @@ def inside(cluster: EmulatedCluster, node: int, script: str) -> None:
     """
     done = run_shell("set -e\n" + script, prefix=cluster.enter(node))
     if done.returncode != 0:
-        raise RuntimeError(f"the fault cannot be planted: {script.strip()}: {done.stderr.strip()}")
+        raise RuntimeError(f"the fault cannot be injected: {script.strip()}: {done.stderr.strip()}")
 
 
-def on_node(node: int, script: str) -> Plant:
+def on_node(node: int, script: str) -> Injection:
     """Lines of a shell that break a node."""
     return lambda cluster: inside(cluster, node, script)
 
@@ -177,7 +177,7 @@ def install_other_version(folder: Path) -> None:
     (own / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gradwire\nVersion: {OLD_VERSION}\n")
 
 
-def faults(folder: Path) -> tuple[PlantedFault, ...]:
+def faults(folder: Path) -> tuple[InjectedFault, ...]:
     """The faults.
 
     Args:
@@ -185,45 +185,47 @@ def faults(folder: Path) -> tuple[PlantedFault, ...]:
     """
     install_other_version(folder)
     return (
-        PlantedFault(
+        InjectedFault(
             name="slow link",
             key="slow_link",
             node="node2",
-            plant=lambda cluster: cluster.limit(2, INTERFACE, 0, SLOW_BITS_PER_SECOND),
+            inject=lambda cluster: cluster.limit(2, INTERFACE, 0, SLOW_BITS_PER_SECOND),
         ),
-        PlantedFault(
+        InjectedFault(
             name="wrong interface",
             key="wrong_interface",
-            plant=second_network,
+            inject=second_network,
             environment={"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"},
         ),
-        PlantedFault(name="round-robin ranks", key="rank_order", order="round-robin"),
-        PlantedFault(name="tiny /dev/shm", key="shared_memory", node="node1", plant=on_node(1, TINY_SHARED_MEMORY)),
-        PlantedFault(name="throttled node", key="slow_node", node="node2", meanwhile=throttled),
-        PlantedFault(name="lost duplex", key="half_duplex", node="node1", plant=on_node(1, HALF_DUPLEX)),
-        PlantedFault(name="MTU of one node", key="mtu", node="node1", plant=on_node(1, OTHER_MTU)),
-        PlantedFault(name="too many threads", key="crowded_cores", environment={"OMP_NUM_THREADS": "16"}),
-        PlantedFault(
+        InjectedFault(name="round-robin ranks", key="rank_order", order="round-robin"),
+        InjectedFault(name="tiny /dev/shm", key="shared_memory", node="node1", inject=on_node(1, TINY_SHARED_MEMORY)),
+        InjectedFault(name="throttled node", key="slow_node", node="node2", meanwhile=throttled),
+        InjectedFault(name="lost duplex", key="half_duplex", node="node1", inject=on_node(1, HALF_DUPLEX)),
+        InjectedFault(name="MTU of one node", key="mtu", node="node1", inject=on_node(1, OTHER_MTU)),
+        InjectedFault(name="too many threads", key="crowded_cores", environment={"OMP_NUM_THREADS": "16"}),
+        InjectedFault(
             name="mixed versions",
             key="versions",
             node="node1",
             before=f"[ $GROUP_RANK != 1 ] || export PYTHONPATH={folder};",
         ),
-        PlantedFault(name="bad variable", key="variable", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
-        PlantedFault(name="ranks on one core", key="crowded_cores", before="taskset -pc 0 $$ > /dev/null;", extra=True),
-        PlantedFault(
+        InjectedFault(name="bad variable", key="variable", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+        InjectedFault(
+            name="ranks on one core", key="crowded_cores", before="taskset -pc 0 $$ > /dev/null;", extra=True
+        ),
+        InjectedFault(
             name="small packets on the way",  # the switch carries smaller ones than the NICs send, and says nothing
             key="mtu",
-            plant=lambda cluster: cluster.shrink_switch(1300),
+            inject=lambda cluster: cluster.shrink_switch(1300),
             extra=True,
         ),
-        PlantedFault(name="lossy link", key="packet_loss", node="node1", plant=lossy_link, extra=True),
-        PlantedFault(
-            name="small windows", key="tcp_buffers", node="node1", plant=on_node(1, SMALL_WINDOWS), extra=True
+        InjectedFault(name="lossy link", key="packet_loss", node="node1", inject=lossy_link, extra=True),
+        InjectedFault(
+            name="small windows", key="tcp_buffers", node="node1", inject=on_node(1, SMALL_WINDOWS), extra=True
         ),
-        PlantedFault(name="blocked pair", key="unreachable", plant=blocked_pair, extra=True),
+        InjectedFault(name="blocked pair", key="unreachable", inject=blocked_pair, extra=True),
         # Nothing is wrong with a rank that comes half a minute late.
-        PlantedFault(name="late rank", key="", before="[ $RANK != 3 ] || sleep 35;", extra=True),
+        InjectedFault(name="late rank", key="", before="[ $RANK != 3 ] || sleep 35;", extra=True),
     )
 
 
@@ -234,7 +236,7 @@ class DoctorRun:
     name: str
     findings: tuple[dict[str, Any], ...]
     seconds: float
-    expected: PlantedFault | None = None
+    expected: InjectedFault | None = None
     load: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
     """As measured; for whoever wonders why."""
@@ -249,7 +251,7 @@ class DoctorRun:
         return self.expected.node is None or self.findings[0]["nodes"] == [self.expected.node]
 
 
-def examine(fault: PlantedFault | None) -> DoctorRun:
+def examine(fault: InjectedFault | None) -> DoctorRun:
     """Runs `gradwire doctor` on a cluster of its own.
 
     Args:
@@ -258,11 +260,11 @@ def examine(fault: PlantedFault | None) -> DoctorRun:
     Raises:
         RuntimeError: The doctor itself failed.
     """
-    wrong = fault or PlantedFault(name="healthy", key="")
+    wrong = fault or InjectedFault(name="healthy", key="")
     with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder, EmulatedCluster(NODES, NIC) as cluster:
         result = Path(folder, "doctor.json")
         command = [sys.executable, "-P", "-m", "gradwire", "doctor", "--json", str(result)]
-        wrong.plant(cluster)
+        wrong.inject(cluster)
         with wrong.meanwhile(cluster):
             began = time.monotonic()
             ran = cluster.run(
@@ -288,7 +290,7 @@ def examine(fault: PlantedFault | None) -> DoctorRun:
 def table(runs: Sequence[DoctorRun]) -> Table:
     """A row for each run."""
     title = f"`gradwire doctor` on {len(NODES)} nodes of {NODES[0]} ranks, {NIC}"
-    names = "planted", "named first", "also named", "right"
+    names = "injected", "named first", "also named", "right"
     shown = Table(*names, *right_columns("seconds", "load"), title=title)
     for run in runs:
         first = run.findings[0]["title"] if run.findings else "nothing"

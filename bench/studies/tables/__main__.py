@@ -3,7 +3,7 @@
     python -m gradwire.bench.studies.tables           # writes those that the data have changed
     python -m gradwire.bench.studies.tables --check   # names the pages that differ, and ends with 1
 
-The data are CSV files in docs/results/data/PAGE/, the results of trainings in optimizers.jsonl, of planted faults in
+The data are CSV files in docs/results/data/PAGE/, the results of trainings in optimizers.jsonl, of injected faults in
 watch.jsonl, and what `gradwire predict` says now of the plans on GPUs and of public models.
 """
 

@@ -17,11 +17,11 @@ def of_optimizers(page: str, data: Path) -> str:
     return queue.with_tables(page, data / "optimizers.jsonl")
 
 
-def of_planted_faults(page: str, data: Path) -> str:
-    """docs/results/diagnosis.md, from the lines of planted faults."""
-    from gradwire.bench.studies.watch import planted
+def of_injected_faults(page: str, data: Path) -> str:
+    """docs/results/diagnosis.md, from the lines of injected faults."""
+    from gradwire.bench.studies.watch import injected
 
-    return planted.with_table(page, planted.Outcomes(data / "watch.jsonl").all)
+    return injected.with_table(page, injected.Outcomes(data / "watch.jsonl").all)
 
 
 def of_gpu_plans(page: str, data: Path) -> str:
@@ -42,7 +42,7 @@ def of_public_models(page: str, data: Path) -> str:
 
 MADE: dict[str, Callable[[str, Path], str]] = {
     "optimizers": of_optimizers,
-    "diagnosis": of_planted_faults,
+    "diagnosis": of_injected_faults,
     "gpu_plans": of_gpu_plans,
     "models_by_link": of_public_models,
 }

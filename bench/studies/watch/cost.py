@@ -27,8 +27,8 @@ import gradwire
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.shared.parser import StudyParser
 from gradwire.bench.studies.watch.forked import RESULT, join, result_of
+from gradwire.bench.studies.watch.injected import LIMIT_SECONDS, WARMED
 from gradwire.bench.studies.watch.job import TIMEOUT
-from gradwire.bench.studies.watch.planted import LIMIT_SECONDS, WARMED
 from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.watch.messages import MessageNotes
 

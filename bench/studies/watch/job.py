@@ -1,4 +1,4 @@
-"""One rank of a small training in which one rank is late, or disagrees: the job of `planted`."""
+"""One rank of a small training in which one rank is late, or disagrees: the job of `injected`."""
 
 import logging
 import os
@@ -188,7 +188,7 @@ class NamedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class PlantedDelay:
+class InjectedDelay:
     """A rank that was late for `STEPS_TO_NAME` steps, and what the watch said.
 
     Attributes:
@@ -208,7 +208,7 @@ def named_since(count: int) -> tuple[NamedRank, ...]:
     return tuple(NamedRank(each.late.rank, each.late.busy_with) for each in report.late[count:]) if report else ()
 
 
-def delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
+def delays(kind: str, ranks: Sequence[int]) -> list[InjectedDelay]:
     """Has one rank after the other come late, with steps between in which nobody does.
 
     Args:
@@ -228,5 +228,5 @@ def delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
         return named_since(before)
 
     go(STEPS_BETWEEN, None)
-    found = [PlantedDelay(rank, go(STEPS_TO_NAME, rank), go(STEPS_BETWEEN, None)) for rank in ranks]
+    found = [InjectedDelay(rank, go(STEPS_TO_NAME, rank), go(STEPS_BETWEEN, None)) for rank in ranks]
     return found if here == 0 else []

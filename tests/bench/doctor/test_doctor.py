@@ -1,4 +1,4 @@
-"""The doctor at work: on sockets, in one process, and on emulated nodes, healthy and with faults planted."""
+"""The doctor at work: on sockets, in one process, and on emulated nodes, healthy and with faults injected."""
 
 import json
 import socket

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from gradwire.bench.studies.watch.forked import run_ranks
+from gradwire.bench.studies.watch.injected import LIMIT_SECONDS, RANKS, STALL_SECONDS
 from gradwire.bench.studies.watch.job import FAULT_STEP
-from gradwire.bench.studies.watch.planted import LIMIT_SECONDS, RANKS, STALL_SECONDS
 from gradwire.comms.backend.register import register
 from gradwire.comms.watch.activity import LOADER, QUEUE
 from support.processes import Processes

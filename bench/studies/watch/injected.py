@@ -1,8 +1,8 @@
-"""How many planted delays and disagreements a watch names, in jobs of seven kinds, and whom it names without any.
+"""How many injected delays and disagreements a watch names, in jobs of seven kinds, and whom it names without any.
 
 Feeds docs/results/diagnosis.md, whose table is made of the data file by `python -m gradwire.bench.studies.tables`:
 
-    python -m gradwire.bench.studies.watch.planted --data docs/results/data/watch.jsonl
+    python -m gradwire.bench.studies.watch.injected --data docs/results/data/watch.jsonl
 
 Each job's result is a line of the data file as soon as it is there. What the file has is not run again, so that the
 same command goes on where it was stopped; take a line out to repeat it.
@@ -42,8 +42,8 @@ from gradwire.bench.studies.watch.job import (
     FAULT_STEP,
     KINDS,
     STEPS_TO_NAME,
+    InjectedDelay,
     NamedRank,
-    PlantedDelay,
     named_since,
 )
 from gradwire.comms.watch.activity import QUEUE
@@ -68,9 +68,9 @@ AT_A_TIME = 3
 
 PARTS = ("late", "disagree", "healthy")
 
-COMMAND = "python -m gradwire.bench.studies.watch.planted --data docs/results/data/watch.jsonl"
+COMMAND = "python -m gradwire.bench.studies.watch.injected --data docs/results/data/watch.jsonl"
 """Makes the data file of the page."""
-BEGIN, END = "<!-- planted: begin -->", "<!-- planted: end -->"
+BEGIN, END = "<!-- injected: begin -->", "<!-- injected: end -->"
 
 
 def watched(work: Callable[[], object], rank: int, port: int) -> None:
@@ -103,7 +103,7 @@ def outcome_of(work: Callable[[], object]) -> Any:
     return result_of(RANKS, partial(watched, work), LIMIT_SECONDS)
 
 
-def planted_delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
+def injected_delays(kind: str, ranks: Sequence[int]) -> list[InjectedDelay]:
     """What the watch says of delays in one job.
 
     Args:
@@ -116,15 +116,15 @@ def planted_delays(kind: str, ranks: Sequence[int]) -> list[PlantedDelay]:
     return delays_of(outcome_of(lambda: [asdict(each) for each in job.delays(kind, ranks)]))
 
 
-def delays_of(found: Sequence[dict[str, Any]]) -> list[PlantedDelay]:
+def delays_of(found: Sequence[dict[str, Any]]) -> list[InjectedDelay]:
     """From what `dataclasses.asdict` has made, by way of JSON."""
     return [
-        PlantedDelay(each["rank"], *(tuple(NamedRank(**named) for named in each[when]) for when in ("named", "after")))
+        InjectedDelay(each["rank"], *(tuple(NamedRank(**named) for named in each[when]) for when in ("named", "after")))
         for each in found
     ]
 
 
-def planted_disagreement(fault: str, rank: int) -> float | None:
+def injected_disagreement(fault: str, rank: int) -> float | None:
     """Seconds until a disagreement was explained; None where it was not, or not before the time-out.
 
     Args:
@@ -165,7 +165,7 @@ def healthy(steps: int) -> tuple[list[NamedRank], float]:
     return [NamedRank(**each) for each in named], seconds
 
 
-def delay_row(kind: str, found: Sequence[PlantedDelay]) -> str:
+def delay_row(kind: str, found: Sequence[InjectedDelay]) -> str:
     """A row of the table: how many were named, and who was named without being late."""
     right = sum(own_names(each) == {each.rank} for each in found)
     others = [named for each in found for named in (*each.named, *each.after) if named.rank != each.rank]
@@ -173,7 +173,7 @@ def delay_row(kind: str, found: Sequence[PlantedDelay]) -> str:
     return f"| a rank is 200 ms late, {kind} | {said} |"
 
 
-def own_names(delay: PlantedDelay) -> set[int]:
+def own_names(delay: InjectedDelay) -> set[int]:
     """Whom the watch has named while a rank was late, but for those that waited for a processor."""
     return {each.rank for each in delay.named if each.rank == delay.rank or each.busy_with != QUEUE}
 
@@ -206,7 +206,7 @@ class Outcome:
     Attributes:
         part: `late`, `disagree` or `healthy`.
         what: The kind of job, the fault, or the number of steps.
-        found: Of `planted_delays`, `planted_disagreement` or `healthy`, as JSON has it.
+        found: Of `injected_delays`, `injected_disagreement` or `healthy`, as JSON has it.
         machine: On which, and when.
         load: Of the machine, over the last five minutes of it.
     """
@@ -269,13 +269,13 @@ def with_table(page: str, outcomes: Sequence[Outcome]) -> str:
     loads = [each.load for each in outcomes]
     machines = "; ".join(dict.fromkeys(each.machine for each in outcomes))
     where = f"{RANKS} ranks over gloo, `{COMMAND}`, {machines}, at a load of {min(loads):.0f} to {max(loads):.0f}."
-    table = "\n".join(["| planted | said |", "|---|---|", *rows])
+    table = "\n".join(["| injected | said |", "|---|---|", *rows])
     return put_between(page, f"{table}\n\n{where}", BEGIN, END)
 
 
 def main() -> None:
     """Runs all of it, or the parts that are asked for."""
-    parser = StudyParser("watch.planted", __doc__)
+    parser = StudyParser("watch.injected", __doc__)
     parser.add_argument("--only", choices=PARTS, help="this part alone (default: all)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="jobs with delays (default: all)")
     parser.add_argument(
@@ -295,12 +295,12 @@ def main() -> None:
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         if options.only in (None, "late"):
             kinds = outcomes.missing("late", options.kinds)
-            running = pool.map(planted_delays, kinds, [late[kind] for kind in kinds])
+            running = pool.map(injected_delays, kinds, [late[kind] for kind in kinds])
             for kind, found in zip(kinds, running, strict=True):
                 outcomes.add(Outcome("late", kind, [asdict(each) for each in found]))
         if options.only in (None, "disagree"):
             for fault in outcomes.missing("disagree", options.faults):
-                explained = list(pool.map(partial(planted_disagreement, fault), disagree[fault]))
+                explained = list(pool.map(partial(injected_disagreement, fault), disagree[fault]))
                 outcomes.add(Outcome("disagree", fault, explained))
     if options.only in (None, "healthy"):
         for steps in outcomes.missing("healthy", [str(options.steps)]):
