@@ -40,7 +40,7 @@ log = logging.getLogger("gradwire")
 PREFIX = "gradwire/"
 """The prefix of the hook's own keys, in a checkpoint and in an entry."""
 JOB = PREFIX + "job"
-"""Key of what all ranks know alike: `size`, the number of ranks, `dirty`, whether residuals are held back, `format`."""
+"""Key of what all ranks know alike: `size`, the number of ranks, `dirty`, whether residuals are pending, `format`."""
 FORMAT = 3
 """Version of the values. Since 3 each rank's lists its entries with a checksum of each; 2 lists their elements alone, 1
 lists nothing. Both are read, too, with a warning that damage to them may go unnoticed."""
@@ -71,7 +71,7 @@ OWNERS = {
 
 NOT_OURS = "`state` has no entries of gradwire's hook: wanted what HookState.state_dict() returned"
 EMPTY = (
-    "`state` is empty, as it is where nothing is compressed: leave it out, and training begins with nothing held back; "
+    "`state` is empty, as it is where nothing is compressed: leave it out, and training begins without residuals; "
     "if there was a compressor, wanted what HookState.state_dict() returned"
 )
 
@@ -97,7 +97,7 @@ def pack(state: Mapping[str, StateValue], rank: int, size: int, dirty: bool) -> 
             that holds nothing yet.
         rank: This rank.
         size: Number of ranks.
-        dirty: Whether residuals are held back; the same on all ranks.
+        dirty: True if residuals are pending; the same on all ranks.
     """
     own = tuple((key, value.cpu() if isinstance(value, Tensor) else value) for key, value in state.items())
     text = json.dumps([rank_key(rank), {key: [_numel(each), _crc(each)] for key, each in own}], separators=(",", ":"))

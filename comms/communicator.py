@@ -47,7 +47,7 @@ from gradwire.topology.host_summary import Hardware
 
 if TYPE_CHECKING:  # each is loaded where it is asked for
     from gradwire.comms.bootstrap.liveness import LivenessRing
-    from gradwire.comms.migration import HeldState
+    from gradwire.comms.migration import StateLayouts
     from gradwire.comms.streams import Clock
     from gradwire.comms.transport.nccl import NcclGroups
 
@@ -173,7 +173,7 @@ class Communicator:
             device, f"gradwire {name}", self._groups, rank, cluster, compressor, board, config.timeout
         )
         self._ring = _ring(self.executor, store, rank, size, board) if failure_policy is None else None
-        self._held = _held_state(compressor, loaded=False)
+        self._held = _state_layouts(compressor, loaded=False)
 
     def _presence(self, door: Door, store_host: str | None, size: int) -> Presence:
         config = self.config
@@ -507,7 +507,7 @@ class Communicator:
         Args:
             alike: What payloads are decoded with lies in it as ranks sit now; the same on all ranks.
         """
-        self._held = _held_state(self.compressor, loaded=True, alike=alike)
+        self._held = _state_layouts(self.compressor, loaded=True, alike=alike)
         self.rank_plans.clear()  # where a compressor's shards are cut may be part of its state
 
 
@@ -624,7 +624,7 @@ def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
     Ranks of a node hold different elements, nodes the same ones; now some have gaps, and others elements twice. In the
     end a node's first rank holds all, or each rank where each compresses the whole.
     """
-    from gradwire.comms.migration import shared  # here: as in `_held_state`
+    from gradwire.comms.migration import shared  # here: as in `_state_layouts`
 
     assert ranks.compressor is not None
     holds = whole or ranks.cluster.ranks(ranks.cluster.unit(ranks.rank, 0))[0] == ranks.rank
@@ -640,12 +640,12 @@ def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
                     store.adopt(part, values)
 
 
-def _held_state(compressor: Compressor | None, *, loaded: bool, alike: bool = True) -> "HeldState | None":
+def _state_layouts(compressor: Compressor | None, *, loaded: bool, alike: bool = True) -> "StateLayouts | None":
     if compressor is None:
         return None
-    from gradwire.comms.migration import HeldState  # here: exact gradients leave nothing behind
+    from gradwire.comms.migration import StateLayouts  # here: exact gradients leave nothing behind
 
-    return HeldState(planned(compressor).dtypes, loaded=loaded, alike=alike)
+    return StateLayouts(planned(compressor).dtypes, loaded=loaded, alike=alike)
 
 
 def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int] | None:

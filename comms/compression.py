@@ -48,10 +48,10 @@ class Compression:
         size: Number of ranks.
 
     Attributes:
-        loss_scale: Of the gradients; what the compressor holds back follows it.
+        loss_scale: Of the gradients; the residuals follow it.
         placement: Plan and ranks of each node that the saved state belongs to; see `Communicator.placement`.
         left_alone: Parameters whose averages DDP does not take in the step that is about to end, the same on all ranks:
-            what is held back of them is still to be sent.
+            their residuals are still to be sent.
         alike: Whether the loaded state was saved with the placement that ranks have now.
         loaded: What of the state that was loaded last all ranks must have alike, by name: what they send goes by it.
     """
@@ -100,9 +100,9 @@ class Compression:
         self.loss_scale.value = float(progress[PREFIX + "loss_scale"])
         self._dirty = bool(progress[PREFIX + "dirty"])
 
-    def held_norm(self) -> float:
-        """The norm of what this rank holds back of the gradients, as they come out of backward, without loss scale."""
-        return math.sqrt(planned(self.compressor).held_square()) / (float(self.loss_scale.value) or 1.0)
+    def residual_norm(self) -> float:
+        """Return the norm of this rank's residuals, in units of the gradients without loss scale."""
+        return math.sqrt(planned(self.compressor).residual_square()) / (float(self.loss_scale.value) or 1.0)
 
     def take_saved_transfers(self) -> Tensor | None:
         """The transfers of the step before this one, where that step is in a state that was just loaded; else None."""
@@ -175,7 +175,7 @@ class Compression:
 
     @property
     def dirty(self) -> bool:
-        """Whether residuals are held back; the same on all ranks."""
+        """True if residuals are pending; the same on all ranks."""
         self.settle()
         return self._dirty
 

@@ -1,4 +1,4 @@
-"""The factor on the loss that gradients carry: what is held back of them carries that of the step that left it."""
+"""The loss scale of the gradients. Residuals carry the scale of the step that they come from."""
 
 import math
 from collections.abc import Callable
@@ -17,10 +17,10 @@ class LossScaler(Protocol):
 
 
 class LossScale:
-    """The factor of the gradients that come next, and has what is held back follow its changes.
+    """Loss scale of the next gradients; rescales the residuals when it changes.
 
     Args:
-        rescale: Multiplies what is held back.
+        rescale: Multiplies the residuals by a factor.
 
     Attributes:
         value: The factor; 0.0 where none is known.
@@ -53,7 +53,7 @@ class LossScale:
         self.value = scale.clone()  # the scaler changes it in place
 
     def set(self, scale: float) -> None:
-        """Sets the factor; what is held back follows a change of it.
+        """Set the loss scale, and rescale the residuals if it changes.
 
         Raises:
             ValueError: `scale` is not a positive number.

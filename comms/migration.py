@@ -1,7 +1,7 @@
-"""State follows its parameters: when shard boundaries move, the ranks of a node exchange what they hold.
+"""Move compressor state to the new owners of its elements when shard boundaries change.
 
 Residuals belong to gradient elements of a node. Bucket rebuild, another fusion or another layout after a resume give
-elements to other ranks of the same node; a sum over the node, in which each rank contributes what it holds and zero
+elements to other ranks of the same node; a sum over the node, in which each rank contributes its state and zero
 elsewhere, moves all of it at once.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.transport.groups import Transport
-from gradwire.compressors.base import Compressor, HeldRun, Layout
+from gradwire.compressors.base import Compressor, Layout, StateRun
 
 
 def migrate(
@@ -38,7 +38,7 @@ def migrate(
             it is exchanged.
     """
     own = [layout.cut(start, stop) for start, stop in shards]
-    misplaced = (not ask and node is not None) or not is_settled(compressor.held(), layout, own)
+    misplaced = (not ask and node is not None) or not is_settled(compressor.state_runs(), layout, own)
     if node is not None and ask:  # one word for all ranks of the node: what follows is collective
         word = torch.tensor([int(misplaced)], dtype=torch.int32, device=device)
         node.all_reduce(word).wait()
@@ -52,23 +52,23 @@ def migrate(
         compressor.adopt(piece, rows[:, start:stop].contiguous())
 
 
-def is_settled(held: Iterable[HeldRun], layout: Layout, own: Sequence[Layout]) -> bool:
-    """Whether everything that is held about the elements of `layout` lies in one of the layouts `own`.
+def is_settled(runs: Iterable[StateRun], layout: Layout, own: Sequence[Layout]) -> bool:
+    """Return whether all state of the elements of `layout` lies in one of the layouts `own`.
 
     Args:
-        held: As `Compressor.held` yields it; runs of parameters that are not in `layout` do not count.
+        runs: As `Compressor.state_runs` yields them; runs of parameters that are not in `layout` do not count.
         layout: A bucket's.
         own: Of this rank's shards.
     """
     bucket = {item.name: item for item in layout.slices}
-    runs: dict[str, list[tuple[int, int]]] = {}
+    owned: dict[str, list[tuple[int, int]]] = {}
     for piece in own:
         for item in piece.slices:
-            runs.setdefault(item.name, []).append((item.parameter_start, item.parameter_start + item.numel))
-    for run in held:
+            owned.setdefault(item.name, []).append((item.parameter_start, item.parameter_start + item.numel))
+    for run in runs:
         if run.name in bucket:
             stop = run.start + (bucket[run.name].numel if run.numel is None else run.numel)
-            if not any(first <= run.start and stop <= last for first, last in runs.get(run.name, ())):
+            if not any(first <= run.start and stop <= last for first, last in owned.get(run.name, ())):
                 return False
     return True
 
@@ -85,7 +85,7 @@ def shared(held: Tensor, sum_of_ranks: Callable[[Tensor], object]) -> Tensor:
     return both[0] / both[1].clamp(min=1.0)
 
 
-class HeldState:
+class StateLayouts:
     """The layouts that a compressor's state lies in, so that it follows its parameters where they travel in a new one.
 
     The ranks of a node ask each other only about a state that was loaded: on CUDA an answer makes the host wait. What

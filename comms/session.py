@@ -227,7 +227,7 @@ class AveragingSession:
         return self.listeners.add_to(self.communicator.report(steps))
 
     def state_dict(self) -> StateDict:
-        """What this rank holds back; empty without a compressor."""
+        """Return this rank's compressor state; empty without a compressor."""
         if self.compression is None:
             return {}
         with self.communicator.exclusive():
@@ -313,7 +313,7 @@ class GradientSession(AveragingSession):
         return self.fusion.last_sizes
 
     def state_dict(self) -> StateDict:
-        """What this rank holds back, and whether under its parameters' names; empty without a compressor."""
+        """Return this rank's compressor state, and whether its keys are parameter names; empty without a compressor."""
         own = super().state_dict()
         if not own:
             return own
@@ -473,7 +473,7 @@ class TrainingState(Generic[S]):
 
     @property
     def dirty(self) -> bool:
-        """Whether something is held back, so that the state fits these ranks alone; the same on all of them."""
+        """True if residuals are pending, so that the state fits these ranks only; the same on all ranks."""
         compression = None if self._connection is None else self._connection.compression
         return compression is not None and compression.dirty
 
@@ -650,7 +650,7 @@ class GradientState(TrainingState[S]):
         return [self._compressed(call).loss_scale]
 
     def flush(self) -> None:
-        """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.
+        """Sends the next step's gradients dense, with every residual added: afterwards all residuals are zero.
 
         To be called on all ranks before the same step; before a checkpoint that is to be loaded on other ranks. Weights
         of sharded models that travel as differences are sent exactly then: call it after they were changed by hand.
@@ -714,7 +714,7 @@ class GradientState(TrainingState[S]):
     def _compressed(self, call: str) -> "Compression":
         if not _compresses(self.config):
             raise ValueError(
-                f"`compressor` is not set: gradients are exact, nothing is held back of them, and {call} has nothing "
+                f"`compressor` is not set: gradients are exact, there are no residuals, and {call} has nothing "
                 "to do; leave the call out, or set a compressor"
             )
         if self._connection is None or self._connection.compression is None:

@@ -148,8 +148,8 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRun:
-    """A run of one parameter that a compressor holds state about."""
+class StateRun:
+    """A run of one parameter's elements that a compressor keeps state of."""
 
     name: str
     """Name of the parameter."""
@@ -278,8 +278,8 @@ class Planned:
         """
         return ()
 
-    def held_square(self) -> float:
-        """The squared norm of what this rank holds back of the gradients; the host waits for it, nothing is changed."""
+    def residual_square(self) -> float:
+        """Return the squared norm of this rank's residuals. Blocks until the device is done; changes nothing."""
         return 0.0
 
     def travelled(self, transfers: Sequence[Layout], finite: bool | Tensor, left_alone: Collection[str] = ()) -> None:
@@ -397,10 +397,10 @@ class Compressor(Protocol):
             layout: Which parameter lies where in it.
         """
 
-    def held(self) -> Iterator[HeldRun]:
-        """Yields what this rank holds state about, without reading or copying any of it.
+    def state_runs(self) -> Iterator[StateRun]:
+        """Yields the runs of elements that this rank keeps state of, without reading or copying any state.
 
-        What is held about the elements of a bucket is moved to the ranks that own them when shard boundaries change.
+        When shard boundaries change, state is moved to the ranks that own the elements from then on.
         """
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
@@ -411,7 +411,7 @@ class Compressor(Protocol):
             device: Where the result shall be.
 
         Returns:
-            2-D float32 (rows, layout.numel), zero where this rank holds nothing; the number of rows depends on the
+            2-D float32 (rows, layout.numel), zero where this rank has no state; the number of rows depends on the
             configuration alone. The sum of all local ranks' exports of a bucket is the bucket's state, so that a sum
             moves state to new owners when shard boundaries have moved.
         """

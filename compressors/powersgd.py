@@ -17,11 +17,11 @@ from torch import Tensor
 from gradwire.compressors.base import (
     ALL_REDUCE,
     Collective,
-    HeldRun,
     Layout,
     Member,
     Slice,
     StateDict,
+    StateRun,
     StateValue,
     check_gradient,
     refuse_capture,
@@ -196,11 +196,11 @@ class PowerSGD(Stateful):
             self._factors.pop(name, None)
         self._drawn.clear()
 
-    def held(self) -> Iterator[HeldRun]:
-        """See `Stateful.held`; a factor belongs to its whole parameter."""
-        yield from super().held()
+    def state_runs(self) -> Iterator[StateRun]:
+        """See `Stateful.state_runs`; a factor belongs to its whole parameter."""
+        yield from super().state_runs()
         for name in self._factors:
-            yield HeldRun(name, 0, None)
+            yield StateRun(name, 0, None)
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Stateful.export`; the last row holds the factors, at the beginning of their matrices' elements."""

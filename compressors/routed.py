@@ -10,13 +10,13 @@ from torch import Tensor
 from gradwire.compressors.base import (
     Collective,
     Compressor,
-    HeldRun,
     Layout,
     Member,
     Planned,
     Request,
     Slice,
     StateDict,
+    StateRun,
     StateValue,
     check_factor,
     check_finite,
@@ -161,9 +161,9 @@ class Routed(Planned):
         """See `Stateful.shared`."""
         return [store for each in self._compressors() if isinstance(each, Stateful) for store in each.shared()]
 
-    def held_square(self) -> float:
-        """See `Stateful.held_square`."""
-        return sum(each.held_square() for each in self._compressors() if isinstance(each, Stateful))
+    def residual_square(self) -> float:
+        """See `Stateful.residual_square`."""
+        return sum(each.residual_square() for each in self._compressors() if isinstance(each, Stateful))
 
     def report_lines(self) -> list[str]:
         """What the compressors say of themselves in reports, a line each."""
@@ -197,10 +197,10 @@ class Routed(Planned):
             compressor.flush(part, selection.layout)
             selection.scatter(part, shard)
 
-    def held(self) -> Iterator[HeldRun]:
-        """See `Compressor.held`."""
+    def state_runs(self) -> Iterator[StateRun]:
+        """See `Compressor.state_runs`."""
         for compressor in self._compressors():
-            yield from compressor.held()
+            yield from compressor.state_runs()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Compressor.export`: the rows of the routes, one below the other."""

@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import HeldRun, Layout, Planned, StateDict, StateValue, check_factor, check_finite
+from gradwire.compressors.base import Layout, Planned, StateDict, StateRun, StateValue, check_factor, check_finite
 from gradwire.compressors.residual import ElementStore, Piece
 
-HELD_BACK = frozenset(("residual", "server", "total"))
+RESIDUAL_FIELDS = frozenset(("residual", "server", "total"))
 """Fields with compression errors, and with gradients that wait to be sent; the other fields are averages."""
 
 
@@ -72,17 +72,17 @@ class Stateful(Planned):
         """What stored elements are multiplied with to be gradients; 1 where nothing is said."""
         return ()
 
-    def held_square(self) -> float:
-        """The squared norm of what this rank holds back of the gradients; the host waits for it, nothing is changed."""
-        held: dict[str, list[Piece]] = {}
-        for field in sorted(HELD_BACK & self.fields.keys()):
+    def residual_square(self) -> float:
+        """Return the squared norm of this rank's residuals. Blocks until the device is done; changes nothing."""
+        residuals: dict[str, list[Piece]] = {}
+        for field in sorted(RESIDUAL_FIELDS & self.fields.keys()):
             for piece in self.fields[field].pieces():
-                held.setdefault(piece.name, []).append(piece)
+                residuals.setdefault(piece.name, []).append(piece)
         units: dict[str, list[Piece]] = {}
-        for piece in self.element_units() if held else ():
+        for piece in self.element_units() if residuals else ():
             units.setdefault(piece.name, []).append(piece)
         square = 0.0
-        for name, pieces in held.items():
+        for name, pieces in residuals.items():
             flat = torch.zeros(max(piece.stop for piece in pieces), dtype=torch.float32, device=pieces[0].value.device)
             for piece in pieces:
                 flat[piece.start : piece.stop] += piece.value
@@ -91,17 +91,17 @@ class Stateful(Planned):
             square += float(torch.linalg.vector_norm(flat)) ** 2
         return square
 
-    def held(self) -> Iterator[HeldRun]:
-        """See `Compressor.held`."""
+    def state_runs(self) -> Iterator[StateRun]:
+        """See `Compressor.state_runs`."""
         for store in self.fields.values():
             for name, start, numel in store.runs():
-                yield HeldRun(name, start, numel)
+                yield StateRun(name, start, numel)
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Compressor.export`: removes and returns all that is stored about the elements of `layout`.
 
         Returns:
-            2-D float32 (fields, layout.numel), zero where this rank holds nothing: the sum of the ranks' exports is
+            2-D float32 (fields, layout.numel), zero where this rank has no state: the sum of the ranks' exports is
             the state of a whole bucket, whatever its cuts were.
         """
         rows = torch.empty(len(self.fields), layout.numel, dtype=torch.float32, device=device)

@@ -35,7 +35,7 @@ class ResidualNotes(StepListener):
         """Leaves word now and then."""
         if step.number % NOTE_EVERY == 0:
             with self._communicator.exclusive():
-                self._membership.note = json.dumps([step.number, self._compression.held_norm()])
+                self._membership.note = json.dumps([step.number, self._compression.residual_norm()])
 
 
 def norm_in_words(note: str | None) -> str:

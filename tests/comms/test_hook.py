@@ -196,7 +196,7 @@ def test_what_is_no_scaler_is_refused_by_name() -> None:
 def test_what_needs_a_compressor_says_whether_it_or_the_model_is_missing(
     call: str, use: Callable[[gradwire.HookState], None]
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"gradients are exact, nothing is held back of them, and {call}")):
+    with pytest.raises(ValueError, match=re.escape(f"gradients are exact, there are no residuals, and {call}")):
         use(gradwire.HookState(compressor="none"))
     with pytest.raises(ValueError, match=re.escape(f"has not seen a bucket yet: call {call} after")):
         use(gradwire.HookState(compressor="int8"))

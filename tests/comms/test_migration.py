@@ -52,7 +52,7 @@ def test_what_is_held_is_what_is_saved(name: str) -> None:
         if isinstance(value, Tensor):
             saved.add((rest, 0, None) if field == "factor" else (parameter, int(start), value.numel()))
     with Untouched():  # type: ignore[no-untyped-call]
-        assert {(run.name, run.start, run.numel) for run in compressor.held()} == saved
+        assert {(run.name, run.start, run.numel) for run in compressor.state_runs()} == saved
     assert any(numel is None for _, _, numel in saved) == (name == "powersgd")
 
 
@@ -63,10 +63,10 @@ def test_the_answer_costs_no_tensor(name: str) -> None:
     own, other = (bucket.cut(start, stop) for start, stop in pairwise(bounds))
     compressor = used(name, [own])
     with Untouched():  # type: ignore[no-untyped-call]
-        assert is_settled(compressor.held(), bucket, [own])
-        assert not is_settled(compressor.held(), bucket, [other])
-        assert is_settled(compressor.held(), bucket, [other, own])
-        assert is_settled(compressor.held(), layout_of([]), [])
+        assert is_settled(compressor.state_runs(), bucket, [own])
+        assert not is_settled(compressor.state_runs(), bucket, [other])
+        assert is_settled(compressor.state_runs(), bucket, [other, own])
+        assert is_settled(compressor.state_runs(), layout_of([]), [])
         migrate(compressor, bucket, [(0, own.numel)], None, torch.device("cpu"))  # alone and settled
 
 

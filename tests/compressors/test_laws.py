@@ -236,7 +236,7 @@ def test_state_can_move_to_new_owners(maker: Maker, layout: Layout) -> None:
 def test_what_is_held_back_has_a_norm(maker: Maker, layout: Layout) -> None:
     for ours in run(maker, layout, 2, 4):
         assert isinstance(ours.compressor, Stateful)
-        norm = ours.compressor.held_square() ** 0.5
+        norm = ours.compressor.residual_square() ** 0.5
         assert norm == pytest.approx(residual_of(ours.compressor, layout).norm().item(), rel=1e-5)
 
 

@@ -706,7 +706,7 @@ def test_the_last_unit_keeps_what_its_compressor_held_back() -> None:
             exchange.synchronize()
         finally:
             alone.close()
-        assert exchange.averaging.compression.held_norm() == 0
+        assert exchange.averaging.compression.residual_norm() == 0
         return flat(fragments), flat(learned) - sent / 2
 
     settings = OuterSettings(every=2, fragments=1, delay=1)
