@@ -16,7 +16,7 @@ import gradwire
 
 def main() -> None:
     """Trains two workers on data of their own, and says what they exchanged."""
-    parser = argparse.ArgumentParser(description="Units that train by themselves and exchange parameters.")
+    parser = argparse.ArgumentParser(description="Workers that train by themselves and exchange parameters.")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, help="steps between two exchanges of the same parameter; else chosen")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -8,11 +8,11 @@ Feeds docs/results/outer.md.
     python -m gradwire.bench.studies.convergence.outer cost --json runs.jsonl --method 'Outer int4, H 5'
     python -m gradwire.bench.studies.convergence.outer show --json runs.jsonl
 
-Quality is that of the units' own models on held-out text, at the end after `synchronize()`: time plays no part in it.
+Quality is that of the workers' own models on held-out text, at the end after `synchronize()`: time plays no part in it.
 With `--joined` one rank stands for a node and takes the batches of all its ranks: the same sums in half of the time.
 `--outer 'H 5={"every": 5, "fragments": 1}'` tries what has no name yet.
 Speed is seconds a step, all methods in turns in one run, each for as many steps as an exchange of the whole model takes
-turns for; `units alone` never exchange anything: that is the machine without a limit on its links.
+turns for; `workers alone` never exchange anything: that is the machine without a limit on its links.
 Cost is the processor time of all threads of a rank for one step of exchanges, between which it sleeps: other jobs on
 the machine change it less than seconds.
 """
@@ -58,7 +58,7 @@ from gradwire.bench.studies.shared.parser import StudyParser, path_of
 
 PLAIN, ALONE, INT4, POWERSGD, POST_LOCAL = (
     "plain DDP",
-    "units alone",
+    "workers alone",
     "gradwire int4",
     "torch PowerSGD",
     "torch post_localSGD 30",

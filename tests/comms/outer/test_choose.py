@@ -85,7 +85,7 @@ def test_a_slower_link_never_exchanges_more_often(link: OuterLink, step: float, 
 
 
 def test_it_takes_what_the_pages_have_measured() -> None:
-    """Text on 10 Mbit/s, waterfill2, two units: docs/results/outer.md has every 6 in thirds for steps of 40 ms."""
+    """Text on 10 Mbit/s, waterfill2, two workers: docs/results/outer.md has every 6 in thirds for steps of 40 ms."""
     link = OuterLink(131e3 * 8 / 10e6, 2e-3)
     assert choose(link, 0.0404, 30) == (6, 3, 1)
     far = OuterLink(131e3 * 8 / 10e6, 4 * 0.04)
@@ -93,11 +93,11 @@ def test_it_takes_what_the_pages_have_measured() -> None:
     assert fragments == LEAST_TURNS and delay > 1 and every == fragments * delay
 
 
-@pytest.mark.parametrize(("units", "times"), [(2, 1.0), (4, 1.5)])
-def test_the_link_is_the_one_between_the_units(units: int, times: float) -> None:
+@pytest.mark.parametrize(("workers", "times"), [(2, 1.0), (4, 1.5)])
+def test_the_link_is_the_one_between_the_workers(workers: int, times: float) -> None:
     near, far = Link(alpha_seconds=1e-5, bytes_per_second=1e10), Link(alpha_seconds=0.02, bytes_per_second=1e6)
     cluster = Cluster(
-        tuple((rank // 2,) for rank in range(2 * units)), (Level("intra_node", near), Level("inter_node", far))
+        tuple((rank // 2,) for rank in range(2 * workers)), (Level("intra_node", near), Level("inter_node", far))
     )
     assert OuterLink.of(cluster, 1e6) == OuterLink(times, 0.08)
 

@@ -1,4 +1,4 @@
-"""Laws of what units exchange now and then, ranks as threads: every number against a simulation in a few lines."""
+"""Laws of what workers exchange, ranks as threads: every number against a simulation in a few lines."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -413,10 +413,10 @@ def test_what_a_unit_receives_is_bounded_by_two_payloads(
         ), exchange.averaging.nic_bytes.exchanged + exchange.averaging.nic_bytes.synchronized
 
     elements = Model(scale=scale).flat().numel()
-    for units in (2, 4, 8):
-        found = on_ranks("abcdefgh"[:units], body, compressor=compressor, rules=rules)
-        average = sum(sent for sent, _ in found) / units
-        payload = average * units / (units - 1) / 2
+    for workers in (2, 4, 8):
+        found = on_ranks("abcdefgh"[:workers], body, compressor=compressor, rules=rules)
+        average = sum(sent for sent, _ in found) / workers
+        payload = average * workers / (workers - 1) / 2
         assert payload / elements == pytest.approx(wanted, rel=0.15 if compressor else 0.01)
         assert found[0][1] == pytest.approx(average, rel=0.2)  # the plan's figure
 
@@ -667,7 +667,7 @@ def test_a_checksum_sees_small_differences_that_cancel() -> None:
 
 
 def test_the_last_unit_keeps_what_its_compressor_held_back() -> None:
-    """All that it has learned is in its parameters in the end, but for what the lost unit had held back of it.
+    """All that it has learned is in its parameters in the end, but for what the lost worker had held back of it.
 
     Rank 0 alone learns; what it sends while there are two counts half. An exchange is given up when rank 1 is lost.
     """

@@ -143,7 +143,7 @@ def copy(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wrapped_by_the_user(rank: int) -> None:
-    """A DDP model over the unit's own group keeps its own averaging."""
+    """A DDP model over the worker's own group keeps its own averaging."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = DistributedDataParallel(build(), process_group=groups[rank // 2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -285,7 +285,7 @@ def in_shards(rank: int) -> None:
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, outer.state_dict())
     merged = {key: value for state in everybody for key, value in state.items()}
-    assert len(merged) == 1 + dist.get_world_size()  # ranks of a unit do not write over each other
+    assert len(merged) == 1 + dist.get_world_size()  # ranks of a worker do not write over each other
     weights, inner = copy(model.state_dict()), copy(optimizer.state_dict())
     train(model, optimizer, range(3, 5), width=16)
     again, other_optimizer, other = start()
@@ -311,7 +311,7 @@ def lose(rank: int, compressor: str, options: dict[str, Any]) -> dict[str, Any]:
     optimizer = optimizer_of(model)
     compressing: dict[str, Any] = {"compressor": compressor, "compressor_options": options}
     outer = gradwire.Outer(model, optimizer, every=2, fragments=2, delay=1, inside="none", elastic=True, **compressing)
-    units = []
+    workers = []
     for step in range(16):
         if rank == 2 and step == 4:
             threading.Timer(0.001, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -320,13 +320,13 @@ def lose(rank: int, compressor: str, options: dict[str, Any]) -> dict[str, Any]:
             outer.close()
             return {}
         train(model, optimizer, range(step, step + 1))
-        units.append(len(outer.report().workers))
+        workers.append(len(outer.report().workers))
     outer.synchronize()
     report = outer.report()
     gc.collect()
     epochs = [each for each in gc.get_objects() if isinstance(each, Communicator)]
     assert len(epochs) == 2, epochs  # beside all that began; those that are over are let go of
-    result = {"flat": flat(model), "mean": model[1].running_mean, "units": units, "exchanges": report.exchanges}  # type: ignore[index]
+    result = {"flat": flat(model), "mean": model[1].running_mean, "workers": workers, "exchanges": report.exchanges}  # type: ignore[index]
     outer.close()
     return result
 
@@ -339,21 +339,21 @@ def lose(rank: int, compressor: str, options: dict[str, Any]) -> dict[str, Any]:
         ("aabb", "onebit", {"warmup_steps": 1, "momentum": 0.0}),  # those that are left decode with what all held
     ],
 )
-def test_units_that_are_lost_leave_the_others_training(
+def test_workers_that_are_lost_leave_the_others_training(
     processes: Processes, nodes: str, compressor: str, options: dict[str, Any]
 ) -> None:
     found = processes(4, lose, compressor, options, nodes=list(nodes), lost=[2], agent=True)
     first, second = found[0], found[3]
     assert torch.equal(first["flat"], second["flat"])
     assert torch.equal(first["mean"], second["mean"])
-    assert first["units"][:3] == [4, 4, 4]
-    assert first["units"][-1] == second["units"][-1] == 2
-    assert 3 in first["units"]
+    assert first["workers"][:3] == [4, 4, 4]
+    assert first["workers"][-1] == second["workers"][-1] == 2
+    assert 3 in first["workers"]
     assert first["exchanges"] == second["exchanges"] == 16 + 2  # none is left out, and the end counts each fragment
 
 
-def dies_in_a_unit(rank: int) -> str:
-    """Rank 0 is killed beside a step; who waits for it inside its unit leaves as soon as that has failed."""
+def dies_in_a_worker(rank: int) -> str:
+    """Rank 0 is killed beside a step; who waits for it inside its worker leaves as soon as that has failed."""
     dist.init_process_group("gloo")
     model = nn.Linear(24, 8)  # without buffers, which DDP would broadcast through torch's own group
     optimizer = optimizer_of(model)
@@ -367,8 +367,8 @@ def dies_in_a_unit(rank: int) -> str:
 
 
 def test_who_fails_inside_its_unit_is_not_missing_for_the_others(processes: Processes) -> None:
-    """Law: other units name the rank that was lost, and not the one that had heard of it and left."""
-    for text in processes(4, dies_in_a_unit, nodes=NODES, lost=[0], agent=True)[2:]:
+    """Law: other workers name the rank that was lost, and not the one that had heard of it and left."""
+    for text in processes(4, dies_in_a_worker, nodes=NODES, lost=[0], agent=True)[2:]:
         assert "rank 0 of 4 is missing" in text, text
 
 
@@ -406,7 +406,7 @@ def dies_in_the_constructor(rank: int, before: str) -> str:
 
 @pytest.mark.parametrize(
     ("before", "waiting", "named"),
-    [("peers_of", (0, 1, 3), 2), ("copy_from_rank_0", (0, 1, 3), 2), ("attach", (3,), 0)],  # the last in its unit
+    [("peers_of", (0, 1, 3), 2), ("copy_from_rank_0", (0, 1, 3), 2), ("attach", (3,), 0)],  # the last in its worker
 )
 def test_who_has_ended_is_not_waited_for_where_others_make_outer(
     processes: Processes, before: str, waiting: Sequence[int], named: int
@@ -416,11 +416,11 @@ def test_who_has_ended_is_not_waited_for_where_others_make_outer(
     assert all(f"rank {named} has ended" in found[rank] for rank in waiting), found
 
 
-def test_units_train_and_exchange(processes: Processes) -> None:
+def test_workers_train_and_exchange(processes: Processes) -> None:
     processes(4, use, nodes=NODES)
 
 
-def test_every_shard_is_exchanged_with_every_unit() -> None:
+def test_every_shard_is_exchanged_with_every_worker() -> None:
     one, two, rest = (0, 1), (2, 3), (4,)
     said = [("first", one), ("second", one), ("first", two), ("second", two)]
     assert shard_groups(said) == [[0, 2], [1, 3]]
@@ -434,8 +434,8 @@ def test_variables_for_gradients_do_not_vanish_silently(monkeypatch: pytest.Monk
     assert idle_in(Config.from_env()) == ["fusion", "probe"]  # the compressor is of exchanges
     assert idle_in(Config.from_env(probe=True), without={"probe"}) == ["fusion"]
     assert idle_in(Config()) == idle_in(Config(probe=False)) == []
-    refuse_idle({"probe": False}, "there is no unit")
-    refuse_idle({"trace": "nvtx"}, "there is no unit")  # what is exchanged is marked, too
+    refuse_idle({"probe": False}, "there is no worker")
+    refuse_idle({"trace": "nvtx"}, "there is no worker")  # what is exchanged is marked, too
     assert idle_in(Config(trace="nvtx")) == [] and idle_in(Config(trace="steps.json")) == ["trace"]
     with pytest.raises(ValueError, match="`probe` is True"):
-        refuse_idle({"probe": True}, "there is no unit")
+        refuse_idle({"probe": True}, "there is no worker")

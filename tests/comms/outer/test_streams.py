@@ -20,7 +20,7 @@ def train(
     after: Callable[[Any, int], None] | None = None,
     **settings: Any,
 ) -> Body:
-    """The body of units that train by themselves: parameters move by random numbers, the same on fake CUDA and a CPU.
+    """The body of workers that train by themselves: parameters move by random numbers, the same on fake CUDA and a CPU.
 
     Args:
         nodes: A letter for each rank's node.

@@ -88,7 +88,7 @@ ENDED_BY = {
     """,
     "a thread of ours that has nothing to do: `close`, or the end of the process, wakes it": """
         comms/backend/node_collectives.py: self._calls.get
-        comms/lanes.py: line.arrivals.get
+        comms/lanes.py: waiting.arrivals.get
         comms/sharded/overlap.py: self._there.acquire
         comms/transport/parallel_tcp.py: self._poll.poll
     """,
@@ -139,4 +139,4 @@ def test_every_wait_has_a_time_or_is_ended_by_something_that_is_named() -> None:
 
 def test_a_wait_without_a_time_is_found(tmp_path: Path) -> None:
     file = ROOT / "comms" / "lanes.py"
-    assert list(waits(file)) == ["comms/lanes.py: line.arrivals.get"]
+    assert list(waits(file)) == ["comms/lanes.py: waiting.arrivals.get"]
