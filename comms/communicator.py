@@ -37,8 +37,8 @@ from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
 from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.report import Report
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
 from gradwire.comms.run.executor import Executor
-from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
 from gradwire.comms.transport.groups import Groups, Transport, check_transport
 from gradwire.comms.transport.torch_group import Waiting, wait_in_slices
 from gradwire.compressors.base import Compressor, Layout, Work, planned
@@ -269,16 +269,16 @@ class Communicator:
             ValueError: `flat` does not fit, or `layout` does not fit it.
         """
         bucket = Bucket.of(flat, layout)
-        self.start(Launch((flat,), layout, (bucket,)), scale=scale, flush=flush)
+        self.start(AllReduce((flat,), layout, (bucket,)), scale=scale, flush=flush)
         return bucket.result()
 
     def start(
-        self, launch: Launch, *, scale: float = 1.0, after: float = 1.0, flush: bool = False, hold: bool = False
+        self, all_reduce: AllReduce, *, scale: float = 1.0, after: float = 1.0, flush: bool = False, hold: bool = False
     ) -> None:
         """Starts an all-reduce of what a launch carries; see `all_reduce`. Completes the futures of its buckets.
 
         Args:
-            launch: Which.
+            all_reduce: Which.
             scale: As for `all_reduce`.
             after: Factor on the sum; 1 for integers.
             flush: As for `all_reduce`.
@@ -288,15 +288,15 @@ class Communicator:
         Raises:
             ValueError: A part of it does not fit, or its layout does not fit it.
         """
-        held, dtype, numel = self._held, launch.parts[0].dtype, 0
-        layout = launch.layout if held is not None and (held.dtypes is None or dtype in held.dtypes) else None
-        for part in launch.parts:
+        held, dtype, numel = self._held, all_reduce.parts[0].dtype, 0
+        layout = all_reduce.layout if held is not None and (held.dtypes is None or dtype in held.dtypes) else None
+        for part in all_reduce.parts:
             _check(part, scale * after, self.device)
             numel += part.numel()
         if not self._connected:
             self.connect(numel * dtype.itemsize)
-        self.executor.stats.all_reduces += launch.counted
-        if launch.counted:
+        self.executor.stats.all_reduces += all_reduce.counted
+        if all_reduce.counted:
             rank_plan = self.rank_plans[numel, dtype, layout]
         else:
             rank_plan = self.rank_plans.unlisted(numel, dtype)
@@ -304,7 +304,7 @@ class Communicator:
             if not held.alike:
                 _share(self, layout, whole=not rank_plan.shares_ownership)
             self.executor.migrate(layout, rank_plan, self.device, ask=held.asks)
-        self.executor.start(launch, rank_plan, scale, flush, hold=hold, after=after)
+        self.executor.start(all_reduce, rank_plan, scale, flush, hold=hold, after=after)
 
     def start_sparse(self, bucket: Bucket, *, scale: float = 1.0, as_dense: bool | str = "auto") -> None:
         """Starts an all-reduce of a sparse tensor, inside the nodes first; see `sum_sparse`.
@@ -357,7 +357,7 @@ class Communicator:
         _check(flat, 1.0, self.device)
         bucket = Bucket.of(flat)
         self.executor.start(
-            Launch((flat,), None, (bucket,)), self.rank_plans.along(flat.numel(), plan), 1.0, flush=False
+            AllReduce((flat,), None, (bucket,)), self.rank_plans.along(flat.numel(), plan), 1.0, flush=False
         )
         return bucket.result()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.comms.checkpoint import INSTEAD, PREFIX, refuse_other_kinds
 from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.resume import COLUMNS, to_rows
-from gradwire.comms.run.launches import Bucket
+from gradwire.comms.run.all_reduces import Bucket
 from gradwire.comms.streams import LateFlag
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue, planned
 from gradwire.compressors.compiled import native

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from gradwire.comms.run.launches import Bucket, Launch, Pool
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, Pool
 from gradwire.compressors.base import Layout, Slice
 
 
@@ -103,7 +103,7 @@ class Fusion:
         else:
             self._take_up(plan)
 
-    def add(self, bucket: Bucket) -> list[Launch]:
+    def add(self, bucket: Bucket) -> list[AllReduce]:
         """Takes in a bucket; nothing is copied or changed before a launch starts.
 
         Args:
@@ -124,11 +124,11 @@ class Fusion:
         self._waiting.append(bucket)
         return launches + self._join() if ends else launches
 
-    def flush(self) -> list[Launch]:
+    def flush(self) -> list[AllReduce]:
         """What is held back, to be launched now, in the middle of a step."""
         return self._join()
 
-    def end_step(self) -> list[Launch]:
+    def end_step(self) -> list[AllReduce]:
         """Takes up a new plan; all ranks, at the same point of the sequence of buckets.
 
         Returns:
@@ -145,7 +145,7 @@ class Fusion:
         self._plan, self._next = plan, None
         self._pool = Pool()  # launches under way give their buffers back to the old one, which ends with them
 
-    def _join(self) -> list[Launch]:
+    def _join(self) -> list[AllReduce]:
         """The buckets that wait, as what is to be launched."""
         groups: list[list[Bucket]] = []
         for bucket in self._waiting:
@@ -155,25 +155,25 @@ class Fusion:
             else:
                 group.append(bucket)
         self._waiting = []
-        launches: list[Launch] = []
+        launches: list[AllReduce] = []
         for group in groups:
             launches += self._pieces(group[0]) if len(group) == 1 else [self._joined(group)]
         return launches
 
-    def _pieces(self, bucket: Bucket) -> list[Launch]:
+    def _pieces(self, bucket: Bucket) -> list[AllReduce]:
         if not self._plan.cuts_up(bucket.flat):
-            return [Launch((bucket.flat,), bucket.layout, (bucket,))]
+            return [AllReduce((bucket.flat,), bucket.layout, (bucket,))]
         runs = self._plan.pieces(bucket.flat)
         bucket.pending = len(runs)
         return [
-            Launch((bucket.flat[start:stop],), bucket.layout.cut(start, stop) if bucket.layout else None, (bucket,))
+            AllReduce((bucket.flat[start:stop],), bucket.layout.cut(start, stop) if bucket.layout else None, (bucket,))
             for start, stop in runs
         ]
 
-    def _joined(self, group: list[Bucket]) -> Launch:
+    def _joined(self, group: list[Bucket]) -> AllReduce:
         layouts = tuple(bucket.layout for bucket in group if bucket.layout is not None)
         layout = _joined_layout(layouts) if len(layouts) == len(group) else None
-        return Launch([bucket.flat for bucket in group], layout, group, self._pool)
+        return AllReduce([bucket.flat for bucket in group], layout, group, self._pool)
 
 
 def _alike(first: Bucket, other: Bucket) -> bool:

@@ -34,7 +34,7 @@ from gradwire.comms.errors import DidNotJoinError
 from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
-from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
 from gradwire.comms.session import GradientSession, GradientState, SessionRanks
 from gradwire.comms.step.backward_tracker import BackwardTracker, StepState, is_timed
 from gradwire.comms.step.listeners import EndedStep
@@ -472,7 +472,7 @@ class HookState(GradientState[GradientSession]):
             resume, self._resume = self._resume, None
             self._launch(connection, resume.end_step())
 
-    def _launch(self, connection: GradientSession, launches: Sequence[Launch], *, wait: bool = False) -> None:
+    def _launch(self, connection: GradientSession, launches: Sequence[AllReduce], *, wait: bool = False) -> None:
         """Starts what fusion has decided on; where samples weigh, once the step's weights have come.
 
         Args:
@@ -484,13 +484,13 @@ class HookState(GradientState[GradientSession]):
             in_backward = self._backward.marks_last_bucket and self._backward.state is StepState.IN_BACKWARD
             launches = connection.weights.due(launches, wait=wait or not in_backward)
         compression = connection.compression
-        for launch in launches:
-            if launch.layout is not None:
-                self._transfers.append(launch.layout)
+        for all_reduce in launches:
+            if all_reduce.layout is not None:
+                self._transfers.append(all_reduce.layout)
             scale, after = connection.scale, connection.after
             flush = compression is not None and compression.flushing
             connection.communicator.start(
-                launch, scale=scale, after=after, flush=flush, hold=self._backward.marks_last_bucket
+                all_reduce, scale=scale, after=after, flush=flush, hold=self._backward.marks_last_bucket
             )
 
     def _end_step(self) -> None:

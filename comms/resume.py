@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.comms.run.launches import Bucket, Launch
+from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.compressors.base import Layout, Slice
 
 log = logging.getLogger("gradwire")
@@ -75,7 +75,7 @@ class Resume:
         """Whether as many elements have come as were in the transfers of the step that was saved."""
         return sum(bucket.flat.numel() for bucket in self._buckets) >= int(self.rows[:, -1].sum())
 
-    def end_step(self) -> list[Launch]:
+    def end_step(self) -> list[AllReduce]:
         """What is to be launched; all ranks, at the same point of the sequence of buckets."""
         present = [bucket.layout for bucket in self._buckets if bucket.layout is not None]
         transfers = from_rows(self.rows, present)
@@ -89,9 +89,9 @@ class Resume:
             bucket.pending = len(transfers)
         return [self._launch(layout) for layout in transfers]
 
-    def _launch(self, layout: Layout) -> Launch:
+    def _launch(self, layout: Layout) -> AllReduce:
         """The gradients of one transfer, wherever they lie in the buckets."""
-        return Launch([run for piece in layout.slices for run in self._runs(piece)], layout, self._buckets)
+        return AllReduce([run for piece in layout.slices for run in self._runs(piece)], layout, self._buckets)
 
     def _runs(self, piece: Slice) -> Iterator[Tensor]:
         """Where the elements of `piece` lie in the buckets, in order."""

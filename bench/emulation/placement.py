@@ -57,7 +57,7 @@ def torchrun_environment(
         master_port: TCP port of the store that rank 0 opens there.
         run_id: The job's name.
 
-    Source: PyTorch documentation, torchrun (Elastic Launch), Environment Variables.
+    Source: PyTorch documentation, torchrun (Elastic AllReduce), Environment Variables.
     """
     world_size = str(len(placements))
     return {

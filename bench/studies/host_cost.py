@@ -34,7 +34,7 @@ from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.plan.codec_price import layout_of
-from gradwire.comms.run.launches import Bucket, Times
+from gradwire.comms.run.all_reduces import Bucket, Times
 from gradwire.comms.run.stream_executor import StreamExecutor
 from gradwire.comms.streams import HostClock, SideStreams
 from gradwire.comms.transport.nccl import NcclTransport

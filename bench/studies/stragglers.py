@@ -45,7 +45,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.observe import stragglers
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.observe.share import Shared
-from gradwire.comms.run.launches import Bucket, Launch, Times
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, Times
 from gradwire.comms.step.listeners import EndedStep
 
 Result = TypeVar("Result")
@@ -72,7 +72,7 @@ class WatchedRank:
         for index, flat in enumerate(self._flats):
             time.sleep(computes(index))
             bucket = Bucket.of(flat, None, self.communicator.clock.now(), index)
-            self.communicator.start(Launch((flat,), None, (bucket,)), scale=1 / self.communicator.size)
+            self.communicator.start(AllReduce((flat,), None, (bucket,)), scale=1 / self.communicator.size)
             buckets.append(bucket)
         self.steps += 1
         self.observer.step_ended(EndedStep(self.steps, buckets, (), lambda: self.communicator.report(self.steps)))

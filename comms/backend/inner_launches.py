@@ -1,4 +1,4 @@
-"""Launch order of what the backend leaves to torch's NCCL, among gradwire's own communicators (launch_order.py)."""
+"""AllReduce order of what the backend leaves to torch's NCCL, among gradwire's own communicators (launch_order.py)."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

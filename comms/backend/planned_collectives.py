@@ -16,7 +16,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.collectives import BROADCAST, SMALL_NBYTES, CollectivePlan, beats_library, plan_collective
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.plan.rank_plans import RankPlan
-from gradwire.comms.run.launches import Bucket, Launch
+from gradwire.comms.run.all_reduces import AllReduce, Bucket
 
 
 class PlannedCollectives:
@@ -199,7 +199,7 @@ class PlannedCollectives:
     ) -> torch.futures.Future[Tensor]:
         _, rank_plan = self._plan(op, numel, flat.element_size(), root)
         bucket = Bucket.of(flat)
-        self._communicator.executor.start(Launch((flat,), None, (bucket,)), rank_plan, scale, flush=False)
+        self._communicator.executor.start(AllReduce((flat,), None, (bucket,)), rank_plan, scale, flush=False)
         return bucket.result()
 
     def _plan(self, op: str, numel: int, width: int, root: int) -> tuple[CollectivePlan, RankPlan]:

@@ -38,7 +38,7 @@ from gradwire.comms.elastic.resilient_ops import (
 from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
-from gradwire.comms.run.launches import Bucket, FutureTensor
+from gradwire.comms.run.all_reduces import Bucket, FutureTensor
 from gradwire.comms.session import GradientSession, SessionRanks
 from gradwire.comms.step.backward_tracker import BackwardTracker
 from gradwire.comms.step.listeners import RESIDUAL_NOTES

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.migration import shared
-from gradwire.comms.run.launches import Bucket, FutureTensor
+from gradwire.comms.run.all_reduces import Bucket, FutureTensor
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.residual import ElementStore, Piece
 

@@ -38,7 +38,7 @@ from gradwire.comms.elastic.membership import (
     View,
 )
 from gradwire.comms.errors import PeerSystemError
-from gradwire.comms.run.launches import FutureTensor
+from gradwire.comms.run.all_reduces import FutureTensor
 
 log = logging.getLogger("gradwire")
 

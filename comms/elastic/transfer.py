@@ -21,7 +21,7 @@ from gradwire.comms.backend.planned_collectives import PlannedCollectives
 from gradwire.comms.boundary.messages import Count, MessageType
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.elastic.resilient_ops import as_bytes
-from gradwire.comms.run.launches import FutureTensor
+from gradwire.comms.run.all_reduces import FutureTensor
 
 PIECE_NBYTES = 64 << 20
 """Bytes of one broadcast: large against a latency, small against a model."""

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from gradwire.comms.streams import Clock, Mark
 
 if TYPE_CHECKING:
-    from gradwire.comms.run.launches import RunningLaunch
+    from gradwire.comms.run.all_reduces import RunningAllReduce
 
 PREFIX = "gradwire: "
 """The prefix of the ranges that torch.profiler and Nsight Systems show."""
@@ -60,10 +60,10 @@ class Recorder:
         if self._keeps:
             self.notes.append(Note(track, name, began, ended, details))
 
-    def note_transfer(self, run: "RunningLaunch", ended: Mark) -> None:
+    def note_transfer(self, run: "RunningAllReduce", ended: Mark) -> None:
         """Takes in a launch that has ended well, where reports count it."""
-        if run.launch.counted and run.began is not None:
-            buckets = [bucket.index for bucket in run.launch.buckets]
+        if run.all_reduce.counted and run.began is not None:
+            buckets = [bucket.index for bucket in run.all_reduce.buckets]
             self.note(
                 "transfers",
                 f"transfer of bucket {', '.join(map(str, buckets))}",

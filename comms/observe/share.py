@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.run.launches import Bucket, Launch
+from gradwire.comms.run.all_reduces import AllReduce, Bucket
 
 log = logging.getLogger("gradwire")
 
@@ -38,7 +38,7 @@ class Shared:
             host = host.pin_memory()
         flat = host.to(communicator.device, non_blocking=True)
         self._bucket = Bucket.of(flat)
-        communicator.start(Launch((flat,), None, (self._bucket,), counted=False))
+        communicator.start(AllReduce((flat,), None, (self._bucket,), counted=False))
         self._host: Tensor = flat
         self._copied: torch.cuda.Event | None = None
         self._source = host  # the device may still read it

@@ -44,7 +44,7 @@ from operator import sub
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.observe.share import Shared
 from gradwire.comms.report import COMPUTES_LATE, SLOW_LINK, Straggler
-from gradwire.comms.run.launches import Times
+from gradwire.comms.run.all_reduces import Times
 
 log = logging.getLogger("gradwire")
 

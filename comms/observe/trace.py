@@ -29,7 +29,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.observe.recorder import Note, Recorder
 from gradwire.comms.observe.share import Shared
 from gradwire.comms.report import bucket_words
-from gradwire.comms.run.launches import Bucket, Launch
+from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.comms.streams import Mark
 
 log = logging.getLogger("gradwire")
@@ -285,7 +285,7 @@ def _gathered(communicator: Communicator, own: bytes) -> dict[int, bytes] | None
         flat[at : at + len(padded) // 8] = torch.frombuffer(padded, dtype=torch.int64)
     flat = flat.to(communicator.device)
     bucket = Bucket.of(flat)
-    communicator.start(Launch((flat,), None, (bucket,), counted=False))
+    communicator.start(AllReduce((flat,), None, (bucket,), counted=False))
     try:
         bucket.result().wait()
     except RuntimeError as error:

@@ -23,7 +23,7 @@ from gradwire.comms.outer.fragments import Fragment
 from gradwire.comms.outer.messages import MeetingMessages
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.rank_plans import RankPlans
-from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
 from gradwire.comms.step.listeners import Listeners
 from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.residual import keep_until_read
@@ -239,13 +239,15 @@ class FragmentAveraging:
         arrived = self.communicator.clock.now() if timed else None
         pending.bucket = bucket = Bucket.of(flat, fragment.layout, arrived, pending.number)
         flush = self.compression is not None and self.compression.flushing
-        launch = Launch((flat,), fragment.layout if self.compression is not None else None, (bucket,), alone=True)
-        self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
+        all_reduce = AllReduce(
+            (flat,), fragment.layout if self.compression is not None else None, (bucket,), alone=True
+        )
+        self.communicator.start(all_reduce, scale=1.0 / self.communicator.size, flush=flush)
         pending.future = bucket.result()
         if pending.compares:
             pending.checksums = self._launch_checksums([fragment])
         self.nic_bytes.exchanged += self._leaving.nbytes(
-            self.communicator.rank_plans, flat, None if flush else launch.layout
+            self.communicator.rank_plans, flat, None if flush else all_reduce.layout
         )
 
     def finish(self, fragment: Fragment, pending: Pending, begun: int) -> None:
@@ -494,7 +496,7 @@ class FragmentAveraging:
     def _all_reduce_dense(self, flat: Tensor, scale: float) -> Tensor:
         bucket = Bucket.of(flat)
         if flat.numel():
-            self.communicator.start(Launch((flat,), None, (bucket,), counted=False), scale=scale)
+            self.communicator.start(AllReduce((flat,), None, (bucket,), counted=False), scale=scale)
             self._wait(bucket.result())
         return flat
 

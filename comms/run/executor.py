@@ -15,8 +15,8 @@ from torch import Tensor
 from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
+from gradwire.comms.run.all_reduces import NO_PLAN, AllReduce, Bucket, RunningAllReduce, WaitingAllReduce, finish
 from gradwire.comms.run.failure_handler import FailureHandler
-from gradwire.comms.run.launches import NO_PLAN, Bucket, Launch, RunningLaunch, WaitingLaunch, finish
 from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.run.programs import Programs
 from gradwire.compressors.base import Layout
@@ -64,12 +64,19 @@ class Executor(ABC):
 
     @abstractmethod
     def start(
-        self, launch: Launch, rank_plan: RankPlan, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
+        self,
+        all_reduce: AllReduce,
+        rank_plan: RankPlan,
+        scale: float,
+        flush: bool,
+        *,
+        hold: bool = False,
+        after: float = 1.0,
     ) -> None:
         """Starts an all-reduce; returns at once. All ranks start the same ones in the same order.
 
         Args:
-            launch: What is reduced, and whose futures it completes.
+            all_reduce: What is reduced, and whose futures it completes.
             rank_plan: Its plan, and this rank's part in it.
             scale: Factor on every rank's contribution, applied before anything is narrowed.
             flush: Travel dense, with what the compressor holds back added.
@@ -98,21 +105,21 @@ class Executor(ABC):
         Raises:
             As `start`.
         """
-        run = RunningLaunch(Launch((bucket.flat,), None, (bucket,)), bucket.flat, NO_PLAN, 1.0, False, 1)
+        run = RunningAllReduce(AllReduce((bucket.flat,), None, (bucket,)), bucket.flat, NO_PLAN, 1.0, False, 1)
         run.number, self.launches = self.launches, self.launches + 1
         self._start_steps(run, name, self._completing(run, steps), lanes)
 
     @abstractmethod
-    def _start_steps(self, run: RunningLaunch, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+    def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
         """Starts steps that complete their launch by themselves; see `start_steps`."""
 
-    def _completing(self, run: RunningLaunch, steps: Generator[Hop, None, Tensor]) -> Iterator[Hop]:
+    def _completing(self, run: RunningAllReduce, steps: Generator[Hop, None, Tensor]) -> Iterator[Hop]:
         self._raise_failure()
-        (bucket,) = run.launch.buckets
+        (bucket,) = run.all_reduce.buckets
         bucket.flat = yield from steps
-        finish(run.launch, bucket.flat, None, self.stats.now())
+        finish(run.all_reduce, bucket.flat, None, self.stats.now())
 
-    def run_chunk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
         """Takes one chunk through the phases of its plan; see `Programs.run_chunk`.
 
         Raises:
@@ -170,7 +177,7 @@ class Executor(ABC):
             raise failure.with_traceback(None)  # the frames of earlier launches hold their tensors
 
     @abstractmethod
-    def oldest(self) -> WaitingLaunch | None:
+    def oldest(self) -> WaitingAllReduce | None:
         """Where the launch stands that was started first of those under way; None without one, and on CUDA. Any thread.
 
         Also None between two looks of a lane: ask again.

@@ -20,9 +20,9 @@ from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, RunningAllReduce, WaitingAllReduce, finish, pack
 from gradwire.comms.run.executor import CLOSING_SECONDS, Executor
 from gradwire.comms.run.failure_handler import FailureHandler
-from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch, WaitingLaunch, finish, pack
 from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.run.programs import Programs
 from gradwire.comms.streams import HostClock
@@ -45,7 +45,7 @@ class _ChunkJob(LaneJob):
     One that `stays` is taken through all lanes by the thread of the first one.
     """
 
-    run: RunningLaunch | None = None
+    run: RunningAllReduce | None = None
     name: str = ""
     stays: bool = False
 
@@ -76,27 +76,42 @@ class LaneExecutor(Executor):
         self._lock = threading.Lock()
 
     def start(
-        self, launch: Launch, rank_plan: RankPlan, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
+        self,
+        all_reduce: AllReduce,
+        rank_plan: RankPlan,
+        scale: float,
+        flush: bool,
+        *,
+        hold: bool = False,
+        after: float = 1.0,
     ) -> None:
         """See `Executor.start`."""
         now = self.stats.clock.now()
-        run = RunningLaunch(
-            launch, pack(launch), rank_plan, scale, flush, len(rank_plan.chunks), self.launches, now, after=after
+        run = RunningAllReduce(
+            all_reduce,
+            pack(all_reduce),
+            rank_plan,
+            scale,
+            flush,
+            len(rank_plan.chunks),
+            self.launches,
+            now,
+            after=after,
         )
         self.launches += 1
         coroutines = [self.run_chunk(run, chunk) for chunk in rank_plan.chunks]
-        stays = launch.alone and len(coroutines) == 1
+        stays = all_reduce.alone and len(coroutines) == 1
         for steps in coroutines:
             self._submit(_ChunkJob(steps, ((0, 0),) if stays else rank_plan.lanes, run=run, stays=stays))
 
-    def _start_steps(self, run: RunningLaunch, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+    def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
         run.began = self.stats.clock.now()
         self._submit(_ChunkJob(steps, lanes, lanes[0], run=run, name=name))
 
     def _start_migration(self, steps: Iterator[Hop]) -> None:
         self._submit(_ChunkJob(steps, name="migration of compression state"))
 
-    def run_chunk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
         """See `Executor.run_chunk`; the last chunk to end completes the launch."""
         if self.failures.error is not None:
             self._raise_failure()
@@ -109,9 +124,9 @@ class LaneExecutor(Executor):
             try:
                 self.stats.note_end(run, now)
             except BaseException as error:
-                finish(run.launch, run.flat, error, now)  # as no chunk is left that would
+                finish(run.all_reduce, run.flat, error, now)  # as no chunk is left that would
                 raise
-            finish(run.launch, run.flat, None, now)
+            finish(run.all_reduce, run.flat, None, now)
 
     def close(self, seconds: float | None = None) -> bool:
         """See `Executor.close`. Called from a lane (by the garbage collector, say), it waits for nothing."""
@@ -218,7 +233,7 @@ class LaneExecutor(Executor):
         with recorder.span(track, self._place_of(job), launch=number):
             return next(job.steps, None)
 
-    def oldest(self) -> WaitingLaunch | None:
+    def oldest(self) -> WaitingAllReduce | None:
         """Where the launch stands that was started first of those under way; None without one, and on CUDA. Any thread.
 
         Also None between two looks of a lane: ask again.
@@ -228,7 +243,7 @@ class LaneExecutor(Executor):
             run = job.run
             if run is not None and isinstance(run.began, float):
                 seconds = time.perf_counter() - run.began
-                return WaitingLaunch(run.number, run.launch.buckets[0], self._place_of(job), seconds)
+                return WaitingAllReduce(run.number, run.all_reduce.buckets[0], self._place_of(job), seconds)
         return None
 
     def _place_of(self, job: _ChunkJob) -> str:
@@ -258,7 +273,7 @@ class LaneExecutor(Executor):
             first = job.run.pending > 0
             job.run.pending = -1
         if first:
-            finish(job.run.launch, job.run.flat, error, None)
+            finish(job.run.all_reduce, job.run.flat, error, None)
 
     def release(self) -> None:
         """Nothing is held back: whatever is started goes to its lanes at once."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradwire.comms.plan.rank_plans import PhasePart
-from gradwire.comms.run.launches import EndedLaunch, RunningLaunch
+from gradwire.comms.run.all_reduces import EndedAllReduce, RunningAllReduce
 from gradwire.comms.streams import Clock, Mark
 
 if TYPE_CHECKING:  # loaded where it is asked for
@@ -67,7 +67,7 @@ class PhaseStats:
     def __init__(self, clock: Clock, level_names: Sequence[str]) -> None:
         self.clock = clock
         self.timing = True
-        self.ended: list[EndedLaunch] | None = None
+        self.ended: list[EndedAllReduce] | None = None
         self.recorder: Recorder | None = None
         self.all_reduces = 0
         self._level_names = level_names
@@ -128,7 +128,7 @@ class PhaseStats:
             row.wire_nbytes += part.sent_numel * element_nbytes + sent_nbytes
         return now
 
-    def note_end(self, run: RunningLaunch, now: Mark) -> None:
+    def note_end(self, run: RunningAllReduce, now: Mark) -> None:
         """Notes for reports and traces that a launch has ended, on a CPU.
 
         Args:
@@ -137,9 +137,9 @@ class PhaseStats:
         """
         if self.recorder is not None:
             self.recorder.note_transfer(run, now)
-        if self.ended is not None and run.launch.counted:
+        if self.ended is not None and run.all_reduce.counted:
             assert isinstance(run.began, float) and isinstance(now, float)  # by the host's clock
-            self.ended.append(EndedLaunch(run.rank_plan.plan, run.began, now))
+            self.ended.append(EndedAllReduce(run.rank_plan.plan, run.began, now))
 
     def totals(self) -> tuple[PhaseTotals, ...]:
         """What has travelled so far, in the order of the phases. On CUDA waits for what was issued."""

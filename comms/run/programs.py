@@ -16,7 +16,7 @@ from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Transfer
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart
 from gradwire.comms.plan.schedule import has_owners_by_links
-from gradwire.comms.run.launches import RunningLaunch
+from gradwire.comms.run.all_reduces import RunningAllReduce
 from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.streams import Mark
 from gradwire.comms.transport.groups import Groups, IssuesTogether, Transport, way_back
@@ -79,7 +79,7 @@ class Programs:
         """Whether there is a compressor."""
         return self._compressor is not None
 
-    def run_chunk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
         """Takes one chunk through the phases of its plan.
 
         A coroutine: each step issues collectives and names the lane in which the next one runs.
@@ -108,7 +108,7 @@ class Programs:
                 ended.works.clear()  # they hold the buffers that were received
             if self._stats.recorder is not None and began is not None:
                 self._note(run, index, part, began)
-            if run.launch.counted:
+            if run.all_reduce.counted:
                 began = self._stats.count(index, part, flat.element_size(), began, ended.sent_nbytes)
             elif began is not None:
                 began = self._stats.clock.now()
@@ -149,7 +149,7 @@ class Programs:
         return _Ended(works)
 
     def _compressed(
-        self, run: RunningLaunch, part: PhasePart, lane: Lane, index: int, scale: float
+        self, run: RunningAllReduce, part: PhasePart, lane: Lane, index: int, scale: float
     ) -> Generator[Hop, None, _Ended]:
         """The compressed phase: this rank's shards go through the compressor side by side, each round in a lane."""
         compressor, (transfers,) = self._compressor, part.steps
@@ -235,7 +235,7 @@ class Programs:
                 yield (*halves, *others)
                 others = []
 
-    def _note(self, run: RunningLaunch, index: int, part: PhasePart, began: Mark) -> None:
+    def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark) -> None:
         """Notes a phase in a trace; lanes note each hop themselves."""
 
 

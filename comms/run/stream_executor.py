@@ -16,9 +16,9 @@ from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.plan import Transfer
 from gradwire.comms.plan.rank_plans import PhasePart, RankPlan
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, Open, RunningAllReduce, WaitingAllReduce, finish, pack
 from gradwire.comms.run.executor import Executor
 from gradwire.comms.run.failure_handler import FailureHandler
-from gradwire.comms.run.launches import Bucket, Launch, Open, RunningLaunch, WaitingLaunch, finish, pack
 from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.run.programs import Programs
 from gradwire.comms.streams import STREAMS, Clock, IssuedWork, Mark, SideStreams
@@ -41,7 +41,7 @@ CLOSED = "gradwire is closed on this rank: make a new HookState, or a new proces
 class _HeldChunk:
     """A chunk whose all-gathers are issued behind the way up of the chunk that follows it, on CUDA."""
 
-    run: RunningLaunch
+    run: RunningAllReduce
     steps: Iterator[Hop]
     number: int
 
@@ -62,7 +62,7 @@ class DevicePrograms(Programs):
         """The same collectives: sums are NCCL's own. See docs/develop/cuda.md."""
         return steps
 
-    def _note(self, run: RunningLaunch, index: int, part: PhasePart, began: Mark) -> None:
+    def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark) -> None:
         assert self._stats.recorder is not None
         words = f"{part.phase.op} {part.phase.place(self._level_names)}"
         self._stats.recorder.note(f"phase {index}: {words}", words, began, self._stats.clock.now(), launch=run.number)
@@ -108,7 +108,14 @@ class StreamExecutor(Executor):
         self._extremes: list[Tensor] = []
 
     def start(
-        self, launch: Launch, rank_plan: RankPlan, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
+        self,
+        all_reduce: AllReduce,
+        rank_plan: RankPlan,
+        scale: float,
+        flush: bool,
+        *,
+        hold: bool = False,
+        after: float = 1.0,
     ) -> None:
         """See `Executor.start`. Issues it behind what is on the current stream now; the host waits for nothing.
 
@@ -123,24 +130,29 @@ class StreamExecutor(Executor):
         self._raise_failure()
         streams, stats = self._streams, self.stats
         self.launches += 1
-        self.carried.append(launch.buckets[0].index)
+        self.carried.append(all_reduce.buckets[0].index)
         try:
-            if rank_plan.direct and not stats.timing and after == 1.0 and self._issue_alone(launch, rank_plan, scale):
+            if (
+                rank_plan.direct
+                and not stats.timing
+                and after == 1.0
+                and self._issue_alone(all_reduce, rank_plan, scale)
+            ):
                 return
             numbers = range(self._issued, self._issued + len(rank_plan.chunks))
             self._issued += len(numbers)
             last = numbers[-1] if numbers else self._issued
-            streams.begin((*numbers, last), launch.parts)
+            streams.begin((*numbers, last), all_reduce.parts)
             with streams.of(last):
-                run = RunningLaunch(
-                    launch, pack(launch), rank_plan, scale, flush, len(rank_plan.chunks), self.launches - 1
+                run = RunningAllReduce(
+                    all_reduce, pack(all_reduce), rank_plan, scale, flush, len(rank_plan.chunks), self.launches - 1
                 )
                 run.after = after
                 if stats.recorder is not None:
                     run.began = stats.now()
-                if self.checking and launch.layout is not None and run.flat.numel():
+                if self.checking and all_reduce.layout is not None and run.flat.numel():
                     run.extremes = (run.flat.new_empty(()), run.flat.new_empty(()))  # while the gradient is intact
-            if len(launch.parts) > 1:
+            if len(all_reduce.parts) > 1:
                 # The memory of joined buckets belongs to the last chunk's stream, which all others end before.
                 packed = streams.mark(last)
                 for number in numbers[:-1][:STREAMS]:
@@ -164,20 +176,20 @@ class StreamExecutor(Executor):
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             self._give_up_now(error)
 
-    def _issue_alone(self, launch: Launch, rank_plan: RankPlan, scale: float) -> bool:
+    def _issue_alone(self, all_reduce: AllReduce, rank_plan: RankPlan, scale: float) -> bool:
         """Issues one all-reduce of a whole bucket as torch's own hook does; False where it travels otherwise.
 
         Nothing is gained here, so nothing may be lost: no stream, no event and no future but the collective's own.
         """
-        (bucket, *others), (chunk,) = launch.buckets, rank_plan.chunks
-        if others or bucket.future is not None or launch.parts[0] is not bucket.flat:
+        (bucket, *others), (chunk,) = all_reduce.buckets, rank_plan.chunks
+        if others or bucket.future is not None or all_reduce.parts[0] is not bucket.flat:
             return False
         (part,) = chunk.parts
         for transfer in part.steps[0]:
             work = cast(BackendWork, self._programs.issue(bucket.flat, transfer, (0, 0), scale))
             self._direct = work
             bucket.future = cast(Open, work.get_future().then(_only))
-            if launch.counted:
+            if all_reduce.counted:
                 self.stats.count(0, part, bucket.flat.element_size(), None, 0.0)
         return bucket.future is not None
 
@@ -194,25 +206,25 @@ class StreamExecutor(Executor):
             if run.extremes:
                 torch.aminmax(run.flat, out=run.extremes)
                 self._extremes += run.extremes
-            for bucket in run.launch.buckets:
+            for bucket in run.all_reduce.buckets:
                 if bucket.pending == 1:
                     self._streams.wait(held.number, bucket.ends)
             self._end(run)
-            waiting = [bucket for bucket in run.launch.buckets if bucket.pending]
+            waiting = [bucket for bucket in run.all_reduce.buckets if bucket.pending]
             if waiting:
                 ended = self._streams.mark(held.number)
                 for bucket in waiting:
                     bucket.ends.append(ended)
 
-    def _end(self, run: RunningLaunch) -> None:
+    def _end(self, run: RunningAllReduce) -> None:
         now = self.stats.now()
         if self.stats.recorder is not None and now is not None:
             self.stats.recorder.note_transfer(run, now)
-        finish(run.launch, run.flat, None, now)
+        finish(run.all_reduce, run.flat, None, now)
 
-    def _start_steps(self, run: RunningLaunch, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
+    def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
         self._raise_failure()
-        self.carried.append(run.launch.buckets[0].index)
+        self.carried.append(run.all_reduce.buckets[0].index)
         try:
             self.release()
             with self._streams.exclusive():
@@ -259,7 +271,7 @@ class StreamExecutor(Executor):
         with self._streams.exclusive():
             yield
 
-    def oldest(self) -> WaitingLaunch | None:
+    def oldest(self) -> WaitingAllReduce | None:
         """None: where the device stands is not known to the host."""
         return None
 

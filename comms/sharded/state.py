@@ -31,7 +31,7 @@ from gradwire.comms.config import COMPRESSION, PLANNING, WATCHING, Config
 from gradwire.comms.loss_scale import LossScale, refuse_odd_scale
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
-from gradwire.comms.run.launches import Bucket, FutureTensor, Launch
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
 from gradwire.comms.run.phase_stats import PhaseTotals
 from gradwire.comms.session import HOMELESS, NO_COMPRESSOR, AveragingSession, GradientState, SessionRanks, refused
 from gradwire.comms.sharded.carried import CARRIED_ON, RESIDUAL, SUMS_OF, LoadedRows, SentRows, ShardResidual
@@ -353,9 +353,9 @@ class FsdpState(GradientState[AveragingSession]):
             contents[index] = flat.numel(), tuple(shard.name for shard in self._names.of(present))
         bucket = Bucket.of(flat, layout, communicator.executor.stats.now(), index)
         scale = 1.0 / communicator.size if unit.divide_factor is None else 1.0
-        launch = Launch((flat,), layout, (bucket,))
+        all_reduce = AllReduce((flat,), layout, (bucket,))
         try:
-            communicator.start(launch, scale=scale, flush=compression is not None and compression.flushing)
+            communicator.start(all_reduce, scale=scale, flush=compression is not None and compression.flushing)
             future = bucket.result()
             self._under_way.append((flat, future))
             if flat.is_cuda or not unit.keeps(present, flat.dtype):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradwire.comms.report import Report
-from gradwire.comms.run.launches import Bucket
+from gradwire.comms.run.all_reduces import Bucket
 from gradwire.compressors.base import Layout
 
 LOADED, UNIT_RATES, FIRST_STEPS, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, CUTS, SAMPLES = ORDER = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from gradwire.comms.observe.share import Shared
-from gradwire.comms.run.launches import Launch, Times
+from gradwire.comms.run.all_reduces import AllReduce, Times
 from gradwire.comms.step.listeners import EndedStep, StepListener
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class SampleWeights(StepListener):
         self.assigner: SampleAssigner | None = None
         self._communicator = communicator
         self._shared: Shared | None = None
-        self._held: list[Launch] = []
+        self._held: list[AllReduce] = []
         self._steps: deque[tuple[float, Sequence[Times]]] = deque(maxlen=2 + communicator.clock.lag)
 
     @property
@@ -108,7 +108,7 @@ class SampleWeights(StepListener):
         count = UNKNOWN if self.count is None else float(self.count)
         self._steps.append((count, [bucket.times for bucket in step.buckets]))
 
-    def due(self, launches: Sequence[Launch], *, wait: bool) -> Sequence[Launch]:
+    def due(self, launches: Sequence[AllReduce], *, wait: bool) -> Sequence[AllReduce]:
         """What may travel now, in order: nothing, as long as the step's weights have not come.
 
         Args:
@@ -125,8 +125,8 @@ class SampleWeights(StepListener):
             shared, self._shared = self._shared, None
             self._take(shared)
         due, self._held = self._held, []
-        for launch in due:
-            for part in launch.parts:
+        for all_reduce in due:
+            for part in all_reduce.parts:
                 self.weigh(part)
         return due
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.comms.run.launches import Times
+from gradwire.comms.run.all_reduces import Times
 from gradwire.comms.step.listeners import EndedStep, StepListener
 from gradwire.comms.streams import Clock, HostClock, Mark
 

@@ -28,7 +28,7 @@ EXACT = (
     "comms.run.lane_executor",
     "comms.run.programs",
     "comms.run.phase_stats",
-    "comms.run.launches",
+    "comms.run.all_reduces",
     "comms.lanes",
     "comms.transport.shm",
     "comms.transport.torch_group",

@@ -14,7 +14,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
 from gradwire.comms.report import Report
-from gradwire.comms.run.launches import Bucket, Launch
+from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.compressors.base import Layout, StateDict
 from support.layouts import layout_of_whole
 from support.threads import run_ranks
@@ -74,7 +74,7 @@ class Rank:
             flat = torch.cat([gradients[name] for name in names])
             bucket = Bucket.of(flat, layout)
             self.communicator.start(
-                Launch((flat,), layout, (bucket,)), scale=1 / self.communicator.size, flush=self.compression.flushing
+                AllReduce((flat,), layout, (bucket,)), scale=1 / self.communicator.size, flush=self.compression.flushing
             )
             waiting.append(bucket)
             results[tuple(names)] = flat

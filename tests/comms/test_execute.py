@@ -14,8 +14,8 @@ from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor, Pool, finish
 from gradwire.comms.run.lane_executor import LaneExecutor, _ChunkJob
-from gradwire.comms.run.launches import Bucket, FutureTensor, Launch, Pool, finish
 from gradwire.comms.transport.torch_group import Done
 from gradwire.topology.cluster import Link
 from support.simulate import two_level_cluster
@@ -98,13 +98,13 @@ class Rig:
         """What the first collectives of the first phase do."""
         self.groups[(0, 0), (0,)].script += steps
 
-    def start(self, launch: Launch, chunks: int = 1) -> None:
+    def start(self, launch: AllReduce, chunks: int = 1) -> None:
         numel = sum(part.numel() for part in launch.parts)
         self.executor.start(launch, rank_plan(numel, chunks), 1.0, False)
 
     def all_reduce(self, flat: Tensor, chunks: int = 1) -> FutureTensor:
         bucket = Bucket.of(flat)
-        self.start(Launch((flat,), None, (bucket,)), chunks)
+        self.start(AllReduce((flat,), None, (bucket,)), chunks)
         return bucket.result()
 
 
@@ -199,7 +199,7 @@ def test_a_chunk_that_fails_ends_its_launch_while_others_are_under_way(rig: Rig)
     bucket = Bucket.of(torch.ones(6))
     memory = pool.take(6, bucket.flat)
     pool.give_back(memory)
-    rig.start(Launch([bucket.flat[:2], bucket.flat[2:]], None, (bucket,), pool), chunks=2)
+    rig.start(AllReduce([bucket.flat[:2], bucket.flat[2:]], None, (bucket,), pool), chunks=2)
     with pytest.raises(RuntimeError, match="all_reduce intra_node failed: the wire is cut"):
         bucket.result().wait()
     assert torch.equal(bucket.flat, torch.ones(6))
@@ -216,7 +216,7 @@ def test_a_bucket_in_pieces_waits_for_all_of_them_and_takes_the_error_of_one(rig
     bucket = Bucket.of(torch.ones(6))
     bucket.pending = 2
     for start in (0, 3):
-        rig.start(Launch((bucket.flat[start : start + 3],), None, (bucket,)))
+        rig.start(AllReduce((bucket.flat[start : start + 3],), None, (bucket,)))
     with pytest.raises(RuntimeError, match="the wire is cut"):
         rig.all_reduce(torch.ones(3)).wait()  # behind the piece that fails
     assert bucket.future is not None and not bucket.future.done()
@@ -248,7 +248,7 @@ def test_a_failure_is_heard_of_even_where_asking_fails(rig: Rig) -> None:
 
 def test_averages_that_cannot_be_copied_back_are_an_error_of_the_bucket() -> None:
     bucket = Bucket.of(torch.ones(3))
-    finish(Launch([bucket.flat[:1], bucket.flat[1:]], None, (bucket,)), torch.ones(4), None, None)
+    finish(AllReduce([bucket.flat[:1], bucket.flat[1:]], None, (bucket,)), torch.ones(4), None, None)
     with pytest.raises(RuntimeError, match="size"):
         bucket.result().wait()
 

@@ -14,7 +14,7 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import Fusion, FusionPlan
-from gradwire.comms.run.launches import Bucket, FutureTensor, Launch, finish, pack
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor, finish, pack
 from gradwire.compressors.base import Layout, Slice
 from support.threads import run_ranks
 
@@ -24,7 +24,7 @@ class Wire:
 
     def __init__(self, plan: FusionPlan) -> None:
         self.fusion = Fusion(plan)
-        self.flying: list[tuple[Launch, Tensor]] = []
+        self.flying: list[tuple[AllReduce, Tensor]] = []
 
     def add(self, flat: Tensor, layout: Layout | None = None) -> FutureTensor:
         bucket = Bucket.of(flat, layout)

@@ -16,9 +16,9 @@ from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan, Transfer
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
 from gradwire.comms.run import programs
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, RunningAllReduce, pack
 from gradwire.comms.run.executor import Executor
 from gradwire.comms.run.lane_executor import LaneExecutor
-from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch, pack
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import Compressor, Layout, Slice
@@ -75,14 +75,14 @@ def an_executor(groups: Groups, compressor: Compressor | None = None) -> Executo
 
 def run_of(
     flat: Tensor, phase: Phase, transfer: Transfer, layouts: tuple[Layout, ...], flush: bool
-) -> tuple[RunningLaunch, Chunk]:
+) -> tuple[RunningAllReduce, Chunk]:
     """One chunk with one phase, in which this rank takes part with one transfer."""
     part = PhasePart(phase, ((transfer,),), layouts, ((),) * len(layouts), True, 1, flat.numel(), 0.0)
     chunk = Chunk(0, flat.numel(), (part,))
     plan = Plan("flat", (phase,), 1, flat.nbytes, 0.0, {}, "")
-    launch = Launch((flat,), None, (Bucket.of(flat),))
+    launch = AllReduce((flat,), None, (Bucket.of(flat),))
     rank_plan = RankPlan(plan, (chunk,), ((0, 0), (1, 0)), turn=1, direct=False)
-    return RunningLaunch(launch, flat, rank_plan, 1 / SIZE, flush, 1), chunk
+    return RunningAllReduce(launch, flat, rank_plan, 1 / SIZE, flush, 1), chunk
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import gradwire
 from gradwire.comms.resume import Resume, from_rows, to_rows
-from gradwire.comms.run.launches import Bucket, FutureTensor, finish, pack
+from gradwire.comms.run.all_reduces import Bucket, FutureTensor, finish, pack
 from gradwire.compressors.base import Layout, Slice
 from support.models import Shuffled
 from support.processes import Processes

@@ -220,7 +220,7 @@ def test_narrow_gradients() -> None:
 def test_sparse_gradients_have_no_race_and_the_bits_of_the_cpu(as_dense: bool) -> None:
     def body(rank: int, device: torch.device, group: Any) -> list[Tensor]:
         module = first_module("gradwire.comms.communicator").Communicator
-        bucket_of = first_module("gradwire.comms.run.launches").Bucket.of
+        bucket_of = first_module("gradwire.comms.run.all_reduces").Bucket.of
         config = first_module("gradwire.comms.config").Config(hostname="aabb"[rank], plan="hierarchical")
         communicator = module(group.store, rank, 4, device, config, name="sparse")
         found = []

@@ -16,7 +16,7 @@ from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
-from gradwire.comms.run.launches import Bucket, Launch, RunningLaunch
+from gradwire.comms.run.all_reduces import AllReduce, Bucket, RunningAllReduce
 from gradwire.comms.run.stream_executor import StreamExecutor
 from gradwire.comms.streams import STREAMS, HostClock, IssuedWork, SideStreams
 from gradwire.topology.cluster import Link
@@ -52,9 +52,9 @@ class Issuing(StreamExecutor):
         self.rounds = rounds
         self.issued: list[tuple[str, int, int]] = []
 
-    def run_chunk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+    def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
         for index in range(len(run.rank_plan.plan.phases)):
-            self.issued.append((str(run.launch.layout), chunk.start, index))
+            self.issued.append((str(run.all_reduce.layout), chunk.start, index))
             if index == 1:
                 yield from (Hop((index, number), []) for number in range(1, self.rounds + 1))
             yield Hop((index + 1, 0), [])
@@ -65,7 +65,7 @@ class Issuing(StreamExecutor):
         turn = sum(phase.op != ALL_GATHER for phase in phases)
         cut = tuple(Chunk(number, number + 1, ()) for number in range(chunks))
         rank_plan = RankPlan(Plan("", phases, chunks, 16, 0.0, {}, ""), cut, ((0, 0),), turn, direct=False)
-        self.start(Launch((flat,), name, (bucket,)), rank_plan, 1.0, False, hold=hold)  # type: ignore[arg-type]
+        self.start(AllReduce((flat,), name, (bucket,)), rank_plan, 1.0, False, hold=hold)  # type: ignore[arg-type]
         return bucket
 
 
@@ -154,7 +154,7 @@ def test_after_an_error_the_current_stream_waits_for_what_was_issued(
     side_streams, waits, (computing, *sides) = recorded()
 
     class Failing(Issuing):
-        def run_chunk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+        def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
             waits.append(("issue", None))
             raise torch.OutOfMemoryError("no memory left")
             yield

@@ -21,7 +21,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.run import programs
-from gradwire.comms.run.launches import Bucket
+from gradwire.comms.run.all_reduces import Bucket
 from gradwire.comms.streams import SideStreams
 from gradwire.compressors import residual
 from gradwire.compressors.base import Layout, Slice

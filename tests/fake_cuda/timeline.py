@@ -179,7 +179,7 @@ class _Watched:
                 executor._issue_rest(held)
 
         def watched_rest(held: Any) -> None:
-            began, number = self._issued, self._numbers[id(held.run.launch)]
+            began, number = self._issued, self._numbers[id(held.run.all_reduce)]
             rest(held)
             self.owned.append((began, self._issued, number))
 

@@ -12,7 +12,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
 from gradwire.comms.observe.observer import Observer
-from gradwire.comms.run.launches import Bucket, Launch
+from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import Layout, Slice
 from support.threads import run_ranks
@@ -43,7 +43,7 @@ class Steps:
             if seconds := pause(index):
                 time.sleep(seconds)
             bucket = Bucket.of(flat, layout, self.communicator.clock.now(), index)
-            self.communicator.start(Launch((flat,), layout, (bucket,)), scale=1 / self.communicator.size)
+            self.communicator.start(AllReduce((flat,), layout, (bucket,)), scale=1 / self.communicator.size)
             buckets.append(bucket)
         self.steps += 1
         self.observer.step_ended(EndedStep(self.steps, buckets, (), lambda: self.communicator.report(self.steps)))

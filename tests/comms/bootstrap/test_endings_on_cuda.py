@@ -23,7 +23,7 @@ from gradwire.comms.bootstrap import failure, liveness
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.config import Config
-from gradwire.comms.run.launches import Bucket
+from gradwire.comms.run.all_reduces import Bucket
 from gradwire.comms.run.stream_executor import StreamExecutor
 from gradwire.comms.transport.groups import Groups
 from support.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda

@@ -14,7 +14,7 @@ import pytest
 from gradwire.comms.observe import stragglers
 from gradwire.comms.observe.stragglers import SUMMARY_STEPS, WINDOW, Breakdown, StragglerWatch, late_ranks
 from gradwire.comms.report import COMPUTES_LATE, SLOW_LINK, Straggler
-from gradwire.comms.run.launches import Times
+from gradwire.comms.run.all_reduces import Times
 from gradwire.comms.streams import HostClock
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link
 from support.observed import PARAMETERS, Steps, on_ranks

@@ -22,8 +22,8 @@ from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
 from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.comms.plan.rank_plans import RankPlans
+from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.comms.run.lane_executor import LaneExecutor
-from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.comms.transport.torch_group import Done
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from support.simulate import simulate, transfers_of, two_level_cluster
@@ -130,7 +130,7 @@ def run(cluster: Cluster, plan: Plan, inputs: list[Tensor], fixed_order: bool) -
         board = FailureBoard(store, rank, cluster.size)
         executor = LaneExecutor("test", groups, rank, cluster, None, board)  # type: ignore[arg-type]
         bucket = Bucket.of(flat)
-        executor.start(Launch((flat,), None, (bucket,)), rank_plan, 1.0, flush=False)
+        executor.start(AllReduce((flat,), None, (bucket,)), rank_plan, 1.0, flush=False)
         bucket.result().wait()
         executor.close()
         return rank_plan.plan, groups

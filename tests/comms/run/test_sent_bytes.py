@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
+from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.comms.run.lane_executor import LaneExecutor
-from gradwire.comms.run.launches import Bucket, Launch
 from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.registry import make
@@ -78,7 +78,7 @@ def test_reported_bytes_are_those_that_were_sent(name: str, shares: tuple[int, .
         board: Any = SimpleNamespace(rank=rank)
         executor = LaneExecutor("test", transports, rank, CLUSTER, make(name), board)
         bucket = Bucket.of(torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)), LAYOUT)
-        executor.start(Launch((bucket.flat,), LAYOUT, (bucket,)), rank_plan, 1 / SIZE, flush=False)
+        executor.start(AllReduce((bucket.flat,), LAYOUT, (bucket,)), rank_plan, 1 / SIZE, flush=False)
         bucket.result().wait()
         executor.close()
         (row,) = executor.stats.totals()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.comms.run.launches import Times
+from gradwire.comms.run.all_reduces import Times
 from gradwire.comms.step.stepwatch import StepWatch
 from gradwire.comms.streams import HostClock
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.run.launches import Bucket
+from gradwire.comms.run.all_reduces import Bucket
 from support.threads import run_ranks
 
 LAYOUTS = ["aabb", "abab", "aaab", "aaa", "abc", "aaabbc", "a"]

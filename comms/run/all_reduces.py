@@ -134,7 +134,7 @@ class Bucket:
 
 
 @dataclass(slots=True, eq=False)
-class Launch:
+class AllReduce:
     """One all-reduce to start: a bucket, a piece of one, or several joined ones.
 
     Attributes:
@@ -155,38 +155,38 @@ class Launch:
     alone: bool = False
 
 
-def pack(launch: Launch) -> Tensor:
+def pack(all_reduce: AllReduce) -> Tensor:
     """What travels in one piece: the only part itself, or a copy of all of them, end to end.
 
     Raises:
         torch.OutOfMemoryError: There is no memory for the copy; the gradients are as they were.
     """
-    parts = launch.parts
+    parts = all_reduce.parts
     if len(parts) == 1:
         return parts[0]
-    if launch.pool is None:
+    if all_reduce.pool is None:
         return torch.cat(list(parts))
-    return torch.cat(list(parts), out=launch.pool.take(sum(part.numel() for part in parts), parts[0]))
+    return torch.cat(list(parts), out=all_reduce.pool.take(sum(part.numel() for part in parts), parts[0]))
 
 
-def finish(launch: Launch, flat: Tensor, error: BaseException | None, now: Mark | None) -> None:
+def finish(all_reduce: AllReduce, flat: Tensor, error: BaseException | None, now: Mark | None) -> None:
     """Ends a launch: copies averages back, and completes the futures of buckets that no other launch still carries.
 
     Args:
-        launch: Which.
+        all_reduce: Which.
         flat: What `pack` gave, with the averages.
         error: What went wrong, if anything did; the buckets' futures are completed with the first error.
         now: The moment, for the buckets' times.
     """
-    if error is None and len(launch.parts) > 1:
+    if error is None and len(all_reduce.parts) > 1:
         try:
-            sources = torch.split(flat, [part.numel() for part in launch.parts])
-            torch._foreach_copy_(list(launch.parts), list(sources))  # one launch on CUDA
+            sources = torch.split(flat, [part.numel() for part in all_reduce.parts])
+            torch._foreach_copy_(list(all_reduce.parts), list(sources))  # one launch on CUDA
         except BaseException as failed:  # noqa: BLE001 - whatever it is, the futures carry it
             error = failed
-        if launch.pool is not None and error is None:  # after an error another chunk may still write to it
-            launch.pool.give_back(flat)
-    for bucket in launch.buckets:
+        if all_reduce.pool is not None and error is None:  # after an error another chunk may still write to it
+            all_reduce.pool.give_back(flat)
+    for bucket in all_reduce.buckets:
         with _PENDING:
             bucket.pending -= 1
             bucket.error = bucket.error or error
@@ -200,11 +200,11 @@ def finish(launch: Launch, flat: Tensor, error: BaseException | None, now: Mark 
 
 
 @dataclass(slots=True, eq=False)
-class RunningLaunch:
+class RunningAllReduce:
     """A launch under way.
 
     Attributes:
-        launch: What is under way.
+        all_reduce: What is under way.
         flat: What travels, in one piece.
         rank_plan: Its plan, and this rank's part in it.
         scale: Factor on every rank's contribution.
@@ -217,7 +217,7 @@ class RunningLaunch:
         after: Factor on the sum.
     """
 
-    launch: Launch
+    all_reduce: AllReduce
     flat: Tensor
     rank_plan: RankPlan
     scale: float
@@ -231,7 +231,7 @@ class RunningLaunch:
 
 
 @dataclass(frozen=True, slots=True)
-class EndedLaunch:
+class EndedAllReduce:
     """A launch that has ended well, by the host's clock.
 
     Attributes:
@@ -246,7 +246,7 @@ class EndedLaunch:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingLaunch:
+class WaitingAllReduce:
     """Where the oldest launch under way stands.
 
     Attributes:
