@@ -23,7 +23,7 @@ from gradwire.bench.train import main_job
 from gradwire.cli.predict import OPTIMIZERS
 from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
-    BY_DISTORTION,
+    LEAST_DISTORTION_FIRST,
     SGD_ONLY,
     TRIED_OPTIMIZERS,
     UNLIKE_OPTIMIZERS,
@@ -98,7 +98,7 @@ CASES = [
     for library in ("nccl", "gloo")
 ]  # fmt: skip
 PRICES = {
-    nodes: [codec_price(name, square_layout(GRADIENT_NBYTES), nodes, 1.4e12) for name in BY_DISTORTION]
+    nodes: [codec_price(name, square_layout(GRADIENT_NBYTES), nodes, 1.4e12) for name in LEAST_DISTORTION_FIRST]
     for nodes in (2, 4, 8)
 }
 
@@ -111,7 +111,7 @@ def advice(case: tuple[int, float, float, str], optimizer: str) -> Advice:
 
 def recommended(optimizer: str) -> dict[str, set[str]]:
     """Compressor -> with which words it is recommended; asked once for all optimizers that the same speaks against."""
-    against = tuple(bool(warning_of(name, optimizer)) for name in BY_DISTORTION)
+    against = tuple(bool(warning_of(name, optimizer)) for name in LEAST_DISTORTION_FIRST)
     if against not in _recommended or optimizer == ANY_OPTIMIZER:
         _recommended[against] = _ask(optimizer)
     return _recommended[against]
@@ -184,7 +184,7 @@ def test_make_run_and_doctor_name_what_no_optimizer_is_warned_of(caplog: pytest.
 def test_whatever_fits_the_optimizer_of_make_run_is_accepted_there(caplog: pytest.LogCaptureFixture) -> None:
     """Its last line names the best of these as what would save more."""
     adamw = next(each for _, each in EACH if type(each) is torch.optim.AdamW)
-    fitting = [name for name in BY_DISTORTION if not warning_of(name, "adamw")]
+    fitting = [name for name in LEAST_DISTORTION_FIRST if not warning_of(name, "adamw")]
     assert len(fitting) > 5
     for name in fitting:
         assert complaints(name, adamw, caplog) == [], name

@@ -2,7 +2,7 @@
 
 from gradwire.bench.emulation.rate import format_rate
 from gradwire.bench.train.train import TrainingResult
-from gradwire.comms.plan.advise import BY_DISTORTION, MOST_OF_IT
+from gradwire.comms.plan.advise import LEAST_DISTORTION_FIRST, MOST_OF_IT
 
 WORTH_NAMING = 0.05
 """Another setting is named where it is predicted to save more than this share of the fastest measured step."""
@@ -121,7 +121,7 @@ def _more(plain: TrainingResult, others: list[TrainingResult]) -> str:
     most = max(gains.values(), default=0.0)
     # As `advise` has it: of those that save most of that, the one that changes the gradient least.
     close = [name for name in gains if gains[name] >= MOST_OF_IT * most]
-    best = min(close, key=BY_DISTORTION.index, default="")
+    best = min(close, key=LEAST_DISTORTION_FIRST.index, default="")
     basis = "predicted from the links' rate and this run's backward passes, not run"
     if not best or gains[best] <= WORTH_NAMING * fastest.seconds_per_step:
         return f"No other setting would save much more than {setting(fastest.hook)} ({basis})."
