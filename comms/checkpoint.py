@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.bootstrap.door import Awaited
+from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.bootstrap.threads import in_thread, outcome_of
 from gradwire.comms.boundary.files import replace_file
 from gradwire.comms.boundary.gathering import gather_bytes
@@ -309,7 +309,7 @@ class GathersBytes(Protocol):
 
 
 def gather(
-    own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool, awaited: Callable[[], Awaited] | None = None
+    own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool, peer_wait: Callable[[], PeerWait] | None = None
 ) -> Checkpoint:
     """Merges what the ranks of a group put into a checkpoint; all of them call it.
 
@@ -317,7 +317,7 @@ def gather(
         own: What `pack` returned.
         group: Of the ranks.
         on_all_ranks: Whether all of them shall have everything.
-        awaited: Makes what looks for ranks that end meanwhile; None: torch says what it sees.
+        peer_wait: Makes the liveness check of the wait; None relies on the errors of torch.
 
     Returns:
         Everything on the group's rank 0 or, if `on_all_ranks`, on all; on the others their own part.
@@ -331,7 +331,7 @@ def gather(
         parts = group.gather_bytes(packed.getvalue())
     else:
         receiver = None if on_all_ranks else 0
-        parts = _watched(lambda: gather_bytes(packed.getvalue(), group, receiver), awaited)
+        parts = _watched(lambda: gather_bytes(packed.getvalue(), group, receiver), peer_wait)
     merged = dict(own)
     if on_all_ranks or group.rank() == 0:
         for part in parts:
@@ -354,12 +354,12 @@ def _part(said: bytes) -> Checkpoint:
     return {str(key): _entry(value) for key, value in found.items()}
 
 
-def _watched(collect: Callable[[], list[bytes]], awaited: Callable[[], Awaited] | None) -> list[bytes]:
+def _watched(collect: Callable[[], list[bytes]], peer_wait: Callable[[], PeerWait] | None) -> list[bytes]:
     """Has a thread collect, and waits for that as long as no rank is known to have ended.
 
     Torch's own words for one that is lost name nobody, and some ranks hear of it at the time-out alone.
     """
-    if awaited is None:
+    if peer_wait is None:
         return collect()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
@@ -367,7 +367,7 @@ def _watched(collect: Callable[[], list[bytes]], awaited: Callable[[], Awaited] 
         with nullcontext() if device is None else torch.cuda.device(device):  # each thread has its own
             return collect()
 
-    others = awaited()
+    others = peer_wait()
     told = in_thread(run, "gradwire gathers")
     failed, deadline = None, 0.0
     while failed is None or time.monotonic() < deadline:
@@ -376,7 +376,7 @@ def _watched(collect: Callable[[], list[bytes]], awaited: Callable[[], Awaited] 
             if not isinstance(found, RuntimeError):
                 return outcome_of(found)
             failed, deadline = found, time.monotonic() + GRACE_SECONDS
-        if (lost := others.lost("before it had given its state")) is not None:
+        if (lost := others.failure("before it had given its state")) is not None:
             raise PeerError(f"the ranks' states cannot be gathered: {lost}")
     raise failed
 

@@ -26,9 +26,9 @@ from gradwire.comms.bootstrap.compat import (
     store_of,
     timeout_of,
 )
-from gradwire.comms.bootstrap.door import Awaited, Directory, Door, Ended, Place
 from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
+from gradwire.comms.bootstrap.probe import FindExited, PeerAddress, PeerTable, PeerWait, ProbeServer
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import NIC_PER_RANK, Config, job_is_on_one_host
@@ -124,19 +124,19 @@ class Communicator:
             return failure_policy.polling(plain) if failure_policy else PollingStore(plain, config.timeout, ranks=size)
 
         own = polling(PrefixStore(f"gradwire/{name}", store))
-        door: Door | None = None
+        server: ProbeServer | None = None
         self._leave: Callable[[], object] = lambda: None
         if failure_policy is not None and failure_policy.presences is not None:
             presences = failure_policy.presences
         else:
-            door = Door.open()
+            server = ProbeServer.open()
             try:
-                presence = self._presence(door, own.host, size)
-                presences = exchange(own, presence, config.timeout, door, _met_before(group, global_ranks))
+                presence = self._presence(server, own.host, size)
+                presences = exchange(own, presence, config.timeout, server, _met_before(group, global_ranks))
             except BaseException:
-                door.close()
+                server.close()
                 raise
-            self._leave = weakref.finalize(self, _leave, door, presences.start, rank)
+            self._leave = weakref.finalize(self, _leave, server, presences.start, rank)
         self.presences = presences
         """What every rank has said about itself; `start` names this start of these ranks, and no earlier one's."""
         self.plain_store = PrefixStore(presences.start, own.plain)
@@ -144,7 +144,7 @@ class Communicator:
         store = polling(self.plain_store)
         cluster = cluster_of(presences, config)
         self.rank_plans = RankPlans(cluster, rank, device.type, config, compressor)
-        directory = None if door is None else _directory(presences, cluster, rank, door)
+        directory = None if server is None else _directory(presences, cluster, rank, server)
         if failure_policy is not None:
             board = failure_policy.board
         elif board is None:
@@ -166,7 +166,7 @@ class Communicator:
             interface,
             nccl_groups=_nccl_groups(name, cluster, device, group, global_ranks) if device.type == "cuda" else None,
             connections=_connections(config, self.rank_plans),
-            ended=None if directory is None else directory.ended,
+            ended=None if directory is None else directory.exited,
         )
         self._connected = False
         self.executor = _executor(
@@ -175,7 +175,7 @@ class Communicator:
         self._ring = _ring(self.executor, store, rank, size, board) if failure_policy is None else None
         self._held = _state_layouts(compressor, loaded=False)
 
-    def _presence(self, door: Door, store_host: str | None, size: int) -> Presence:
+    def _presence(self, server: ProbeServer, store_host: str | None, size: int) -> Presence:
         config = self.config
         on_one_host = config.hostname is None and self.device.type == "cpu" and job_is_on_one_host()
         needless = (size == 1 or on_one_host) and not config.elastic and config.nics != NIC_PER_RANK
@@ -183,7 +183,7 @@ class Communicator:
         own = Presence.here(self.rank, size, config, self.device, known=nobody)
         if self._kernels:
             own = replace(own, shared=own.shared | {"kernels": self._kernels})
-        return replace(own, port=door.port, addresses=tuple(own_addresses(store_host)))
+        return replace(own, port=server.port, addresses=tuple(own_addresses(store_host)))
 
     @property
     def size(self) -> int:
@@ -196,14 +196,14 @@ class Communicator:
         return tuple(presence.host[0] for presence in self.presences)
 
     @property
-    def ended(self) -> Ended | None:
-        """Says which ranks have ended, or have left this communicator; None in elastic training: rings see to it."""
+    def ended(self) -> FindExited | None:
+        """Finds ranks that have exited or left; None in elastic training, which has liveness rings."""
         return self._groups.ended
 
-    def awaited(self) -> Awaited:
-        """What looks whether other ranks have ended, or given up, while all do what an executor hears nothing of."""
-        found = self._groups.awaited(range(self.size))
-        found.tell = self._board.warn_each
+    def peer_wait(self) -> PeerWait:
+        """Return a `PeerWait` for operations that report no failures themselves, such as making gloo groups."""
+        found = self._groups.peer_wait(range(self.size))
+        found.notify = self._board.warn_each
         return found
 
     @property
@@ -526,10 +526,10 @@ def _check(flat: Tensor, scale: float, device: torch.device) -> None:
         raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
 
 
-def _directory(presences: Presences, cluster: Cluster, rank: int, door: Door) -> Directory:
-    doors = {each.rank: Place(each.port, each.addresses, each.kernel) for each in presences if each.port}
+def _directory(presences: Presences, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
+    addresses = {each.rank: PeerAddress(each.port, each.addresses, each.kernel) for each in presences if each.port}
     node = next(node for node in cluster.nodes if rank in node)
-    return Directory(presences.start, rank, doors, node, door)
+    return PeerTable(presences.start, rank, addresses, node, server)
 
 
 _met: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
@@ -556,14 +556,14 @@ def meet(group: dist.ProcessGroup, config: Config) -> Communicator:
     return _met[group]
 
 
-def _ended_of(group: dist.ProcessGroup | None) -> Ended | None:
+def _ended_of(group: dist.ProcessGroup | None) -> FindExited | None:
     """Says which ranks of a group have ended, where they have met; the backend's own group knows."""
     if (ended := getattr(group, "ended", None)) is not None:
-        return cast(Ended, ended)
+        return cast(FindExited, ended)
     return _met[group].ended if group is not None and group in _met else None
 
 
-def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | None) -> Ended | None:
+def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | None) -> FindExited | None:
     """Says which ranks of a group have ended, where they have met already: in it, or all ranks in the default one."""
     if (ended := _ended_of(group)) is not None:
         return ended
@@ -579,9 +579,9 @@ def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | N
     return of_them if everybody else None
 
 
-def _leave(door: Door, start: str, rank: int) -> None:
-    door.forget(start, rank)
-    door.close()
+def _leave(server: ProbeServer, start: str, rank: int) -> None:
+    server.unregister(start, rank)
+    server.close()
 
 
 def _executor(

@@ -57,7 +57,7 @@ log = logging.getLogger("gradwire")
 if TYPE_CHECKING:
     from gradwire.comms.autotune.job_advice import JobAdvice
     from gradwire.comms.bootstrap.agree import Agreement
-    from gradwire.comms.bootstrap.door import Awaited
+    from gradwire.comms.bootstrap.probe import PeerWait
     from gradwire.comms.checkpoint import Checkpoint
     from gradwire.comms.compression import Compression
     from gradwire.comms.loss_scale import LossScale, LossScaler
@@ -211,7 +211,9 @@ class AveragingSession:
             own = self._failure_policy.polling(ranks.plain_store)
         else:
             own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
-        return Agreement(own, ranks.rank, ranks.size, name, timeout, ended=ranks.awaited().among, names=self._called)
+        return Agreement(
+            own, ranks.rank, ranks.size, name, timeout, ended=ranks.peer_wait().exited_among, names=self._called
+        )
 
     @property
     def last_sizes(self) -> Sequence[int]:
@@ -393,7 +395,7 @@ class TrainingState(Generic[S]):
 
     Args:
         config: The configuration.
-        awaited: Makes the check for ranks that exit while states are gathered; None uses the communicator's, once the
+        peer_wait: Makes the check for ranks that exit while states are gathered; None uses the communicator's, once the
             ranks have connected.
 
     Attributes:
@@ -413,11 +415,11 @@ class TrainingState(Generic[S]):
     NOT_CONNECTED: ClassVar[str]
     """Message of the error of a call that needs a session before there is one; `{call}` is replaced by the call."""
 
-    def __init__(self, config: Config, awaited: "Callable[[], Awaited] | None" = None) -> None:
+    def __init__(self, config: Config, peer_wait: "Callable[[], PeerWait] | None" = None) -> None:
         check_transport(config.transport_name)
         self.config = config
         self.steps = 0
-        self._awaited = awaited
+        self._peer_wait = peer_wait
         self._group: dist.ProcessGroup | None = None
         self._connection: S | None = None
         self._pending: Checkpoint | None = None
@@ -513,10 +515,10 @@ class TrainingState(Generic[S]):
             raise RuntimeError("torch.distributed is not initialised: there are no ranks to gather a state from")
         from gradwire.comms.checkpoint import gather  # here: an exact hook has nothing to save
 
-        awaited = self._awaited
-        if awaited is None and self._connection is not None:
-            awaited = self._connection.communicator.awaited
-        return gather(self.state_dict(), group, on_all_ranks, awaited)
+        peer_wait = self._peer_wait
+        if peer_wait is None and self._connection is not None:
+            peer_wait = self._connection.communicator.peer_wait
+        return gather(self.state_dict(), group, on_all_ranks, peer_wait)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restores what `state_dict` returned on this rank, or `gathered_state_dict`; training goes on bit for bit.
@@ -589,8 +591,8 @@ class GradientState(TrainingState[S]):
     See `TrainingState` for the arguments.
     """
 
-    def __init__(self, config: Config, awaited: "Callable[[], Awaited] | None" = None) -> None:
-        super().__init__(config, awaited)
+    def __init__(self, config: Config, peer_wait: "Callable[[], PeerWait] | None" = None) -> None:
+        super().__init__(config, peer_wait)
         self._check: Check | None = None
         """Check of the model's optimizers, if gradients are compressed."""
 

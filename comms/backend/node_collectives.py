@@ -154,7 +154,7 @@ class NodeCollectives:
                 self._size,
                 key="node",
                 timeout=self._communicator.config.timeout,
-                awaited=self._communicator.awaited(),
+                peer_wait=self._communicator.peer_wait(),
             )
         return self._group
 

@@ -127,7 +127,7 @@ class GradwireGroup(DelegatingGroup):
         try:
             self._backends = sockets.opened_by(lambda: register_backends([self, self.inner], options))
         except RuntimeError as error:
-            if self.communicator is None or self.communicator.awaited().alarm(at_once=True) is None:
+            if self.communicator is None or self.communicator.peer_wait().abort_reason(at_once=True) is None:
                 raise
             # A rank that was through has given up, and shut its sockets down: gloo's words are of those alone.
             raise self.communicator.executor.failures.fail("connecting", (), error) from None

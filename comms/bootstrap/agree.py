@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Literal, TypeVar, cast
 
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import CALLS, Ended, Looks
+from gradwire.comms.bootstrap.probe import MOST_PROBES, Backoff, FindExited
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
 from gradwire.comms.boundary.messages import MessageType
 from gradwire.comms.errors import PeerError
@@ -71,7 +71,7 @@ class Agreement:
         name: str,
         timeout: timedelta,
         must: str = "take part",
-        ended: Ended | None = None,
+        ended: FindExited | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
         self._store = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=size)
@@ -202,14 +202,14 @@ class Agreement:
 
     def _looking(self, place: str, ranks: Sequence[int]) -> Callable[[], None]:
         """What looks, while this rank waits for the word of some, whether those that are silent have ended."""
-        looks = Looks()
+        backoff = Backoff()
 
         def look() -> None:
-            if self._ended is None or not looks.are_due():
+            if self._ended is None or not backoff.is_due():
                 return
             if self.rank == 0:
                 silent = (rank for rank in ranks if rank and not self._store.check([f"{place}/{rank}"]))
-                ranks_to_ask = list(islice(silent, CALLS))
+                ranks_to_ask = list(islice(silent, MOST_PROBES))
             else:  # whose verdict is waited for: it may have spoken
                 ranks_to_ask = list(ranks)
             if ended := self._ended(ranks_to_ask):

@@ -20,20 +20,20 @@ from typing import Annotated, Any
 
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import (
-    ANSWERS,
-    CALLS,
-    ENDED,
-    REFUSED,
-    SILENT,
-    WITNESSES,
-    Awaited,
-    Directory,
-    Door,
-    Place,
-)
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.losses import FAILED, LONGEST_REASON, OVERDUE, Loss, Losses
+from gradwire.comms.bootstrap.probe import (
+    ANSWERS,
+    ENDED,
+    INDIRECT_PROBES,
+    MOST_PROBES,
+    REFUSED,
+    SILENT,
+    PeerAddress,
+    PeerTable,
+    PeerWait,
+    ProbeServer,
+)
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
 from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Rank
 from gradwire.comms.errors import PeerError
@@ -45,7 +45,7 @@ PATIENCE = timedelta(seconds=15)
 second; the rest is for busy machines."""
 
 CALLING_AFTER = timedelta(seconds=2)
-"""Then ranks that are still silent are called at their doors: nobody waits for those whose processes have ended."""
+"""Delay after a failure before ranks that have not reported are probed directly."""
 
 STORE_PATIENCE = timedelta(seconds=5)
 """The store patience for each answer of the store, once a collective has failed: survivors go on to call each other
@@ -222,12 +222,12 @@ class FailureBoard(Board):
         rank: int,
         size: int,
         everybody: Callable[[], Iterable[int]] | None = None,
-        directory: Directory | None = None,
+        directory: PeerTable | None = None,
     ) -> None:
         polling = store if isinstance(store, PollingStore) else PollingStore(store, STORE_PATIENCE, ranks=size)
         self._alarm = _StoreAlarm(polling, rank)
-        self._directory = directory or Directory("", rank, {})
-        super().__init__(rank, Losses((self._directory.heard, self._alarm.told), self._alarm.tell))
+        self._directory = directory or PeerTable("", rank, {})
+        super().__init__(rank, Losses((self._directory.reported_failure, self._alarm.told), self._alarm.tell))
         self._store = polling.within(STORE_PATIENCE)
         self._size = size
         self._everybody = everybody or (lambda: range(size))
@@ -244,13 +244,13 @@ class FailureBoard(Board):
         super().warn(reason)
 
     def warn_each(self, reason: str) -> None:
-        """See `Board.warn_each`: this rank may serve the store, so it calls some ranks at their doors besides."""
+        """See `Board.warn_each`. Also notifies peers directly: this process may host the store."""
         try:
-            directory = self._doors_of(range(self._size), range(self._size))
+            directory = self._addresses_of(range(self._size), range(self._size))
         except StoreUnreachableError:
             directory = self._directory
         self.warn(reason)
-        directory.tell(directory.choice(()), Loss(reason, FAILED))
+        directory.notify(directory.probe_targets(()), Loss(reason, FAILED))
 
     @property
     def plain_store(self) -> Store:
@@ -267,7 +267,7 @@ class FailureBoard(Board):
         board._group = tuple(ranks)
         return board
 
-    def awaited(self) -> Awaited:
+    def peer_wait(self) -> PeerWait:
         """What looks whether other ranks have ended, or given up, while all of them do what the board hears nothing of.
 
         Of several groups they are the ranks of the store that have said where they can be called.
@@ -276,28 +276,28 @@ class FailureBoard(Board):
 
         def ended(ranks: Sequence[int]) -> list[int]:
             try:
-                return self._doors_of(ranks, everybody).ended(ranks)
+                return self._addresses_of(ranks, everybody).exited(ranks)
             except StoreUnreachableError:
                 if self.alarm() is None:
                     raise
                 return []  # who served the store has told why, and ended
 
-        found = Awaited(everybody, self.rank, ended, self.alarm)
-        found.tell = self.warn_each
+        found = PeerWait(everybody, self.rank, ended, self.alarm)
+        found.notify = self.warn_each
         return found
 
     def publish(self, start: str) -> None:
-        """Says in the store where the others can call this process, as long as it lives: see `_doors_of`.
+        """Says in the store where the others can call this process, as long as it lives: see `_addresses_of`.
 
         Args:
             start: Names these ranks; the same on all of them.
         """
-        door = Door.open()
-        door.answer_for(start, self.rank)
-        place = Place(door.port, tuple(own_addresses(self._store.host)), own_kernel())
-        self._store.set(f"door/{self.rank}", place.packed())
-        self._directory = Directory(start, self.rank, {}, door=door)
-        self.losses.ask(self._directory.heard)
+        server = ProbeServer.open()
+        server.register(start, self.rank)
+        place = PeerAddress(server.port, tuple(own_addresses(self._store.host)), own_kernel())
+        self._store.set(f"address/{self.rank}", place.packed())
+        self._directory = PeerTable(start, self.rank, {}, server=server)
+        self.losses.ask(self._directory.reported_failure)
 
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
@@ -342,17 +342,17 @@ class FailureBoard(Board):
     def _without_store(
         self, what: str, cause: str, store_error: RuntimeError, members: Sequence[int], dead: set[int]
     ) -> CollectiveError:
-        """Calls other ranks at their doors: who has ended, who does not answer, who was heard of.
+        """Probe some peers directly: which have exited, which do not answer.
 
         The first rank to come tells the others what it has found, who would take it for lost, too, once it has ended.
         """
         reason = str(store_error).splitlines()[0].rstrip(".")
-        if (told := self._directory.heard()) is not None:
+        if (told := self._directory.reported_failure()) is not None:
             missing = tuple(sorted({*dead, *told.ranks} - {self.rank}))
             return CollectiveError(
                 f"{what}: {self._who(missing, ', and ')}{reason}. {told.reason}. Cause: {cause}", missing
             )
-        found = self._directory.call(self._directory.choice(members))
+        found = self._directory.probe(self._directory.probe_targets(members))
         of = {
             outcome: [rank for rank, each in found.items() if each == outcome]
             for outcome in (ENDED, REFUSED, SILENT, ANSWERS)
@@ -371,7 +371,7 @@ class FailureBoard(Board):
             heard += " (who refuses them has ended, or a firewall rejects them)"
         if not found:
             heard = "No rank could be called"
-        self._directory.tell(of[ANSWERS], Loss(heard, FAILED, missing, self.rank))
+        self._directory.notify(of[ANSWERS], Loss(heard, FAILED, missing, self.rank))
         return CollectiveError(f"{what}: {self._who(missing, ', and ')}{reason}. {heard}. Cause: {cause}", missing)
 
     def _who(self, missing: Sequence[int], then: str = "") -> str:
@@ -427,7 +427,8 @@ class FailureBoard(Board):
                     dead |= set(word["dead"])
             if now > calling:
                 calling = deadline + 1.0
-                dead |= set(self._doors_of(silent - dead, words).ended(sorted(silent - dead)[:CALLS]))
+                first = sorted(silent - dead)[:MOST_PROBES]
+                dead |= set(self._addresses_of(silent - dead, words).exited(first))
             if not silent - dead or last:
                 break
             time.sleep(nap_seconds)
@@ -452,21 +453,21 @@ class FailureBoard(Board):
 
         return sorted((rank for rank in words if words[rank]["seen"]), key=order)[:MOST_SEEN]
 
-    def _doors_of(self, silent: Collection[int], living: Collection[int]) -> Directory:
+    def _addresses_of(self, silent: Collection[int], living: Collection[int]) -> PeerTable:
         """Where silent ranks can be called, and the living ones beside them, that may be of their hosts."""
-        if self._directory.doors:
+        if self._directory.addresses:
             return self._directory
-        wanted = set(sorted(silent)[:CALLS])
+        wanted = set(sorted(silent)[:MOST_PROBES])
         for rank in tuple(wanted):
-            wanted |= set(sorted(living, key=lambda each: abs(each - rank))[:WITNESSES])
-        doors = {}
+            wanted |= set(sorted(living, key=lambda each: abs(each - rank))[:INDIRECT_PROBES])
+        addresses = {}
         for rank in wanted - {self.rank}:
-            if self._store.check([f"door/{rank}"]):
+            if self._store.check([f"address/{rank}"]):
                 try:
-                    doors[rank] = Place.unpacked(self._store.read(f"door/{rank}"))
+                    addresses[rank] = PeerAddress.unpacked(self._store.read(f"address/{rank}"))
                 except MessageError as error:
                     log.debug("rank %d has not said where it can be called: %s", rank, error)
-        return replace(self._directory, doors=doors)
+        return replace(self._directory, addresses=addresses)
 
     def _read(self, ranks: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
         """The words of some ranks; none where one of them is silent. What is no word counts for silence."""

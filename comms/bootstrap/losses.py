@@ -4,7 +4,7 @@ Whatever notices a loss puts a `Loss` into the group's `Losses`, or is asked for
 
 | source | what says so | noticed by |
 |---|---|---|
-| `ended` | a kernel: of a process at whose port nobody listens, or whose connection it closed | liveness.py, door.py |
+| `ended` | a kernel: of a process at whose port nobody listens, or whose connection it closed | liveness.py, probe.py |
 | `broken` | a kernel: of a connection that has ended, though the process at its other end has not | liveness.py |
 | `left` | the rank itself, before an operation that takes it | liveness.py |
 | `silent` | a neighbour that has heard nothing for long, while all wait | liveness.py |
@@ -13,9 +13,10 @@ Whatever notices a loss puts a `Loss` into the group's `Losses`, or is asked for
 | `failed` | an operation that failed here, whatever it raised | run/failure_handler.py, elastic/resilient_ops.py |
 | `over` | the ranks, which have agreed to go on as others | elastic/membership.py |
 
-The first `Loss` is what the group ends with, and what is told to the other ranks: through the store, along the ring, at
-the doors, in one form. Who is missing is then decided in one of two ways. The board of failure.py collects the words of
-those that live, and ends the job; elastic/membership.py has them agree on who goes on. They stay two because what they
+The first `Loss` is what the group ends with, and what is told to the other ranks: through the store, along the ring, to
+the probe servers, in one form. Who is missing is then decided in one of two ways. The board of failure.py collects the
+words of those that live, and ends the job; elastic/membership.py has them agree on who goes on.
+They stay two because what they
 find binds differently: the board's verdict is part of an error message, so a rank that hears none, or has lost the
 store, finds one for itself, from what each rank saw. Members' verdict is who trains on, so it has to be one for all
 even where the rank that writes it down is lost, and a word that comes too late does not count. Both ask

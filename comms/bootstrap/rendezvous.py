@@ -8,8 +8,8 @@ The store may still hold what an earlier start has left (an elastic restart keep
 read, and a rank that has followed the name of an earlier start follows the new one as soon as it is there.
 
 A rank says where it can be called as soon as there is a name. So one that ends before all have come is looked for at
-its door by those that wait for it: rank 0 for the packers, and they for rank 0. Of a rank that has not come nothing is
-known, unless the ranks have met before, in a group that is still there.
+its probe server by those that wait for it: rank 0 for the packers, and they for rank 0. Of a rank that has not come
+nothing is known, unless the ranks have met before, in a group that is still there.
 """
 
 import json
@@ -28,9 +28,9 @@ from itertools import accumulate
 from typing import Annotated, Any, get_type_hints, overload
 
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import CALLS, Directory, Door, Ended, Looks, Place
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.probe import MOST_PROBES, Backoff, FindExited, PeerAddress, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
 from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Within, inflated
 from gradwire.comms.errors import DidNotJoinError, PeerError
@@ -150,7 +150,7 @@ Column = tuple[list[str], "array[int]"]
 
 
 def exchange(
-    store: Store, own: Presence, timeout: timedelta, door: Door | None = None, ended: Ended | None = None
+    store: Store, own: Presence, timeout: timedelta, server: ProbeServer | None = None, ended: FindExited | None = None
 ) -> Presences:
     """Publishes this rank's presence and returns every rank's.
 
@@ -158,7 +158,7 @@ def exchange(
         store: A store that all ranks share, with a prefix of its own.
         own: This rank's.
         timeout: For all of it.
-        door: Where this rank is called from now on, at the port that `own` gives; None: nowhere.
+        server: Probe server that answers for this rank from now on, at the port that `own` gives; None if none does.
         ended: Says which of these ranks have ended that have met before; None: they have not.
 
     Raises:
@@ -169,7 +169,7 @@ def exchange(
             values. Raised on every rank.
     """
     polling = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=own.size)
-    rank = (_Leader if own.rank == 0 else _Follower)(polling, own, timeout, door, ended)
+    rank = (_Leader if own.rank == 0 else _Follower)(polling, own, timeout, server, ended)
     try:
         return rank.meet()
     except StoreUnreachableError as error:
@@ -184,7 +184,12 @@ class _Rank:
     """What rank 0 and the others do alike."""
 
     def __init__(
-        self, store: PollingStore, own: Presence, timeout: timedelta, door: Door | None, ended: Ended | None
+        self,
+        store: PollingStore,
+        own: Presence,
+        timeout: timedelta,
+        server: ProbeServer | None,
+        ended: FindExited | None,
     ) -> None:
         self._store = store
         self._own = own
@@ -192,21 +197,21 @@ class _Rank:
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._start = ""
         self._packed = False
-        self._door = door
+        self._server = server
         self._ended_before = ended
-        self._looks = Looks()
+        self._backoff = Backoff()
         self._warns_at = time.monotonic() + LATE_SECONDS
 
     def leave(self) -> None:
         """Is called in vain from now on."""
-        if self._door is not None:
-            self._door.forget(self._start, self._own.rank)
+        if self._server is not None:
+            self._server.unregister(self._start, self._own.rank)
 
     def _publish(self, start: str) -> None:
         """Puts this rank's presence below the name of a start."""
         self._start = start
-        if self._door is not None:  # before anybody knows where to call
-            self._door.answer_for(start, self._own.rank)
+        if self._server is not None:  # before anybody knows where to call
+            self._server.register(start, self._own.rank)
         self._packed = self._own.rank % BLOCK != 0  # nothing to do then
         self._store.set(f"{start}/rank/{self._own.rank}", json.dumps(asdict(self._own)))
 
@@ -247,8 +252,8 @@ class _Rank:
                     log.debug("what rank %d says about itself cannot be read: %s", rank, error)
                     continue
                 if said.port:
-                    places[rank] = Place(said.port, said.addresses, said.kernel)
-        found = Directory(self._start, self._own.rank, places).ended(list(places))
+                    places[rank] = PeerAddress(said.port, said.addresses, said.kernel)
+        found = PeerTable(self._start, self._own.rank, places).exited(list(places))
         if self._ended_before is not None:
             found += self._ended_before([rank for rank in ranks if rank not in places])
         return sorted(found)
@@ -299,10 +304,14 @@ class _Leader(_Rank):
                 missing = self._missing(blocks)
                 self._say(self._start, {"missing": missing})
                 raise self._did_not_join(missing)
-            if self._may_know() and self._looks.are_due() and (ended := self._ended(self._missing(blocks, CALLS))):
+            if (
+                self._may_know()
+                and self._backoff.is_due()
+                and (ended := self._ended(self._missing(blocks, MOST_PROBES)))
+            ):
                 self._say(self._start, {"ended": ended})
                 raise self._has_ended(ended)
-            self._warn_once(lambda: self._missing(blocks, CALLS))
+            self._warn_once(lambda: self._missing(blocks, MOST_PROBES))
             naps.sleep(self._deadline)
         found = Presences(self._start, _join([_unpack(block) for block in self._store.multi_get(blocks)]))
         self._store.set(f"{self._start}/all", found.pack())
@@ -357,7 +366,7 @@ class _Follower(_Rank):
                 raise self._nobody_decided()
             if self._own.rank == 1 and not self._start:
                 self._warn_once(lambda: [0])
-            if self._looks.are_due() and self._is_to_look() and self._ended([0]):
+            if self._backoff.is_due() and self._is_to_look() and self._ended([0]):
                 self._end_without_leader()
                 continue
             naps.sleep(self._deadline)

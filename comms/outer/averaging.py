@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import Ended
+from gradwire.comms.bootstrap.probe import FindExited
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.elastic.resilient_ops import ResilientOps
@@ -33,7 +33,7 @@ TELL_SECONDS = 0.2
 because the store is on the link that is waited for."""
 
 
-def agreement_of(store: Store, rank: int, size: int, timeout: timedelta, ended: Ended | None = None) -> Agreement:
+def agreement_of(store: Store, rank: int, size: int, timeout: timedelta, ended: FindExited | None = None) -> Agreement:
     """Makes the agreement by which the ranks compare settings, choices and saved states.
 
     Args:
@@ -172,7 +172,7 @@ class FragmentAveraging:
             communicator.rank,
             communicator.size,
             communicator.config.timeout,
-            communicator.awaited().among,
+            communicator.peer_wait().exited_among,
         )
         self.alone = alone or communicator.size == 1
         self.messages = MeetingMessages(communicator)

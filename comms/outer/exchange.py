@@ -403,7 +403,7 @@ class OuterExchange:
         """
         messages, timeout = self.averaging.messages, self.averaging.communicator.config.timeout
         deadline = time.monotonic() + timeout.total_seconds()
-        awaited = self.averaging.communicator.awaited()
+        wait = self.averaging.communicator.peer_wait()
         messages.announced = False
         while True:
             if self.averaging.resilient_ops is not None:
@@ -426,7 +426,7 @@ class OuterExchange:
                 raise RuntimeError(
                     f"synchronize(): rank {missing} has not come within `timeout` of {timeout}; all ranks must call it"
                 )
-            elif self.averaging.resilient_ops is None and (lost := awaited.lost("before all have come")) is not None:
+            elif self.averaging.resilient_ops is None and (lost := wait.failure("before all have come")) is not None:
                 failures = self.averaging.communicator.executor.failures
                 raise failures.fail("synchronize()", (), lost) from None
             else:

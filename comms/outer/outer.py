@@ -183,7 +183,7 @@ class Outer(TrainingState[AveragingSession]):
         super().__init__(replace(config, plan="hierarchical") if config.plan == "auto" else config)
         ranks = meet(world, config)
         store = PrefixStore(SessionRanks.name_in(world, COUNCIL), ranks.plain_store)
-        agreement = agreement_of(store, ranks.rank, ranks.size, config.timeout, ranks.awaited().among)
+        agreement = agreement_of(store, ranks.rank, ranks.size, config.timeout, ranks.peer_wait().exited_among)
         facts = facts_of(self.settings, inside, model, trained) | {name: repr(value) for name, value in said.items()}
         agreement.compare(
             facts,

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import PrefixStore, store_of, timeout_of
-from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import ELASTIC, FUSION, MEASURING, SUMMING, Config
 from gradwire.comms.session import SessionRanks
@@ -236,8 +236,8 @@ class ShardLinks:
         self, kind: str, ranks: Sequence[int], communicator: Communicator | None, like: Sequence[int] | None
     ) -> LoadedRows:
         index = ranks.index(dist.get_rank())
-        doors = None if communicator is None else communicator.ended
-        awaited = Awaited(range(len(ranks)), index, doors, self._board.alarm)
+        find_exited = None if communicator is None else communicator.ended
+        peer_wait = PeerWait(range(len(ranks)), index, find_exited, self._board.alarm)
         consensus = Agreement(
             PrefixStore(f"loaded/{kind}/{'-'.join(map(str, ranks))}", self._board.plain_store),
             index,
@@ -245,7 +245,7 @@ class ShardLinks:
             "load_state_dict()",
             self._config.timeout,
             "come to their first step, and load a state before the same one, or none",
-            awaited.among,
+            peer_wait.exited_among,
             ranks,
         )
         return LoadedRows(lambda rows: LoadConsistencyCheck(communicator, rows, consensus, like))

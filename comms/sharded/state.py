@@ -127,7 +127,7 @@ class FsdpState(GradientState[AveragingSession]):
         config: Config,
         board: FailureBoard,
     ) -> None:
-        super().__init__(config, board.awaited)
+        super().__init__(config, board.peer_wait)
         self._model = weakref.ref(model)
         self._units = tuple(units)
         self._names = names

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import PrefixStore
-from gradwire.comms.bootstrap.door import Awaited, Ended
+from gradwire.comms.bootstrap.probe import FindExited, PeerWait
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
@@ -207,7 +207,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         *,
         nccl_groups: "NcclGroups | None" = None,
         connections: Callable[[float], int] | None = None,
-        ended: Ended | None = None,
+        ended: FindExited | None = None,
     ) -> None:
         super().__init__()
         self._store = store
@@ -245,13 +245,13 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self[key] = made
         return made
 
-    def awaited(self, members: Sequence[int]) -> Awaited:
-        """What looks whether some ranks, this one among them, have ended while they connect, or another has given up.
+    def peer_wait(self, members: Sequence[int]) -> PeerWait:
+        """Return the liveness check for a wait of some ranks, this one among them, for example while they connect.
 
         Args:
             members: Global ranks.
         """
-        return Awaited(members, members.index(self._rank), self.ended, self._given_up)
+        return PeerWait(members, members.index(self._rank), self.ended, self._given_up)
 
     def connect(self, sets: Iterable[tuple[int, ...]], back: Iterable[tuple[int, ...]] = ()) -> None:
         """Makes the transports of the first lane for those sets of ranks that this rank is in, one after the other.
@@ -330,15 +330,17 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._same_node(members):
             from gradwire.comms.transport.shm import ShmGroup
 
-            awaited = self.awaited(members)
-            return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout, awaited=awaited)
+            peer_wait = self.peer_wait(members)
+            return ShmGroup.create(
+                self._store, index, size, key=f"shm/{name}", timeout=self._timeout, peer_wait=peer_wait
+            )
         if self._transport == "mpi":
             from gradwire.comms.transport import mpi  # here: it is loaded where it is asked for
 
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
         store = PrefixStore(f"gloo/{name}", self._store)
         threads = RETURN_THREADS if lane[1] < 0 else None
-        return self._connect_gloo(store, index, size, threads=threads, awaited=partial(self.awaited, members))
+        return self._connect_gloo(store, index, size, threads=threads, peer_wait=partial(self.peer_wait, members))
 
     @staticmethod
     def _name_of(lane: Lane, members: tuple[int, ...]) -> str:

@@ -24,7 +24,7 @@ from typing import Annotated
 
 from torch.distributed.distributed_c10d import Store
 
-from gradwire.comms.bootstrap.door import Awaited
+from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.bootstrap.store import Naps
 from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Rank
 from gradwire.comms.errors import PeerError, PeerSystemError
@@ -53,10 +53,10 @@ FAILED, ELSEWHERE, DOOR, FOLDER_DOOR = "failed", "elsewhere", "door", "folder_do
 class _Rendezvous:
     """The store, seen as one set of words that the ranks of one group leave for each other."""
 
-    def __init__(self, store: Store, key: str, deadline: float, awaited: Awaited | None) -> None:
+    def __init__(self, store: Store, key: str, deadline: float, peer_wait: PeerWait | None) -> None:
         self._store = store
         self._key = key
-        self._awaited = awaited
+        self._peer_wait = peer_wait
         self._during = f"during the set-up of the shared-memory group {key!r}"
         self.deadline = deadline
 
@@ -92,7 +92,7 @@ class _Rendezvous:
 
     def look_for_losses(self) -> None:
         """Raises a PeerError where a rank has ended, or one of another group has given up, for whom others may wait."""
-        if self._awaited is not None and (lost := self._awaited.lost(self._during)) is not None:
+        if self._peer_wait is not None and (lost := self._peer_wait.failure(self._during)) is not None:
             raise lost
 
     def absent(self, ranks: Sequence[int]) -> PeerError:
@@ -105,13 +105,13 @@ class _Rendezvous:
 
     def ended(self, *ranks: int) -> PeerError:
         """Says that ranks have ended, or why another rank has given up: they may have heard of that, and ended."""
-        if self._awaited is not None:
-            return PeerError(self._awaited.words(ranks, self._during), ranks)
+        if self._peer_wait is not None:
+            return PeerError(self._peer_wait.describe(ranks, self._during), ranks)
         return PeerError(f"{self._names(ranks)} has ended {self._during}: look at its output", ranks)
 
     def _names(self, ranks: Sequence[int]) -> str:
         """Ranks of this group, by the numbers that they have in the job where these are known."""
-        names = ranks if self._awaited is None else [self._awaited.members[rank] for rank in ranks]
+        names = ranks if self._peer_wait is None else [self._peer_wait.members[rank] for rank in ranks]
         return f"rank {', '.join(map(str, names))}"
 
 
@@ -450,7 +450,7 @@ def open_group(
     key: str,
     timeout: timedelta,
     block_nbytes: int,
-    awaited: Awaited | None = None,
+    peer_wait: PeerWait | None = None,
 ) -> native.SharedMemoryGroup:
     """Maps new memory in all ranks; returns when every rank has mapped it.
 
@@ -459,7 +459,7 @@ def open_group(
         ValueError: A rank disagrees about `size` or `block_nbytes`.
         PeerError: A rank did not join in time, has ended, or has failed.
     """
-    words = _Rendezvous(store, key, time.monotonic() + timeout.total_seconds(), awaited)
+    words = _Rendezvous(store, key, time.monotonic() + timeout.total_seconds(), peer_wait)
 
     def map_it(descriptor: int) -> native.SharedMemoryGroup:
         return native.SharedMemoryGroup(descriptor, rank, size, block_nbytes, timeout.total_seconds())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from gradwire.comms.bootstrap.door import Awaited
+from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.errors import MismatchError, PeerError
 from gradwire.comms.transport.segment import open_group
 from gradwire.comms.transport.torch_group import Done
@@ -109,7 +109,7 @@ class ShmGroup:
         key: str,
         timeout: timedelta,
         block_nbytes: int | None = None,
-        awaited: Awaited | None = None,
+        peer_wait: PeerWait | None = None,
     ) -> "ShmGroup":
         """Meets the other ranks and maps one segment with them.
 
@@ -120,7 +120,7 @@ class ShmGroup:
             key: Names the group in `store`; never used twice.
             timeout: Longest wait for a peer, at set-up and in each collective.
             block_nbytes: Size of one staging block; each rank has three. A multiple of 64.
-            awaited: Looks whether ranks have ended that have not come yet; None: nobody looks.
+            peer_wait: Liveness check while ranks that have not arrived are waited for; None disables it.
 
         Raises:
             OSError: /dev/shm is missing, too small or not writable, on any rank.
@@ -138,7 +138,7 @@ class ShmGroup:
             )
         if timeout <= timedelta(0):
             raise ValueError(f"`timeout` is {timeout}; wanted a positive duration")
-        return cls(open_group(store, rank, size, key, timeout, block, awaited), rank, size)
+        return cls(open_group(store, rank, size, key, timeout, block, peer_wait), rank, size)
 
     def _finish(self, passed: bool) -> Done:
         if passed:

@@ -38,9 +38,9 @@ from gradwire.comms.bootstrap.compat import (
     knows_gloo_sums,
     make_gloo,
 )
-from gradwire.comms.bootstrap.door import Awaited
 from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
 from gradwire.comms.bootstrap.kernel import TcpInfo, tcp_sockets
+from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.bootstrap.threads import in_thread, outcome_of
 from gradwire.comms.config import gloo_interfaces
 from gradwire.comms.errors import OverdueError, PeerError
@@ -558,7 +558,7 @@ def connect_gloo(
     interface: str | None = None,
     threads: int | None = None,
     connections: Callable[[float], int] | None = None,
-    awaited: Callable[[], Awaited] | None = None,
+    peer_wait: Callable[[], PeerWait] | None = None,
 ) -> GlooTransport:
     """Connects `size` ranks over TCP; returns when all of them have joined.
 
@@ -574,8 +574,7 @@ def connect_gloo(
         interface: Name of a network interface of this host, `eth0`.
         threads: Collectives that may be under way at a time; None leaves it to torch, which has two.
         connections: See `GlooTransport`.
-        awaited: Makes what looks whether the other ranks have ended, or given up, while they connect; None: the alarm
-            alone is asked.
+        peer_wait: Makes the liveness check while the other ranks connect; None checks the abort signal alone.
 
     Raises:
         RuntimeError: A rank did not join.
@@ -585,13 +584,13 @@ def connect_gloo(
 
     def connected(name: str) -> TorchGroup:
         own = PrefixStore(name, store)
-        others = Awaited(range(size), rank, None, alarm) if awaited is None else awaited()
+        others = PeerWait(range(size), rank, None, alarm) if peer_wait is None else peer_wait()
         return _within(timeout, others, lambda: make_gloo(own, rank, size, timeout, interfaces, threads))
 
     return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout)
 
 
-def _within(timeout: timedelta, awaited: Awaited, connect: Callable[[], TorchGroup]) -> TorchGroup:
+def _within(timeout: timedelta, peer_wait: PeerWait, connect: Callable[[], TorchGroup]) -> TorchGroup:
     """Has a thread connect, and waits no longer for it than the time-out, or until another rank has given up or ended.
 
     Once all addresses are in the store, gloo waits five time-outs for a connection (`Pair::waitUntil` in its tcp
@@ -603,7 +602,7 @@ def _within(timeout: timedelta, awaited: Awaited, connect: Callable[[], TorchGro
     while True:
         with suppress(Empty):
             return outcome_of(made.get(timeout=SLICE.total_seconds()))
-        if (lost := awaited.lost("before it had connected")) is not None:
+        if (lost := peer_wait.failure("before it had connected")) is not None:
             raise PeerError(str(lost))  # by name: these are not the members of a node
         if time.monotonic() > deadline:
             raise RuntimeError(

@@ -6,7 +6,7 @@ _RING = "comms/bootstrap/liveness.py"
 _MEMBERS = "comms/elastic/membership.py"
 _RESILIENT = "comms/elastic/resilient_ops.py"
 _FAILURE = "comms/bootstrap/failure.py"
-_DOOR = "comms/bootstrap/door.py"
+_PROBE = "comms/bootstrap/probe.py"
 _PROGRAMS = "comms/run/programs.py"
 _LAWS = "tests/comms/elastic/test_laws.py"
 _AGAIN = f"{_LAWS}::test_a_failure_that_comes_again_is_raised_and_one_that_does_not_is_repeated"
@@ -329,16 +329,16 @@ ELASTIC = (
     Mutation(
         "silent ranks are not called",
         _FAILURE,
-        "                dead |= set(self._doors_of(silent - dead, words).ended(sorted(silent - dead)[:CALLS]))\n",
+        "                dead |= set(self._addresses_of(silent - dead, words).exited(first))\n",
         "",
         "Survivors wait for those whose processes have ended.",
         (_BOARD, _LIVENESS),
     ),
     Mutation(
         "a rank that answers has ended",
-        _DOOR,
-        "        return sorted(rank for rank, outcome in self.call(ranks).items() if outcome == ENDED)\n",
-        "        return sorted(self.call(ranks))\n",
+        _PROBE,
+        "        return sorted(rank for rank, outcome in self.probe(ranks).items() if outcome == ENDED)\n",
+        "        return sorted(self.probe(ranks))\n",
         "A rank that is busy is missed.",
         (_BOARD, _LIVENESS),
     ),

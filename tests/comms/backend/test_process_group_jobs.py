@@ -25,7 +25,7 @@ from gradwire.comms.backend import process_group
 from gradwire.comms.backend.node_collectives import NodeCollectives
 from gradwire.comms.backend.process_group import GradwireGroup
 from gradwire.comms.bootstrap.compat import GroupOptions, Store, register_backends
-from gradwire.comms.bootstrap.door import Awaited
+from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from support.processes import Processes
@@ -392,7 +392,7 @@ def test_what_ends_a_nodes_collectives_is_told_to_all_ranks_of_the_group() -> No
         rank=0,
         size=2,
         config=Config(timeout=timedelta(minutes=10)),
-        awaited=lambda: Awaited((0, 1), 0, lambda ranks: list(ranks)),
+        peer_wait=lambda: PeerWait((0, 1), 0, lambda ranks: list(ranks)),
         abort=told.append,
     )
     collectives = NodeCollectives(cast(Communicator, communicator), HashStore(), "node")

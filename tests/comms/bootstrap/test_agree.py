@@ -8,7 +8,7 @@ import pytest
 
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.door import Awaited
+from gradwire.comms.bootstrap.probe import PeerWait
 from support.threads import run_ranks
 
 
@@ -78,7 +78,7 @@ def test_a_rank_that_has_ended_is_named_before_the_time_out(gone: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_waits_hears_that_another_rank_has_given_up(rank: int) -> None:
     """Law: before the time-out, though no rank has ended."""
-    awaited = Awaited(range(3), rank, None, lambda: "rank 2 has run out of luck")
-    own = Agreement(HashStore(), rank, 3, "plan", timedelta(minutes=10), ended=awaited.among)
+    peer_wait = PeerWait(range(3), rank, None, lambda: "rank 2 has run out of luck")
+    own = Agreement(HashStore(), rank, 3, "plan", timedelta(minutes=10), ended=peer_wait.exited_among)
     with pytest.raises(ValueError, match="refused on all ranks: rank 2 has run out of luck"):
         own.decide(rank, list)

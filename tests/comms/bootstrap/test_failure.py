@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.comms.bootstrap import door
+from gradwire.comms.bootstrap import probe
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import GradBucket, HashStore
-from gradwire.comms.bootstrap.door import Directory, Door, Place
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.kernel import own_kernel
+from gradwire.comms.bootstrap.probe import PeerAddress, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
 from support.processes import Processes
 from support.shared_memory import left_since, segments
@@ -63,30 +63,30 @@ def test_the_survivors_name_the_missing_rank_and_the_phase(nodes: str, victim: i
 @pytest.mark.parametrize("published", [False, True])
 def test_who_serves_the_store_and_ends_first_is_not_named(published: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the others have heard from it which rank is lost, and not through the store alone."""
-    store, opened = HashStore(), Door.open()
+    store, opened = HashStore(), ProbeServer.open()
     with listener(1) as closed:
         gone = closed.getsockname()[1]
     ports = {0: opened.port, 1: opened.port, 2: gone}
-    doors = {rank: Place(port, ("127.0.0.1",), own_kernel()) for rank, port in ports.items()}
+    servers = {rank: PeerAddress(port, ("127.0.0.1",), own_kernel()) for rank, port in ports.items()}
     boards = []
     for rank in (0, 1):
-        opened.answer_for("start", rank)
-        known = None if published else Directory("start", rank, doors, door=opened)
+        opened.register("start", rank)
+        known = None if published else PeerTable("start", rank, servers, server=opened)
         boards.append(FailureBoard(store, rank, 3, directory=known))
         if published:
             boards[-1].publish("start")
-    store.set("door/2", json.dumps([gone, ["127.0.0.1"], own_kernel()]))
-    monkeypatch.setattr(door, "FIRST_LOOK_SECONDS", 0.0)
-    serves, other = (board.awaited() for board in boards)
+    store.set("address/2", json.dumps([gone, ["127.0.0.1"], own_kernel()]))
+    monkeypatch.setattr(probe, "FIRST_POLL_SECONDS", 0.0)
+    serves, other = (board.peer_wait() for board in boards)
     why = "rank 2 has ended before it had come: look at its output"
-    assert str(serves.lost("before it had come")) == why
+    assert str(serves.failure("before it had come")) == why
 
     def unreachable(*_: object) -> None:
         raise StoreUnreachableError("the store cannot be reached: the process that serves it is gone")
 
     monkeypatch.setattr(PollingStore, "_ask", unreachable)
-    opened.forget("start", 0)
-    assert str(other.lost("before it had come")) == why
-    opened.forget("start", 1)
+    opened.unregister("start", 0)
+    assert str(other.failure("before it had come")) == why
+    opened.unregister("start", 1)
     for _ in range(3 if published else 1):  # each board has opened it, too
         opened.close()

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradwire.comms.bootstrap import addresses, door, failure, kernel, liveness
+from gradwire.comms.bootstrap import addresses, failure, kernel, liveness, probe
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import HashStore, store_of
-from gradwire.comms.bootstrap.door import Directory, Door
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.losses import BROKEN, FAILED, OVERDUE, Loss, Losses, LostError, Source
+from gradwire.comms.bootstrap.probe import PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import OverdueError, PeerError
 from support.processes import Processes, Said
@@ -564,25 +564,25 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     monkeypatch.setattr(failure, "CALLING_AFTER", timedelta(0))
     monkeypatch.setattr(failure, "look_seconds", lambda size: 0.0)
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
-    call = Directory.call
+    call = PeerTable.probe
     word = {"dead": [], "phase": "", "launches": 0, "waiting": True, "overdue": False, "seen": "", "own": False}
 
-    def call_and_say(self: Directory, ranks: Any) -> dict[int, str]:
+    def call_and_say(self: PeerTable, ranks: Any) -> dict[int, str]:
         found = call(self, ranks)
         if not ends:
             store.set("word/2", json.dumps(word))  # after it was called
         return found
 
-    monkeypatch.setattr(Directory, "call", call_and_say)
-    living = Door.open()
+    monkeypatch.setattr(PeerTable, "probe", call_and_say)
+    living = ProbeServer.open()
     with socket.create_server(("127.0.0.1", 0)) as ended:
         gone = ended.getsockname()[1]
-    store.set("door/1", json.dumps([living.port, ["127.0.0.1"], kernel.own_kernel()]))
-    store.set("door/2", json.dumps([gone if ends else living.port, ["127.0.0.1"], kernel.own_kernel()]))
-    living.answer_for("start", 1)
-    living.answer_for("start", 2)
+    store.set("address/1", json.dumps([living.port, ["127.0.0.1"], kernel.own_kernel()]))
+    store.set("address/2", json.dumps([gone if ends else living.port, ["127.0.0.1"], kernel.own_kernel()]))
+    living.register("start", 1)
+    living.register("start", 2)
     store.set("word/1", json.dumps(word))
-    board = FailureBoard(store, 0, 3, directory=Directory("start", 0, {}))
+    board = FailureBoard(store, 0, 3, directory=PeerTable("start", 0, {}))
     errors: list[CollectiveError] = []
     thread = threading.Thread(
         target=lambda: errors.append(board.diagnose(PeerError("gone"), "an all-reduce", range(3))), daemon=True
@@ -591,7 +591,7 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     thread.join(SECONDS)
     assert [error.missing for error in errors] == [(2,) if ends else ()]
     for rank in (1, 2):
-        living.forget("start", rank)
+        living.unregister("start", rank)
     living.close()
 
 
@@ -606,7 +606,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_refused_connection_is_an_end_only_beside_a_rank_that_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "of_others", list)
     store = HashStore()
-    living = Door.open()
+    living = ProbeServer.open()
     with socket.create_server(("127.0.0.1", 0)) as ended:
         gone = ended.getsockname()[1]
     for rank, port, host in (
@@ -615,19 +615,19 @@ def test_a_refused_connection_is_an_end_only_beside_a_rank_that_is_reached(monke
         (3, living.port, "other"),
         (4, gone, "one host"),
     ):
-        store.set(f"door/{rank}", json.dumps([port, ["127.0.0.1"], host]))
-        living.answer_for("start", rank)
-    board = FailureBoard(store, 0, 6, directory=Directory("start", 0, {}))
+        store.set(f"address/{rank}", json.dumps([port, ["127.0.0.1"], host]))
+        living.register("start", rank)
+    board = FailureBoard(store, 0, 6, directory=PeerTable("start", 0, {}))
 
     def found(rank: int, words: list[int]) -> str | None:
-        return board._doors_of({rank}, words).call([rank]).get(rank)
+        return board._addresses_of({rank}, words).probe([rank]).get(rank)
 
-    assert found(1, [3, 2]) == door.ENDED
-    assert found(1, [3]) == door.REFUSED  # a firewall of that host may reject
-    assert found(1, [4]) == door.REFUSED
+    assert found(1, [3, 2]) == probe.ENDED
+    assert found(1, [3]) == probe.REFUSED  # a firewall of that host may reject
+    assert found(1, [4]) == probe.REFUSED
     assert found(5, [2]) is None
     for rank in (1, 2, 3, 4):
-        living.forget("start", rank)
+        living.unregister("start", rank)
     living.close()
 
 

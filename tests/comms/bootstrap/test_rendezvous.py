@@ -10,12 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.comms.bootstrap import door, rendezvous
+from gradwire.comms.bootstrap import probe, rendezvous
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.door import Directory, Door
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.probe import PeerTable, ProbeServer
 from gradwire.comms.bootstrap.rendezvous import BLOCK, Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
@@ -194,24 +194,24 @@ def test_a_rank_that_has_met_the_others_before_and_ended_is_named() -> None:
 
 def test_who_is_waited_for_answers_at_his_door_while_he_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a rank that is there is never taken for one that has ended, however long another one takes."""
-    monkeypatch.setattr(door, "FIRST_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(probe, "FIRST_POLL_SECONDS", 0.01)
     store, size = HashStore(), 3
     looked: list[list[int]] = []
 
-    def look(directory: Directory, ranks: Sequence[int]) -> list[int]:
-        looked.append([rank for rank, outcome in directory.call(ranks).items() if outcome == door.ENDED])
+    def look(directory: PeerTable, ranks: Sequence[int]) -> list[int]:
+        looked.append([rank for rank, outcome in directory.probe(ranks).items() if outcome == probe.ENDED])
         return looked[-1]
 
-    monkeypatch.setattr(Directory, "ended", look)
-    doors = [Door.open() for _ in range(size)]  # one for all threads of this process
+    monkeypatch.setattr(PeerTable, "exited", look)
+    servers = [ProbeServer.open() for _ in range(size)]  # one for all threads of this process
 
     def join(rank: int) -> Presences:
         time.sleep(2.0 * (rank == 2))
-        own = replace(saying(rank, size), port=doors[rank].port, addresses=("127.0.0.1",), kernel=own_kernel())
-        return exchange(store, own, SECONDS, doors[rank])
+        own = replace(saying(rank, size), port=servers[rank].port, addresses=("127.0.0.1",), kernel=own_kernel())
+        return exchange(store, own, SECONDS, servers[rank])
 
     found = run_ranks(size, join)
-    for each in doors:
+    for each in servers:
         each.close()
     assert looked and not any(looked)
     assert len({one.start for one in found}) == 1

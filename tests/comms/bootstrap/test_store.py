@@ -10,10 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.comms.bootstrap import door, failure
+from gradwire.comms.bootstrap import failure, probe
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import PrefixStore, TCPStore
-from gradwire.comms.bootstrap.door import Door
+from gradwire.comms.bootstrap.probe import ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.communicator import Communicator
@@ -86,18 +86,18 @@ def test_garbage_that_asks_is_answered_wherever_it_is_collected(where: str, monk
 
 
 def test_garbage_that_closes_a_door_may_be_collected_while_one_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Door, "_shared", None)
-    old = Door.open()
-    monkeypatch.setattr(Door, "_shared", None)
+    monkeypatch.setattr(ProbeServer, "_shared", None)
+    old = ProbeServer.open()
+    monkeypatch.setattr(ProbeServer, "_shared", None)
     Garbage(old.close)
-    opened: list[Door] = []
+    opened: list[ProbeServer] = []
 
     def collecting(backlog: int) -> socket.socket:
         gc.collect()
         return listener(backlog)
 
-    monkeypatch.setattr(door, "listener", collecting)
-    opening = threading.Thread(target=lambda: opened.append(Door.open()), daemon=True)
+    monkeypatch.setattr(probe, "listener", collecting)
+    opening = threading.Thread(target=lambda: opened.append(ProbeServer.open()), daemon=True)
     opening.start()
     opening.join(10.0)
     assert len(opened) == 1 and old._closed

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.comms.bootstrap import strangers
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.door import ANSWERS, ENDED, TELL, Directory, Door, Place, _digest, _name
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
+from gradwire.comms.bootstrap.probe import ANSWERS, ENDED, NOTIFY, PeerAddress, PeerTable, ProbeServer, _digest, _secret
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.boundary.proof import proof_of
@@ -156,26 +156,26 @@ def test_who_is_silent_for_long_is_turned_away(
 
 
 def without_descriptors(_: int) -> list[str]:
-    """What a door of a process says that had no descriptor left for a while."""
-    door = Door.open()
-    door.answer_for("start", 0)
-    directory = Directory("start", 1, {0: Place(door.port, ("127.0.0.1",))})
-    found = [directory.call([0])[0]]
+    """What a probe server of a process says that had no descriptor left for a while."""
+    server = ProbeServer.open()
+    server.register("start", 0)
+    directory = PeerTable("start", 1, {0: PeerAddress(server.port, ("127.0.0.1",))})
+    found = [directory.probe([0])[0]]
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     called = socket.socket()
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # what is open stays open
     with pytest.raises(OSError) as full:
         socket.socket()
     assert full.value.errno == errno.EMFILE
-    called.connect(("127.0.0.1", door.port))
+    called.connect(("127.0.0.1", server.port))
     called.sendall(bytes(33))  # a whole digest, that of nothing: the next one is waited for at once
     time.sleep(4 * strangers.FULL_NAP_SECONDS)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    found.append(directory.call([0])[0])
+    found.append(directory.probe([0])[0])
     called.close()
-    door.forget("start", 0)
-    found.append(directory.call([0])[0])
-    door.close()
+    server.unregister("start", 0)
+    found.append(directory.probe([0])[0])
+    server.close()
     return found
 
 
@@ -187,29 +187,29 @@ DRIPS = b"GET / HTTP/1.1\r\n"
 
 
 def test_strangers_keep_nobody_from_a_door(callers: Callers, few: int) -> None:
-    door = Door.open()
-    door.answer_for("start", 2)
-    callers.crowd(door.port, 3 * few)
-    callers.crowd(door.port, 3 * few, DRIPS)
-    name = _name("start", 2)
-    head = _digest(name) + bytes(16) + TELL
-    callers.call(door.port, head + b"\xff" * 4)  # 4 GB of words
+    server = ProbeServer.open()
+    server.register("start", 2)
+    callers.crowd(server.port, 3 * few)
+    callers.crowd(server.port, 3 * few, DRIPS)
+    name = _secret("start", 2)
+    head = _digest(name) + bytes(16) + NOTIFY
+    callers.call(server.port, head + b"\xff" * 4)  # 4 GB of words
     for word in (b"[" * 1000, b"3", b"[1, 2]", b"\xff", b'["x", "failed", [1e999], null]'):
         word = len(word).to_bytes(4, "big") + word
-        callers.call(door.port, head + word + bytes(32))  # without a proof
-        with socket.create_connection(("127.0.0.1", door.port), SECONDS) as proved:
+        callers.call(server.port, head + word + bytes(32))  # without a proof
+        with socket.create_connection(("127.0.0.1", server.port), SECONDS) as proved:
             greeting = proved.recv(64)
             proved.sendall(head + word + proof_of(name, "caller", greeting, head, word))
             assert is_turned_away(proved)
-    directory = Directory("start", 1, {2: Place(door.port, ("127.0.0.1",))}, door=door)
-    assert directory.call([2]) == {2: ANSWERS}
-    directory.tell([2], Loss("the reason", FAILED, (3,)))
+    directory = PeerTable("start", 1, {2: PeerAddress(server.port, ("127.0.0.1",))}, server=server)
+    assert directory.probe([2]) == {2: ANSWERS}
+    directory.notify([2], Loss("the reason", FAILED, (3,)))
     deadline = time.monotonic() + SECONDS
-    while door.heard("start", 2) is None and time.monotonic() < deadline:
+    while server.reported_failure("start", 2) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert door.heard("start", 2) == Loss("the reason", FAILED, (3,), said_by=1)
-    door.forget("start", 2)
-    door.close()
+    assert server.reported_failure("start", 2) == Loss("the reason", FAILED, (3,), said_by=1)
+    server.unregister("start", 2)
+    server.close()
 
 
 def test_strangers_neither_fill_a_ring_nor_keep_it_from_leaving(callers: Callers, few: int) -> None:

@@ -16,11 +16,11 @@ import torch
 
 from gradwire.bench.doctor import network as doctor_network
 from gradwire.comms.backend.node_collectives import NodeCollectives
-from gradwire.comms.bootstrap import door as doors
+from gradwire.comms.bootstrap import probe
 from gradwire.comms.bootstrap import store as stores
 from gradwire.comms.bootstrap.compat import HashStore, TCPStore
-from gradwire.comms.bootstrap.door import SILENT, Directory, Door, Place
 from gradwire.comms.bootstrap.kernel import LISTENS, look_at, own_kernel
+from gradwire.comms.bootstrap.probe import SILENT, PeerAddress, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.elastic import joining
@@ -151,36 +151,36 @@ def test_a_question_to_the_store_is_answered_and_the_next_one_starts_a_thread(
 def test_a_door_that_fails_does_not_look_like_a_process_that_has_ended(
     monkeypatch: pytest.MonkeyPatch, ended: Any, call: str
 ) -> None:
-    monkeypatch.setattr(doors, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr(probe, "PROBE_SECONDS", 0.2)
     monkeypatch.setattr(Strangers, "next", fails)
     if call == "close":
         monkeypatch.setattr(Strangers, "close", fails)
-    door = Door()
-    door.answer_for("start", 1)
+    server = ProbeServer()
+    server.register("start", 1)
     ended.get(timeout=SECONDS)
-    there = Directory("start", 0, {1: Place(door.port, ("127.0.0.1",), own_kernel())})
-    assert there.call([1]) == {1: SILENT}
-    assert look_at(own_kernel(), door.port, ()) == LISTENS
-    door._users = 1
-    door.close()
-    assert look_at(own_kernel(), door.port, ()) != LISTENS
+    there = PeerTable("start", 0, {1: PeerAddress(server.port, ("127.0.0.1",), own_kernel())})
+    assert there.probe([1]) == {1: SILENT}
+    assert look_at(own_kernel(), server.port, ()) == LISTENS
+    server._users = 1
+    server.close()
+    assert look_at(own_kernel(), server.port, ()) != LISTENS
 
 
 def test_a_caller_at_the_door_that_cannot_be_answered_keeps_no_other_waiting(
     monkeypatch: pytest.MonkeyPatch, ended: Any
 ) -> None:
-    door, answer, called = Door(), Door._answer, []
+    server, answer, called = ProbeServer(), ProbeServer._answer, []
 
     def fail_once(*arguments: Any) -> None:
         called.append(1)
         (fails if len(called) == 1 else answer)(*arguments)
 
-    monkeypatch.setattr(Door, "_answer", fail_once)
-    door.answer_for("start", 1)
-    there = Directory("start", 0, {1: Place(door.port, ("127.0.0.1",), own_kernel())})
-    assert there.call([1]) != there.call([1]) == {1: doors.ANSWERS}
-    door._users = 1
-    door.close()
+    monkeypatch.setattr(ProbeServer, "_answer", fail_once)
+    server.register("start", 1)
+    there = PeerTable("start", 0, {1: PeerAddress(server.port, ("127.0.0.1",), own_kernel())})
+    assert there.probe([1]) != there.probe([1]) == {1: probe.ANSWERS}
+    server._users = 1
+    server.close()
     assert ended.empty()
 
 
@@ -291,7 +291,7 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.watch.signals import Signals
 from gradwire.comms.watch.watch import Watch
 
-CALLS = sys.argv[1:]
+MOST_PROBES = sys.argv[1:]
 
 
 class Session:
@@ -322,7 +322,7 @@ def case(call):
     os._exit(77)
 
 
-for call in CALLS:
+for call in MOST_PROBES:
     child = os.fork()
     if child == 0:
         try:

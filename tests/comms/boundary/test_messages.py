@@ -16,7 +16,7 @@ import pytest
 
 from gradwire.bench.doctor import control as doctor_control
 from gradwire.bench.doctor import network as doctor
-from gradwire.comms.bootstrap import agree, door, failure, liveness, losses, rendezvous
+from gradwire.comms.bootstrap import agree, failure, liveness, losses, probe, rendezvous
 from gradwire.comms.bootstrap.losses import FAILED, Loss
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.rendezvous import Presences
@@ -174,8 +174,11 @@ def read_metrics(said: bytes) -> object:
 
 
 PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
-    "loss, at doors, in rings and as the alarm": (Loss.unpacked, Loss("it has ended", FAILED, (1, 2), 3).packed(0)),
-    "a door's place": (door.Place.unpacked, door.Place(4000, ("10.0.0.1", "fe80::1"), "kernel").packed().encode()),
+    "loss, at servers, in rings and as the alarm": (Loss.unpacked, Loss("it has ended", FAILED, (1, 2), 3).packed(0)),
+    "a probe server's place": (
+        probe.PeerAddress.unpacked,
+        probe.PeerAddress(4000, ("10.0.0.1", "fe80::1"), "kernel").packed().encode(),
+    ),
     "a ring's place": (liveness._ALIVE.read, json.dumps([4000, ["10.0.0.1"], "kernel", "ab" * 16]).encode()),
     "launches of a rank that has left": (liveness._LAUNCHES.read, b"17"),
     "a survivor's word": (

@@ -16,9 +16,9 @@ import pytest
 from gradwire.bench.doctor import network as doctor
 from gradwire.comms.bootstrap import liveness, strangers
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.door import ANSWERS, ENDED, Directory, Door, Place, _digest, _name
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
+from gradwire.comms.bootstrap.probe import ANSWERS, ENDED, PeerAddress, PeerTable, ProbeServer, _digest, _secret
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.elastic import joining
 from gradwire.comms.observe.metrics import Metrics
@@ -85,39 +85,41 @@ class Between:
 
 
 def test_what_was_said_to_a_door_proves_nothing_a_second_time(until: ExitStack) -> None:
-    door = Door.open()
-    until.callback(door.close)
-    door.answer_for("start", 2)
-    until.callback(lambda: door.forget("start", 2))
-    between = Between(until, door.port)
-    Directory("start", 1, {2: Place(between.port, ("127.0.0.1",))}).tell([2], Loss("it", FAILED))
-    wait_until(lambda: door.heard("start", 2))
+    server = ProbeServer.open()
+    until.callback(server.close)
+    server.register("start", 2)
+    until.callback(lambda: server.unregister("start", 2))
+    between = Between(until, server.port)
+    PeerTable("start", 1, {2: PeerAddress(between.port, ("127.0.0.1",))}).notify([2], Loss("it", FAILED))
+    wait_until(lambda: server.reported_failure("start", 2))
     said = between.heard["caller"]
     assert b"start" not in said  # the name is no part of what goes over the wire
-    door._heard.clear()
-    with socket.create_connection(("127.0.0.1", door.port), SECONDS) as again:
+    server._reported.clear()
+    with socket.create_connection(("127.0.0.1", server.port), SECONDS) as again:
         again.sendall(said)
         assert is_closed(again)
-    assert door.heard("start", 2) is None
-    directory = Directory("start", 1, {2: Place(door.port, ("127.0.0.1",)), 3: Place(door.port, ("127.0.0.1",))})
-    assert directory.call([2, 3]) == {2: ANSWERS, 3: ENDED}
+    assert server.reported_failure("start", 2) is None
+    directory = PeerTable(
+        "start", 1, {2: PeerAddress(server.port, ("127.0.0.1",)), 3: PeerAddress(server.port, ("127.0.0.1",))}
+    )
+    assert directory.probe([2, 3]) == {2: ANSWERS, 3: ENDED}
 
 
 def test_who_does_not_know_the_name_is_no_door(until: ExitStack) -> None:
-    """Another process that has got a door's port cannot say that the rank is here."""
+    """Another process that has got a probe server's port cannot say that the rank is here."""
     other = until.enter_context(socket.create_server(("127.0.0.1", 0)))
 
     def answer() -> None:
         caller, _ = other.accept()
         with caller:
-            caller.sendall(b"gradwire door 2" + bytes(16))
+            caller.sendall(b"gradwire probe 2" + bytes(16))
             caller.recv(4096)
             caller.sendall(b"+" + bytes(32))
 
     threading.Thread(target=answer, daemon=True).start()
-    found = Directory("start", 1, {2: Place(other.getsockname()[1], ("127.0.0.1",))}).call([2])
+    found = PeerTable("start", 1, {2: PeerAddress(other.getsockname()[1], ("127.0.0.1",))}).probe([2])
     assert found[2] != ANSWERS
-    assert len(_digest(_name("start", 2))) == 16
+    assert len(_digest(_secret("start", 2))) == 16
 
 
 def two_rings(store: PollingStore) -> tuple[list[LivenessRing], list[list[Exception]]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from gradwire.comms.bootstrap.door import Awaited
+from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.errors import MismatchError, PeerError
 from gradwire.comms.transport import segment
 from gradwire.comms.transport.shm import BLOCK_NBYTES, ShmGroup
@@ -159,10 +159,10 @@ def test_a_rank_that_never_comes_to_create() -> None:
 def test_a_rank_that_has_ended_before_it_came_to_create(rank: int, gone: int) -> None:
     """Law: it is named as soon as its kernel says so, whatever the time-out."""
     before = segments()
-    awaited = Awaited((4, 5, 7), rank, lambda ranks: [each for each in ranks if each == gone])
+    peer_wait = PeerWait((4, 5, 7), rank, lambda ranks: [each for each in ranks if each == gone])
     index = (4, 5, 7).index(gone)
     with pytest.raises(PeerError, match=f"rank {gone} has ended during the set-up") as caught:
-        ShmGroup.create(HashStore(), rank, 3, key="left", timeout=timedelta(minutes=10), awaited=awaited)
+        ShmGroup.create(HashStore(), rank, 3, key="left", timeout=timedelta(minutes=10), peer_wait=peer_wait)
     assert caught.value.missing == (index,)
     assert not left_since(before)
 
@@ -171,9 +171,9 @@ def test_a_rank_that_has_ended_before_it_came_to_create(rank: int, gone: int) ->
 def test_a_rank_elsewhere_that_has_ended_is_heard_of_while_others_are_waited_for(rank: int) -> None:
     """Law: who waits for a rank that waits for the lost one does not hold up its name until both have waited long."""
     before = segments()
-    awaited = Awaited((4, 5), rank, None, lambda: "rank 7 has ended")
+    peer_wait = PeerWait((4, 5), rank, None, lambda: "rank 7 has ended")
     with pytest.raises(PeerError, match="rank 7 has ended"):
-        ShmGroup.create(HashStore(), rank, 2, key="heard", timeout=timedelta(seconds=20), awaited=awaited)
+        ShmGroup.create(HashStore(), rank, 2, key="heard", timeout=timedelta(seconds=20), peer_wait=peer_wait)
     assert not left_since(before)
 
 
@@ -186,9 +186,9 @@ def test_who_has_heard_the_alarm_and_ended_is_not_named(rank: int) -> None:
         heard.extend(ranks)  # between this rank's last look for an alarm and its look for ends
         return heard
 
-    awaited = Awaited((4, 5), rank, ended, lambda: "rank 7 has run out of luck" if heard else None)
+    peer_wait = PeerWait((4, 5), rank, ended, lambda: "rank 7 has run out of luck" if heard else None)
     with pytest.raises(PeerError, match=r"^rank 7 has run out of luck$") as caught:
-        ShmGroup.create(HashStore(), rank, 2, key="messenger", timeout=timedelta(minutes=10), awaited=awaited)
+        ShmGroup.create(HashStore(), rank, 2, key="messenger", timeout=timedelta(minutes=10), peer_wait=peer_wait)
     assert caught.value.missing == (1 - rank,)
 
 
@@ -197,9 +197,9 @@ def test_a_first_rank_that_has_heard_the_alarm_and_hung_up_is_not_named() -> Non
     offer = {"name": "gradwire-gone", "network": segment._network(), "size": 2, "block_nbytes": BLOCK_NBYTES}
     store = HashStore()
     store.set("messenger/door", json.dumps(offer))
-    awaited = Awaited((4, 5), 1, None, lambda: "rank 7 has run out of luck")
+    peer_wait = PeerWait((4, 5), 1, None, lambda: "rank 7 has run out of luck")
     with pytest.raises(PeerError, match=r"^rank 7 has run out of luck$") as caught:
-        ShmGroup.create(store, 1, 2, key="messenger", timeout=timedelta(minutes=10), awaited=awaited)
+        ShmGroup.create(store, 1, 2, key="messenger", timeout=timedelta(minutes=10), peer_wait=peer_wait)
     assert caught.value.missing == (0,)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, TorchGroup, make_gloo
-from gradwire.comms.bootstrap.door import Awaited
+from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.errors import PeerError
 from gradwire.comms.run.programs import issue_together
 from gradwire.comms.transport import torch_group
@@ -154,11 +154,11 @@ def test_nobody_waits_for_a_rank_that_has_ended_before_it_had_connected(monkeypa
     over = threading.Event()
     monkeypatch.setattr(torch_group, "make_gloo", lambda *arguments: over.wait())
 
-    def awaited() -> Awaited:
-        return Awaited((4, 7, 9), 1, lambda ranks: [each for each in ranks if each == 4])
+    def peer_wait() -> PeerWait:
+        return PeerWait((4, 7, 9), 1, lambda ranks: [each for each in ranks if each == 4])
 
     with pytest.raises(PeerError, match="rank 4 has ended before it had connected") as caught:
-        connect_gloo(HashStore(), 1, 3, timedelta(minutes=10), None, "lo", awaited=awaited)
+        connect_gloo(HashStore(), 1, 3, timedelta(minutes=10), None, "lo", peer_wait=peer_wait)
     assert caught.value.missing == ()  # indices would be taken for those of the node's ranks
     over.set()
 
@@ -187,9 +187,9 @@ def test_who_has_heard_the_alarm_and_ended_before_it_had_connected_is_not_named(
         heard.set()  # between this rank's last look for an alarm and its look for ends
         return list(ranks)
 
-    def awaited() -> Awaited:
-        return Awaited((4, 7), 1, ended, lambda: "rank 9 has run out of luck" if heard.is_set() else None)
+    def peer_wait() -> PeerWait:
+        return PeerWait((4, 7), 1, ended, lambda: "rank 9 has run out of luck" if heard.is_set() else None)
 
     with pytest.raises(PeerError, match=r"^rank 9 has run out of luck$"):
-        connect_gloo(HashStore(), 1, 2, timedelta(minutes=10), None, "lo", awaited=awaited)
+        connect_gloo(HashStore(), 1, 2, timedelta(minutes=10), None, "lo", peer_wait=peer_wait)
     over.set()

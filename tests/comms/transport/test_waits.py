@@ -94,7 +94,7 @@ ENDED_BY = {
     """,
     "the socket's own time-out, or it does not block": """
         comms/bootstrap/addresses.py: kernel.recv
-        comms/bootstrap/door.py: connection.recv
+        comms/bootstrap/probe.py: connection.recv
         comms/bootstrap/liveness.py: connection.recv
         comms/bootstrap/strangers.py: connection.recv
         comms/bootstrap/strangers.py: listener.accept
