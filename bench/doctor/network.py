@@ -21,7 +21,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from gradwire.bench.doctor.facts import PairRates
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.kernel import TcpInfo, pace
-from gradwire.comms.bootstrap.strangers import Strangers
+from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.threads import BackgroundThread, in_thread, outcome_of
 from gradwire.comms.boundary.messages import MessageError, MessageType, Within
 
@@ -256,10 +256,12 @@ class Listener:
 
     def _accept(self) -> None:
         """Lets callers in that name a session; `MOST_SESSIONS` are served at a time, each by a thread."""
-        with contextlib.closing(Strangers(self._tcp, lambda heard: 1 + SESSION_NBYTES - len(heard))) as strangers:
+        with contextlib.closing(
+            PendingConnections(self._tcp, lambda heard: 1 + SESSION_NBYTES - len(heard))
+        ) as pending:
             while not self._closed:
                 try:
-                    callers = strangers.next(CONNECT_SECONDS)
+                    callers = pending.next(CONNECT_SECONDS)
                 except (OSError, ValueError):  # closed
                     return
                 for connection, said in callers:

@@ -45,8 +45,8 @@ from gradwire.comms.bootstrap.losses import (
     Source,
 )
 from gradwire.comms.bootstrap.losses import ENDED as HAS_ENDED
+from gradwire.comms.bootstrap.pending_connections import accept, to_close
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.bootstrap.strangers import accept, to_turn_away
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.messages import Addresses, Count, Kernel, MessageError, MessageType, Most, Port
 from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, new_nonce, proof_of
@@ -69,15 +69,15 @@ all."""
 
 BACKLOG = 1024
 """Callers that the kernel keeps while the thread calls a neighbour itself, which takes `CONNECT_SECONDS` for each
-address, or asks the store. With few places a crowd of strangers would keep a neighbour out meanwhile; the kernel has
+address, or asks the store. With few places a crowd of other clients would keep a neighbour out meanwhile; the kernel has
 `net.core.somaxconn` at most (4096 since Linux 5.4)."""
 
 CALLERS_AT_ONCE = 64
-"""Callers that are let in between two looks at what others have said: fewer than `MOST_STRANGERS`, so that a neighbour
+"""Callers that are let in between two looks at what others have said: fewer than `MOST_PENDING`, so that a neighbour
 among them, which says its name with its call, is heard before it could be turned away."""
 
 CLOSING_CALLERS = 16
-"""Who wait to be let in then, at most: the two neighbours, and strangers."""
+"""Who wait to be let in then, at most: the two neighbours, and others."""
 
 CLOSING_LOOKS = (0.0, 0.02, 0.08)
 """Seconds before each look whether a process whose connection has ended listens still: its kernel closes one after the
@@ -727,12 +727,12 @@ class LivenessRing:
         for found in ready:
             if isinstance(found, socket.socket) and found in self._ends.peers:
                 self._hear(found)
-        if self._ends.listener in ready:  # behind those who have said who they are: they are strangers no more
+        if self._ends.listener in ready:  # after reading: who has identified itself must not be closed as surplus
             self._ends.accept()
         # A neighbour whose proof is on its way goes last: its thread may be asking the store, or calling somebody else.
-        strangers = [(one, peer) for one, peer in self._ends.peers.items() if peer.rank is None]
-        strangers.sort(key=lambda each: bool(each[1].hello))
-        for each in to_turn_away({one: peer.since for one, peer in strangers}):
+        pending = [(one, peer) for one, peer in self._ends.peers.items() if peer.rank is None]
+        pending.sort(key=lambda each: bool(each[1].hello))
+        for each in to_close({one: peer.since for one, peer in pending}):
             self._ends.hang_up(each)
 
     def _look(self, selector: selectors.BaseSelector) -> None:
@@ -776,7 +776,7 @@ class LivenessRing:
         """
         if not peer.known:
             if not self._ends.meet(connection, peer):
-                log.debug("rank %d and a stranger have met", self._rank)
+                log.debug("rank %d and a client that is no rank have met", self._rank)
                 return False
             if not peer.known:
                 return True

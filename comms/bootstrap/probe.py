@@ -23,7 +23,7 @@ from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
 from gradwire.comms.bootstrap.kernel import look_at, to_call
 from gradwire.comms.bootstrap.losses import LONGEST_WORD_NBYTES, Loss
-from gradwire.comms.bootstrap.strangers import Strangers
+from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.threads import BackgroundThread, call_each
 from gradwire.comms.boundary.messages import Addresses, Kernel, MessageType, Port
 from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, is_proved, new_nonce, proof_of
@@ -157,7 +157,7 @@ class ProbeServer:
 
     def _serve(self) -> None:
         """Accept and answer connections until the server is closed; the background thread."""
-        with closing(Strangers(self._listener, self._missing_nbytes, _greeting)) as pending:
+        with closing(PendingConnections(self._listener, self._missing_nbytes, _greeting)) as pending:
             while not self._closed:
                 try:
                     complete = pending.next(POLL_SECONDS)

@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
-from gradwire.comms.bootstrap.strangers import Strangers
+from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.files import replace_text
 
@@ -39,7 +39,7 @@ class Exported(Protocol):
 
 
 class _Scrapes:
-    """Answers at a port who asks for the metrics by HTTP: one thread, and as many callers as `Strangers` lets in.
+    """Serves the metrics by HTTP: one thread, and as many clients at a time as `PendingConnections` accepts.
 
     Args:
         port: To listen at; 0 takes a free one.
@@ -84,10 +84,10 @@ class _Scrapes:
         self._listener.close()
 
     def _serve(self) -> None:
-        with closing(Strangers(self._listener, _lacks)) as strangers:
+        with closing(PendingConnections(self._listener, _lacks)) as pending:
             while not self._closed:
                 try:
-                    callers = strangers.next(LOOK_SECONDS)
+                    callers = pending.next(LOOK_SECONDS)
                 except (OSError, ValueError) as error:  # a listener that is closed has no descriptor
                     if not self._closed:
                         raise

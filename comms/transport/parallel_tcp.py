@@ -30,7 +30,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from gradwire.comms.bootstrap.strangers import Strangers
+from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, new_nonce, proof_of
 from gradwire.comms.errors import PeerError
@@ -119,11 +119,11 @@ class StreamListener:
         found: dict[int, list[socket.socket]] = {rank: [] for rank in wanted}
         with (
             ExitStack() as unless_all_come,
-            closing(Strangers(self._socket, lambda heard: _HELLO.size - len(heard), new_nonce)) as strangers,
+            closing(PendingConnections(self._socket, lambda heard: _HELLO.size - len(heard), new_nonce)) as pending,
         ):
             while any(len(found[rank]) < count for rank, count in wanted.items()):
                 _check_on(deadline, alarm)
-                for connection, said in strangers.next(1.0):
+                for connection, said in pending.next(1.0):
                     nonce, hello = said[:NONCE_NBYTES], said[NONCE_NBYTES:]
                     rank, proof = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))  # zeros are no proof
                     if proof == _proof(self.token, nonce, rank) and len(found.get(rank, ())) < wanted.get(rank, 0):

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Self
 from unittest.mock import patch
 
-from gradwire.comms.bootstrap import kernel, liveness, store, strangers
+from gradwire.comms.bootstrap import kernel, liveness, pending_connections, store
 from gradwire.comms.bootstrap.store import StoreUnreachableError
 from gradwire.comms.elastic import membership, resilient_ops
 
@@ -517,7 +517,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         "current_thread": lambda: simulation.thread,
     }
     with ExitStack() as stack:
-        for module in (liveness, membership, strangers, resilient_ops, store):
+        for module in (liveness, membership, pending_connections, resilient_ops, store):
             stack.enter_context(patch.object(module, "time", _Names(module.time, **clock)))
         for module in (liveness, membership):
             stack.enter_context(patch.object(module, "threading", _Names(threading, **threads)))

@@ -20,8 +20,8 @@ from gradwire.comms.bootstrap import probe
 from gradwire.comms.bootstrap import store as stores
 from gradwire.comms.bootstrap.compat import HashStore, TCPStore
 from gradwire.comms.bootstrap.kernel import LISTENS, look_at, own_kernel
+from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.probe import SILENT, PeerAddress, PeerTable, ProbeServer
-from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.elastic import joining
 from gradwire.comms.elastic.joining import Requests
@@ -152,9 +152,9 @@ def test_a_door_that_fails_does_not_look_like_a_process_that_has_ended(
     monkeypatch: pytest.MonkeyPatch, ended: Any, call: str
 ) -> None:
     monkeypatch.setattr(probe, "PROBE_SECONDS", 0.2)
-    monkeypatch.setattr(Strangers, "next", fails)
+    monkeypatch.setattr(PendingConnections, "next", fails)
     if call == "close":
-        monkeypatch.setattr(Strangers, "close", fails)
+        monkeypatch.setattr(PendingConnections, "close", fails)
     server = ProbeServer()
     server.register("start", 1)
     ended.get(timeout=SECONDS)
@@ -185,7 +185,7 @@ def test_a_caller_at_the_door_that_cannot_be_answered_keeps_no_other_waiting(
 
 
 def test_metrics_are_not_served_any_more(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
-    monkeypatch.setattr(Strangers, "next", fails)
+    monkeypatch.setattr(PendingConnections, "next", fails)
     made = Metrics(None, 0, "127.0.0.1", 0.0)
     ended.get(timeout=SECONDS)
     assert made.port is None

@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 
 from gradwire.bench.doctor import network as doctor
-from gradwire.comms.bootstrap import liveness, strangers
+from gradwire.comms.bootstrap import liveness, pending_connections
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
@@ -35,8 +35,8 @@ def until() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(strangers, "MOST_STRANGERS", 8)
-    monkeypatch.setattr(strangers, "STRANGER_SECONDS", 1e6)
+    monkeypatch.setattr(pending_connections, "MOST_PENDING", 8)
+    monkeypatch.setattr(pending_connections, "PENDING_SECONDS", 1e6)
     return 8
 
 
@@ -226,7 +226,7 @@ def test_the_metrics_port_answers_or_hangs_up(asked: bytes, answered: bytes, unt
 
 
 def test_a_scraper_that_says_nothing_is_hung_up_on(until: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "STRANGER_SECONDS", 0.0)
+    monkeypatch.setattr(pending_connections, "PENDING_SECONDS", 0.0)
     metrics = metrics_of("")
     until.callback(metrics.close)
     assert metrics.port

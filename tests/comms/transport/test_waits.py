@@ -96,8 +96,8 @@ ENDED_BY = {
         comms/bootstrap/addresses.py: kernel.recv
         comms/bootstrap/probe.py: connection.recv
         comms/bootstrap/liveness.py: connection.recv
-        comms/bootstrap/strangers.py: connection.recv
-        comms/bootstrap/strangers.py: listener.accept
+        comms/bootstrap/pending_connections.py: connection.recv
+        comms/bootstrap/pending_connections.py: listener.accept
         comms/transport/segment.py: listener.accept
         comms/transport/segment.py: self.socket.recv
         comms/transport/segment.py: socket.recv_fds

@@ -20,13 +20,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.bootstrap import strangers
+from gradwire.comms.bootstrap import pending_connections
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
+from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.probe import ANSWERS, ENDED, NOTIFY, PeerAddress, PeerTable, ProbeServer, _digest, _secret
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.bootstrap.strangers import Strangers
 from gradwire.comms.boundary.proof import proof_of
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport import parallel_tcp
@@ -39,8 +39,8 @@ SECONDS = 30.0
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many may be silent, for ever: what counts is that nobody waits for them."""
-    monkeypatch.setattr(strangers, "MOST_STRANGERS", 8)
-    monkeypatch.setattr(strangers, "STRANGER_SECONDS", 1e6)
+    monkeypatch.setattr(pending_connections, "MOST_PENDING", 8)
+    monkeypatch.setattr(pending_connections, "PENDING_SECONDS", 1e6)
     return 8
 
 
@@ -80,7 +80,7 @@ def listener() -> Iterator[socket.socket]:
         yield made
 
 
-def heard(one: Strangers, count: int) -> list[bytes]:
+def heard(one: PendingConnections, count: int) -> list[bytes]:
     """What so many said who have said all."""
     found: list[bytes] = []
     deadline = time.monotonic() + SECONDS
@@ -96,7 +96,7 @@ def test_who_speaks_is_heard_whoever_is_silent_and_nothing_more_is_read(
     listener: socket.socket, callers: Callers, few: int
 ) -> None:
     port = listener.getsockname()[1]
-    one = Strangers(listener, lambda said: 4 - len(said))
+    one = PendingConnections(listener, lambda said: 4 - len(said))
     silent = callers.crowd(port, few // 2)
     slow = callers.call(port, b"sl")
     callers.call(port, b"name and more")
@@ -111,7 +111,7 @@ def test_who_speaks_is_heard_whoever_is_silent_and_nothing_more_is_read(
 
 def test_of_too_many_the_oldest_are_turned_away(listener: socket.socket, callers: Callers, few: int) -> None:
     port = listener.getsockname()[1]
-    one = Strangers(listener, lambda said: 4 - len(said))
+    one = PendingConnections(listener, lambda said: 4 - len(said))
     silent = callers.crowd(port, 3 * few)
     callers.call(port, b"name")
     assert heard(one, 1) == [b"name"]
@@ -125,7 +125,7 @@ def test_callers_that_are_greeted_first_have_time_to_answer_in_a_crowd(
     listener: socket.socket, callers: Callers, few: int
 ) -> None:
     """More than may be silent at a time call at once, and answer what they are greeted with: all are heard."""
-    one = Strangers(listener, lambda said: 4 - len(said), lambda: b"hello")
+    one = PendingConnections(listener, lambda said: 4 - len(said), lambda: b"hello")
     crowd = callers.crowd(listener.getsockname()[1], 3 * few)
     found: list[bytes] = []
     deadline = time.monotonic() + SECONDS
@@ -147,8 +147,8 @@ def test_callers_that_are_greeted_first_have_time_to_answer_in_a_crowd(
 def test_who_is_silent_for_long_is_turned_away(
     listener: socket.socket, callers: Callers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "STRANGER_SECONDS", 0.0)
-    one = Strangers(listener, lambda said: 4 - len(said))
+    monkeypatch.setattr(pending_connections, "PENDING_SECONDS", 0.0)
+    one = PendingConnections(listener, lambda said: 4 - len(said))
     silent = callers.call(listener.getsockname()[1])
     assert one.next(SECONDS) == []
     assert is_turned_away(silent)
@@ -169,7 +169,7 @@ def without_descriptors(_: int) -> list[str]:
     assert full.value.errno == errno.EMFILE
     called.connect(("127.0.0.1", server.port))
     called.sendall(bytes(33))  # a whole digest, that of nothing: the next one is waited for at once
-    time.sleep(4 * strangers.FULL_NAP_SECONDS)
+    time.sleep(4 * pending_connections.FULL_NAP_SECONDS)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     found.append(directory.probe([0])[0])
     called.close()
