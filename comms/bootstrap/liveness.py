@@ -69,7 +69,7 @@ all."""
 
 BACKLOG = 1024
 """Callers that the kernel keeps while the thread calls a neighbour itself, which takes `CONNECT_SECONDS` for each
-address, or asks the store. With few places a crowd of other clients would keep a neighbour out meanwhile; the kernel has
+address, or asks the store. With few places others would keep a neighbour out meanwhile; the kernel has
 `net.core.somaxconn` at most (4096 since Linux 5.4)."""
 
 CALLERS_AT_ONCE = 64
