@@ -28,7 +28,7 @@ from gradwire.comms.bootstrap.compat import (
     steps_in_backward,
 )
 from gradwire.comms.config import AUTOMATIC, Config
-from gradwire.comms.sharded.units import at_first_sharded_backward, is_replicated, sharded_units
+from gradwire.comms.sharded.param_groups import at_first_sharded_backward, is_replicated, sharded_param_groups
 
 if TYPE_CHECKING:
     from gradwire.comms.hook import HookState
@@ -143,7 +143,7 @@ def _add_replicated(model: nn.Module) -> None:
     if config is None or not is_replicated(model):
         return
     _replicated = True
-    if any(unit.hooked for unit in sharded_units(model)):
+    if any(param_group.hooked for param_group in sharded_param_groups(model)):
         return
     from gradwire.comms.sharded.apply import apply
 

@@ -1,6 +1,6 @@
 """Switches between torch versions, and private names of torch that gradwire uses. Written for 2.13 to 2.15.
 
-Those of FSDP2 are in comms/sharded/units.py.
+Those of FSDP2 are in comms/sharded/param_groups.py.
 
 What 2.15 brings for process groups, and why nothing here uses it:
 

@@ -25,8 +25,13 @@ from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import find_nodes
 from gradwire.comms.sharded.ordered_launches import TorchGroups
 from gradwire.comms.sharded.overlap import Overlap
+from gradwire.comms.sharded.param_groups import (
+    DEFAULT_SHARDED_COMMS,
+    ShardedParamGroup,
+    sharded_param_groups,
+    sharded_roots,
+)
 from gradwire.comms.sharded.state import FsdpState, ShardTraffic, shard_groups
-from gradwire.comms.sharded.units import DEFAULT_SHARDED_COMMS, ShardedUnit, sharded_roots, sharded_units
 from gradwire.comms.step.loaded import LoadConsistencyCheck
 from gradwire.comms.transport.launch_order import SerializesLaunches
 from gradwire.compressors.rules import rules_from, warn_of_idle
@@ -82,8 +87,8 @@ def apply(
         **options: Fields of `Config` by name: `compressor`, `compressor_options`, `rules`, `plan`, ...; they win over
             the environment. Of `rules`, those that leave a parameter dense hold for `shards` and `weights` too, by its
             whole shape; vectors and the smallest matrices are always dense. Refused are `fusion`, `tune`
-            and `probe`, because FSDP2 says what travels together, by its units; what becomes of the sum (`average`,
-            `reduction`, ...); `elastic` and `join`: a lost rank's shards are lost.
+            and `probe`, because FSDP2 says what travels together, by its parameter groups; what becomes of the sum
+            (`average`, `reduction`, ...); `elastic` and `join`: a lost rank's shards are lost.
 
     Returns:
         The state; keep it for reports, checkpoints and `flush`.
@@ -101,30 +106,30 @@ def apply(
         )
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
-    units = sharded_units(model)
+    param_groups = sharded_param_groups(model)
     error = (
-        _error_of_choices(shards, weights, units)
-        or _error_of(model, units, replicas, config)
+        _error_of_choices(shards, weights, param_groups)
+        or _error_of(model, param_groups, replicas, config)
         or _error_of_complex(model, {"shards": shards, "weights": weights, "compressor": config.compressor})
     )
     names: ShardNames | None = None
     if error is None:
         try:
-            names = _names(model, units)
+            names = _names(model, param_groups)
         except ValueError as failed:
             error = str(failed)
-    replica_ranks = _replica_ranks(units, replicas)
+    replica_ranks = _replica_ranks(param_groups, replicas)
     wanted = (
         f"replicas of {len(replica_ranks)} ranks, shards={shards!r}, weights={weights!r}, "
-        f"seed={seed}, {_shapes(units, names)}"
+        f"seed={seed}, {_shapes(param_groups, names)}"
     )
-    config = config.with_timeout_of(timeout_of(dist.group.WORLD, units[0].device if units else CPU))
+    config = config.with_timeout_of(timeout_of(dist.group.WORLD, param_groups[0].device if param_groups else CPU))
     number = str(next(_applied))
     agree_on_grid(
         store_of(dist.group.WORLD),
         number,
         dist.get_rank(),
-        _peers(units) | replica_ranks,
+        _peers(param_groups) | replica_ranks,
         wanted,
         error,
         config.timeout,
@@ -132,20 +137,22 @@ def apply(
     assert names is not None
     if config.compressor is not None:
         warn_of_idle(config.rules, names.numels(), "Patterns are shell-style, of the whole name.")
-    for unit in units:
-        unit.note_present()
-    between = _group_between(units) if replicas is None else replicas.get_group()
-    groups = [*shard_groups(units), *([] if between is None or between.size() == 1 else [between])]
-    board = board_of_grid(store_of(dist.group.WORLD), number, groups, _peers(units) | replica_ranks, config.timeout)
-    device, few_bits = units[0].device, shards != "exact" or weights != "exact"
+    for param_group in param_groups:
+        param_group.note_present()
+    between = _group_between(param_groups) if replicas is None else replicas.get_group()
+    groups = [*shard_groups(param_groups), *([] if between is None or between.size() == 1 else [between])]
+    board = board_of_grid(
+        store_of(dist.group.WORLD), number, groups, _peers(param_groups) | replica_ranks, config.timeout
+    )
+    device, few_bits = param_groups[0].device, shards != "exact" or weights != "exact"
     beside = device.type == "cuda" and (few_bits or between is not None)
     torchs = TorchGroups(device) if beside else None  # before the first communicator is made
-    state = FsdpState(model, units, names, between, config, board)
+    state = FsdpState(model, param_groups, names, between, config, board)
     links = ShardLinks(device, config, board, torchs, few_bits=few_bits)
     rounding = Rounding(seed, dist.get_rank())
-    totals, carried = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
+    totals, carried = install(param_groups, names, shards, weights, rules_from(config.rules), rounding, links.of)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
-    overlap = Overlap(units) if device.type == "cpu" else None
+    overlap = Overlap(param_groups) if device.type == "cpu" else None
     rows = [rows for link in links.made.values() for rows in link.loaded.values()]
     if shards == CARRIED and state._connection is not None and state._connection.compression is None:
         rows.append(LoadedRows())  # between replicas, where no compressor's state is compared
@@ -263,16 +270,16 @@ class ShardLinks:
         )
 
 
-def _error_of_choices(shards: str, weights: str, units: Sequence[ShardedUnit]) -> str | None:
+def _error_of_choices(shards: str, weights: str, param_groups: Sequence[ShardedParamGroup]) -> str | None:
     for name, value, choices in (("shards", shards, SHARD_CHOICES), ("weights", weights, WEIGHT_CHOICES)):
         if value not in choices:
             return f"`{name}` is {value!r}; wanted one of {', '.join(choices)}"
-        if value != "exact" and units and all(unit.shard_group is None for unit in units):
+        if value != "exact" and param_groups and all(param_group.shard_group is None for param_group in param_groups):
             return (
                 f"`{name}` is {value!r}, and `model` is replicated: no parameter of it is sharded. Leave it out; "
                 "`compressor` is for gradients between replicas"
             )
-    if weights != "exact" and any(one.gathers_itself for unit in units for one in unit.parameters):
+    if weights != "exact" and any(one.gathers_itself for param_group in param_groups for one in param_group.parameters):
         return (
             f"`weights` is {weights!r}, and `model` has weights that bring an all-gather of their own (float8, say): "
             "leave one of the two out"
@@ -293,24 +300,24 @@ def _error_of_complex(model: nn.Module, asked: Mapping[str, str | None]) -> str 
 
 
 def _error_of(
-    model: nn.Module, units: Sequence[ShardedUnit], replicas: DeviceMesh | None, config: Config
+    model: nn.Module, param_groups: Sequence[ShardedParamGroup], replicas: DeviceMesh | None, config: Config
 ) -> str | None:
     """What is wrong on this rank; None where nothing is."""
-    if not units:
+    if not param_groups:
         return NOT_SHARDED
     if sharded_roots(model) > 1:
         return (
             f"`model` has {sharded_roots(model)} sharded modules that are in no other one: call fully_shard on the "
             "model itself too, after its blocks"
         )
-    if any(unit.hooked or unit.comm_names != DEFAULT_SHARDED_COMMS for unit in units):
+    if any(param_group.hooked or param_group.comm_names != DEFAULT_SHARDED_COMMS for param_group in param_groups):
         return (
             "`model` has an all-reduce hook or collectives of its own already: call gradwire.fsdp.apply() once, and "
             "leave out set_all_reduce_hook, set_custom_all_gather and set_custom_reduce_scatter"
         )
     if (unfit := unfit_option(config)) is not None:
         return unfit
-    if replicas is None and (ranks := _replicated_over(units)):
+    if replicas is None and (ranks := _replicated_over(param_groups)):
         if len(ranks) > 1:
             return (
                 f"`model` has modules that replicate() was called on over different ranks, {_listed(ranks)}; wanted "
@@ -320,16 +327,18 @@ def _error_of(
         if config.compressor not in (None, "none"):
             return (
                 f"`compressor` is {config.compressor!r}, which is for gradients between replicas, and `replicas` is "
-                "not given: " + _how_to_replicate(units)
+                "not given: " + _how_to_replicate(param_groups)
             )
         if config.trace is not None:
             return (
                 f"`trace` is {config.trace!r}, which is for what travels between replicas, and `replicas` is "
-                "not given: " + _how_to_replicate(units)
+                "not given: " + _how_to_replicate(param_groups)
             )
-    elif (found := _error_of_replicas(units, replicas)) is not None:
+    elif (found := _error_of_replicas(param_groups, replicas)) is not None:
         return found
-    if any(unit.offloads for unit in units) and (replicas is not None or _replicated_over(units)):
+    if any(param_group.offloads for param_group in param_groups) and (
+        replicas is not None or _replicated_over(param_groups)
+    ):
         return (
             "`model` has CPUOffloadPolicy, which is not safe together with replicas: the copy of a gradient to the "
             "host may read memory that has been used anew (pytorch issue 180665); leave the policy out"
@@ -340,7 +349,9 @@ def _error_of(
 def unfit_option(config: Config) -> str | None:
     """Which option asks for what sharded models do not have, in words; None where there is none."""
     for name in config.asked_for([*FUSION, *MEASURING]):
-        return f"`{name}` is {getattr(config, name)!r}; FSDP2 says what travels together, by its units: leave it out"
+        return (
+            f"`{name}` is {getattr(config, name)!r}; FSDP2 decides what is sent together, by its groups: leave it out"
+        )
     for name in config.asked_for(SUMMING):
         return (
             f"`{name}` is {getattr(config, name)!r}, which is for the hook of a DDP model; gradients of FSDP2 are "
@@ -354,10 +365,10 @@ def unfit_option(config: Config) -> str | None:
     return None
 
 
-def _error_of_replicas(units: Sequence[ShardedUnit], replicas: DeviceMesh) -> str | None:
+def _error_of_replicas(param_groups: Sequence[ShardedParamGroup], replicas: DeviceMesh) -> str | None:
     rank = dist.get_rank()
-    if _is_native(units):
-        return "`replicas` is given, but torch averages over the replicas itself: " + _how_to_replicate(units)
+    if _is_native(param_groups):
+        return "`replicas` is given, but torch averages over the replicas itself: " + _how_to_replicate(param_groups)
     if replicas.ndim != 1:
         return (
             f"`replicas` has {replicas.ndim} dimensions; wanted the one along which the shards are the same: "
@@ -366,14 +377,14 @@ def _error_of_replicas(units: Sequence[ShardedUnit], replicas: DeviceMesh) -> st
     ranks = set(replicas.mesh.flatten().tolist())
     if rank not in ranks:
         return f"`replicas` is of ranks {sorted(ranks)}, without rank {rank}: give each rank its own, mesh['replicate']"
-    if others := [each for each in _replicated_over(units, some=True) if each != ranks]:
+    if others := [each for each in _replicated_over(param_groups, some=True) if each != ranks]:
         return (
             f"`replicas` of rank {rank} is of ranks {sorted(ranks)}, and replicate() was called over "
             f"{_listed(others)}: "
             'give both the same mesh, mesh["replicate"]; without sharded modules `replicas` can be left out'
         )
-    for unit in units:
-        sharers = _ranks(unit.shard_group)
+    for param_group in param_groups:
+        sharers = _ranks(param_group.shard_group)
         if sharers & ranks - {rank}:
             return (
                 f"`replicas` of rank {rank} is of ranks {sorted(ranks)}, and its parameters are sharded over "
@@ -383,19 +394,21 @@ def _error_of_replicas(units: Sequence[ShardedUnit], replicas: DeviceMesh) -> st
     return None
 
 
-def _is_native(units: Sequence[ShardedUnit]) -> bool:
+def _is_native(param_groups: Sequence[ShardedParamGroup]) -> bool:
     """Whether torch shards over one dimension of a mesh and averages over the other one itself: native HSDP."""
-    return any(unit.shard_group is not None and unit.replica_group is not None for unit in units)
+    return any(
+        param_group.shard_group is not None and param_group.replica_group is not None for param_group in param_groups
+    )
 
 
-def _replicated_over(units: Sequence[ShardedUnit], *, some: bool = False) -> list[set[int]]:
+def _replicated_over(param_groups: Sequence[ShardedParamGroup], *, some: bool = False) -> list[set[int]]:
     """The ranks of each group that `replicate()` was called over; none if a module is sharded, but for `some`."""
     found: list[set[int]] = []
-    for unit in units:
-        if unit.shard_group is not None:
+    for param_group in param_groups:
+        if param_group.shard_group is not None:
             if not some:
                 return []
-        elif (ranks := _ranks(unit.replica_group)) and ranks not in found:
+        elif (ranks := _ranks(param_group.replica_group)) and ranks not in found:
             found.append(ranks)
     return found
 
@@ -404,19 +417,19 @@ def _listed(ranks: Sequence[set[int]]) -> str:
     return " and ".join(str(sorted(each)) for each in ranks)
 
 
-def _group_between(units: Sequence[ShardedUnit]) -> dist.ProcessGroup | None:
+def _group_between(param_groups: Sequence[ShardedParamGroup]) -> dist.ProcessGroup | None:
     """The group over which gradwire averages if `replicas` is not given: that of `replicate()`."""
-    return units[0].replica_group if _replicated_over(units) else None
+    return param_groups[0].replica_group if _replicated_over(param_groups) else None
 
 
-def _how_to_replicate(units: Sequence[ShardedUnit]) -> str:
-    if _is_native(units):
+def _how_to_replicate(param_groups: Sequence[ShardedParamGroup]) -> str:
+    if _is_native(param_groups):
         return (
             "the mesh given to fully_shard replicates too (native HSDP). Shard over one dimension, "
             'fully_shard(module, mesh=mesh["shard"]), and give the other one here: '
             'gradwire.fsdp.apply(model, replicas=mesh["replicate"], ...)'
         )
-    if _replicated_over(units, some=True):
+    if _replicated_over(param_groups, some=True):
         return (
             "some modules of `model` are sharded, and replicate() was called on others. Give the mesh of the latter, "
             'replicas=mesh["replicate"]'
@@ -424,31 +437,31 @@ def _how_to_replicate(units: Sequence[ShardedUnit]) -> str:
     return 'make a mesh of two dimensions, fully_shard(module, mesh=mesh["shard"]), and replicas=mesh["replicate"] here'
 
 
-def _names(model: nn.Module, units: Sequence[ShardedUnit]) -> ShardNames:
-    for unit in units:
-        unit.reshard()
-    return ShardNames({id(parameter): name for name, parameter in model.named_parameters()}, units)
+def _names(model: nn.Module, param_groups: Sequence[ShardedParamGroup]) -> ShardNames:
+    for param_group in param_groups:
+        param_group.reshard()
+    return ShardNames({id(parameter): name for name, parameter in model.named_parameters()}, param_groups)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> set[int]:
     return set() if group is None else set(dist.get_process_group_ranks(group))
 
 
-def _peers(units: Sequence[ShardedUnit]) -> set[int]:
-    return set().union(*(_ranks(unit.shard_group) for unit in units))
+def _peers(param_groups: Sequence[ShardedParamGroup]) -> set[int]:
+    return set().union(*(_ranks(param_group.shard_group) for param_group in param_groups))
 
 
-def _replica_ranks(units: Sequence[ShardedUnit], replicas: DeviceMesh | None) -> set[int]:
+def _replica_ranks(param_groups: Sequence[ShardedParamGroup], replicas: DeviceMesh | None) -> set[int]:
     if replicas is not None:
         return set(replicas.mesh.flatten().tolist())
-    return set().union(*_replicated_over(units))
+    return set().union(*_replicated_over(param_groups))
 
 
-def _shapes(units: Sequence[ShardedUnit], names: ShardNames | None) -> str:
+def _shapes(param_groups: Sequence[ShardedParamGroup], names: ShardNames | None) -> str:
     """The model in words; ranks of one grid must have the same."""
     if names is None:
         return ""
-    shards = [shard for unit in units for shard in names.of(unit.parameters)]
+    shards = [shard for param_group in param_groups for shard in names.of(param_group.parameters)]
     digest = hashlib.sha256(repr([(shard.name, shard.shape) for shard in shards]).encode()).hexdigest()[:12]
-    over = sorted({len(_ranks(unit.shard_group)) for unit in units})
-    return f"{len(units)} units of {len(shards)} parameters (digest {digest}) sharded over {over} ranks"
+    over = sorted({len(_ranks(param_group.shard_group)) for param_group in param_groups})
+    return f"{len(param_groups)} groups of {len(shards)} parameters (digest {digest}) sharded over {over} ranks"

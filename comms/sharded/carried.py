@@ -27,26 +27,26 @@ from gradwire.comms.step.loaded import LoadConsistencyCheck, Loaded
 from gradwire.compressors.rules import Rule
 
 CARRIED_ON = PREFIX + "carried/"
-"""Begins the keys in a rank's entry of what collectives carry on; kind and number of the unit follow."""
+"""Begins the keys in a rank's entry of what collectives carry on; kind and number of the parameter group follow."""
 
 SUMS_OF = PREFIX + "sums/"
 """Prefix of the keys in a rank's entry that count the sums behind a residual; followed as `CARRIED_ON` is."""
 
 RESIDUAL, SENT = "residual", "sent"
-"""Prefixes of the keys of saved rows; the number of the unit follows."""
+"""Prefixes of the keys of saved rows; the number of the parameter group follows."""
 
 
 class ShardResidual:
-    """The compression error of one unit's rows for other owners, added to the next rows.
+    """The compression error of one parameter group's rows for other owners, added to the next rows.
 
     Args:
-        shards: All of the unit's, in their order in a row.
+        shards: All of the parameter group's, in their order in a row.
         rules: Which of them travel as they are.
         others: How many rows are sent.
 
     Attributes:
-        loss_scale: Of the gradients that this unit's rows are of; the residual follows it.
-        sums: Of this unit so far; the same on all its ranks.
+        loss_scale: Of the gradients that this parameter group's rows are of; the residual follows it.
+        sums: Of this parameter group so far; the same on all its ranks.
     """
 
     key = SUMS_OF
@@ -74,7 +74,7 @@ class ShardResidual:
         if rows is not None and tuple(rows.shape) != wanted:
             raise ValueError(
                 f"`state` has rows of {tuple(rows.shape)} in a residual; wanted {wanted}: it is of "
-                "another model, or of other units or `rules`"
+                "another model, or of other parameter groups or `rules`"
             )
         _refuse_other_dtype(rows)
         refuse_not_finite({RESIDUAL: rows} if rows is not None else {})
@@ -134,7 +134,7 @@ class ShardResidual:
 
 
 class SentRows:
-    """The rows of one unit's counterparts, as all of them have them.
+    """The rows of one parameter group's counterparts, as all of them have them.
 
     Args:
         runs: Of a row.
@@ -155,8 +155,8 @@ class SentRows:
         wanted = (self._count, self.runs.numel)
         if rows is not None and tuple(rows.shape) != wanted:
             raise ValueError(
-                f"`state` has rows of {tuple(rows.shape)} that were sent of a unit; wanted {wanted}: it is of another "
-                "model, or of other units"
+                f"`state` has sent weights of shape {tuple(rows.shape)}; wanted {wanted}: it is of another model or of "
+                "other parameter groups"
             )
         _refuse_other_dtype(rows)
 
@@ -194,9 +194,9 @@ class LoadedRows:
         self._rows: dict[str, ShardResidual | SentRows] = {}
         self._alike = None if alike is None else alike(self)
 
-    def add(self, unit: str, rows: ShardResidual | SentRows) -> None:
-        """Takes in the rows of a unit; what they are saved under ends with `unit`."""
-        self._rows[rows.key + unit] = rows
+    def add(self, param_group: str, rows: ShardResidual | SentRows) -> None:
+        """Takes in the rows of a parameter group; what they are saved under ends with `param_group`."""
+        self._rows[rows.key + param_group] = rows
 
     def note(self) -> None:
         """Notes that a state was loaded."""

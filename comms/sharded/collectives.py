@@ -38,6 +38,7 @@ from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, SentRows,
 from gradwire.comms.sharded.layout import NamedShard, RowRuns, ShardNames, runs_of
 from gradwire.comms.sharded.nodes import Members, ShardNodes
 from gradwire.comms.sharded.ordered_launches import OrderedCollective, TorchGroups
+from gradwire.comms.sharded.param_groups import ShardedParamGroup
 from gradwire.comms.sharded.rows import (
     add_payload,
     decode_rows,
@@ -46,7 +47,6 @@ from gradwire.comms.sharded.rows import (
     payload_nbytes,
     scatter_runs,
 )
-from gradwire.comms.sharded.units import ShardedUnit
 from gradwire.compressors.codecs.base import FusedCodec
 from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec
@@ -141,10 +141,10 @@ class ReduceScatter(Allocating, ABC):
 
 
 class GradientReduceScatter(ReduceScatter):
-    """The reduce-scatter of one unit; torch calls it on the stream that it shall run on.
+    """The reduce-scatter of one parameter group; torch calls it on the stream that it shall run on.
 
     Args:
-        unit: Whose.
+        param_group: Whose.
         names: Of the model's parameters.
         nodes: Where the ranks are.
         choice: "bf16", "int8", "int4" or "waterfill4".
@@ -159,7 +159,7 @@ class GradientReduceScatter(ReduceScatter):
 
     def __init__(
         self,
-        unit: ShardedUnit,
+        param_group: ShardedParamGroup,
         names: ShardNames,
         nodes: ShardNodes,
         choice: str,
@@ -168,7 +168,7 @@ class GradientReduceScatter(ReduceScatter):
         totals: PhaseTotals,
         loaded: LoadedRows,
     ) -> None:
-        self._unit = unit
+        self._param_group = param_group
         self._names = names
         self._nodes = nodes
         self._choice = choice
@@ -179,7 +179,7 @@ class GradientReduceScatter(ReduceScatter):
         self._runs: dict[tuple[int, ...], RowRuns] = {}
         self.residual: ShardResidual | None = None
         if choice == CARRIED:
-            self.residual = ShardResidual(names.of(unit.parameters), rules, len(nodes.members) - 1)
+            self.residual = ShardResidual(names.of(param_group.parameters), rules, len(nodes.members) - 1)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
@@ -190,7 +190,7 @@ class GradientReduceScatter(ReduceScatter):
             output_tensor: (numel of a row), floating.
             input_tensor: (ranks * numel of a row), of the same dtype; row r goes to rank r.
             group: The ranks.
-            op: SUM, AVG, or PREMUL_SUM of the unit's own factor.
+            op: SUM, AVG, or PREMUL_SUM of the parameter group's own factor.
             async_op: Torch never asks for it.
         """
         self._call(output_tensor, input_tensor, group, op)()
@@ -207,13 +207,15 @@ class GradientReduceScatter(ReduceScatter):
                 f"FSDP2 reduces rows of {output_tensor.numel()} elements where {runs.numel} were expected: this torch "
                 f"({torch.__version__}) arranges them otherwise than gradwire knows"
             )
-        divisor = divisor_of(op, group.size(), self._unit)
+        divisor = divisor_of(op, group.size(), self._param_group)
         codec = codec_of(self._choice, self._rounding.next_key())
-        present = self._names.of(self._unit.present)
+        present = self._names.of(self._param_group.present)
         flushing = False
         if self.residual is not None:
             flushing = self.residual.flushing
-            self.residual.flushing = flushing and self._unit.accumulates  # until the last micro-batch of the step
+            self.residual.flushing = (
+                flushing and self._param_group.accumulates
+            )  # until the last micro-batch of the step
             self.residual.holds = not flushing
             self.residual.sums += 1
             self.residual.loss_scale.follow()
@@ -230,9 +232,9 @@ class GradientReduceScatter(ReduceScatter):
         return run
 
     def _runs_of_present(self) -> RowRuns:
-        key = tuple(map(id, self._unit.present))
+        key = tuple(map(id, self._param_group.present))
         if key not in self._runs:
-            self._runs[key] = runs_of(self._names.of(self._unit.present), self._rules)
+            self._runs[key] = runs_of(self._names.of(self._param_group.present), self._rules)
         return self._runs[key]
 
     def _sum_inside(self, rows: Tensor) -> Tensor:
@@ -279,13 +281,13 @@ class GradientReduceScatter(ReduceScatter):
         return decode_rows(codec, runs, from_others, mine.dtype, mine[self._nodes.numbers[own]])
 
 
-def divisor_of(op: object, size: int, unit: ShardedUnit) -> float:
+def divisor_of(op: object, size: int, param_group: ShardedParamGroup) -> float:
     """What the plain sum is divided by.
 
     Args:
-        op: SUM, AVG, or PREMUL_SUM of the unit's own factor.
+        op: SUM, AVG, or PREMUL_SUM of the parameter group's own factor.
         size: Ranks.
-        unit: Whose gradients they are.
+        param_group: Whose gradients they are.
 
     Raises:
         ValueError: It is another one.
@@ -294,18 +296,18 @@ def divisor_of(op: object, size: int, unit: ShardedUnit) -> float:
         return 1.0
     if op == dist.ReduceOp.AVG:
         return float(size)
-    if unit.divide_factor is None:
+    if param_group.divide_factor is None:
         raise ValueError(f"`op` is {op}; wanted SUM, AVG, or the factor of set_gradient_divide_factor()")
-    return unit.divide_factor
+    return param_group.divide_factor
 
 
 class EncodedAllGather(AllGather):
-    """An all-gather of one unit's weights in fewer bits; torch calls it on the stream that it shall run on.
+    """An all-gather of one parameter group's weights in fewer bits; torch calls it on the stream that it shall run on.
 
     On a mesh of another size, that of `reshard_after_forward=2`, weights that have been gathered once travel exactly.
 
     Args:
-        runs: Of a row of all the unit's parameters.
+        runs: Of a row of all the parameter group's parameters.
         nodes: Where the ranks are.
         choice: "bf16", "int8" or "waterfill4", to nearest.
         exact: For other meshes.
@@ -392,7 +394,7 @@ class EncodedAllGather(AllGather):
 
 
 class WeightAllGather(EncodedAllGather):
-    """The all-gather of one unit's weights as they are."""
+    """The all-gather of one parameter group's weights as they are."""
 
     def _call(self, output_tensor: Tensor, input_tensor: Tensor) -> Job:
         def run() -> None:
@@ -405,12 +407,12 @@ class WeightAllGather(EncodedAllGather):
 
 
 class DifferenceAllGather(EncodedAllGather):
-    """The all-gather of one unit's weights as differences from what was sent last; see `carried.py`.
+    """The all-gather of one parameter group's weights as differences from what was sent last; see `carried.py`.
 
     In the backward pass nothing is sent between nodes: weights are those of the forward pass. The first one is exact.
 
     Args:
-        unit: Whose.
+        param_group: Whose.
         runs: As for `EncodedAllGather`, like what follows.
         nodes: Likewise.
         exact: Likewise.
@@ -423,7 +425,7 @@ class DifferenceAllGather(EncodedAllGather):
 
     def __init__(
         self,
-        unit: ShardedUnit,
+        param_group: ShardedParamGroup,
         runs: RowRuns,
         nodes: ShardNodes,
         exact: Callable[..., object],
@@ -431,12 +433,12 @@ class DifferenceAllGather(EncodedAllGather):
         loaded: LoadedRows,
     ) -> None:
         super().__init__(runs, nodes, CARRIED, exact, totals)
-        self._unit = unit
+        self._param_group = param_group
         self._loaded = loaded
         self.sent = SentRows(runs, len(nodes.members))
 
     def _call(self, output_tensor: Tensor, input_tensor: Tensor) -> Job:
-        again = self._unit.gathers_again
+        again = self._param_group.gathers_again
 
         def run() -> None:
             self._loaded.compare()
@@ -498,17 +500,17 @@ class ShardLink:
 
 
 class ExactReduceScatter(ReduceScatter):
-    """The exact reduce-scatter of one unit on a CPU: by a plan where that is faster, and watched in any case.
+    """The exact reduce-scatter of one parameter group on a CPU: planned if that is faster, and watched in any case.
 
     Args:
-        unit: Whose.
+        param_group: Whose.
         link: Of the ranks that share it.
         exact: Torch's own.
     """
 
-    def __init__(self, unit: ShardedUnit, link: ShardLink, exact: Callable[..., object]) -> None:
+    def __init__(self, param_group: ShardedParamGroup, link: ShardLink, exact: Callable[..., object]) -> None:
         assert link.communicator is not None
-        self._unit = unit
+        self._param_group = param_group
         self._link = link
         self._communicator = link.communicator
         self._exact = exact
@@ -522,7 +524,7 @@ class ExactReduceScatter(ReduceScatter):
             output_tensor: (numel of a row), floating.
             input_tensor: (ranks * numel of a row), of the same dtype; overwritten where the sum is planned.
             group: The ranks.
-            op: SUM, AVG, or PREMUL_SUM of the unit's own factor.
+            op: SUM, AVG, or PREMUL_SUM of the parameter group's own factor.
             async_op: Torch never asks for it.
         """
         if (job := self.job(output_tensor, input_tensor, group, op)) is not None:
@@ -537,7 +539,7 @@ class ExactReduceScatter(ReduceScatter):
         lacking = op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # gloo has no PREMUL_SUM
         if planned is None or not (lacking or planned.beats_library(REDUCE_SCATTER, input_tensor.nbytes)):
             return None
-        divisor = divisor_of(op, group.size(), self._unit)
+        divisor = divisor_of(op, group.size(), self._param_group)
 
         def run() -> None:
             self._communicator.run_collective(
@@ -554,10 +556,10 @@ class ExactReduceScatter(ReduceScatter):
 
 
 class ExactAllGather(AllGather):
-    """The exact all-gather of one unit's weights on a CPU: by a plan where that is faster, and watched in any case.
+    """The exact all-gather of one parameter group on a CPU: planned if that is faster, and watched in any case.
 
     Args:
-        link: Of the ranks that share the unit.
+        link: Of the ranks that share the parameter group.
         exact: Torch's own, also for the smaller mesh of `reshard_after_forward=2`.
     """
 
@@ -620,7 +622,7 @@ def _issuing(
 
 
 def install(
-    units: Sequence[ShardedUnit],
+    param_groups: Sequence[ShardedParamGroup],
     names: ShardNames,
     shards: str,
     weights: str,
@@ -628,10 +630,10 @@ def install(
     rounding: Rounding,
     link_of: Callable[[dist.ProcessGroup], ShardLink],
 ) -> tuple[list[PhaseTotals], dict[str, ShardResidual | SentRows]]:
-    """Has units reduce-scatter and all-gather by gradwire.
+    """Has parameter groups reduce-scatter and all-gather by gradwire.
 
     Args:
-        units: Of the model; those that are not sharded, or over one rank, are left alone.
+        param_groups: Of the model; those that are not sharded, or over one rank, are left alone.
         names: Of its parameters.
         shards: One of `SHARD_CHOICES`.
         weights: One of `WEIGHT_CHOICES`.
@@ -640,39 +642,42 @@ def install(
         link_of: What the ranks of a group have in common; called on all its ranks alike.
 
     Returns:
-        What is counted from now on of collectives in fewer bits, and what they carry on, by kind and number of unit.
+        What is counted from now on of collectives in fewer bits, and what they carry on, by kind and number of
+        parameter group.
     """
     carried: dict[str, ShardResidual | SentRows] = {}
     reduced = PhaseTotals(0, f"reduce_scatter {shards}", SHARD_LEVEL)
     gathered = PhaseTotals(0, f"all_gather {weights}", SHARD_LEVEL)
-    for number, unit in enumerate(units):
-        group = unit.shard_group
+    for number, param_group in enumerate(param_groups):
+        group = param_group.shard_group
         if group is None or group.size() == 1:
             continue
         link = link_of(group)
         if link.communicator is not None:
-            unit.set_reduce_scatter(ExactReduceScatter(unit, link, unit.reduce_scatter))
-            unit.set_all_gather(ExactAllGather(link, unit.all_gather))
+            param_group.set_reduce_scatter(ExactReduceScatter(param_group, link, param_group.reduce_scatter))
+            param_group.set_all_gather(ExactAllGather(link, param_group.all_gather))
         if link.torchs is not None:
-            unit.set_reduce_scatter(OrderedCollective(unit.reduce_scatter, link.torchs))
-            unit.set_all_gather(OrderedCollective(unit.all_gather, link.torchs))
+            param_group.set_reduce_scatter(OrderedCollective(param_group.reduce_scatter, link.torchs))
+            param_group.set_all_gather(OrderedCollective(param_group.all_gather, link.torchs))
         nodes = link.nodes
         if nodes is None or nodes.between is None:
             continue
         if shards != "exact":
             loaded = link.loaded[RESIDUAL]
-            reducing = GradientReduceScatter(unit, names, nodes, shards, rules, rounding, reduced, loaded)
-            unit.set_reduce_scatter(reducing)
+            reducing = GradientReduceScatter(param_group, names, nodes, shards, rules, rounding, reduced, loaded)
+            param_group.set_reduce_scatter(reducing)
             if reducing.residual is not None:
                 carried[f"{RESIDUAL}/{number}"] = reducing.residual
                 loaded.add(f"{RESIDUAL}/{number}", reducing.residual)
         if weights != "exact":
-            runs = runs_of(names.of(unit.parameters), rules)
+            runs = runs_of(names.of(param_group.parameters), rules)
             if weights == CARRIED:
-                differences = DifferenceAllGather(unit, runs, nodes, unit.all_gather, gathered, link.loaded[SENT])
-                unit.set_all_gather(differences)
+                differences = DifferenceAllGather(
+                    param_group, runs, nodes, param_group.all_gather, gathered, link.loaded[SENT]
+                )
+                param_group.set_all_gather(differences)
                 carried[f"{SENT}/{number}"] = differences.sent
                 link.loaded[SENT].add(f"{SENT}/{number}", differences.sent)
             else:
-                unit.set_all_gather(WeightAllGather(runs, nodes, weights, unit.all_gather, gathered))
+                param_group.set_all_gather(WeightAllGather(runs, nodes, weights, param_group.all_gather, gathered))
     return [total for total, choice in ((reduced, shards), (gathered, weights)) if choice != "exact"], carried

@@ -1,7 +1,7 @@
 """Which parameter's shard lies where in what FSDP2 reduces and gathers.
 
 FSDP2 cuts each parameter along one dimension into as many chunks as there are ranks, pads the chunks to one size and
-puts those of a unit's parameters one after the other. Behind the reduce-scatter a rank holds one such row.
+puts those of a parameter group's parameters one after the other. Behind the reduce-scatter a rank holds one such row.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE
-from gradwire.comms.sharded.units import ShardedParameter, ShardedUnit
+from gradwire.comms.sharded.param_groups import ShardedParameter, ShardedParamGroup
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.rules import Rule, first_match
 
@@ -37,28 +37,28 @@ class NamedShard:
 
 
 class ShardNames:
-    """The names of a sharded model's parameters, and the layouts of its units.
+    """The names of a sharded model's parameters, and the layouts of its parameter groups.
 
     State is kept by the parameter's name, and by the place within this rank's shard of it: to a compressor a shard is a
     parameter of its own (PowerSGD factors the rows that lie here, and rules of size go by the shard).
 
     Args:
         names: Of all parameters, by `id` of torch's sharded tensor.
-        units: Of the model.
+        param_groups: Of the model.
 
     Raises:
-        ValueError: A unit has a parameter that is not in the model.
+        ValueError: A parameter group has a parameter that is not in the model.
     """
 
-    def __init__(self, names: Mapping[int, str], units: Sequence[ShardedUnit]) -> None:
+    def __init__(self, names: Mapping[int, str], param_groups: Sequence[ShardedParamGroup]) -> None:
         self.shards: dict[int, NamedShard] = {}
-        self._units = tuple(units)
+        self._param_groups = tuple(param_groups)
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        for unit in units:
-            for one in unit.parameters:
+        for param_group in param_groups:
+            for one in param_group.parameters:
                 if id(one.sharded) not in names:
                     raise ValueError(
-                        "`model` lacks a parameter that fully_shard took over: give the module that all units are in"
+                        "`model` lacks a parameter that fully_shard took over: give the module that all of them are in"
                     )
                 name = names[id(one.sharded)].replace(COMPILED_INSIDE + ".", "")
                 self.shards[id(one)] = NamedShard(name, one.shape, one.shard_shape, one.padded_numel)
@@ -73,7 +73,11 @@ class ShardNames:
         Each is torch's sharded tensor, whose shape is the whole one: by it all ranks judge alike, however much of a
         parameter is theirs.
         """
-        return [(self.shards[id(one)].name, one.sharded) for unit in self._units for one in unit.parameters]
+        return [
+            (self.shards[id(one)].name, one.sharded)
+            for param_group in self._param_groups
+            for one in param_group.parameters
+        ]
 
     def numels(self) -> dict[str, int]:
         """Elements of each shard on this rank, and of its padding."""

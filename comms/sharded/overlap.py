@@ -19,10 +19,10 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.sharded.collectives import AllGather, Allocating, Job, ReduceScatter
-from gradwire.comms.sharded.units import ShardedUnit
+from gradwire.comms.sharded.param_groups import ShardedParamGroup
 
 MOST_REDUCING = 1
-"""Reduce-scatters that are under way when the next unit's gradients come, as torch allows by default on CUDA
+"""Reduce-scatters that are under way when the next parameter group's gradients come, as torch allows by default on CUDA
 (set_reduce_scatter_max_input_buffers)."""
 
 
@@ -105,18 +105,18 @@ class Overlap:
     """The queue of one model: all ranks put the same jobs into it, in the same order.
 
     Args:
-        units: Of the model, on a CPU.
+        param_groups: Of the model, on a CPU.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit]) -> None:
+    def __init__(self, param_groups: Sequence[ShardedParamGroup]) -> None:
         self._jobs = _Jobs()
         self._thread: threading.Thread | None = None
         self._reducing: list[Submitted] = []
-        for unit in units:
-            if isinstance(unit.all_gather, AllGather):
-                unit.set_all_gather(_AllGather(self, unit.all_gather))
-            if isinstance(unit.reduce_scatter, ReduceScatter):
-                unit.set_reduce_scatter(_ReduceScatter(self, unit, unit.reduce_scatter))
+        for param_group in param_groups:
+            if isinstance(param_group.all_gather, AllGather):
+                param_group.set_all_gather(_AllGather(self, param_group.all_gather))
+            if isinstance(param_group.reduce_scatter, ReduceScatter):
+                param_group.set_reduce_scatter(_ReduceScatter(self, param_group, param_group.reduce_scatter))
         weakref.finalize(self, self._jobs.close)
 
     def submit(self, job: Job) -> Submitted:
@@ -184,9 +184,9 @@ class _AllGather(Allocating):
 class _ReduceScatter(Allocating):
     """A reduce-scatter that returns at once where nobody reads what it makes before the backward pass ends."""
 
-    def __init__(self, overlap: Overlap, unit: ShardedUnit, inner: ReduceScatter) -> None:
+    def __init__(self, overlap: Overlap, param_group: ShardedParamGroup, inner: ReduceScatter) -> None:
         self._overlap = overlap
-        self._unit = unit
+        self._param_group = param_group
         self._inner = inner
 
     def __call__(
@@ -196,5 +196,7 @@ class _ReduceScatter(Allocating):
         if job is None:
             self._inner(output_tensor, input_tensor, group, op, async_op)
             return
-        unit = self._unit
-        self._overlap.reduce(job, later=not unit.hooked and unit.keeps(unit.present, output_tensor.dtype))
+        param_group = self._param_group
+        self._overlap.reduce(
+            job, later=not param_group.hooked and param_group.keeps(param_group.present, output_tensor.dtype)
+        )

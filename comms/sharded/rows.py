@@ -1,4 +1,4 @@
-"""A row of a unit (what one rank owns of it) as bytes: matrices encoded in few bits, the rest as it is."""
+"""A row of a parameter group (what one rank owns of it) as bytes: matrices encoded in few bits, the rest as it is."""
 
 from collections.abc import Sequence
 

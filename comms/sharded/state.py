@@ -1,13 +1,13 @@
 """What gradwire keeps for a model that FSDP2 shards or replicates, and the step it goes through.
 
-FSDP2 reduce-scatters a unit's gradients over the ranks that share its parameters; then it calls a hook with this rank's
-row, which the state averages over the replicas. What the hook is given is divided by the number of shards only. torch
-goes on as soon as the hook returns: on CUDA the average is in the order of the stream that the hook runs on. On a CPU
-it is under way until the end of the backward pass, where torch makes nothing but views of it until then; else the hook
-waits for it.
+FSDP2 reduce-scatters a parameter group's gradients over the ranks that share its parameters; then it calls a hook with
+this rank's row, which the state averages over the replicas. What the hook is given is divided by the number of shards
+only. torch goes on as soon as the hook returns: on CUDA the average is in the order of the stream that the hook runs
+on. On a CPU it is under way until the end of the backward pass, where torch makes nothing but views of it until then;
+else the hook waits for it.
 
-A unit of `replicate()` has no shards: torch is told to leave its all-reduce out, and calls the hook with the whole
-gradients of this rank.
+A parameter group of `replicate()` has no shards: torch is told to leave its all-reduce out, and calls the hook with
+the whole gradients of this rank.
 """
 
 import logging
@@ -39,7 +39,12 @@ from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.ordered_launches import TorchGroups
 from gradwire.comms.sharded.overlap import Overlap
-from gradwire.comms.sharded.units import ShardedParameter, ShardedUnit, at_end_of_sharded_backward, sharded_units
+from gradwire.comms.sharded.param_groups import (
+    ShardedParameter,
+    ShardedParamGroup,
+    at_end_of_sharded_backward,
+    sharded_param_groups,
+)
 from gradwire.comms.step.backward_tracker import is_timed
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import StateDict
@@ -76,7 +81,8 @@ class ShardTraffic:
         overlap: Carries the collectives out, on a CPU.
         nodes: Which ranks of each group are on one node, in one word; empty where nothing goes by it.
         torchs: Has torch's collectives and gradwire's take turns, on CUDA.
-        carried: What collectives in fewer bits carry on from step to step, by kind and number of unit; saved.
+        carried: What collectives in fewer bits carry on from step to step, by kind and number of parameter group;
+            saved.
         rows: What is loaded of that, of each group and kind.
     """
 
@@ -101,7 +107,7 @@ class FsdpState(GradientState[AveragingSession]):
 
     Args:
         model: What was sharded.
-        units: Of the model.
+        param_groups: Of the model.
         names: Of its parameters.
         replicas: The ranks that hold the same shards as this one; None leaves the gradients to torch.
         config: The configuration.
@@ -121,7 +127,7 @@ class FsdpState(GradientState[AveragingSession]):
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[ShardedUnit],
+        param_groups: Sequence[ShardedParamGroup],
         names: ShardNames,
         replicas: dist.ProcessGroup | None,
         config: Config,
@@ -129,12 +135,12 @@ class FsdpState(GradientState[AveragingSession]):
     ) -> None:
         super().__init__(config, board.peer_wait)
         self._model = weakref.ref(model)
-        self._units = tuple(units)
+        self._param_groups = tuple(param_groups)
         self._names = names
-        self._shard_groups = shard_groups(units)
+        self._shard_groups = shard_groups(param_groups)
         self._partial: dict[int, tuple[tuple[ShardedParameter, ...], Tensor]] = {}
-        """Unit -> whose gradients, and their sum over the micro-batches that have not been averaged."""
-        self._put_back = [unit.remember_collectives() for unit in units]
+        """Parameter group -> whose gradients, and their sum over the micro-batches that have not been averaged."""
+        self._put_back = [param_group.remember_collectives() for param_group in param_groups]
         """What `close()` calls, to give torch's collectives back."""
         self._shards = ShardTraffic()
         self._in_step = False
@@ -145,11 +151,11 @@ class FsdpState(GradientState[AveragingSession]):
         self._buckets: list[Bucket] = []
         self._sizes: list[int] = []
         if replicas is not None:
-            self._connect(replicas, units[0].device, board)
-            for unit in units:
-                unit.set_hook(lambda flat, unit=unit: self._reduce(unit, flat))  # type: ignore[misc]
-                if unit.replica_group is not None:
-                    self._put_back.append(unit.leave_out_all_reduce())
+            self._connect(replicas, param_groups[0].device, board)
+            for param_group in param_groups:
+                param_group.set_hook(lambda flat, param_group=param_group: self._reduce(param_group, flat))  # type: ignore[misc]
+                if param_group.replica_group is not None:
+                    self._put_back.append(param_group.leave_out_all_reduce())
             at_end_of_sharded_backward(model, self._end_backward)
 
     def _connect(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
@@ -318,47 +324,49 @@ class FsdpState(GradientState[AveragingSession]):
         """Drops what is summed of a step that is under way: a state is of the end of one."""
         if self._partial:
             log.warning(
-                "a state was loaded within a step: dropped the sums of earlier micro-batches of %d units that had not "
-                "been averaged over the replicas",
+                "a state was loaded within a step: dropped the sums of earlier micro-batches of %d parameter groups, "
+                "which were not averaged over the replicas yet",
                 len(self._partial),
             )
             self._partial.clear()
 
-    def _reduce(self, unit: ShardedUnit, flat: Tensor) -> None:
-        """Averages this rank's row of one unit over the replicas, in place; torch's hook.
+    def _reduce(self, param_group: ShardedParamGroup, flat: Tensor) -> None:
+        """Averages this rank's row of one parameter group over the replicas, in place; torch's hook.
 
         Args:
-            unit: Whose.
-            flat: 1-D, in the unit's reduce dtype, divided by the number of shards.
+            param_group: Whose.
+            flat: 1-D, in the parameter group's reduce dtype, divided by the number of shards.
         """
         connection = self._connected("backward()")
         communicator, compression = connection.communicator, connection.compression
-        present = tuple(unit.present)
+        present = tuple(param_group.present)
         numel = sum(one.padded_numel for one in present)
         if numel != flat.numel():
             raise RuntimeError(
                 f"FSDP2 reduces {flat.numel()} elements where {numel} were expected of {len(present)} parameters: this "
                 f"torch ({torch.__version__}) arranges them otherwise than gradwire knows"
             )
-        if not self._whole_sum(unit, present, flat):
+        if not self._whole_sum(param_group, present, flat):
             return
-        if id(unit) in self._reduced:  # a unit that runs twice in a backward pass: residuals of its first run count now
+        if (
+            id(param_group) in self._reduced
+        ):  # a parameter group that runs twice in a backward pass: residuals of its first run count now
             self._end_step(connection)
         if not self._in_step:
             self._begin_step(connection)
-        self._reduced.add(id(unit))
+        self._reduced.add(id(param_group))
         layout = None if compression is None else self._names.layout(present)
         index, contents = len(self._buckets), connection.observer.contents
         if index not in contents or contents[index][0] != flat.numel():
             contents[index] = flat.numel(), tuple(shard.name for shard in self._names.of(present))
         bucket = Bucket.of(flat, layout, communicator.executor.stats.now(), index)
-        scale = 1.0 / communicator.size if unit.divide_factor is None else 1.0
+        scale = 1.0 / communicator.size if param_group.divide_factor is None else 1.0
         all_reduce = AllReduce((flat,), layout, (bucket,))
         try:
             communicator.start(all_reduce, scale=scale, flush=compression is not None and compression.flushing)
             future = bucket.result()
             self._under_way.append((flat, future))
-            if flat.is_cuda or not unit.keeps(present, flat.dtype):
+            if flat.is_cuda or not param_group.keeps(present, flat.dtype):
                 self._settle()
         except BaseException:
             self._finite = False  # whoever catches it and goes on: this step's state is dropped
@@ -393,13 +401,13 @@ class FsdpState(GradientState[AveragingSession]):
             self._finite = False
             raise failed
 
-    def _whole_sum(self, unit: ShardedUnit, present: tuple[ShardedParameter, ...], flat: Tensor) -> bool:
+    def _whole_sum(self, param_group: ShardedParamGroup, present: tuple[ShardedParameter, ...], flat: Tensor) -> bool:
         """Adds up micro-batches: `flat` becomes zero but for the last, where it becomes the sum.
 
         Returns:
             Whether it is the sum.
         """
-        before = self._partial.pop(id(unit), None)
+        before = self._partial.pop(id(param_group), None)
         if before is not None and before[0] != present:
             names = {shard.name for shard in self._names.of(before[0])} ^ {one.name for one in self._names.of(present)}
             raise RuntimeError(
@@ -408,15 +416,15 @@ class FsdpState(GradientState[AveragingSession]):
             )
         if before is not None:
             flat.add_(before[1])
-        if unit.accumulates:
-            self._partial[id(unit)] = present, flat.clone()
+        if param_group.accumulates:
+            self._partial[id(param_group)] = present, flat.clone()
             flat.zero_()
             return False
         return True
 
     def _begin_step(self, connection: AveragingSession) -> None:
         if self.steps == 0:
-            _refuse_late_units(self._model(), self._units)
+            _refuse_late_param_groups(self._model(), self._param_groups)
         self._in_step = True
         self._finite = True
         communicator, compression = connection.communicator, connection.compression
@@ -433,12 +441,12 @@ class FsdpState(GradientState[AveragingSession]):
         if ended:
             self._end_step(self._connected("backward()"))
         # By hand a step ends once, behind its last micro-batch: what has not been averaged by then never would be.
-        if self._partial and (ended or self._units[0].finalized_by_hand):
+        if self._partial and (ended or self._param_groups[0].finalized_by_hand):
             left = [shard.name for present, _ in self._partial.values() for shard in self._names.of(present)]
             self._partial.clear()
             raise RuntimeError(
-                f"{', '.join(left)} had gradients in earlier micro-batches, and the unit has none in the last: call "
-                "model.set_reduce_scatter_unused_params(True), or leave out set_requires_all_reduce(False)"
+                f"{', '.join(left)} had gradients in earlier micro-batches, and their parameter group has none in the "
+                "last: call model.set_reduce_scatter_unused_params(True), or leave out set_requires_all_reduce(False)"
             )
 
     def _end_step(self, connection: AveragingSession) -> None:
@@ -481,11 +489,11 @@ class FsdpState(GradientState[AveragingSession]):
         return [torch.where(verdict.bool(), 0.0, torch.inf)]
 
 
-def _refuse_late_units(model: nn.Module | None, units: Sequence[ShardedUnit]) -> None:
-    if model is not None and len(sharded_units(model)) != len(units):
+def _refuse_late_param_groups(model: nn.Module | None, param_groups: Sequence[ShardedParamGroup]) -> None:
+    if model is not None and len(sharded_param_groups(model)) != len(param_groups):
         raise RuntimeError(
-            f"`model` had {len(units)} sharded units when gradwire was applied and has "
-            f"{len(sharded_units(model))} now: call gradwire.fsdp.apply() after all fully_shard"
+            f"`model` had {len(param_groups)} sharded parameter groups when gradwire was applied and has "
+            f"{len(sharded_param_groups(model))} now: call gradwire.fsdp.apply() after all fully_shard"
         )
 
 
@@ -503,11 +511,11 @@ def _size_of_first(groups: Sequence[dist.ProcessGroup]) -> int:
     return groups[0].size() if groups else 1
 
 
-def shard_groups(units: Sequence[ShardedUnit]) -> list[dist.ProcessGroup]:
+def shard_groups(param_groups: Sequence[ShardedParamGroup]) -> list[dist.ProcessGroup]:
     """The groups of several ranks that parameters are sharded over; equal ones once."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for unit in units:
-        group = unit.shard_group
+    for param_group in param_groups:
+        group = param_group.shard_group
         if group is not None and group.size() > 1:
             groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     return list(groups.values())

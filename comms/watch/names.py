@@ -1,7 +1,8 @@
 """Whose gradients or weights a collective carries, where a model of this process tells.
 
-DDP all-reduces its buckets in the same order in each step, and FSDP2 reduce-scatters its units. So the sizes of a
-group's last collectives are laid along that order: where they fit in one way alone, each collective has its names.
+DDP all-reduces its buckets in the same order in each step, and FSDP2 reduce-scatters its parameter groups. So the
+sizes of a group's last collectives are laid along that order: where they fit in one way alone, each collective has its
+names.
 
 They are looked for and asked in a thread of their own: DDP's reducer, which knows the buckets, responses only between
 two backward passes.
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.bootstrap.compat import bucket_parameters, ddp_models
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.sharded.units import root_sharded_modules, sharded_units
+from gradwire.comms.sharded.param_groups import root_sharded_modules, sharded_param_groups
 from gradwire.comms.watch.collective import IssuedCollective, title_of
 
 _SIZED = re.compile(r"(?P<operation>\w+) of \[(?P<sizes>\d+(?:, \d+)*)\]")
@@ -136,15 +137,23 @@ def find_cycles(models: Iterable[nn.Module]) -> list[Cycle]:
 
 def _sharded_cycles(root: Any) -> list[Cycle]:
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    units = [unit for unit in sharded_units(root) if unit.shard_group is not None and unit.parameters]
-    if not units or len({id(unit.shard_group) for unit in units}) > 1 or units[0].shard_group is None:
-        return []
-    ranks = units[0].shard_group.size()
-    buckets = [
-        [(names.get(id(one.sharded), "?"), ranks * one.padded_numel) for one in unit.parameters]
-        for unit in reversed(units)  # the backward pass comes to the last one first
+    param_groups = [
+        param_group
+        for param_group in sharded_param_groups(root)
+        if param_group.shard_group is not None and param_group.parameters
     ]
-    return [_cycle(units[0].shard_group, "reduce_scatter", buckets)]
+    if (
+        not param_groups
+        or len({id(param_group.shard_group) for param_group in param_groups}) > 1
+        or param_groups[0].shard_group is None
+    ):
+        return []
+    ranks = param_groups[0].shard_group.size()
+    buckets = [
+        [(names.get(id(one.sharded), "?"), ranks * one.padded_numel) for one in param_group.parameters]
+        for param_group in reversed(param_groups)  # the backward pass comes to the last one first
+    ]
+    return [_cycle(param_groups[0].shard_group, "reduce_scatter", buckets)]
 
 
 def _cycle(group: dist.ProcessGroup, operation: str, buckets: Sequence[Sequence[tuple[str, int]]]) -> Cycle:

@@ -5,10 +5,10 @@
     make torch-diff VERSION=2.16.0 ARGS=--show             # brings the release before it, too, and shows each change
     make torch-diff VERSION=2.16.0 ARGS=--record           # keeps its hashes: when all of that was read
 
-What is relied on stands in the tables RELIED_ON of comms/bootstrap/compat.py and comms/sharded/units.py, next to its
-use. hashes.json beside this file has a hash of each for every release in constraints.txt: of a function or class of
-Python its syntax tree without docstrings, comments and line breaks; of a header of C++ its words without comments. So
-the hash of a release says nothing of the machine or the Python that computed it.
+What is relied on stands in the tables RELIED_ON of comms/bootstrap/compat.py and comms/sharded/param_groups.py, next
+to its use. hashes.json beside this file has a hash of each for every release in constraints.txt: of a function or
+class of Python its syntax tree without docstrings, comments and line breaks; of a header of C++ its words without
+comments. So the hash of a release says nothing of the machine or the Python that computed it.
 
 Ends with status 1 if something has changed since the release before and the hashes of this one were not recorded.
 """
@@ -30,14 +30,14 @@ from pathlib import Path
 import torch
 
 from gradwire.comms.bootstrap import compat
-from gradwire.comms.sharded import units
+from gradwire.comms.sharded import param_groups
 from support.cuda_wheel import BuildError, download, find_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 HASHES = ROOT / "tests" / "torch_releases" / "hashes.json"
 TABLES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "comms/bootstrap/compat.py": compat.RELIED_ON,
-    "comms/sharded/units.py": units.RELIED_ON,
+    "comms/sharded/param_groups.py": param_groups.RELIED_ON,
 }
 """Module of gradwire -> file of torch's wheel -> names in it, `Class.method`; of a file without names all of it."""
 

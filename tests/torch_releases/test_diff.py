@@ -91,8 +91,8 @@ def test_another_torch_is_compared_by_name(
     status, (first, second, *rest) = run("99.1.0", "--wheels", str(tmp_path))
     assert status == 1 and len(rest) == 2
     assert {line.split("   ")[0].split(None, 1)[0] + line.rpartition("::")[2] for line in (first, second)} == {
-        "changedFSDPParamGroup.post_backward   (comms/sharded/units.py)",
-        "goneFSDPState._lazy_init   (comms/sharded/units.py)",
+        "changedFSDPParamGroup.post_backward   (comms/sharded/param_groups.py)",
+        "goneFSDPState._lazy_init   (comms/sharded/param_groups.py)",
     }
     _, shown = run("99.1.0", "--wheels", str(tmp_path), "--show")
     assert "    +def post_backward(self, *other: Any):" in shown

@@ -1,4 +1,4 @@
-"""Streams are a law in sharded training: torch's own reduction of a unit drives gradwire on fake CUDA.
+"""Streams are a law in sharded training: torch's own reduction of a parameter group drives gradwire on fake CUDA.
 
 `foreach_reduce` is torch's: its streams, its casts, and what it lets go of when. Around it stand what a parameter group
 has, and the all-gather of the weights in the order of FSDP2.
@@ -33,14 +33,14 @@ from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows
 from gradwire.comms.sharded.collectives import Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import ShardNodes, TorchMembers, arrange
+from gradwire.comms.sharded.param_groups import ShardedParamGroup
 from gradwire.comms.sharded.state import FsdpState
-from gradwire.comms.sharded.units import ShardedUnit
 from gradwire.comms.step.loaded import LoadConsistencyCheck
 from gradwire.compressors.rules import rules_from
 
 SIZE = 4
 SHAPES = ({"inside.weight": (64, 40), "inside.bias": (64,)}, {"outside.weight": (48, 66), "outside.bias": (48,)})
-"""Of two units."""
+"""Of two parameter groups."""
 
 
 class Group(FakeProcessGroup):
@@ -189,45 +189,45 @@ def trained(
             state_of_all = SimpleNamespace(
                 _state_ctx=SimpleNamespace(is_last_backward=True), _root_post_backward_final_callback=lambda: None
             )
-            units = [ShardedUnit(nn.Identity(), unit, state_of_all) for unit in made]
+            param_groups = [ShardedParamGroup(nn.Identity(), param_group, state_of_all) for param_group in made]
             named = {
                 id(each.sharded_param): name
-                for unit in made
-                for name, each in zip(unit.names, unit.fsdp_params, strict=True)
+                for param_group in made
+                for name, each in zip(param_group.names, param_group.fsdp_params, strict=True)
             }
-            names = ShardNames(named, units)
-            for each in units:
+            names = ShardNames(named, param_groups)
+            for each in param_groups:
                 each.note_present()
             config = Config(timeout=TIMEOUT, hostname=nodes[rank], **options)
             board = FailureBoard(boards, rank, SIZE)
-            state = FsdpState(nn.Identity(), units, names, replicas, config, board)
+            state = FsdpState(nn.Identity(), param_groups, names, replicas, config, board)
             placed, loaded = nodes_of(shard, row, nodes, make, rank), {}
             for kind, like in ((RESIDUAL, None), (SENT, placed.counterparts)):
                 words = PrefixStore(f"{kind}/{row}", boards)
                 consensus = Agreement(words, row.index(rank), len(row), "loaded", TIMEOUT)
                 loaded[kind] = LoadedRows(partial(LoadConsistencyCheck, None, consensus=consensus, like=like))
             link = ShardLink(placed, None, None, None, loaded)
-            install(units, names, shards, weights, rules_from(()), Rounding(0, rank), lambda group: link)
+            install(param_groups, names, shards, weights, rules_from(()), Rounding(0, rank), lambda group: link)
             streams = {f"{name}_stream": side_stream() for name in ("reduce_scatter", "all_reduce")}
             gathering, found = side_stream(), list[Tensor]()
             for step in range(steps):
                 held: tuple[Any, ...] = ()
                 with machine().forbid_host_waits(late=True) if step else nullcontext():
-                    for unit in made:
-                        found.append(unit.gather(gathering))
-                    for unit in reversed(made):
-                        gradients = [gradient(rank, step, each._orig_size, device) for each in unit.fsdp_params]
+                    for param_group in made:
+                        found.append(param_group.gather(gathering))
+                    for param_group in reversed(made):
+                        gradients = [gradient(rank, step, each._orig_size, device) for each in param_group.fsdp_params]
                         if held:
                             torch.cuda.current_stream().wait_event(held[1])
                         held = ()
-                        held = unit.reduce(gradients, streams)
+                        held = param_group.reduce(gradients, streams)
                         for stream in streams.values():  # what backward allocates there next
                             with torch.cuda.stream(stream):
                                 torch.empty(1, device=device)
                     state_of_all._root_post_backward_final_callback()
                     for stream in streams.values():
                         torch.cuda.current_stream().wait_stream(stream)
-                    found += [each.sharded_param.grad + 0 for unit in made for each in unit.fsdp_params]
+                    found += [each.sharded_param.grad + 0 for param_group in made for each in param_group.fsdp_params]
             result = [one.cpu() for one in found]
             state.close()
             return result

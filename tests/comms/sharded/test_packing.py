@@ -1,4 +1,4 @@
-"""torch 2.15 packs a unit's gradients by their dtype: names, rules and residuals go with the values all the same."""
+"""torch 2.15 packs the gradients of a parameter group by dtype; names, rules and residuals follow the values."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ NEW = hasattr(nn.Parameter(torch.zeros(1)), "_has_grad_dtype_override")
 """Whether FSDP2 heeds a parameter's own `grad_dtype`."""
 
 OF_ITS_OWN = "inside.bias"
-"""The parameter whose gradient has another dtype; second in its unit, and packed last."""
+"""The parameter whose gradient has another dtype; second in its parameter group, and packed last."""
 
 
 def mixed(on: DeviceMesh, own: torch.dtype, grad_dtype: torch.dtype) -> Any:
@@ -27,7 +27,7 @@ def mixed(on: DeviceMesh, own: torch.dtype, grad_dtype: torch.dtype) -> Any:
 
 
 def passes(model: Any, step: int) -> None:
-    """Members of the unit get a gradient in every second step alone."""
+    """Members of the parameter group get a gradient in every second step alone."""
     given = batch(step).to(model.inside.weight.dtype)
     model(given, spare=step % 2 == 1).square().mean().backward()
 
@@ -40,8 +40,8 @@ def between_replicas(rank: int) -> None:
             train(native, take=passes)
             train(ours, take=passes)
             assert not differs(weights(ours), weights(native)), own
-            unit = next(unit for unit in state._units if unit.module is ours)
-            names = [shard.name for shard in state._names.of(unit.present)]
+            param_group = next(param_group for param_group in state._param_groups if param_group.module is ours)
+            names = [shard.name for shard in state._names.of(param_group.present)]
             assert names[0] == "inside.weight" and names[-1] == OF_ITS_OWN, names
             # Vectors and the rule's parameter are exact, and the others are not.
             native, ours = (mixed(on, own, grad_dtype) for on in (mesh, mesh["shard"]))

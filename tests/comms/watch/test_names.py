@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.comms.sharded.units import root_sharded_modules
+from gradwire.comms.sharded.param_groups import root_sharded_modules
 from gradwire.comms.watch import names
 from gradwire.comms.watch.collective import IssuedCollective
 from gradwire.comms.watch.names import Cycle, find_cycles, lay_along

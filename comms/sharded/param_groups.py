@@ -1,9 +1,9 @@
 """Torch's private objects behind `fully_shard` and `replicate()` (FSDP2), as gradwire uses them.
 
-Written for torch 2.13 to 2.15. Each call of `fully_shard` or `replicate()` makes one FSDPParamGroup, a unit: its
-parameters are gathered and their gradients are reduced together. A unit of `fully_shard` over one dimension
-reduce-scatters its gradients; a unit of `replicate()` all-reduces them; one of `fully_shard` over two dimensions
-(native HSDP) does both.
+Written for torch 2.13 to 2.15. Each call of `fully_shard` or `replicate()` makes one FSDPParamGroup, a parameter
+group: its parameters are gathered and their gradients are reduced together. A parameter group of `fully_shard` over
+one dimension reduce-scatters its gradients; a parameter group of `replicate()` all-reduces them; one of `fully_shard`
+over two dimensions (native HSDP) does both.
 
 With comms/bootstrap/compat.py this is the only place with private names of torch.
 """
@@ -156,7 +156,7 @@ class ShardedParameter:
         return hasattr(self.param._sharded_local_tensor, "fsdp_pre_all_gather")
 
     def has_gradient(self, unused_too: bool) -> bool:
-        """Whether the next reduction of its unit takes it in, up to torch 2.14.
+        """Whether the next reduction of its parameter group takes it in, up to torch 2.14.
 
         Args:
             unused_too: Parameters without a gradient count as if it were zero.
@@ -169,7 +169,7 @@ class ShardedParameter:
         return unused_too and bool(unsharded.requires_grad)
 
 
-class ShardedUnit:
+class ShardedParamGroup:
     """What FSDP2 gathers and reduces together, by torch's private FSDPParamGroup.
 
     Attributes:
@@ -240,7 +240,7 @@ class ShardedUnit:
         return type(self._group._all_gather_comm).__name__, type(self._group._reduce_scatter_comm).__name__
 
     def set_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Has `hook(shard)` run behind each reduce-scatter; torch's own method refuses modules of several units."""
+        """Run `hook(shard)` after each reduce-scatter. torch's method refuses modules with several parameter groups."""
         self._group._all_reduce_hook = hook
 
     @property
@@ -272,7 +272,7 @@ class ShardedUnit:
         return undo
 
     def leave_out_all_reduce(self) -> Callable[[], None]:
-        """Has torch leave a `replicate()` unit's all-reduce to the hook of `set_hook`.
+        """Has torch leave a `replicate()` parameter group's all-reduce to the hook of `set_hook`.
 
         Torch all-reduces what has a DDPMeshInfo. Its base class describes the same mesh, and names no group.
 
@@ -342,21 +342,21 @@ DEFAULT_SHARDED_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 """Classes of what carries out the collectives of FSDP2 where nobody has set anything."""
 
 
-def sharded_units(model: nn.Module) -> list[ShardedUnit]:
+def sharded_param_groups(model: nn.Module) -> list[ShardedParamGroup]:
     """What FSDP2 has made of a model, in the model's order.
 
     Empty if neither `fully_shard` nor `replicate()` of FSDP2 was called on it.
     """
-    units: dict[int, ShardedUnit] = {}
+    param_groups: dict[int, ShardedParamGroup] = {}
     for module in _sharded_modules(model):
         state = module._get_fsdp_state()
         for group in state._fsdp_param_groups:
-            units.setdefault(id(group), ShardedUnit(module, group, state))
-    return list(units.values())
+            param_groups.setdefault(id(group), ShardedParamGroup(module, group, state))
+    return list(param_groups.values())
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:
-    """Those that `fully_shard` was called on; also those whose parameters are all in others: they make no unit."""
+    """Return the modules that `fully_shard` was called on, also those without a parameter group of their own."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
@@ -446,8 +446,10 @@ def _call_before_first(kind: Any, callback: Callable[[nn.Module], None]) -> None
 
 def is_replicated(model: nn.Module) -> bool:
     """Whether all of FSDP2's modules in a model are those of `replicate()`, and there are some."""
-    units = sharded_units(model)
-    return bool(units) and all(unit.shard_group is None and unit.replica_group is not None for unit in units)
+    param_groups = sharded_param_groups(model)
+    return bool(param_groups) and all(
+        param_group.shard_group is None and param_group.replica_group is not None for param_group in param_groups
+    )
 
 
 def _call_behind(state: Any, name: str, by_hand: bool, callback: Callable[[], None]) -> None:
