@@ -118,7 +118,7 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
                 "time": time.time(),
                 "step": state.steps,
                 "size": state.view.size,
-                "epoch": state.view.epoch,
+                "generation": state.view.generation,
                 "weights": zlib.crc32(weights.numpy().tobytes()),
                 "threads": len(list(Path("/proc/self/task").iterdir())),
                 "descriptors": len(list(Path("/proc/self/fd").iterdir())),
@@ -394,7 +394,7 @@ class Job:
             problems.append(f"weights differ between ranks after {len(odd)} steps, first after {min(odd)}")
             for rank in self.all:
                 rows = [row for row in self.rows(rank) if abs(row["step"] - min(odd)) < 3]
-                seen = [(row["step"], row["epoch"], row["size"], row["weights"]) for row in rows]
+                seen = [(row["step"], row["generation"], row["size"], row["weights"]) for row in rows]
                 print(f"  {rank.log.name} on node {rank.place}: {seen}", flush=True)
         for rank in self.ranks:
             if rank.code != 0:
@@ -436,15 +436,17 @@ def job(options: argparse.Namespace, compressor: str) -> Iterator[Job]:
 
 
 def grown(rows: Sequence[dict[str, Any]], size: int) -> list[str]:
-    """What has grown in a rank that was there all the time: the least of each epoch in which all ranks were there."""
+    """Returns which resources of the oldest rank grew, from the minima of the generations that had all ranks."""
     problems = []
-    epochs: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    generations: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["size"] == size:
-            epochs[row["epoch"]].append(row)
+            generations[row["generation"]].append(row)
     for what in ("threads", "descriptors", "resident"):
-        values = [min(row[what] for row in found) >> (20 if what == "resident" else 0) for found in epochs.values()]
-        print(f"  {what} of the oldest rank, epoch by epoch: {' '.join(map(str, values))}", flush=True)
+        values = [
+            min(row[what] for row in found) >> (20 if what == "resident" else 0) for found in generations.values()
+        ]
+        print(f"  {what} of the oldest rank, generation by generation: {' '.join(map(str, values))}", flush=True)
         half = len(values) // 2
         if what != "resident" and half > 1 and max(values[half:]) > max(values[:half]):
             problems.append(f"{what} have grown from {max(values[:half])} to {max(values[half:])}")

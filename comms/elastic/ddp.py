@@ -195,7 +195,7 @@ class ElasticTraining:
 
     @property
     def together(self) -> bool:
-        """Whether all ranks have made this step in one epoch, or none has: then they may ask each other about it."""
+        """Whether the ranks may talk about this step: all of them took it in the present generation, or none did."""
         return self.resilient_ops is None or self.resilient_ops.by_itself
 
     def begin_step(self, communicator: Communicator, resume: Resume | None) -> Resume | None:
@@ -330,7 +330,7 @@ class ElasticTraining:
             session.listeners.add(RESIDUAL_NOTES, notes)
 
     def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
-        """Connects the ranks of a new epoch."""
+        """Connects the ranks of a new generation."""
         previous = self._session()
         peers = SessionRanks(store, "hook", view.rank, view.size, None, failure_policy)
         made = GradientSession(
@@ -346,7 +346,7 @@ class ElasticTraining:
         return made.communicator
 
     def agree(self, session: GradientSession) -> None:
-        """Has all ranks decode payloads alike, before an epoch's first launch: some nodes may lack what that takes."""
+        """Makes all ranks decode payloads identically, before the first all-reduce of a generation."""
         if self.resilient_ops is None or session.agrees:
             return
         compressor = session.compression.compressor if session.compression is not None else None
@@ -432,7 +432,11 @@ class ElasticTraining:
 
     def tell_change(self) -> None:
         """Tells the user that other ranks have made this step than the one before."""
-        if self.resilient_ops is None or self._told is None or self.resilient_ops.view.epoch == self._told.epoch:
+        if (
+            self.resilient_ops is None
+            or self._told is None
+            or self.resilient_ops.view.generation == self._told.generation
+        ):
             return
         old, now = self._told, self.resilient_ops.view
         lost = tuple(name for name in old.members if name not in now.members)

@@ -13,7 +13,7 @@ MOST_NBYTES = 1 << 20
 """Bytes of what one process says about itself, inflated."""
 
 START = "start"
-"""Name of the start of an epoch's ranks, which start once."""
+"""Name of the start of a generation's ranks, which start once."""
 
 
 def packed(presence: Presence) -> str:
@@ -22,7 +22,7 @@ def packed(presence: Presence) -> str:
 
 
 def presences(members: Sequence[str], said: Mapping[str, str]) -> Presences:
-    """What the members of an epoch have said about themselves, as `packed`: nobody is asked again."""
+    """What the members of a generation have said about themselves, as `packed`: nobody is asked again."""
     known = (unpacked(said[name]) for name in members)
     return Presences.of([replace(each, rank=rank, size=len(members)) for rank, each in enumerate(known)], START)
 

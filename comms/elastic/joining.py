@@ -72,9 +72,9 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """The epoch that begins, the process's rank in it, its members, and what they have said about themselves."""
+    """The generation that begins, the process's rank in it, its members, and what they have said about themselves."""
 
-    epoch: Count
+    generation: Count
     rank: Rank
     members: tuple[str, ...]
     said: Mapping[str, str]
@@ -218,7 +218,12 @@ class Requests:
         known = {name: said[name] for name in view.members if name in said}
         for number, name, _ in newcomers:
             if name in view.members:
-                word = {"epoch": view.epoch, "rank": view.members.index(name), "members": view.members, "said": known}
+                word = {
+                    "generation": view.generation,
+                    "rank": view.members.index(name),
+                    "members": view.members,
+                    "said": known,
+                }
                 self._store.set(f"join/{number}/answer", json.dumps(word))
                 self._drop(number)
 
@@ -329,7 +334,7 @@ def ask(
         model: This process's, as `described`.
 
     Returns:
-        The epoch that begins with it, and what its members have said about themselves.
+        The generation that begins with it, and what its members have said about themselves.
 
     Raises:
         EvictedError: The job refuses it, or has not answered within `timeout`.
@@ -348,4 +353,4 @@ def ask(
     answer = _ANSWER.read(own.read(f"join/{number}/answer"))
     if isinstance(answer, _Refused):
         raise EvictedError(f"the running job refuses this process: {answer.refused}")
-    return View(answer.epoch, answer.rank, answer.members, joined=(name,)), dict(answer.said)
+    return View(answer.generation, answer.rank, answer.members, joined=(name,)), dict(answer.said)

@@ -1,11 +1,13 @@
-"""Who is left: ranks of one job agree, after a loss, on the members of the next epoch.
+"""Lets the ranks of a job agree, after a rank failure, on the members of the next generation.
 
-An epoch is the time between two changes of the members; its number is in every key that it leaves in the store, and its
-ranks are numbered anew. In each epoch a ring of connections notices within a second that a process has ended (see
-`bootstrap.liveness`), also while the training thread computes. Two rounds through the store follow, made by the rings'
-threads: each rank that hears of the loss says that it is here; the first of them waits until every other one has said
-so or is known to be gone, and writes down who is left. That word is set once, by compare-and-set: two leaders, or one
-that dies over it, cannot make two. A rank that is not in it is evicted: its calls raise `EvictedError`.
+A *generation* is the time between two changes of the members. Its ranks are numbered from 0, and each store key that it
+uses contains its number. In each generation a ring of connections detects within a second that a process has exited
+(see `bootstrap.liveness`), even while the training thread computes.
+
+Then the ring threads agree in two rounds through the store. Each rank that learns of the failure sets a key of its own.
+The leader, the first rank to claim that role, waits until every other rank has set its key or is known to be gone, and
+writes the list of members. The list is written once, by compare-and-set, so two leaders, or one that fails meanwhile,
+cannot make two different lists. A rank that is not in the list is evicted: its calls raise `EvictedError`.
 """
 
 import json
@@ -54,7 +56,7 @@ CALLERS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """Who goes on: numbers in the epoch that is over, and what those have said about themselves that join, by name."""
+    """Members of the next generation: ranks of the one before that stay, and the rank info of joining ones, by name."""
 
     left: tuple[Rank, ...]
     joined: Mapping[str, str]
@@ -66,17 +68,17 @@ _RANKS: MessageType[tuple[int, ...]] = MessageType(tuple[Rank, ...])
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The ranks of one epoch, seen from one of them.
+    """The ranks of one generation, seen from one of them.
 
     Attributes:
-        epoch: How often the members have changed.
+        generation: How often the members have changed.
         rank: This rank's number in it, 0 <= rank < size.
         members: Name of each rank's process, by rank; a survivor comes before all that have joined after it.
-        lost: Names of the processes that were in the epoch before and are not in this one.
+        lost: Names of the processes that were in the generation before and are not in this one.
         joined: Names of those that are new.
     """
 
-    epoch: int
+    generation: int
     rank: int
     members: tuple[str, ...]
     lost: tuple[str, ...] = ()
@@ -92,8 +94,8 @@ class EvictedError(PeerError):
     """Raised on a rank that cannot stay in the job: the other ranks removed it, or there was no agreement to join."""
 
 
-class EpochStore(PollingStore):
-    """A store of one epoch: of no use, and saying why, from the moment at which a rank of that epoch is lost.
+class GenerationStore(PollingStore):
+    """A store of one generation: of no use, and saying why, from the moment at which a rank of that generation is lost.
 
     So whoever waits for the lost rank while groups are being made, gloo among them, does not wait for its time-out.
 
@@ -102,7 +104,7 @@ class EpochStore(PollingStore):
     Args:
         store: Where the keys are.
         timeout: As of any `PollingStore`.
-        alarm: Why the epoch is over; None while it is not.
+        alarm: Why the generation is over; None while it is not.
         ranks: As of any `PollingStore`.
     """
 
@@ -110,14 +112,14 @@ class EpochStore(PollingStore):
         super().__init__(store, timeout, ranks=ranks)
         self._alarm = alarm
 
-    def within(self, timeout: timedelta) -> "EpochStore":
+    def within(self, timeout: timedelta) -> "GenerationStore":
         """The same keys over the same connection, with another time-out."""
-        return EpochStore(self._store, timeout, self._alarm, ranks=self._ranks)
+        return GenerationStore(self._store, timeout, self._alarm, ranks=self._ranks)
 
-    def below(self, prefix: str) -> "EpochStore":
+    def below(self, prefix: str) -> "GenerationStore":
         """The keys that begin with `prefix/`, over the same connection."""
         timeout = timedelta(seconds=self._seconds)
-        return EpochStore(PrefixStore(prefix, self._store), timeout, self._alarm, ranks=self._ranks)
+        return GenerationStore(PrefixStore(prefix, self._store), timeout, self._alarm, ranks=self._ranks)
 
     def _ask(self, words: str, question: Callable[[], Result], seconds: float | None = None) -> Result:
         if reason := self._alarm():
@@ -128,22 +130,22 @@ class EpochStore(PollingStore):
 class Membership:
     """One rank's part in the agreement. `close` ends its threads.
 
-    The rings' threads go from epoch to epoch by themselves, also while the training thread computes for long; that one
+    The threads of the rings enter each new generation at once, even while the training thread computes; that thread
     follows with `next`.
 
     Args:
         store: Shared by all ranks that were there and that may come; below a prefix of this job's start.
-        view: The first epoch's.
+        view: The first generation's.
         timeout: For the other ranks' answers where nothing shorter is said.
         said: What each member of the view has said about itself when it came.
-        losses: What is known of losses in the first epoch.
+        losses: What is known of losses in the first generation.
 
     Attributes:
         said: As given, and of all that have joined since, by name.
         note: What this rank leaves behind should it be lost; the ring's thread puts it into the store within a second
             or so, so it costs the training thread nothing.
-        on_alarm: Called with the reason when the epoch that the training thread is in is over: wakes it where it waits
-            in a collective. From a ring's thread.
+        on_alarm: Called from a ring's thread with the reason when the training thread's generation is over, to wake
+            that thread if it waits in a collective.
         overdue: Asked once a second, on CUDA, whether work on the device takes too long.
         waited: For how many seconds the training thread has been in an operation that takes all ranks.
         started: How many operations this rank has started; the same on all ranks at the same point.
@@ -170,82 +172,82 @@ class Membership:
         self._closed = False
         self._changed = threading.Condition()
         self._failure: Exception | None = None
-        self._current = self._latest = _Epoch(view, losses or Losses())
+        self._current = self._latest = _Generation(view, losses or Losses())
         self._begin(self._latest)
 
     @property
     def view(self) -> View:
-        """The ranks of the epoch that the training thread is in."""
+        """The ranks of the generation that the training thread is in."""
         return self._current.view
 
     @property
     def store(self) -> Store:
-        """The store for what the ranks of this epoch tell each other."""
-        return PrefixStore(f"{self.view.epoch}/ranks", self._plain)
+        """The store for what the ranks of this generation tell each other."""
+        return PrefixStore(f"{self.view.generation}/ranks", self._plain)
 
     @property
     def losses(self) -> Losses:
-        """What this rank knows of losses in the epoch that the training thread is in; the first one ends it for all."""
+        """Rank failures in the training thread's generation, as far as known; the first one ends it for all ranks."""
         return self._current.losses
 
     def was_first(self, view: View) -> bool:
-        """Whether this rank was the first to say that an epoch is over: it has failed, or a connection of its own.
+        """Whether this rank was the first to say that a generation is over: it has failed, or a connection of its own.
 
         Args:
-            view: Of that epoch, seen from this rank.
+            view: Of that generation, seen from this rank.
 
         Returns:
             Whether it was; true where the store is gone, which was to say so.
         """
         try:
-            first = Loss.unpacked(self._store.read(f"{view.epoch}/alarm")).said_by
+            first = Loss.unpacked(self._store.read(f"{view.generation}/alarm")).said_by
         except RuntimeError as error:
-            log.debug("the store cannot say who has ended epoch %d: %s", view.epoch, error)
+            log.debug("the store cannot say who has ended generation %d: %s", view.generation, error)
             return True
         return first == view.rank
 
     def next(self, seconds: float) -> View:
-        """Waits for the agreement that follows an alarm, and enters the latest epoch.
+        """Waits for the agreement that follows an alarm, and enters the latest generation.
 
         Args:
             seconds: How long the others may take.
 
         Raises:
-            EvictedError: There is no next epoch for this rank.
+            EvictedError: There is no next generation for this rank.
         """
-        epoch = self._current
+        generation = self._current
         with self._changed:
-            self._changed.wait_for(lambda: self._latest is not epoch or self._failure is not None, seconds)
+            self._changed.wait_for(lambda: self._latest is not generation or self._failure is not None, seconds)
             if self._failure is not None:
                 raise EvictedError(str(self._failure)) from self._failure
-            if self._latest is epoch:
-                reason = epoch.losses.first.reason if epoch.losses.first is not None else "all live"
+            if self._latest is generation:
+                reason = generation.losses.first.reason if generation.losses.first is not None else "all live"
                 raise EvictedError(f"no agreement in {seconds:g} s on which ranks are left: {reason}")
             self._current = self._latest
-        epoch.losses.take(Loss(f"epoch {epoch.view.epoch} is over", OVER), told=True)
+        generation.losses.take(Loss(f"generation {generation.view.generation} is over", OVER), told=True)
         return self._current.view
 
     def admit(self, newcomers: Mapping[str, str]) -> View:
-        """Enters an epoch with the ranks of this one and new ones; all ranks call it at the same point.
+        """Enters a generation with the ranks of this one and new ones; all ranks call it at the same point.
 
-        Where one is lost meanwhile, the epoch that is entered is one without it, and without the new ones.
+        Where one is lost meanwhile, the generation that is entered is one without it, and without the new ones.
 
         Args:
             newcomers: Names of the processes that come, in the order of their ranks, and what they say about
                 themselves.
 
         Raises:
-            EvictedError: There is no next epoch for this rank.
+            EvictedError: There is no next generation for this rank.
         """
-        epoch, key = self._current, f"{self.view.epoch}/members"
+        generation, key = self._current, f"{self.view.generation}/members"
         if self.view.rank == 0:
             word = {"left": list(range(self.view.size)), "joined": dict(newcomers)}
             self._store.compare_set(key, "", json.dumps(word))
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while self._latest is epoch and epoch.losses.first is None:
+        while self._latest is generation and generation.losses.first is None:
             if self._store.check([key]):
-                epoch.close()
-                self._enter(epoch)
+                generation.close()
+                self._enter(generation)
                 break
             if time.monotonic() > deadline:
                 raise EvictedError(f"rank 0 has not said within {self._timeout.total_seconds():g} s who has joined")
@@ -269,19 +271,19 @@ class Membership:
         latest.close(orderly=orderly)
 
     def _raise_alarm(self, view: View, loss: Loss) -> None:
-        """Tells the other ranks of an epoch that it is over."""
+        """Tells the other ranks of a generation that it is over."""
         try:
-            self._store.compare_set(f"{view.epoch}/alarm", "", loss.packed(view.rank).decode())
+            self._store.compare_set(f"{view.generation}/alarm", "", loss.packed(view.rank).decode())
         except RuntimeError as error:
             log.debug("the store was gone before an alarm could be raised: %s", error)
 
-    def _begin(self, epoch: "_Epoch") -> None:
-        """Joins the ring of an epoch."""
-        view = epoch.view
-        epoch.losses.tell = partial(self._raise_alarm, view)
+    def _begin(self, generation: "_Generation") -> None:
+        """Joins the ring of a generation."""
+        view = generation.view
+        generation.losses.tell = partial(self._raise_alarm, view)
         if view.size == 1:
             return
-        key, ring = f"{view.epoch}/alarm", self._ring_store(view)
+        key, ring = f"{view.generation}/alarm", self._ring_store(view)
 
         def told() -> Loss | None:
             if (note := self.note) is not None and note is not self._noted:
@@ -290,52 +292,52 @@ class Membership:
             return Loss.unpacked(self._store.read(key)) if self._store.check([key]) else None
 
         def started() -> int:
-            return self.started() if epoch is self._current else 0
+            return self.started() if generation is self._current else 0
 
         def overdue() -> Loss | None:
-            return self.overdue() if epoch is self._current else None
+            return self.overdue() if generation is self._current else None
 
-        epoch.ring = LivenessRing(
+        generation.ring = LivenessRing(
             ring,
             view.rank,
             view.size,
-            epoch.losses,
-            lambda error: self._lost(epoch, error),
+            generation.losses,
+            lambda error: self._lost(generation, error),
             (told, overdue),
             started,
             lambda: self.waited(),
             next_across(view.members, view.rank, self.said),
             SILENCE_SECONDS,
-            epoch.knows_unreached,
+            generation.knows_unreached,
         )
 
-    def _lost(self, epoch: "_Epoch", error: Exception) -> None:
-        """Runs the agreement; in the ring's thread, once in an epoch."""
+    def _lost(self, generation: "_Generation", error: Exception) -> None:
+        """Runs the agreement; in the ring's thread, once in a generation."""
         loss = Loss.of(error)
-        epoch.losses.take(loss)
-        if epoch is self._current:
+        generation.losses.take(loss)
+        if generation is self._current:
             self.on_alarm(loss.reason)
         try:
-            self._agree(epoch)
+            self._agree(generation)
             if not self._closed:  # else nobody may have written down who is left, and nothing reads it any more
-                self._enter(epoch)
-            epoch.ring = None  # its thread ends here; each of the two knows the other
+                self._enter(generation)
+            generation.ring = None  # its thread ends here; each of the two knows the other
         except Exception as failed:  # noqa: BLE001 - the training thread raises it
             with self._changed:
                 self._failure = failed
                 self._changed.notify_all()
 
-    def _enter(self, epoch: "_Epoch") -> None:
-        """Begins the epoch that is written down as the one after `epoch`, unless that has been done.
+    def _enter(self, generation: "_Generation") -> None:
+        """Begins the generation that is written down as the one after `generation`, unless that has been done.
 
         Raises:
             EvictedError: This rank is not in it.
         """
-        view = epoch.view
-        word = _MEMBERS.read(self._store.read(f"{view.epoch}/members"))
+        view = generation.view
+        word = _MEMBERS.read(self._store.read(f"{view.generation}/members"))
         left, joined = list(word.left), tuple(word.joined)
         if any(rank >= view.size for rank in left):
-            raise MessageError(f"the members of epoch {view.epoch + 1} are {left} of {view.size} ranks")
+            raise MessageError(f"the members of generation {view.generation + 1} are {left} of {view.size} ranks")
         self.said.update(word.joined)
         if view.rank not in left:
             raise EvictedError(
@@ -344,31 +346,31 @@ class Membership:
             )
         members = (*(view.members[rank] for rank in left), *joined)
         lost = tuple(name for name in view.members if name not in members)
-        following = _Epoch(View(view.epoch + 1, left.index(view.rank), members, lost, joined), Losses())
-        following.knows_unreached = epoch.losses.first is not None and epoch.losses.first.source == UNREACHED
+        following = _Generation(View(view.generation + 1, left.index(view.rank), members, lost, joined), Losses())
+        following.knows_unreached = generation.losses.first is not None and generation.losses.first.source == UNREACHED
         with self._changed:
-            if self._latest is not epoch or self._closed:
+            if self._latest is not generation or self._closed:
                 return
             self._latest = following
             self._begin(following)
             self._changed.notify_all()
 
-    def _agree(self, epoch: "_Epoch") -> None:
+    def _agree(self, generation: "_Generation") -> None:
         """Returns when it is written down who is left: the word of the first leader that comes to an end.
 
         Raises:
             RuntimeError: The store is gone.
         """
-        number, rank = epoch.view.epoch, epoch.view.rank
-        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(epoch.losses.ranks)))
+        number, rank = generation.view.generation, generation.view.rank
+        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(generation.losses.ranks)))
         self._store.add(f"{number}/heard", 1)
         key = f"{number}/members"
-        for attempt in range(epoch.view.size):
+        for attempt in range(generation.view.size):
             if self._store.check([key]):
                 return
             leader = int(self._store.compare_set(f"{number}/leader/{attempt}", "", str(rank)))
             if leader == rank:
-                word = {"left": self._collect(epoch), "joined": {}}
+                word = {"left": self._collect(generation), "joined": {}}
                 self._store.compare_set(key, "", json.dumps(word))
             began = time.monotonic()
             looks = _Looks(began)
@@ -376,21 +378,23 @@ class Membership:
                 if time.monotonic() > began + SILENCE_SECONDS + LEADER_SECONDS:
                     break
                 if looks.are_due():
-                    epoch.look_for_closed()
-                    if self._has_gone(epoch, leader, ask=looks.may_ask()):
+                    generation.look_for_closed()
+                    if self._has_gone(generation, leader, ask=looks.may_ask()):
                         break  # who leads is lost over it: then another rank leads at once
                 time.sleep(NAP_SECONDS)
             if self._closed:
                 return
         if not self._store.check([key]):
-            raise RuntimeError(f"each of {epoch.view.size} ranks that began to write down who is left was lost over it")
+            raise RuntimeError(
+                f"each of {generation.view.size} ranks that began to write down who is left was lost over it"
+            )
 
-    def _collect(self, epoch: "_Epoch") -> list[int]:
+    def _collect(self, generation: "_Generation") -> list[int]:
         """Waits until every rank has said that it is here, or is known to be gone; who is left, ascending."""
-        number, everybody = epoch.view.epoch, set(range(epoch.view.size))
+        number, everybody = generation.view.generation, set(range(generation.view.size))
         began = time.monotonic()
         looks = _Looks(began)
-        gone, here = set(epoch.losses.ranks), {epoch.view.rank}
+        gone, here = set(generation.losses.ranks), {generation.view.rank}
         while time.monotonic() < began + SILENCE_SECONDS:
             if self._store.add(f"{number}/heard", 0) > len(here):
                 for rank in everybody - here:
@@ -401,16 +405,16 @@ class Membership:
             if not silent:
                 break
             if looks.are_due():
-                epoch.look_for_closed()
+                generation.look_for_closed()
                 ask = looks.may_ask()
                 for start in range(0, len(silent), CALLERS):
                     some = silent[start : start + CALLERS]
-                    found = call_each(partial(self._has_gone, epoch, ask=ask), some, "gradwire call")
+                    found = call_each(partial(self._has_gone, generation, ask=ask), some, "gradwire call")
                     gone |= {rank for rank, has in zip(some, found, strict=True) if has}
             time.sleep(NAP_SECONDS)
         return sorted(here)
 
-    def _has_gone(self, epoch: "_Epoch", rank: int, *, ask: bool) -> bool:
+    def _has_gone(self, generation: "_Generation", rank: int, *, ask: bool) -> bool:
         """Whether a rank that says nothing while the others agree is known to be gone; tells the others if it is.
 
         Its kernel has closed its connection with this rank or with another one, and nobody listens at its port any
@@ -418,24 +422,24 @@ class Membership:
         connections as well, and then it is written down who is left.
 
         Args:
-            epoch: That is over.
+            generation: That is over.
             rank: Which.
             ask: Whether a rank is looked at whose connections are not known to have ended.
         """
-        number = epoch.view.epoch
+        number = generation.view.generation
         if self._store.check([f"{number}/gone/{rank}"]):
             return True
-        closed = epoch.ring is not None and rank in epoch.ring.closed
+        closed = generation.ring is not None and rank in generation.ring.closed
         if not closed and not ask:
             return False
-        found = look_at_rank(self._ring_store(epoch.view), rank)
+        found = look_at_rank(self._ring_store(generation.view), rank)
         if found == LISTENS or (found != ENDED and not closed) or self._store.check([f"{number}/members"]):
             return False
         self._store.set(f"{number}/gone/{rank}", "1")
         return True
 
     def _ring_store(self, view: View) -> PollingStore:
-        return self._store.below(f"{view.epoch}/ring")
+        return self._store.below(f"{view.generation}/ring")
 
 
 class _Looks:
@@ -466,8 +470,8 @@ class _Looks:
         return True
 
 
-class _Epoch:
-    """What this rank knows of an epoch: who is lost, and its end of the ring."""
+class _Generation:
+    """What this rank knows of a generation: who is lost, and its end of the ring."""
 
     def __init__(self, view: View, losses: Losses) -> None:
         self.view = view

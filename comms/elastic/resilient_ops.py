@@ -32,8 +32,8 @@ from gradwire.comms.elastic.joining import Newcomer, Requests
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
-    EpochStore,
     EvictedError,
+    GenerationStore,
     Membership,
     View,
 )
@@ -64,7 +64,7 @@ _REFUSALS = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, er
 """What an errno says that is this process's or its host's own affair, whatever its peers do: errno(3)."""
 
 Rebuild = Callable[[View, Store, FailurePolicy], Communicator]
-"""Makes the communicator of a new epoch; the one before is closed."""
+"""Makes the communicator of a new generation; the one before is closed."""
 
 
 KEPT_CHANGES = 1000
@@ -76,7 +76,7 @@ class Change:
     """One change of the ranks, as one of them has gone through it.
 
     Attributes:
-        epoch: The new epoch's number.
+        generation: The new generation's number.
         reason: Why.
         lost: Names of those that are gone.
         joined: Names of those that are new.
@@ -87,7 +87,7 @@ class Change:
             connect), `hand over` (the state, to who has joined).
     """
 
-    epoch: int
+    generation: int
     reason: str
     lost: tuple[str, ...]
     joined: tuple[str, ...]
@@ -126,7 +126,7 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 class EpochBoard(Board):
-    """Where a failure of one epoch's communicator is told: the membership finds out who is left.
+    """Where a failure of one generation's communicator is told: the membership finds out who is left.
 
     Args:
         rank: This rank in it.
@@ -136,7 +136,7 @@ class EpochBoard(Board):
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
     ) -> CollectiveError:
-        """Ends the epoch for all ranks; who is missing, the membership finds out."""
+        """Ends the generation for all ranks; who is missing, the membership finds out."""
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         self.warn(f"{phase} failed: {cause}")
         kind = OutOfResourcesError if _is_refusal(error) else CollectiveError
@@ -146,7 +146,7 @@ class EpochBoard(Board):
 def first_failure_policy(rank: int, size: int, timeout: timedelta) -> FailurePolicy:
     """Returns the failure policy of the first communicator; the membership, made later, shares its `losses`."""
     board = EpochBoard(rank, Losses())
-    return FailurePolicy(board, lambda store: EpochStore(store, timeout, board.alarm, ranks=size))
+    return FailurePolicy(board, lambda store: GenerationStore(store, timeout, board.alarm, ranks=size))
 
 
 def first_membership(communicator: Communicator, prefix: str, timeout: timedelta, first: FailurePolicy) -> Membership:
@@ -181,7 +181,7 @@ def failure_policy_of(view: View, membership: Membership, timeout: timedelta) ->
     board = EpochBoard(view.rank, membership.losses)
     return FailurePolicy(
         board,
-        lambda store: EpochStore(store, timeout, board.alarm, ranks=view.size),
+        lambda store: GenerationStore(store, timeout, board.alarm, ranks=view.size),
         presences(view.members, membership.said),
     )
 
@@ -191,19 +191,19 @@ class ResilientOps:
 
     Args:
         membership: Who is left.
-        communicator: Of the membership's epoch.
-        joins: Whether this rank joins with this epoch: whatever goes wrong is raised, until `complete` has come to its
-            first end. Then it is a rank like the others.
+        communicator: Of the membership's generation.
+        joins: Whether this rank joins with this generation: every error is raised until the first `complete` has
+            returned. From then on it is a rank like the others.
         rebuild: Makes the next one.
-        timeout: For what the ranks of an epoch tell each other through the store.
+        timeout: For what the ranks of a generation tell each other through the store.
 
     Attributes:
         position: Operations that have come to an end here.
-        communicator: Of the present epoch.
+        communicator: Of the present generation.
         repeated: Operations that were begun again.
         has_begun: Whether this rank has sent a part of an operation for which it calls `complete` later.
         by_itself: Whether the last operation was carried out here, and not by ranks that were ahead. Then all ranks of
-            the present epoch have carried it out in this epoch, or none has.
+            the present generation have carried it out in this generation, or none has.
         changes: The last ones, oldest first.
     """
 
@@ -298,7 +298,7 @@ class ResilientOps:
             self._recover(RuntimeError(loss.reason), None)
 
     def admit(self, newcomers: Sequence[Newcomer], requests: Requests) -> bool:
-        """Enters an epoch with new ranks; all ranks, between the same two operations.
+        """Enters a generation with new ranks; all ranks, between the same two operations.
 
         Args:
             newcomers: Which.
@@ -374,7 +374,7 @@ class ResilientOps:
         return None if deadline is None else deadline.overdue()
 
     def _recover(self, error: Exception, like: Tensor | None) -> tuple[bool, Tensor | None]:
-        """Forms the groups of the next epoch; whether the running operation has come to its end, and its result.
+        """Forms the groups of the next generation; whether the running operation has come to its end, and its result.
 
         Raises:
             EvictedError: This rank cannot go on.
@@ -419,17 +419,17 @@ class ResilientOps:
             _trim_heap()
             change = self._note(view, reason, not found[0] and self._started > self.position, watch)
             log.warning(
-                "%s: %d of %d ranks go on as epoch %d after %s",
+                "%s: %d of %d ranks go on as generation %d after %s",
                 f"lost {', '.join(view.lost)}" if view.lost else reason,
                 view.size,
                 before.size,
-                view.epoch,
+                view.generation,
                 change,
             )
             return found
 
     def _note(self, view: View, reason: str, repeats: bool, watch: _Stopwatch) -> Change:
-        change = Change(view.epoch, reason, view.lost, view.joined, repeats, watch.began, watch.seconds)
+        change = Change(view.generation, reason, view.lost, view.joined, repeats, watch.began, watch.seconds)
         self.changes.append(change)
         return change
 
@@ -467,7 +467,7 @@ class ResilientOps:
 
 
 def _forget(error: BaseException) -> None:
-    """Lets go of what an error's frames hold: groups of an epoch that is over, with gloo's threads and connections.
+    """Lets go of what an error's frames hold: groups of a generation that is over, with gloo's threads and connections.
 
     They are in circles, which only a full collection would find; with torch imported that takes tenths of a second.
     """

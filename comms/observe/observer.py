@@ -41,8 +41,8 @@ TRACE_AFTER = 5
 class Observer(StepListener):
     """Everything that is watched of one communicator's steps.
 
-    In elastic training each epoch's ranks have an observer of their own. Some of them may end a step that others repeat
-    in the next epoch; so the ranks ask each other about a step only where all of them have made it in this epoch.
+    In elastic training each generation has its own observer. Some ranks may end a step that others repeat in the next
+    generation, so the ranks talk about a step only if all of them took it in this generation.
 
     Args:
         communicator: Of the gradients.
@@ -128,7 +128,9 @@ class Observer(StepListener):
             except (RuntimeError, OSError) as error:
                 if not self._config.elastic:
                     raise
-                log.debug("an epoch has ended while its ranks told each other about step %d: %s", step.number, error)
+                log.debug(
+                    "a generation has ended while its ranks told each other about step %d: %s", step.number, error
+                )
                 self._trace_given_up |= self._trace is not None
                 self._stragglers = self._trace = self._communicator.executor.stats.recorder = None
         if self._metrics is not None:

@@ -300,7 +300,7 @@ class Outer(TrainingState[AveragingSession]):
         return communicator
 
     def _council(self, communicator: Communicator, failure_policy: FailurePolicy) -> Agreement:
-        """The agreement of the ranks of one epoch: nobody waits in it for one that is lost."""
+        """The agreement of the ranks of one generation: nobody waits in it for one that is lost."""
         store = failure_policy.polling(PrefixStore(COUNCIL, communicator.plain_store))
         return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
 

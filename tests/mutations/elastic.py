@@ -137,7 +137,7 @@ ELASTIC = (
         _RESILIENT,
         "            self.membership.losses.take(Loss(reason, FAILED))\n",
         "",
-        "The others never agree on the next epoch.",
+        "The others never agree on the next generation.",
         (_AGAIN,),
     ),
     Mutation(
@@ -167,7 +167,7 @@ ELASTIC = (
     Mutation(
         "a rank says nothing of itself while the others agree",
         _MEMBERS,
-        '        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(epoch.losses.ranks)))\n',
+        '        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(generation.losses.ranks)))\n',
         "",
         "Every other rank is given up by the leader.",
         (_LOSSES,),
@@ -199,7 +199,7 @@ ELASTIC = (
     Mutation(
         "an alarm stays here",
         _MEMBERS,
-        '            self._store.compare_set(f"{view.epoch}/alarm", "", loss.packed(view.rank).decode())\n',
+        '            self._store.compare_set(f"{view.generation}/alarm", "", loss.packed(view.rank).decode())\n',
         "            pass\n",
         "Ranks that are no neighbours of the lost one wait on.",
         (_AGAIN, _LOSSES),

@@ -34,7 +34,7 @@ class Diary:
     """What one process has gone through.
 
     Attributes:
-        views: Every epoch that its training thread has entered.
+        views: Every generation that its training thread has entered.
         applied: Step -> whose gradients were in the average that its model took: name -> how often.
         given_up: What ended it; None while it trains, or when it has come to the end.
         finished: Whether it has come to the end of the training.
@@ -47,7 +47,7 @@ class Diary:
 
 
 class _Meeting:
-    """One all-reduce of one epoch."""
+    """One all-reduce of one generation."""
 
     def __init__(self) -> None:
         self.given: dict[int, Tensor] = {}
@@ -68,7 +68,7 @@ class SimCommunicator:
         self._process = job.simulation.process
         self._numbers = 0
         self._given_up: str | None = None
-        self._key = (view.epoch, view.members)
+        self._key = (view.generation, view.members)
 
     def all_reduce(self, flat: Tensor) -> Any:
         """Sums in place, exactly."""
@@ -146,7 +146,7 @@ class _Requests:
     def answer(self, newcomers: Sequence[tuple[int, str, str]], view: View, said: dict[str, str]) -> None:
         for _, name, _ in newcomers:
             if name in view.members and name not in self._job.started:
-                own = View(view.epoch, view.members.index(name), view.members, joined=(name,))
+                own = View(view.generation, view.members.index(name), view.members, joined=(name,))
                 self._job.start(name, own, dict(said))
 
 
@@ -222,9 +222,9 @@ class Job:
                 diary.views.append(view)
                 return self._communicator(view, failure_policy.board)
 
-            resilient_ops = ResilientOps(membership, cast(Any, first), rebuild, TIMEOUT, joins=view.epoch > 0)
+            resilient_ops = ResilientOps(membership, cast(Any, first), rebuild, TIMEOUT, joins=view.generation > 0)
             applied: Tensor | None = None
-            if view.epoch > 0:
+            if view.generation > 0:
                 applied = self._hand_over(resilient_ops, None, list(view.joined))
             self._steps(name, resilient_ops, diary, applied)
             resilient_ops.close()

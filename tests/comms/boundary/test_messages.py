@@ -213,7 +213,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     ),
     "an answer to it": (
         joining._ANSWER.read,
-        json.dumps({"epoch": 3, "rank": 1, "members": ["a", "b"], "said": {"a": "x"}}).encode(),
+        json.dumps({"generation": 3, "rank": 1, "members": ["a", "b"], "said": {"a": "x"}}).encode(),
     ),
     "a list of newcomers": (joining._NEWCOMERS.read, json.dumps([[1, "a", "x"]]).encode()),
     "the members": (membership._MEMBERS.read, json.dumps({"left": [0, 2], "joined": {"a": "x"}}).encode()),

@@ -91,15 +91,15 @@ def train(rank: int, kind: str) -> tuple[int, int, int] | str:
         over.fill_(float(store.check(["told"])))
         dist.all_reduce(over, group=model.process_group)
     state.close()
-    return state.view.epoch, state.view.size, state.steps
+    return state.view.generation, state.view.size, state.steps
 
 
 @pytest.mark.parametrize("kind", list(JOINING))
 def test_a_newcomer_that_does_not_fit_is_refused_and_nobody_else_hears_of_it(processes: Processes, kind: str) -> None:
     *trained, told = processes(3, train, kind, nodes=["a", "b", "c"])
-    (epoch, size, steps), other = trained
-    assert (epoch, size) == (0, 2)
-    assert other == (epoch, size, steps)
+    (generation, size, steps), other = trained
+    assert (generation, size) == (0, 2)
+    assert other == (generation, size, steps)
     assert re.search(JOINING[kind][1], told), told
 
 
@@ -177,7 +177,7 @@ def test_who_is_killed_between_its_two_writes_keeps_nobody_out() -> None:
         requests.answer(newcomers, view, {"rank 0": presence(), newcomers[0][1]: newcomers[0][2]})
 
     run_ranks(2, rank)
-    assert (answered[0].rank, answered[0].epoch) == (1, 1)
+    assert (answered[0].rank, answered[0].generation) == (1, 1)
     assert requests.look(fits) == 0
     requests.close()
 

@@ -104,11 +104,11 @@ def heal(job: Job, host: str, other: str) -> None:
 
 def check(job: Job, living: set[str]) -> None:
     """The laws that hold whatever has happened."""
-    by_epoch: dict[int, set[tuple[str, ...]]] = {}
+    by_generation: dict[int, set[tuple[str, ...]]] = {}
     for diary in job.diaries.values():
         for view in diary.views:
-            by_epoch.setdefault(view.epoch, set()).add(view.members)
-    assert all(len(members) == 1 for members in by_epoch.values()), by_epoch
+            by_generation.setdefault(view.generation, set()).add(view.members)
+    assert all(len(members) == 1 for members in by_generation.values()), by_generation
     steps: dict[int, list[dict[str, int]]] = {}
     for name, diary in job.diaries.items():
         for step, counts in diary.applied.items():

@@ -174,14 +174,14 @@ def runs(pid: int) -> bool:
 
 
 def alive() -> Counter[str]:
-    """How many there are of what an epoch has of its own."""
+    """How many there are of what a generation has of its own."""
     kinds = (Communicator, LaneExecutor, Groups, ShmGroup, GlooTransport, RankPlans, Observer, StallWatch, LivenessRing)
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
 
 
 def suffer(rank: int) -> dict[str, Any]:
     """Trains while a connection breaks, ranks are lost in the forward pass and in the recovery, and one freezes."""
-    gc.disable()  # circles would hold an epoch's groups and memory until it comes by
+    gc.disable()  # circles would hold a generation's groups and memory until it comes by
     dist.init_process_group("gloo")
     liveness.FROZEN_SECONDS = 3.0
     pids: list[Any] = [None] * 4

@@ -16,8 +16,8 @@ from gradwire.comms.bootstrap.losses import FAILED, OVER, SILENT, Loss
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
-    EpochStore,
     EvictedError,
+    GenerationStore,
     Membership,
     View,
 )
@@ -72,7 +72,7 @@ def test_all_survivors_name_the_same_members(seed: int) -> None:
         views = run_ranks(len(left), next_of(made, left))
         assert {view.members for view in views} == {tuple(f"rank {rank}" for rank in left)}
         assert [view.rank for view in views] == list(range(len(left)))
-        assert set(views[0].lost) >= {f"rank {rank}" for rank in lost} or views[0].epoch > 1
+        assert set(views[0].lost) >= {f"rank {rank}" for rank in lost} or views[0].generation > 1
     lose(made, left)
 
 
@@ -95,13 +95,13 @@ def test_another_rank_leads_where_the_leader_is_lost(monkeypatch: pytest.MonkeyP
     made, collect = members(HashStore(), 3), Membership._collect
     dead: list[Membership] = []
 
-    def die(leader: Membership, epoch: Any) -> list[int]:
+    def die(leader: Membership, generation: Any) -> list[int]:
         if not dead:  # the first one that leads ends before it has written down who is left
             dead.append(leader)
-            epoch.ring._ends.listener.close()
-            epoch.ring._pass_on = lambda error: None
+            generation.ring._ends.listener.close()
+            generation.ring._pass_on = lambda error: None
             raise EvictedError("lost")
-        return collect(leader, epoch)
+        return collect(leader, generation)
 
     monkeypatch.setattr(Membership, "_collect", die)
     began = time.monotonic()
@@ -110,7 +110,7 @@ def test_another_rank_leads_where_the_leader_is_lost(monkeypatch: pytest.MonkeyP
     left = run_ranks(3, lambda rank: None if made[rank] in dead or died(made[rank]) else made[rank].view)
     assert sum(view is None for view in left) == 1
     assert time.monotonic() - began < SILENCE_SECONDS + LEADER_SECONDS
-    assert all(view.epoch > 0 for view in left if view is not None)
+    assert all(view.generation > 0 for view in left if view is not None)
     lose(made, [0, 1, 2])
 
 
@@ -136,7 +136,7 @@ def test_a_failure_ends_the_epoch_for_all_and_its_store_says_why() -> None:
     store = HashStore()
     made = members(store, 2)
     board, losses = EpochBoard(0, made[0].losses), [each.losses for each in made]
-    told = EpochStore(store, TIMEOUT, board.alarm)
+    told = GenerationStore(store, TIMEOUT, board.alarm)
     assert not told.check(["anything"])
     board.warn("a connection broke")
     with pytest.raises(PeerError, match="a connection broke"):

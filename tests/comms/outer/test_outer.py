@@ -324,8 +324,8 @@ def lose(rank: int, compressor: str, options: dict[str, Any]) -> dict[str, Any]:
     outer.synchronize()
     report = outer.report()
     gc.collect()
-    epochs = [each for each in gc.get_objects() if isinstance(each, Communicator)]
-    assert len(epochs) == 2, epochs  # beside all that began; those that are over are let go of
+    generations = [each for each in gc.get_objects() if isinstance(each, Communicator)]
+    assert len(generations) == 2, generations  # beside all that began; those that are over are let go of
     result = {"flat": flat(model), "mean": model[1].running_mean, "workers": workers, "exchanges": report.exchanges}  # type: ignore[index]
     outer.close()
     return result
