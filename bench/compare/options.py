@@ -51,7 +51,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.stream is not None:
         parse_rate(options.stream, "--stream")
     import_modules(options.imports)
-    select(configuration_specs(with_mpi=True), options.only)
+    if options.script is None:
+        select(configuration_specs(with_mpi=True), options.only)
     return options
 
 
@@ -76,7 +77,7 @@ def _fill_in(options: argparse.Namespace) -> None:
         options.nodes = options.nodes or (4 if replay else 2)
         options.ranks_per_node = options.ranks_per_node or (8 if replay else 2)
     options.nic = options.nic or ("25gbit" if replay else "200mbit")
-    options.rounds = options.rounds or (2 if replay else 7)
+    options.rounds = options.rounds or (20 if options.script else 2 if replay else 7)
 
 
 def build_parser() -> Parser:
@@ -90,7 +91,9 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--megabytes", type=float, default=16.0, help="size of the gradients in 10^6 bytes (default 16)"
     )
-    parser.add_argument("--rounds", type=int, help="timed steps of each configuration (default 7, with --replay 2)")
+    parser.add_argument(
+        "--rounds", type=int, help="timed steps of each configuration (default 7, with --replay 2, with --script 20)"
+    )
     parser.add_argument(
         "--only", metavar="WORDS", help="configurations whose name contains one of these, with commas between them"
     )
@@ -102,6 +105,13 @@ def build_parser() -> Parser:
     )
     _add_cluster(parser)
     _add_replay(parser)
+    parser.add_argument(
+        "--script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="train your unchanged script for --rounds steps (default 20) under plain DDP, torch's fp16 hook, exact "
+        "sums and int8, or the settings of --only; everything after --script is the script's",
+    )
     return parser
 
 

@@ -33,6 +33,7 @@ class ConfigurationResult:
         reason: Why it does not run.
         speed_up_range: Between what half of the steps lie, each over plain DDP's of the same round; of fewer than four
             rounds all of them.
+        loss: Mean training loss of the last steps over all ranks; None if nothing is trained.
     """
 
     name: str
@@ -42,13 +43,14 @@ class ConfigurationResult:
     speed_up: float | None = None
     reason: str | None = None
     speed_up_range: tuple[float, float] | None = None
+    loss: float | None = None
 
 
-def _middle(ratios: list[float]) -> tuple[float, float]:
-    """The first and the third quartile, or of fewer than four the least and the most."""
-    if len(ratios) < 4:
-        return min(ratios), max(ratios)
-    first, _, third = statistics.quantiles(ratios, n=4)
+def middle(values: list[float]) -> tuple[float, float]:
+    """Return the first and the third quartile, or of fewer than four values the least and the most."""
+    if len(values) < 4:
+        return min(values), max(values)
+    first, _, third = statistics.quantiles(values, n=4)
     return first, third
 
 
@@ -140,7 +142,7 @@ class Collector:
                     statistics.median(record["nic_nbytes"]) if counted else None,
                     record["error"],
                     speed_up=statistics.median(plain) / seconds,
-                    speed_up_range=None if name == PLAIN else _middle(each),
+                    speed_up_range=None if name == PLAIN else middle(each),
                 )
             )
         return found + self._refused
@@ -151,12 +153,13 @@ class Measured:
     """What a comparison found.
 
     Attributes:
-        results: Of all configurations.
+        results: Figures of all configurations.
         where: The cluster in words.
         nodes: Ranks of each node.
         gradient_nbytes: Of one step on one rank.
         scale: Of a replay.
         expected_seconds: Of a replayed step of plain DDP, by its waits and its link alone; None where that is unknown.
+        script: Name of the user's script that was trained; None for a model of this command's own.
     """
 
     results: list[ConfigurationResult]
@@ -165,6 +168,7 @@ class Measured:
     gradient_nbytes: int
     scale: Scale
     expected_seconds: float | None = None
+    script: str | None = None
 
 
 def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> None:
@@ -177,11 +181,12 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
     """
     case = load_case(options.replay, options.batch) if options.replay else None
     what = (
-        f"{options.model}, {measured.gradient_nbytes / 1e6:.1f} MB of gradients"
+        f"{measured.script or options.model}, {measured.gradient_nbytes / 1e6:.1f} MB of gradients"
         if case is None
         else _describe_replay(case, measured)
     )
-    title = f"{what}; {measured.where}; median of {options.rounds} steps, taken in turns"
+    turns = "taken in turns" if measured.script is None else "one setting after the other"
+    title = f"{what}; {measured.where}; median of {options.rounds} steps, {turns}"
     if options.json != STDOUT:
         console = CleanConsole(highlight=False, markup=False)
         console.print(f"{title}; {machine_line()}", table(measured.results), sep="\n")
@@ -225,11 +230,13 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
 
 def table(results: list[ConfigurationResult]) -> Table:
     """What ran as a table, fastest first."""
-    figures = right_columns("s per step", "MB on NIC", "gradient error", "speed-up")
+    trained = any(one.loss is not None for one in results)
+    figures = right_columns("s per step", "MB on NIC", "loss" if trained else "gradient error", "speed-up")
     rows = Table("compared", *figures, box=SIMPLE_HEAD, padding=0)
     for one in sorted((each for each in results if each.seconds is not None), key=lambda each: each.seconds or 0.0):
         nbytes = "-" if one.nic_nbytes is None else f"{one.nic_nbytes / 1e6:.2f}"
         error = "-" if one.error is None else f"{one.error:.1e}"
+        error = error if one.loss is None else f"{one.loss:.4g}"
         rows.add_row(one.name, f"{one.seconds:.3f}", nbytes, error, f"{one.speed_up:.2f}x")
     return rows
 

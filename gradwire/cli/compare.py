@@ -1,0 +1,413 @@
+"""`gradwire compare`: plain DDP, torch's hooks and gradwire side by side, with models of its own or with your script.
+
+With `--script` an unchanged training script runs for some steps under each configuration, one run after the other, on
+emulated nodes; under torchrun, mpirun or srun each rank runs it at its place in the job that was started.
+"""
+
+import argparse
+import json
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.progress import Progress, TaskID
+
+from gradwire.bench.compare.command import main as compare_models
+from gradwire.bench.compare.configurations import compressor_names
+from gradwire.bench.compare.options import build_parser, check_outputs, parse
+from gradwire.bench.compare.replay import Scale
+from gradwire.bench.compare.report import ConfigurationResult, Measured, describe_emulated, middle, report, shape
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.command import ranks_of_nodes
+from gradwire.bench.emulation.fork import BAD_FLAG
+from gradwire.bench.emulation.launch import Ranks, held_port, python_module
+from gradwire.bench.emulation.namespaces import available
+from gradwire.bench.emulation.signals import EndedBySignal, clean_end
+from gradwire.bench.nccl_tests.ranks import World, meet
+from gradwire.bench.nccl_tests.start import Start, find_start, speaks
+from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, progress_bar
+from gradwire.cli.compare_rank import STEP, TORCH_HOOKS
+from gradwire.comms.config import AUTOMATIC, launcher_variables
+from gradwire.comms.plan.advise import MOST_OF_IT, distortion_of
+
+PLAIN = "plain DDP"
+USUAL = f"{PLAIN},torch fp16,gradwire exact,gradwire int8"
+"""Configurations that run if `--only` names none."""
+WARM_UP_STEPS = 5
+"""Steps before the timed ones: DDP rebuilds its buckets after the first, gradwire measures links in steps 2 to 4."""
+START_TIMEOUT = timedelta(minutes=5)
+_OWN = ("model", "megabytes", "replay", "batch", "factor", "slow_motion", "stream", "imports")
+"""Options for the models of `gradwire compare` itself."""
+_LAST_LINES = 15
+
+
+@dataclass(slots=True)
+class ConfigurationRun:
+    """A script under one configuration, as its ranks report it.
+
+    Attributes:
+        name: Name of the configuration.
+        records: Rank -> what `compare_rank` reported of each step.
+        other: Rank -> lines of the script's own output.
+    """
+
+    name: str
+    records: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    other: dict[int, list[str]] = field(default_factory=dict)
+
+    def line(self, rank: int, text: str) -> bool:
+        """Take in a line that a rank printed, and return whether it reports a step."""
+        found = _record(text)
+        if found is None:
+            self.other.setdefault(rank, []).append(text)
+            return False
+        self.records.setdefault(rank, []).append(found)
+        return True
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Size of the gradients of one step on one rank."""
+        return max((each["gradient_nbytes"] for own in self.records.values() for each in own), default=0)
+
+    def result(self, ranks: int, counted: bool) -> ConfigurationResult:
+        """Return the figures of the steps after the warm-up, of the slowest rank and the busiest node.
+
+        Args:
+            ranks: Number of ranks in the job.
+            counted: Whether bytes of a network card were counted.
+        """
+        steps = min((len(own) for own in self.records.values()), default=0) if len(self.records) == ranks else 0
+        if steps < WARM_UP_STEPS + 2:
+            return ConfigurationResult(self.name, reason=self._why_not(steps))
+        # The last step of the warm-up is where the clock starts.
+        timed = {rank: own[WARM_UP_STEPS - 1 : steps] for rank, own in self.records.items()}
+        moments = {rank: [each["moment"] for each in own] for rank, own in timed.items()}
+        # Ranks' clocks differ, the lengths of their steps do not: a step lasts as long as on the slowest rank.
+        lengths = [[after - before for before, after in pairwise(own)] for own in moments.values()]
+        seconds = [max(step) for step in zip(*lengths, strict=True)]
+        carried = [
+            (last - first) / len(seconds)
+            for own in timed.values()
+            for first, last in zip(own[0]["carried"], own[-1]["carried"], strict=True)
+        ]
+        last = [each["loss"] for own in timed.values() for each in own[-max(1, len(seconds) // 4) :]]
+        losses = [loss for loss in last if loss is not None]
+        return ConfigurationResult(
+            self.name,
+            statistics.median(seconds),
+            max(carried) if counted else None,
+            speed_up_range=middle(seconds),
+            loss=statistics.fmean(losses) if losses else None,
+        )
+
+    def unexpected_hook(self) -> str | None:
+        """Return the hook that the script registered itself, which ran in place of this one's; None without one."""
+        hooks = {hook for own in self.records.values() for each in own for hook in each["hooks"]}
+        expected = {hook.__name__ for name, hook in TORCH_HOOKS.items() if name == self.name}
+        expected |= {"automatic_hook"} if self.name.startswith("gradwire") else set()
+        return next(iter(sorted(hooks - expected - {""})), None)
+
+    def _why_not(self, steps: int) -> str:
+        """Say why there are no figures, with the last line of the rank that reported least."""
+        ranks = sorted(self.other, key=lambda rank: len(self.records.get(rank, ())))
+        said = [text for rank in ranks for text in self.other[rank] if text.strip()][-_LAST_LINES:]
+        last = next((text for text in reversed(said) if "Error" in text), said[-1] if said else "nothing")
+        return f"it made {steps} steps on all ranks, {WARM_UP_STEPS + 2} are needed; its output says: {last.strip()}"
+
+
+def _record(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and STEP in found else None
+
+
+def configurations_of(only: str | None) -> dict[str, str]:
+    """Return the configurations to run, plain DDP first: name -> value of GRADWIRE_HOOK, empty for those of torch.
+
+    Args:
+        only: Words with commas between them; a configuration runs if its name contains one.
+
+    Raises:
+        ValueError: A word is in no name.
+    """
+    found = {PLAIN: "", **dict.fromkeys(TORCH_HOOKS, ""), "gradwire exact": "none"}
+    found |= {f"gradwire {name}": name for name in compressor_names()}
+    words = [word.strip().lower() for word in (only or USUAL).split(",")]
+    for word in words:
+        if not word or not any(word in name.lower() for name in found):
+            raise ValueError(f"`--only` has {word!r}, which is in no name; there are {', '.join(found)}")
+    return {name: hook for name, hook in found.items() if name == PLAIN or any(word in name.lower() for word in words)}
+
+
+def run_emulated(options: argparse.Namespace, nodes: list[int], runs: "_Runs") -> None:
+    """Run the script under every configuration on one emulated cluster.
+
+    Args:
+        options: Of the command line.
+        nodes: Number of ranks on each node.
+        runs: Takes what the ranks report.
+    """
+    with EmulatedCluster(nodes, options.nic) as cluster:
+        for name, hook in runs.configurations.items():
+            runs.begin(name)
+            command = _command(options, name, cluster.interfaces[0])
+            variables = _variables(hook)
+            cluster.run(command, order=options.order, grace_seconds=5.0, environment=variables, on_line=runs.take)
+
+
+def run_given(options: argparse.Namespace, world: World, runs: "_Runs") -> None:
+    """Run the script under every configuration as this rank of the job; all ranks call it together.
+
+    Args:
+        options: Of the command line.
+        world: The ranks, which have met.
+        runs: Takes what the ranks report.
+    """
+    start = world.start
+    local = Counter(info.hostname for info in world.ranks)
+    place = {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(local[world.ranks[world.rank].hostname]),
+        "MASTER_ADDR": start.address,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    for name, hook in runs.configurations.items():
+        runs.begin(name)
+        with held_port() as free:
+            # Each run has a port of its own: the last one's may still be in TIME_WAIT.
+            port = [free]
+            dist.broadcast_object_list(port)
+            variables = place | {"MASTER_PORT": str(port[0])} | _variables(hook)
+            words = [f"{key}={value}" for key, value in variables.items()]
+            command = ["setpriv", "--pdeathsig", "KILL", "env", *words, *_command(options, name, options.interface)]
+            with Ranks([command], on_line=lambda _, text: runs.take(world.rank, text)) as ranks:
+                ranks.wait(None, 0.0)
+        own = runs.found[-1]
+        everybody: list[ConfigurationRun] = [own] * world.size
+        dist.all_gather_object(everybody, own)
+        for other in everybody:
+            own.records |= other.records
+            own.other |= other.other
+
+
+def _command(options: argparse.Namespace, name: str, interface: str | None) -> list[str]:
+    steps = str(WARM_UP_STEPS + options.rounds)
+    return python_module("gradwire.cli.compare_rank", steps, name, interface or "", *options.script)
+
+
+def _variables(hook: str) -> dict[str, str]:
+    """Return what chooses the configuration; variables of the user's that would choose another one are emptied."""
+    return {AUTOMATIC: hook, "GRADWIRE_COMPRESSOR": ""}
+
+
+class _Runs:
+    """The runs of all configurations, those that are done and the one under way.
+
+    Args:
+        configurations: See `configurations_of`.
+        steps: Steps of each run.
+        lines: Lines for a pipe or a log.
+    """
+
+    def __init__(self, configurations: dict[str, str], steps: int, lines: PlainLines) -> None:
+        self.configurations = configurations
+        self.found: list[ConfigurationRun] = []
+        self._steps = steps
+        self._lines = lines
+        self._progress = Progress(disable=True)
+        self._task = TaskID(0)
+
+    def draw_on(self, progress: Progress) -> None:
+        """Show the steps on a bar from now on."""
+        self._progress = progress
+        self._task = progress.add_task("starting", total=len(self.configurations) * self._steps)
+
+    def begin(self, name: str) -> None:
+        """Begin the run of a configuration: `take` belongs to it from now on."""
+        self.found.append(ConfigurationRun(name))
+        self.show(0)
+
+    def take(self, rank: int, text: str) -> None:
+        """Take in a line that a rank printed."""
+        if self.found[-1].line(rank, text) and rank == 0:
+            self.show(len(self.found[-1].records[0]))
+
+    def show(self, step: int) -> None:
+        """Move the bar to a step of the run under way."""
+        number, name = len(self.found), self.found[-1].name
+        self._progress.update(self._task, completed=(number - 1) * self._steps + step, description=name)
+        self._lines.say(
+            f"{name}, {number} of {len(self.configurations)}: step {step} of {self._steps}", at_once=not step
+        )
+
+    def results(self, ranks: int, counted: bool) -> list[ConfigurationResult]:
+        """Return the figures of all configurations that have run, each with its speed-up over plain DDP."""
+        found = [run.result(ranks, counted) for run in self.found]
+        plain = found[0]
+        if plain.seconds is None or plain.speed_up_range is None:
+            raise RuntimeError(f"the script does not run under plain DDP: {plain.reason}")
+        best, worst = plain.speed_up_range
+        compared = []
+        for each in found:
+            if each.seconds is not None and each.speed_up_range is not None:
+                # Until here the range is that of the seconds of a step.
+                fast, slow = each.speed_up_range
+                ratios = None if each is plain else (best / slow, worst / fast)
+                compared.append(replace(each, speed_up=plain.seconds / each.seconds, speed_up_range=ratios))
+        return compared + [each for each in found if each.seconds is None]
+
+
+def what_to_write(results: Sequence[ConfigurationResult], configurations: Mapping[str, str]) -> str:
+    """Return the advice of a comparison: of the configurations that save most, the one that changes gradients least.
+
+    Args:
+        results: Plain DDP first.
+        configurations: See `configurations_of`.
+    """
+    plain = results[0]
+    assert plain.seconds is not None
+    faster = {
+        each.name: plain.seconds - each.seconds
+        for each in results[1:]
+        if each.seconds is not None and each.speed_up_range is not None and each.speed_up_range[0] > 1.0
+    }
+    if not faster:
+        return (
+            "No configuration was clearly faster than plain DDP: change nothing, or measure again with more --rounds."
+        )
+    most = max(faster.values())
+    close = [name for name, saved in faster.items() if saved >= MOST_OF_IT * most]
+    name = min(close, key=lambda one: distortion_of(configurations[one] or one.split()[1]))
+    hook = configurations[name]
+    if not hook:
+        kind = TORCH_HOOKS[name].__name__
+        how = f"write model.register_comm_hook(None, {kind}), from torch.distributed.algorithms.ddp_comm_hooks"
+    else:
+        option = "" if hook == "none" else f', compressor="{hook}"'
+        how = (
+            f"put {AUTOMATIC}={hook} before the command, or write state = gradwire.HookState(model{option}) and "
+            "model.register_comm_hook(state, gradwire.comm_hook)"
+        )
+    lossy = "" if hook == "none" else " It is lossy: train to the end once before you rely on it."
+    return f"Take {name}, {plain.seconds / (plain.seconds - faster[name]):.2f}x as fast: {how}.{lossy}"
+
+
+def compare_script(options: argparse.Namespace, argv: list[str], start: Start | None) -> None:
+    """Run the script under each configuration; rank 0 prints the table and the advice, also after a signal.
+
+    Args:
+        options: Of the command line.
+        argv: The words of the command line.
+        start: How a launcher started this rank; None emulates a cluster.
+
+    Raises:
+        ValueError: An option does not fit, or this machine cannot emulate a cluster.
+        RuntimeError: The script does not run under plain DDP.
+    """
+    configurations = configurations_of(options.only)
+    world = None
+    if start is None:
+        if (reason := available()) is not None:
+            raise ValueError(
+                f"cannot emulate a cluster here: {reason}; on real nodes type torchrun ... -m gradwire compare "
+                "--script train.py"
+            )
+        nodes = ranks_of_nodes(options)
+        where = describe_emulated(options, nodes, Scale())
+    else:
+        world = meet(start, START_TIMEOUT)
+        nodes = list(Counter(info.hostname for info in world.ranks).values())
+        where = f"{shape(nodes)} ranks started by {start.by}"
+    speaker = world is None or world.rank == 0
+    counted = world is None or options.interface is not None
+    runs = _Runs(configurations, WARM_UP_STEPS + options.rounds, PlainLines(shown=speaker))
+    try:
+        with progress_bar(shown=speaker) as progress:
+            runs.draw_on(progress)
+            if world is None:
+                run_emulated(options, nodes, runs)
+            else:
+                run_given(options, world, runs)
+    except EndedBySignal:
+        if speaker:
+            complain("compare", f"stopped in {runs.found[-1].name if runs.found else 'the start'}")
+            if runs.found and runs.found[0].result(sum(nodes), counted).seconds is not None:
+                _show(options, argv, runs, where, nodes, counted)
+        raise
+    finally:
+        if world is not None:
+            dist.destroy_process_group()
+    if speaker:
+        _show(options, argv, runs, where, nodes, counted)
+
+
+def _show(
+    options: argparse.Namespace, argv: list[str], runs: "_Runs", where: str, nodes: list[int], counted: bool
+) -> None:
+    """Print the table and the advice, and write the files that were asked for."""
+    results = runs.results(sum(nodes), counted)
+    nbytes = max(run.gradient_nbytes for run in runs.found)
+    report(options, argv, Measured(results, where, nodes, nbytes, Scale(), script=Path(options.script[0]).name))
+    if options.json == STDOUT:
+        return
+    console = CleanConsole(highlight=False, markup=False)
+    for run in runs.found:
+        if (hook := run.unexpected_hook()) is not None:
+            console.print(f"{run.name}: the script registers a hook itself, {hook}, which ran in its place")
+    console.print("loss: mean over all ranks and the last quarter of the steps, of what backward() is called on")
+    console.print(what_to_write(results, runs.configurations))
+
+
+def _read(argv: list[str]) -> argparse.Namespace:
+    """Read the command line of a comparison with `--script`.
+
+    Raises:
+        ValueError: A value does not fit; the message names the option.
+    """
+    options = parse(argv)
+    default = build_parser().get_default
+    for name in _OWN:
+        if getattr(options, name) != default(name):
+            raise ValueError(f"`--{name.replace('_', '-')}` is for the models of compare itself; leave it out")
+    if not options.script:
+        raise ValueError("`--script`: found nothing after it, wanted a script, for example --script train.py")
+    if not Path(options.script[0]).is_file():
+        raise ValueError(f"`--script`: there is no file {options.script[0]}; wanted a Python script and its arguments")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Compare with `--script`, or with models of the command's own; return the exit status.
+
+    Args:
+        argv: Words after `compare`.
+
+    Returns:
+        0, 1 for a failure, 2 for a bad option.
+    """
+    if "--script" not in argv:
+        return compare_models(argv)
+    variables = launcher_variables()
+    try:
+        options = _read(argv)
+        with clean_end():
+            start = find_start(variables)
+            if speaks(variables):
+                check_outputs(options)
+            compare_script(options, argv, start)
+    except (ValueError, RuntimeError) as error:
+        bad_flag = isinstance(error, ValueError)
+        if speaks(variables):
+            complain("compare", error)
+        return BAD_FLAG if bad_flag else 1
+    return 0

@@ -1,0 +1,227 @@
+"""`gradwire compare --script`: figures from the ranks' lines, the advice, bad options, a script that ends too early."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bench.compare.report import ConfigurationResult
+from gradwire.bench.emulation.launch import python_module
+from gradwire.bench.emulation.namespaces import available
+from gradwire.bench.emulation.signals import EndedBySignal
+from gradwire.bench.terminal import PlainLines
+from gradwire.cli import compare, compare_rank
+from gradwire.cli.compare import PLAIN, WARM_UP_STEPS, ConfigurationRun, _Runs, configurations_of, main, what_to_write
+
+TRAIN = """
+import sys, torch, torch.distributed as dist
+if "alone" not in sys.argv:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(300, 100)
+if "alone" not in sys.argv:
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.ones(5, 300)).pow(2).mean().backward()
+    optimizer.step()
+"""
+
+
+def records(seconds: list[float], loss: float = 1.0, hook: str = "", carried: int = 10) -> list[dict[str, Any]]:
+    """A rank's lines: the warm-up takes a second a step, then the given seconds."""
+    found, moment = [], 0.0
+    for number, length in enumerate([*[1.0] * WARM_UP_STEPS, *seconds], 1):
+        moment += length
+        found.append(
+            {
+                compare_rank.STEP: number,
+                "moment": moment,
+                "gradient_nbytes": 8,
+                "carried": [carried * number, 0],
+                "loss": loss,
+                "hooks": [hook],
+            }
+        )
+    return found
+
+
+def run_of(name: str, *ranks: list[dict[str, Any]], said: str = "") -> ConfigurationRun:
+    run = ConfigurationRun(name)
+    for rank, own in enumerate(ranks):
+        for each in own:
+            assert run.line(rank, json.dumps(each))
+        for line in said.splitlines():
+            assert not run.line(rank, line)
+    return run
+
+
+def test_a_step_lasts_as_long_as_on_the_slowest_rank_and_the_warm_up_does_not_count() -> None:
+    run = run_of("x", records([2.0, 4.0, 6.0], loss=1.0), records([3.0, 3.0, 3.0], loss=2.0, carried=20))
+    found = run.result(2, counted=True)
+    assert (found.seconds, found.speed_up_range) == (4.0, (3.0, 6.0))
+    assert (found.nic_nbytes, found.loss) == (20.0, 1.5)
+    assert run.result(2, counted=False).nic_nbytes is None
+    assert run.gradient_nbytes == 8
+
+
+def test_a_run_that_ends_early_gives_the_last_error_and_no_figures() -> None:
+    run = run_of("x", records([1.0] * 9), records([]), said="warming up\nKeyError: 'data'\nbye")
+    found = run.result(2, counted=True)
+    assert found.seconds is None and "5 steps" in str(found.reason) and "KeyError: 'data'" in str(found.reason)
+    assert run_of("x", records([1.0] * 9)).result(2, counted=True).seconds is None  # a rank reported nothing
+
+
+def test_a_hook_of_the_scripts_own_is_named() -> None:
+    assert run_of(PLAIN, records([1.0], hook="comm_hook")).unexpected_hook() == "comm_hook"
+    assert run_of(PLAIN, records([1.0])).unexpected_hook() is None
+    assert run_of("torch fp16 hook", records([1.0], hook="fp16_compress_hook")).unexpected_hook() is None
+    assert run_of("gradwire int8", records([1.0], hook="automatic_hook")).unexpected_hook() is None
+
+
+def test_speed_ups_are_over_plain_ddp_and_what_does_not_run_comes_last() -> None:
+    runs = _Runs({PLAIN: "", "gradwire int8": "int8", "gradwire exact": "none"}, 9, PlainLines(shown=False))
+    steps = {"gradwire int8": [1.0, 1.0], "gradwire exact": [], PLAIN: [2.0, 3.0]}
+    runs.found = [run_of(name, records(steps[name]), said="no") for name in (PLAIN, "gradwire exact", "gradwire int8")]
+    plain, int8, exact = runs.results(1, counted=True)
+    assert (plain.speed_up, plain.speed_up_range) == (1.0, None)
+    assert (int8.speed_up, int8.speed_up_range) == (2.5, (2.0, 3.0))
+    assert exact.name == "gradwire exact" and exact.seconds is None
+    runs.found[0].records.clear()
+    with pytest.raises(RuntimeError, match="does not run under plain DDP"):
+        runs.results(1, counted=True)
+
+
+def results(**seconds: float) -> list[ConfigurationResult]:
+    names = {"plain": PLAIN, "fp16": "torch fp16 hook", "exact": "gradwire exact", "int8": "gradwire int8"}
+    return [
+        ConfigurationResult(names[name], each, speed_up_range=None if name == "plain" else (10.0 / each,) * 2)
+        for name, each in seconds.items()
+    ]
+
+
+def test_the_advice_is_the_mildest_of_the_configurations_that_save_most() -> None:
+    configurations = configurations_of(None)
+    assert "Take gradwire exact, 2.00x" in what_to_write(
+        results(plain=10.0, fp16=6.0, exact=5.0, int8=4.5), configurations
+    )
+    assert "GRADWIRE_HOOK=int8" in what_to_write(results(plain=10.0, fp16=7.0, exact=9.5, int8=4.5), configurations)
+    said = what_to_write(results(plain=10.0, fp16=5.0, exact=9.5, int8=4.5), configurations)
+    assert "fp16_compress_hook" in said and "lossy" in said
+    assert "change nothing" in what_to_write(results(plain=10.0, fp16=11.0, exact=10.0), configurations)
+
+
+def test_configurations_are_chosen_by_words_and_plain_ddp_always_runs() -> None:
+    assert list(configurations_of(None)) == [PLAIN, "torch fp16 hook", "gradwire exact", "gradwire int8"]
+    assert configurations_of("int4") == {PLAIN: "", "gradwire int4": "int4"}
+    with pytest.raises(ValueError, match="`--only` has 'nothing'"):
+        configurations_of("nothing")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--script"], "`--script`"),
+        (["--script", "no_such_file.py"], "no_such_file.py"),
+        (["--model", "cnn", "--script", "t.py"], "`--model`"),
+        (["--rounds", "0", "--script", "t.py"], "--rounds"),
+        (["--only", "nothing", "--script", "t.py"], "`--only`"),
+    ],
+)
+def test_a_bad_option_is_named(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").touch()
+    monkeypatch.setattr(compare, "launcher_variables", dict)
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_stop_shows_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+
+    def stopped(options: argparse.Namespace, nodes: list[int], runs: _Runs) -> None:
+        for name in (PLAIN, "torch fp16 hook"):
+            runs.begin(name)
+            runs.found[-1] = run_of(name, records([2.0, 2.0]))
+        raise EndedBySignal(130)
+
+    monkeypatch.setattr(compare, "launcher_variables", dict)
+    monkeypatch.setattr(compare, "available", lambda: None)
+    monkeypatch.setattr(compare, "run_emulated", stopped)
+    with pytest.raises(EndedBySignal):
+        main(["--nodes", "1", "--ranks-per-node", "1", "--script", str(script)])
+    caught = capsys.readouterr()
+    assert "stopped in torch fp16 hook" in caught.err
+    assert "torch fp16 hook" in caught.out and "2.000" in caught.out
+
+
+def test_a_rank_reports_each_step_with_its_loss(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text(TRAIN)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    monkeypatch.setattr(DistributedDataParallel, "__init__", DistributedDataParallel.__init__)
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        compare_rank.main(["3", "torch fp16 hook", "", str(train), "99", "alone"])
+    run = ConfigurationRun("x")
+    for line in capfd.readouterr().out.splitlines():
+        run.line(0, line)
+    own = run.records[0]
+    assert [each[compare_rank.STEP] for each in own] == [1, 2, 3]
+    assert own[0]["loss"] > own[2]["loss"] > 0.0
+    assert own[0]["gradient_nbytes"] == 4 * (300 * 100 + 100)
+
+
+def test_an_unchanged_script_is_compared_on_emulated_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if (reason := available()) is not None:
+        pytest.skip(reason)
+    train, found = tmp_path / "train.py", tmp_path / "found.json"
+    train.write_text(TRAIN)
+    words = ["--ranks-per-node", "1", "--nic", "100mbit", "--rounds", "4", "--only", "fp16 hook,exact"]
+    assert main([*words, "--json", str(found), "--script", str(train), "99"]) == 0
+    shown = capsys.readouterr().out
+    assert "train.py, 0.1 MB of gradients; 2x1 ranks behind 100mbit" in " ".join(shown.split())
+    results = {each["name"]: each for each in json.loads(found.read_text())["results"]}
+    assert set(results) == {PLAIN, "torch fp16 hook", "gradwire exact"}
+    assert all(each["seconds"] > 0 for each in results.values())
+    assert results["torch fp16 hook"]["nic_nbytes"] < 0.75 * results[PLAIN]["nic_nbytes"]
+    assert results["gradwire exact"]["loss"] == pytest.approx(results[PLAIN]["loss"])
+    assert "itself" not in shown  # every configuration has found the hook that it should have
+
+
+def test_an_unchanged_script_is_compared_in_a_job_of_torchrun(tmp_path: Path) -> None:
+    train, found = tmp_path / "train.py", tmp_path / "found.json"
+    train.write_text(TRAIN)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradwire", "compare"]
+    words = ["--rounds", "4", "--only", "exact", "--json", str(found), "--script", str(train), "99"]
+    done = subprocess.run(python_module(*launcher, *words), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1x2 ranks started by torchrun" in " ".join(done.stdout.split())
+    assert done.stdout.count("plain DDP ") == 1  # rank 0 alone prints
+    results = {each["name"]: each for each in json.loads(found.read_text())["results"]}
+    assert set(results) == {PLAIN, "gradwire exact"} and results[PLAIN]["nic_nbytes"] is None
