@@ -11,8 +11,9 @@ from pathlib import Path
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-AfterStep = Callable[[int, int], None]
-"""Called after a step of the script's first optimizer with (steps made, bytes of the gradients of all optimizers)."""
+AfterStep = Callable[[int, int, int], None]
+"""Called after a step of the script's first optimizer with (steps made, bytes of the gradients of all optimizers, bytes
+of their trainable parameters without a gradient)."""
 
 
 def run_until(steps: int, words: Sequence[str], after_step: AfterStep) -> None:
@@ -24,20 +25,22 @@ def run_until(steps: int, words: Sequence[str], after_step: AfterStep) -> None:
         after_step: Called in the main thread.
     """
     first: list[Optimizer] = []
-    nbytes: dict[int, int] = {}
+    nbytes: dict[int, tuple[int, int]] = {}
     made = 0
 
     def stepped(optimizer: Optimizer, arguments: object, options: object) -> None:
         nonlocal made
-        parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-        nbytes[id(optimizer)] = sum(each.grad.numel() * each.grad.element_size() for each in parameters)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        grads = [each.grad for each in parameters if each.grad is not None]
+        unused = [each for each in parameters if each.grad is None and each.requires_grad]
+        nbytes[id(optimizer)] = tuple(sum(e.numel() * e.element_size() for e in each) for each in (grads, unused))
         if not first:
             first.append(optimizer)
         # A script with several optimizers makes one step for each step of the first.
         if optimizer is not first[0]:
             return
         made += 1
-        after_step(made, sum(nbytes.values()))
+        after_step(made, *map(sum, zip(*nbytes.values(), strict=True)))
         if made >= steps:
             sys.stdout.flush()
             sys.stderr.flush()

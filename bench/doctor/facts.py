@@ -238,6 +238,8 @@ class ScriptRun:
 
     gradient_nbytes: int = 0
     """Bytes of the gradients of all parameters that had one, in their own type."""
+    unused_nbytes: int = 0
+    """Bytes of the trainable parameters of the optimizers that had no gradient in any step."""
     step_seconds: float | None = None
     """Seconds from one optimizer step to the next, the usual one; None where fewer than two were made."""
     activity: Mapping[str, float] = field(default_factory=dict)
@@ -402,7 +404,7 @@ class Diagnosis:
     stops: bool = False
     """Whether a job would not start, or would hang."""
     remark: bool = False
-    """Whether it costs too little to count as a fault: it does not change the exit status."""
+    """Whether it costs nothing, or too little to be a fault: it does not change the exit status."""
     mended_bytes_per_second: float | None = None
     """Rate of a link once the fix is applied; None if the fix does not change it."""
 

@@ -27,7 +27,8 @@ LIMIT_SECONDS = 60.0
 STANDS_SECONDS = 45.0
 """Seconds after which a script that has not ended says where it stands; the rest of the limit is for imports."""
 
-_RECORD = "%d %s\n"
+_RECORD = "%d %s %d\n"
+"""Line of the record for each step: bytes of gradients, moment, bytes of trainable parameters without a gradient."""
 SPLIT, STANDS = ".split", ".stands"
 """End the names of the files beside the record, in which it says where a step's time goes, and where it stands."""
 
@@ -63,7 +64,7 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
     """What a script's record of steps says.
 
     Args:
-        record: A line for each step: bytes and moment.
+        record: File with a line for each step, as `_RECORD` has it.
         status: With which the script ended.
         late: Its time was up.
         said: The last lines of its output.
@@ -92,6 +93,7 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
         all_reduces=split.get("all_reduces", {}),
         under_way_seconds=split.get("under_way_seconds"),
         gradient_nbytes=max((int(row[0]) for row in rows), default=0),
+        unused_nbytes=min((int(row[2]) for row in rows[1:]), default=0),  # all optimizers have stepped by then
         step_seconds=median(steps) if steps else None,
         error=error,
         status=0 if late else status if status >= 0 else 128 - status,
@@ -113,9 +115,9 @@ def main(argv: list[str]) -> None:
 
     record, *words = argv
 
-    def after_step(steps: int, nbytes: int) -> None:
+    def after_step(steps: int, nbytes: int, unused_nbytes: int) -> None:
         with Path(record).open("a") as file:
-            file.write(_RECORD % (nbytes, time.perf_counter()))
+            file.write(_RECORD % (nbytes, time.perf_counter(), unused_nbytes))
         if steps == WARM_UP_STEPS:
             split.begin()
         elif steps > WARM_UP_STEPS:

@@ -107,11 +107,7 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
     good = min(mended_rates(facts, found))
     exact = facts.exchange_seconds(good)
     small = exact / CODES_SHARE
-    faults = [each for each in found if not each.remark]
-    if any(each.stops or each.cost_seconds for each in faults):
-        first = "Once that is mended"
-    else:
-        first = "Nothing that is above costs time" if faults else _nothing(facts, found)
+    first = _nothing(facts, found) if all(each.remark for each in found) else "Once that is mended"
     alone = computed_seconds(facts)
     if alone is not None:
         gains = [count * alone / overlap.step_seconds(alone, each) for each in (exact, small)]

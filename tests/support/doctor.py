@@ -2,15 +2,20 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from gradwire.bench.doctor.facts import (
     BackendTime,
     CoreWork,
+    ForeignTraffic,
     GpuState,
+    InterfaceRate,
     JobFacts,
     NetworkInterface,
     PairRates,
     RankFacts,
+    ScriptRun,
+    from_record,
 )
 
 LOOPBACK = NetworkInterface(name="lo", kind="loopback", addresses=("127.0.0.1",), mtu=65536)
@@ -141,3 +146,25 @@ def interface(facts: JobFacts, node: int, **changes: object) -> JobFacts:
         node,
         interfaces=tuple(replace(each, **changes) if each.name == "eth0" else each for each in own),  # type: ignore[arg-type]
     )
+
+
+def recorded(record: dict[str, Any]) -> JobFacts:
+    """The facts of a job as `gradwire doctor --json` has written them.
+
+    Args:
+        record: The value of `facts`.
+    """
+    kinds: dict[str, type] = {
+        "ranks": RankFacts,
+        "pairs": PairRates,
+        "others": InterfaceRate,
+        "foreign": ForeignTraffic,
+        "work": CoreWork,
+        "backends": BackendTime,
+        "script_runs": ScriptRun,
+    }
+    inner: dict[str, Any] = {
+        name: tuple(from_record(kind, each) for each in record[name]) for name, kind in kinds.items() if name in record
+    }
+    own = {int(node): rate for node, rate in record["own_bytes_per_second"].items()}
+    return replace(from_record(JobFacts, record), own_bytes_per_second=own, **inner)

@@ -47,13 +47,14 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
     "wrong_interface": ("slow_link", "slow_exchange", "idle_nic"),
     "rank_order": ("slow_exchange",),
     "crowded_cores": ("slow_exchange",),
-    "slow_node": ("slow_exchange",),
+    "slow_node": ("slow_exchange", "late_rank"),
+    "unused_parameters": ("many_exchanges",),
     "variable": ("slow_exchange",),
 }
-"""Cause -> what it makes look wrong as well, on the same nodes, up to the cause's own cost."""
+"""Key of a cause -> keys of its symptoms on the same nodes. A cause explains its symptoms up to its own cost."""
 
 EVERYWHERE = ("unreachable", "mtu")
-"""Causes for which a whole group of ranks does not connect, whichever of them complains."""
+"""Keys of causes that stop a whole process group, so that they explain symptoms on any node."""
 
 OF_THE_EXCHANGE = (
     "slow_link",
@@ -70,7 +71,11 @@ OF_THE_EXCHANGE = (
     "slow_exchange",
     "rank_order",
 )
-"""Findings whose cost is a part of the all-reduce: it cannot exceed the one that was measured."""
+"""Keys of findings whose cost is a part of the all-reduce, and so at most the measured one."""
+
+OF_THE_COMPUTATION = ("slow_node", "crowded_cores", "slow_gpu", "shared_gpu")
+"""Keys of findings whose cost is a share of what a step computes. Without a known step that is assumed to take as long
+as the exchange, so these findings come after those whose cost was measured."""
 
 REMARK_SHARE = 0.05
 """Share of a step, or of the all-reduce if no step is known, below which a finding is a remark. Two runs of one healthy
@@ -78,15 +83,21 @@ step differ by as much (2-core EPYC VM, 2026-11-28)."""
 
 
 def diagnose(facts: JobFacts) -> list[Diagnosis]:
-    """Returns what is wrong: first what stops a job, then by cost times confidence.
+    """Runs all checks and ranks the findings.
+
+    Returns:
+        First what stops a job, then faults with a measured cost, then those with an assumed one, then remarks; within
+        each by cost times confidence.
 
     Args:
-        facts: Of the job; with `CHECKS` nothing else is looked at.
+        facts: Measurements of the job; the checks read nothing else.
     """
+    # Collect the findings, with costs of at most what was measured.
     found = [_at_most_measured(diagnosis, facts) for check in CHECKS for diagnosis in check(facts)]
     least = REMARK_SHARE * _whole_seconds(facts)
+    # Take from each symptom what its causes cost; drop it if less than a remark is left.
     left: list[Diagnosis] = []
-    # Invariant: a cause that a dearer one explains explains nothing itself.
+    # Invariant: a cause that a more expensive one explains explains nothing itself.
     causes = sorted(found, key=lambda each: (each.stops, each.cost_seconds), reverse=True)
     gone: list[Diagnosis] = []
     for each in causes:
@@ -100,10 +111,19 @@ def diagnose(facts: JobFacts) -> list[Diagnosis]:
             gone.append(each)
         else:
             left.append(replace(each, cost_seconds=rest) if explaining else each)
-    left = [replace(each, remark=not each.stops and 0 < each.cost_seconds < least) for each in left]
-    return sorted(
-        left, key=lambda each: (not each.stops, -each.cost_seconds * each.confidence, -each.confidence, each.key)
-    )
+    # Mark what costs nothing, or too little, as a remark: it does not change the exit status.
+    left = [
+        replace(each, remark=each.remark or (not each.stops and (not each.cost_seconds or each.cost_seconds < least)))
+        for each in left
+    ]
+    return sorted(left, key=lambda each: _rank(each, facts))
+
+
+def _rank(each: Diagnosis, facts: JobFacts) -> tuple[bool, bool, bool, float, float, str]:
+    """Sort key of a finding in the report."""
+    assumed = facts.step_seconds is None and each.key in OF_THE_COMPUTATION
+    weight = each.cost_seconds * each.confidence
+    return not each.stops, each.remark, assumed, -weight, -each.confidence, each.key
 
 
 def _whole_seconds(facts: JobFacts) -> float:

@@ -129,6 +129,10 @@ BASES = {
         "the exchanges may wait or be joined: a step that needs a sum at once keeps it",
         "documentation of DistributedDataParallel, no_sync, bucket_cap_mb and find_unused_parameters",
     ),
+    "unused_parameters": Basis(
+        "no later step uses those parameters either: a branch that is taken rarely needs them",
+        "documentation of DistributedDataParallel, find_unused_parameters",
+    ),
     "slow_loader": Basis(
         "the node has cores and memory left for more workers",
         "documentation of torch.utils.data, DataLoader, num_workers and prefetch_factor",

@@ -113,8 +113,9 @@ def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
         others = [best[each] for each in nodes if each != node]
         usual = median(others) if len(others) > 1 else 0.0
         promised = facts.promised(node) or 0.0
+        # Beyond what this program moves inside the node a slow rate says nothing of the link.
         limit = facts.own_bytes_per_second.get(node, float("inf")) / HEADROOM
-        wanted, why = max((usual, "the other nodes reach"), (min(promised, limit), "the link should give"))
+        wanted, why = max((min(usual, limit), "the other nodes reach"), (min(promised, limit), "the link should give"))
         if wanted and best[node] < SLOW * wanted:
             slow[node] = (wanted, why)
     if not slow:
@@ -180,7 +181,11 @@ def _confirmed(facts: JobFacts) -> list[PairRates]:
 
 def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
     """Pairs that are slow although both nodes are fast with others."""
-    found = [pair for pair in _confirmed(facts) if min(pair.many) < SLOW * min(best[pair.a], best[pair.b])]
+    found = [
+        pair
+        for pair in _confirmed(facts)
+        if min(pair.many) < SLOW * (usual := min(best[pair.a], best[pair.b])) and _has_headroom(facts, pair, usual)
+    ]
     if not found:
         return
     names = facts.names
@@ -368,8 +373,18 @@ def _halved(facts: JobFacts, pair: PairRates) -> bool:
 
 
 def _has_headroom(facts: JobFacts, pair: PairRates, bytes_per_second: float) -> bool:
-    """Whether both nodes move so much more inside themselves that the rate is the network's."""
-    own = [facts.own_bytes_per_second.get(node, float("inf")) for node in (pair.a, pair.b)]
+    return has_headroom(facts, (pair.a, pair.b), bytes_per_second)
+
+
+def has_headroom(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -> bool:
+    """Whether this program can move far more than a rate, so that the network and not a core limits the rate.
+
+    Args:
+        facts: Of the job.
+        nodes: Numbers of the nodes whose loopback rates count; a node without one is taken for fast enough.
+        bytes_per_second: Rate between the nodes.
+    """
+    own = [facts.own_bytes_per_second.get(node, float("inf")) for node in nodes]
     return min(own) >= HEADROOM * bytes_per_second
 
 
@@ -522,7 +537,12 @@ def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
         yield from found
         return
     reached = {node: min(facts.reached(node) or (0.0, 0.0)) for node in range(len(names))}
-    better = [each for each in facts.others if each.bytes_per_second > 1.4 * min(reached[each.a], reached[each.b]) > 0]
+    better = [
+        each
+        for each in facts.others
+        if each.bytes_per_second > 1.4 * (now := min(reached[each.a], reached[each.b])) > 0
+        and has_headroom(facts, (each.a, each.b), now)
+    ]
     if better:
         best = max(better, key=lambda each: each.bytes_per_second)
         used = _used_nic(facts.nodes[best.a][0])

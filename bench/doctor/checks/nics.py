@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradwire.bench.doctor.checks.network import has_headroom
 from gradwire.bench.doctor.checks.words import listed, rate
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts, RankFacts
 from gradwire.topology.gdr.nccl import name_matches
@@ -22,7 +23,13 @@ def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
         now = min(used[each.a], used[each.b])
         first = facts.nodes[each.a][0]
         takes_it = _nccl_takes(first, each.interface) if facts.has_gpus else _gloo_takes(first, each.interface)
-        if now and WORTH * now <= each.bytes_per_second <= ANOTHER * now and not takes_it:
+        both = now + each.bytes_per_second
+        if (
+            now
+            and WORTH * now <= each.bytes_per_second <= ANOTHER * now
+            and not takes_it
+            and has_headroom(facts, (each.a, each.b), both)
+        ):
             idle.append((each, now))
     if not idle:
         return
@@ -43,6 +50,8 @@ def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
             _why(first, facts.has_gpus),
         ),
         mended_bytes_per_second=together,
+        # A slow second interface is usually for management: worth a word, and no fault.
+        remark=together < ANOTHER * now,
         fix=_fix(first, nic, best.interface, facts.has_gpus),
         nodes=tuple(names),
     )

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from statistics import median, median_low
 
-from gradwire.bench.doctor.checks.words import seconds
+from gradwire.bench.doctor.checks.words import nbytes, seconds
 from gradwire.bench.doctor.facts import BUCKET_NBYTES, Diagnosis, JobFacts, ScriptRun
 
 LOADER, SAVING = "the data loader", "saving a checkpoint"
@@ -12,8 +12,9 @@ LOADER, SAVING = "the data loader", "saving a checkpoint"
 
 FIRST_BUCKET_NBYTES = 1 << 20
 """DDP's first bucket. Source: torch/nn/parallel/distributed.py, dist._DEFAULT_FIRST_BUCKET_BYTES."""
-MANY = 2
-"""Times the all-reduces that the gradients need, above which a script makes too many."""
+MANY = 1.5
+"""Multiple of the all-reduces that the gradients need, above which a script makes too many. One more, for a logged
+loss, is no fault."""
 
 LATE_SHARE = 0.15
 """Share of a step for which the others wait for a rank, before it is named."""
@@ -185,7 +186,8 @@ def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
     if not runs or len(facts.nodes) < 2:
         return
     count = median_low(sum(run.all_reduces.values()) for run in runs)
-    needed = 1 + max(0, -(-(facts.gradient_nbytes - FIRST_BUCKET_NBYTES) // BUCKET_NBYTES))
+    sent_nbytes = facts.gradient_nbytes + _unused_nbytes(runs)
+    needed = 1 + max(0, -(-(sent_nbytes - FIRST_BUCKET_NBYTES) // BUCKET_NBYTES))
     under_way = min(run.under_way_seconds or 0.0 for run in runs)
     cost = under_way - facts.exchange_seconds(facts.good_rate())
     if count <= MANY * needed or cost < LEAST_SECONDS:
@@ -207,6 +209,36 @@ def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
             "several backward passes a step: with model.no_sync(): for all but the last one",
             "small buckets: leave bucket_cap_mb at 25, or raise it; find_unused_parameters=False saves one more",
             "logging: add up on each rank, and all-reduce every some steps",
+        ),
+    )
+
+
+def _unused_nbytes(runs: list[ScriptRun]) -> int:
+    """Bytes of parameters without a gradient on any rank: DDP gives those that one rank uses a gradient on all."""
+    return min((run.unused_nbytes for run in runs), default=0)
+
+
+def unused_parameters(facts: JobFacts) -> Iterator[Diagnosis]:
+    """The model has trainable parameters that no step uses: DDP exchanges zeros for them."""
+    runs = _split_runs(facts)
+    unused = _unused_nbytes(runs)
+    if not unused or len(facts.nodes) < 2:
+        return
+    cost = facts.exchange_seconds(facts.good_rate()) * unused / max(facts.gradient_nbytes, 1)
+    yield Diagnosis(
+        key="unused_parameters",
+        title=f"{nbytes(unused)} of trainable parameters got no gradient in any step, and are exchanged as zeros",
+        confidence=0.9,
+        cost_seconds=cost,
+        evidence=(
+            (
+                f"the optimizers have {nbytes(facts.gradient_nbytes + unused)} of trainable parameters; those with a "
+                f"gradient are {nbytes(facts.gradient_nbytes)}"
+            ),
+        ),
+        fix=(
+            "before DDP wraps the model: remove what no forward pass uses, or requires_grad_(False)",
+            "then find_unused_parameters=False, which saves a walk through the graph and an all-reduce a step",
         ),
     )
 
@@ -234,4 +266,4 @@ def wasted_steps(facts: JobFacts) -> Iterator[Diagnosis]:
         )
 
 
-CHECKS = (late_rank, many_exchanges, wasted_steps)
+CHECKS = (late_rank, many_exchanges, unused_parameters, wasted_steps)

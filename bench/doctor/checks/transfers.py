@@ -6,7 +6,7 @@ And the last question of all: whether an all-reduce takes as long as the links t
 import math
 from collections.abc import Iterator, Sequence
 
-from gradwire.bench.doctor.checks.network import CONFIRMED, FAR_SECONDS, FOREIGN_SHARE, SLOW, in_all
+from gradwire.bench.doctor.checks.network import CONFIRMED, FAR_SECONDS, FOREIGN_SHARE, SLOW, has_headroom, in_all
 from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
 from gradwire.bench.doctor.facts import BackendTime, Diagnosis, JobFacts, PairRates
 
@@ -182,6 +182,9 @@ def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
 
 def _held(facts: JobFacts, pair: PairRates, good: float) -> bool:
     if pair.packets_pass is False or min(pair.one) >= SLOW * good:
+        return False
+    # A receiver whose core is full reads slowly, so its window fills as well: that is no setting's fault.
+    if not has_headroom(facts, (pair.a, pair.b), good):
         return False
     if max(pair.window_share or 0.0, pair.buffer_share or 0.0) < HELD_SHARE:
         return False

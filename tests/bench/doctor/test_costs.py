@@ -1,17 +1,22 @@
 """Laws of what the doctor's findings cost, explain and advise, on recorded jobs."""
 
 import argparse
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradwire.bench.doctor import command, show
 from gradwire.bench.doctor.checks import REMARK_SHARE, diagnose
-from gradwire.bench.doctor.facts import BackendTime, ForeignTraffic, InterfaceRate, JobFacts, ScriptRun
+from gradwire.bench.doctor.facts import BackendTime, ForeignTraffic, InterfaceRate, JobFacts, ScriptRun, UnreachedPair
 from gradwire.bench.terminal import STDOUT
-from support.doctor import everywhere, healthy, slowed
+from support.doctor import everywhere, healthy, recorded, slowed
 
 MBIT = 1e6 / 8
+HEALTHY = [json.loads(line) for line in Path(__file__).with_name("healthy.jsonl").read_text().splitlines()]
+"""Facts of emulated clusters with nothing wrong, a line each: 2-core EPYC VM, loads of 7 to 36, 2026-11-28."""
 
 
 def job(nodes: int = 2, rate: float = 190 * MBIT, own: float = 2e9, **times: float) -> JobFacts:
@@ -73,6 +78,64 @@ def test_processors_that_are_the_limit_are_no_fault_of_the_links(gbit: float, ti
     facts = replace(facts, pairs=tuple(replace(p, one=(0.3 * p.many[0],) * 2) for p in facts.pairs))
     assert diagnose(facts) == []
     assert show.verdict(facts, [])[0].startswith("Nothing found:")
+
+
+@pytest.mark.parametrize("each", HEALTHY, ids=lambda each: each["cluster"])
+def test_a_healthy_cluster_as_recorded_has_nothing_found_and_status_0(each: dict[str, Any]) -> None:
+    facts = recorded(each["facts"])
+    assert diagnose(facts) == []
+    assert show.verdict(facts, [])[0].startswith("Nothing found:")
+    options = argparse.Namespace(json=STDOUT, svg=None)
+    assert command._report(facts, options, 1.0) == command.NOTHING
+
+
+def test_a_slow_second_interface_is_a_remark_and_none_where_a_core_is_the_limit() -> None:
+    for share, own, remarks in ((0.25, 2e9, [True]), (0.5, 2e9, [False]), (0.5, 1.9 * 1.5 * 190 * MBIT, [])):
+        facts = job(own=own)
+        facts = replace(facts, others=(InterfaceRate(a=0, b=1, interface="eth1", bytes_per_second=share * 190 * MBIT),))
+        assert [each.remark for each in diagnose(facts) if each.key == "idle_nic"] == remarks, share
+
+
+def test_what_costs_nothing_is_a_remark_unless_it_stops_the_job() -> None:
+    facts = replace(job(), pairs=tuple(replace(pair, clock_seconds=30.0) for pair in job().pairs))
+    (found,) = diagnose(facts)
+    assert (found.key, found.remark) == ("clocks", True)
+    assert command._report(facts, argparse.Namespace(json=STDOUT, svg=None), 1.0) == command.NOTHING
+    unreached = replace(facts, unreached=(UnreachedPair(a=0, b=1, error="TimeoutError"),))
+    assert [each.remark for each in diagnose(unreached)] == [False, True]
+
+
+def test_other_programs_traffic_comes_before_a_slow_node_whose_cost_is_assumed() -> None:
+    facts = job(gloo=2.1)
+    work = tuple(replace(healthy(3).work[0], rank=each.rank, again=(0.2,) * 5) for each in facts.nodes[1])
+    foreign = ForeignTraffic(node=0, interface="eth0", sent=180 * MBIT, received=1e5)
+    assert keys(replace(facts, foreign=(foreign,), work=work)) == ["foreign_traffic", "slow_node"]
+    known = replace(facts, foreign=(foreign,), work=work, step_seconds=60.0)
+    assert keys(known) == ["slow_node", "foreign_traffic"], "the step was measured"
+
+
+def test_a_slow_node_and_its_late_rank_are_one_fault() -> None:
+    facts = replace(job(nodes=2), step_seconds=0.14)
+    facts = replace(facts, ranks=tuple(replace(node[0], rank=place) for place, node in enumerate(facts.nodes)))
+    runs = tuple(
+        ScriptRun(step_seconds=0.14, activity={"the backward pass": 0.1}, under_way_seconds=under)
+        for under in (0.06, 0.02)
+    )
+    work = tuple(replace(healthy(3).work[0], rank=rank, again=(0.5,) * 5 if rank == 1 else ()) for rank in range(2))
+    assert keys(replace(facts, script_runs=runs)) == ["late_rank"]
+    assert keys(replace(facts, script_runs=runs, work=work)) == ["slow_node"]
+
+
+@pytest.mark.parametrize(("unused", "remark"), [(10_000_000, False), (500_000, True), (0, None)])
+def test_parameters_without_a_gradient_are_named_with_what_their_zeros_cost(unused: int, remark: bool | None) -> None:
+    facts = replace(job(), step_seconds=2.5)
+    run = ScriptRun(step_seconds=2.5, activity={"the backward pass": 2.0}, under_way_seconds=1.2, unused_nbytes=unused)
+    facts = replace(facts, script_runs=(run,) * len(facts.ranks))
+    found = diagnose(facts)
+    assert [(each.key, each.remark) for each in found] == [("unused_parameters", remark)] * (unused > 0)
+    assert all(each.cost_seconds == facts.exchange_seconds(facts.good_rate()) * unused / 20e6 for each in found)
+    used = replace(facts, script_runs=(replace(run, unused_nbytes=0), *facts.script_runs[1:]))
+    assert diagnose(used) == [], "one rank uses them, so all exchange their gradients"
 
 
 def test_what_costs_less_than_a_twentieth_of_a_step_is_a_remark_and_leaves_the_exit_status() -> None:
@@ -159,7 +222,9 @@ def test_a_slow_node_costs_no_more_than_the_script_waited_for_it(late: int, name
         assert found["slow_node"].cost_seconds == pytest.approx(0.035)
 
 
-@pytest.mark.parametrize(("count", "under_way", "named"), [(40, 1.9, True), (4, 1.9, False), (40, 0.846, False)])
+@pytest.mark.parametrize(
+    ("count", "under_way", "named"), [(40, 1.9, True), (4, 1.9, True), (3, 1.9, False), (40, 0.846, False)]
+)
 def test_a_script_that_exchanges_too_often_is_named_with_its_lines(count: int, under_way: float, named: bool) -> None:
     """Law: only for what its exchanges take longer than one of the gradients, which need two buckets."""
     facts = replace(job(), step_seconds=2.5)

@@ -334,6 +334,7 @@ def test_a_script_is_measured_by_its_optimizer_steps_and_ended(tmp_path: Path, m
     run = script.judge(record, 0, False, [])
     assert len(record.read_text().splitlines()) == script.STEPS
     assert run.gradient_nbytes == 4 * (100 * 10 + 10) and run.step_seconds is not None and run.error is None
+    assert run.unused_nbytes == 4 * 7
 
 
 def test_a_script_that_makes_no_steps_says_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +438,7 @@ def test_the_status_of_a_script_that_fails_is_the_doctors(
 ) -> None:
     train, steps = tmp_path / "train.py", tmp_path / "steps"
     train.touch()
-    steps.write_text("".join(f"8 {step}.0\n" for step in range(9)))
+    steps.write_text("".join(f"8 {step}.0 4\n" for step in range(9)))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     crashed = script.judge(steps, -11, False, [])
