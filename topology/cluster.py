@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 LEVEL_NAMES = ("intra_node", "inter_node", "inter_rack", "inter_region")
@@ -139,9 +139,12 @@ class GpuFabric:
     network_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cluster:
     """Where each rank is.
+
+    What follows from the locations is worked out once for each object: planning asks for it thousands of times, and
+    with 16,384 ranks each answer, and each hash, would take a millisecond.
 
     Attributes:
         locations: For each rank the unit it is in at every level above the first, outermost first: `(node,)` in a
@@ -178,6 +181,17 @@ class Cluster:
                     + (f"{units}: one for each unit" if number else "none: inside a node one rate serves all ranks")
                 )
 
+    def __hash__(self) -> int:
+        return hash((self._hash_of_locations, self.levels, self.fabric, self.equal_sums, self.nvls_possible))
+
+    def __getstate__(self) -> dict[str, object]:
+        # Only the fields are pickled: the rest is worked out again, and hashes of strings differ between processes.
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @cached_property
+    def _hash_of_locations(self) -> int:
+        return hash(self.locations)
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -210,26 +224,34 @@ class Cluster:
 
         Both in the order of their lowest rank. Read-only: it is worked out once for each set of locations.
         """
+        return self._children
+
+    @cached_property
+    def _children(self) -> Mapping[tuple[int, Unit], tuple[Unit, ...]]:
         return _children(self.locations)
+
+    @cached_property
+    def _widest(self) -> tuple[int, ...]:
+        return _widest(self.locations)
 
     def widest(self, level: int) -> int:
         """Children of the largest unit of a level: the most ranks in a node at level 0."""
-        return _widest(self.locations)[level]
+        return self._widest[level]
 
-    @property
+    @cached_property
     def wide_levels(self) -> tuple[int, ...]:
         """The levels in use, ascending: those with units of several children."""
-        return tuple(level for level, widest in enumerate(_widest(self.locations)) if widest > 1)
+        return tuple(level for level, widest in enumerate(self._widest) if widest > 1)
 
     @property
     def outermost(self) -> int:
         """The highest level in use; 0 where there is none."""
         return max(self.wide_levels, default=0)
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, nodes in the order of their lowest rank."""
-        return tuple(tuple(rank for (rank,) in below) for (level, _), below in self.children().items() if level == 0)
+        return tuple(tuple(rank for (rank,) in below) for (level, _), below in self._children.items() if level == 0)
 
     def node_rank(self, rank: int) -> int:
         """Index into `nodes` of the node that `rank` is in."""

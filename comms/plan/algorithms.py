@@ -113,7 +113,7 @@ def _nodes(shape: Shape) -> list[list[int]]:
     """The ranks of each node."""
     inner = shape.unit_ids[1] if shape.depth > 1 else np.zeros(shape.size, dtype=np.intp)
     nodes: list[list[int]] = [[] for _ in range(int(inner.max()) + 1)]
-    for rank, node in enumerate(inner):
+    for rank, node in enumerate(inner.tolist()):
         nodes[node].append(rank)
     return nodes
 

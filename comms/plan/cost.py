@@ -17,7 +17,7 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
@@ -138,7 +138,7 @@ class CostModel:
     def phase(self, phase: Phase) -> PhaseCost:
         """Seconds and bytes of one phase, for each byte of bucket."""
         if phase.whole:
-            return self._whole(phase.algorithm)
+            return _whole(self.cluster, phase.algorithm)
 
         def sent(count: int) -> list[float]:
             shares = _owned(phase.parts, count, phase.shares)
@@ -176,25 +176,6 @@ class CostModel:
             shares *= self._shape.by_child(below, fractions)
         return shares
 
-    def exchange(self) -> PhaseCost:
-        """An all_to_all and an all_gather of equal parts over all ranks, for each byte that one rank sends in both."""
-        size = self.cluster.size
-        egress: list[Floats] = []
-        senders: list[Ints] = []
-        nodes = self._shape.unit_ids[1] if self._shape.depth > 1 else np.zeros(size, dtype=np.intp)
-        for level, ids in enumerate(self._shape.unit_ids):
-            if level == 0:
-                inside = np.bincount(nodes)[nodes] - 1
-                egress.append(2 * inside / size)
-                senders.append((inside > 0).astype(np.intp))
-                continue
-            counts = np.bincount(ids)
-            egress.append(2 * counts * (size - counts) / size)
-            senders.append(np.where(counts < size, counts, 0))
-        booked = Egress(tuple(egress), tuple(senders))
-        alpha = max(level.link.alpha_seconds for level in self.cluster.levels)
-        return PhaseCost(2 * (size - 1) * alpha, self.slowest(booked, spread=True), booked)
-
     def messages(self, messages: Messages, *, ring: bool = False, spread: bool = True) -> PhaseCost:
         """Seconds and bytes of messages that are all under way, for each byte of bucket.
 
@@ -209,9 +190,6 @@ class CostModel:
         share = self.cluster.levels[-1].link.ring_share if ring else 1.0
         slowest = self.slowest(egress, spread=spread)
         return PhaseCost(messages.critical_seconds(alphas[crossed]), slowest / share, egress)
-
-    def _whole(self, algorithm: str) -> PhaseCost:
-        return self.messages(flat_messages(self._shape, algorithm), ring=algorithm == RING)
 
     def slowest(self, egress: Egress, *, spread: bool) -> float:
         """Seconds of the slowest link for what leaves each unit, for each byte of bucket.
@@ -229,10 +207,38 @@ class CostModel:
                 seconds = (float(sent) / rate for sent, rate in zip(nbytes, rates, strict=True) if sent)
                 slowest = max(slowest, max(seconds, default=0.0))
                 continue
-            for count in np.unique(senders[senders > 0]):
+            for count in np.flatnonzero(np.bincount(senders)[1:]) + 1:
                 rate = level.link.rate(int(count), spread=spread)
                 slowest = max(slowest, float(nbytes[senders == count].max()) / rate)
         return slowest
+
+
+@lru_cache(maxsize=64)
+def exchange_cost(cluster: Cluster) -> PhaseCost:
+    """Returns the cost of an all_to_all and an all_gather of equal parts over all ranks, for each byte a rank sends."""
+    size, shape = cluster.size, shape_of(cluster)
+    egress: list[Floats] = []
+    senders: list[Ints] = []
+    nodes = shape.unit_ids[1] if shape.depth > 1 else np.zeros(size, dtype=np.intp)
+    for level, ids in enumerate(shape.unit_ids):
+        if level == 0:
+            inside = np.bincount(nodes)[nodes] - 1
+            egress.append(2 * inside / size)
+            senders.append((inside > 0).astype(np.intp))
+            continue
+        counts = np.bincount(ids)
+        egress.append(2 * counts * (size - counts) / size)
+        senders.append(np.where(counts < size, counts, 0))
+    booked = Egress(tuple(egress), tuple(senders))
+    alpha = max(level.link.alpha_seconds for level in cluster.levels)
+    return PhaseCost(2 * (size - 1) * alpha, CostModel(cluster, {}).slowest(booked, spread=True), booked)
+
+
+@lru_cache(maxsize=64)
+def _whole(cluster: Cluster, algorithm: str) -> PhaseCost:
+    """The cost of an all-reduce over all ranks in one collective: the same in every plan, so worked out once."""
+    model = CostModel(cluster, {})
+    return model.messages(flat_messages(shape_of(cluster), algorithm), ring=algorithm == RING)
 
 
 def busiest(cluster: Cluster, costs: Iterable[tuple[PhaseCost, float]]) -> dict[str, float]:

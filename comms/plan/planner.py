@@ -18,6 +18,7 @@ from gradwire.comms.plan.cost import (
     PhaseCost,
     busiest,
     busiest_resource,
+    exchange_cost,
     mixed_cost,
 )
 from gradwire.comms.plan.plan import (
@@ -379,7 +380,7 @@ def compressed_cost(cluster: Cluster, phase: Phase, cost: PhaseCost, price: Code
     """The cost of a phase that a compressor runs, for each byte of bucket."""
     link = cluster.levels[phase.level].link
     if phase.whole and price.exchanged:
-        cost = CostModel(cluster, {}).exchange()
+        cost = exchange_cost(cluster)
     alpha, per_byte = cost.alpha_seconds * price.rounds / EXCHANGE_ROUNDS, cost.seconds_per_byte * price.ratio
     if not price.exchanged:
         return replace(cost, alpha_seconds=alpha, seconds_per_byte=per_byte)

@@ -54,11 +54,9 @@ class Shape:
         self.unit_ids: list[Ints] = [np.arange(cluster.size)]
         for level in range(1, cluster.depth):
             numbers: dict[Unit, int] = {}
-            self.unit_ids.append(
-                np.array(
-                    [numbers.setdefault(cluster.unit(rank, level - 1), len(numbers)) for rank in range(cluster.size)]
-                )
-            )
+            depth = cluster.depth - level  # of the place of a unit below this level
+            units = [numbers.setdefault(location[:depth], len(numbers)) for location in cluster.locations]
+            self.unit_ids.append(np.array(units))
         self.places: list[Ints] = []
         self.counts: list[Ints] = []
         for level, ids in enumerate(self.unit_ids):
@@ -107,7 +105,9 @@ class Shape:
             passes &= nbytes > 0
             units = int(ids.max()) + 1
             booked.append(np.bincount(ids[sources[passes]], nbytes[passes], units).astype(np.float64))
-            senders.append(np.bincount(ids[np.unique(sources[passes])], minlength=units).astype(np.intp))
+            sends = np.zeros(self.size, dtype=bool)  # a mask: np.unique would sort or hash every message
+            sends[sources[passes]] = True
+            senders.append(np.bincount(ids[sends], minlength=units).astype(np.intp))
         return Egress(tuple(booked), tuple(senders))
 
 

@@ -1,8 +1,11 @@
 """The verdict: which plan, and whether to compress at all."""
 
+import pickle
+
 import pytest
 from torch import Tensor
 
+from gradwire.comms.plan import cost
 from gradwire.comms.plan.advise import (
     ANY_OPTIMIZER,
     LEAST_DISTORTION_FIRST,
@@ -14,8 +17,10 @@ from gradwire.comms.plan.advise import (
     step_seconds,
     warning_of,
 )
+from gradwire.comms.plan.algorithms import Messages, flat_messages
 from gradwire.comms.plan.codec_price import CODEC_FACTS, OPTIMIZER_NAMES, codec_price, square_layout
 from gradwire.comms.plan.planner import candidate_plans
+from gradwire.comms.plan.traffic import Shape
 from gradwire.compressors import registry
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from support.convergence_page import ended_behind, trained
@@ -184,3 +189,23 @@ def test_nothing_is_recommended_that_nobody_has_trained_with(optimizer: str, mon
             assert own.step_seconds < advice.candidate("hierarchical+int4").step_seconds
             assert "trained with a users own" in own.warning
             assert set(alike) <= set(CODEC_FACTS[advice.recommend.compressor].trained)
+
+
+def test_messages_of_all_ranks_are_counted_once_for_each_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting them is what takes longest with 16,384 ranks, and every compressor is priced against the same ones."""
+    counted: list[str] = []
+
+    def count(shape: Shape, algorithm: str) -> Messages:
+        counted.append(algorithm)
+        return flat_messages(shape, algorithm)
+
+    monkeypatch.setattr(cost, "flat_messages", count)
+    ask(cluster_of(5, 25.5), 45)  # a cluster that no other test has
+    assert sorted(counted) == sorted(set(counted)) != []
+
+
+def test_a_cluster_is_the_same_key_after_pickling() -> None:
+    cluster = cluster_of(4, 25)
+    assert cluster.nodes is cluster.nodes and cluster.wide_levels == (0, 1) and len({cluster}) == 1
+    copied = pickle.loads(pickle.dumps(cluster))
+    assert copied == cluster and hash(copied) == hash(cluster) and copied.nodes == cluster.nodes
