@@ -615,7 +615,7 @@ def _ring(executor: Executor, store: PollingStore, rank: int, size: int, board: 
     from gradwire.comms.bootstrap.liveness import LivenessRing
 
     sources, launches = (deadline.overdue,), lambda: executor.launches
-    return LivenessRing(store, rank, size, board.losses, executor.interrupt, sources, launches)
+    return LivenessRing(store, rank, size, board.failures, executor.interrupt, sources, launches)
 
 
 def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:

@@ -252,13 +252,13 @@ def test_nobody_asks_for_a_class_of_another_folder() -> None:
 
 
 def test_a_lost_rank_is_noticed_by_one_mechanism() -> None:
-    """Whatever notices a loss says so as a `Loss`: its module stands in the table at the head of losses.py."""
-    losses = "gradwire.comms.bootstrap.losses"
-    head = ast.get_docstring(ast.parse((ROOT / "comms/bootstrap/losses.py").read_text())) or ""
-    asks = {losses, "gradwire.comms.bootstrap.kernel.look_at", "gradwire.comms.bootstrap.liveness.look_at_rank"}
+    """Each module that detects failures makes a `PeerFailure` of them, and is in the table of failures.py."""
+    failures = "gradwire.comms.bootstrap.failures"
+    head = ast.get_docstring(ast.parse((ROOT / "comms/bootstrap/failures.py").read_text())) or ""
+    asks = {failures, "gradwire.comms.bootstrap.kernel.look_at", "gradwire.comms.bootstrap.liveness.look_at_rank"}
     found = {str(file.relative_to(ROOT / "comms")) for file in FILES if asks & set(imports(file))}
     unnamed = [each for each in found if each.removeprefix("bootstrap/") not in head]
-    assert len(found) >= 5 and not unnamed, f"{unnamed} have something to say of lost ranks, and losses.py names none"
+    assert len(found) >= 5 and not unnamed, f"{unnamed} have something to say of lost ranks, and failures.py names none"
 
 
 def test_what_links_give_is_kept_in_one_place() -> None:

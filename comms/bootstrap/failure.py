@@ -5,7 +5,7 @@ it saw, waits a moment for the others to do the same, and names those that said 
 is missing: one of them has failed by itself, for want of memory perhaps, and each repeats what those saw whom no other
 one had told.
 
-What notices a loss, everywhere in gradwire, and how it is told, is in `losses`.
+What notices a failure, everywhere in gradwire, and how it is told, is in `failures`.
 """
 
 import json
@@ -20,8 +20,8 @@ from typing import Annotated, Any
 
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.failures import FAILED, LONGEST_REASON, OVERDUE, Failures, PeerFailure
 from gradwire.comms.bootstrap.kernel import own_kernel
-from gradwire.comms.bootstrap.losses import FAILED, LONGEST_REASON, OVERDUE, Loss, Losses
 from gradwire.comms.bootstrap.probe import (
     ANSWERS,
     ENDED,
@@ -90,21 +90,21 @@ class Board(ABC):
 
     Args:
         rank: This rank, as the board numbers it.
-        losses: What is known of those whom the board is for.
+        failures: What is known of those whom the board is for.
     """
 
-    def __init__(self, rank: int, losses: Losses) -> None:
+    def __init__(self, rank: int, failures: Failures) -> None:
         self.rank = rank
-        self.losses = losses
+        self.failures = failures
 
     def alarm(self) -> str | None:
         """Why another rank has given up; None while none has."""
-        loss = self.losses.look()
-        return None if loss is None else loss.reason
+        failure = self.failures.poll()
+        return None if failure is None else failure.reason
 
     def warn(self, reason: str) -> None:
         """Raises the alarm, and waits for nobody: the other ranks give up with this reason."""
-        self.losses.take(Loss(reason, FAILED))
+        self.failures.report(PeerFailure(reason, FAILED))
 
     def warn_each(self, reason: str) -> None:
         """As `warn`, so that they hear it, too, where what the alarm is raised through ends with this rank."""
@@ -118,7 +118,7 @@ class Board(ABC):
 
 
 class _StoreAlarm:
-    """What the ranks of a group tell each other of a loss through their store: the first one counts. Any thread.
+    """What the ranks of a group tell each other of a failure through their store: the first one counts. Any thread.
 
     Args:
         store: As of a `FailureBoard`.
@@ -131,12 +131,12 @@ class _StoreAlarm:
         self._rank = rank
         self._store_is_gone = False
 
-    def told(self) -> Loss | None:
-        """The loss; None where nobody has given up, or where the store is gone (connections break then)."""
+    def told(self) -> PeerFailure | None:
+        """The failure; None where nobody has given up, or where the store is gone (connections break then)."""
         if self._store_is_gone or not self._store.is_answering:
             return None
         try:
-            return Loss.unpacked(self._store.read("alarm")) if self._asked.check(["alarm"]) else None
+            return PeerFailure.unpacked(self._store.read("alarm")) if self._asked.check(["alarm"]) else None
         except MessageError as error:
             log.debug("what stands in the store in place of an alarm is none: %s", error)
             return None
@@ -148,20 +148,20 @@ class _StoreAlarm:
             log.debug("the store cannot be asked for alarms any more: %s", error)
             return None
 
-    def tell(self, loss: Loss) -> None:
-        """Tells the others of a loss, if the store is there."""
+    def tell(self, failure: PeerFailure) -> None:
+        """Tells the others of a failure, if the store is there."""
         try:
-            self.set(loss)
+            self.set(failure)
         except RuntimeError as error:
             log.debug("the store was gone before rank %d could raise the alarm: %s", self._rank, error)
 
-    def set(self, loss: Loss) -> None:
+    def set(self, failure: PeerFailure) -> None:
         """As `tell`.
 
         Raises:
             RuntimeError: The store is gone.
         """
-        self._store.compare_set("alarm", "", loss.packed(self._rank).decode())
+        self._store.compare_set("alarm", "", failure.packed(self._rank).decode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class FailureBoard(Board):
         polling = store if isinstance(store, PollingStore) else PollingStore(store, STORE_PATIENCE, ranks=size)
         self._alarm = _StoreAlarm(polling, rank)
         self._directory = directory or PeerTable("", rank, {})
-        super().__init__(rank, Losses((self._directory.reported_failure, self._alarm.told), self._alarm.tell))
+        super().__init__(rank, Failures((self._directory.reported_failure, self._alarm.told), self._alarm.tell))
         self._store = polling.within(STORE_PATIENCE)
         self._size = size
         self._everybody = everybody or (lambda: range(size))
@@ -250,7 +250,7 @@ class FailureBoard(Board):
         except StoreUnreachableError:
             directory = self._directory
         self.warn(reason)
-        directory.notify(directory.probe_targets(()), Loss(reason, FAILED))
+        directory.notify(directory.probe_targets(()), PeerFailure(reason, FAILED))
 
     @property
     def plain_store(self) -> Store:
@@ -297,7 +297,7 @@ class FailureBoard(Board):
         place = PeerAddress(server.port, tuple(own_addresses(self._store.host)), own_kernel())
         self._store.set(f"address/{self.rank}", place.packed())
         self._directory = PeerTable(start, self.rank, {}, server=server)
-        self.losses.ask(self._directory.reported_failure)
+        self.failures.add_source(self._directory.reported_failure)
 
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
@@ -319,8 +319,8 @@ class FailureBoard(Board):
         missing_of = error.missing if isinstance(error, PeerError) and members else ()
         dead = {self._group[members[index]] for index in missing_of}
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        overdue = Loss.of(error).source == OVERDUE
-        first = self.losses.first
+        overdue = PeerFailure.of(error).source == OVERDUE
+        first = self.failures.first
         told = first is not None and first.said_by not in (None, self.rank) and first.reason in str(error)
         seen = "" if told else f"{phase} fail: {cause}"[:LONGEST_REASON]
         own = type(error) is not RuntimeError and not isinstance(error, PeerError)  # gloo's are about others, too
@@ -371,7 +371,7 @@ class FailureBoard(Board):
             heard += " (who refuses them has ended, or a firewall rejects them)"
         if not found:
             heard = "No rank could be called"
-        self._directory.notify(of[ANSWERS], Loss(heard, FAILED, missing, self.rank))
+        self._directory.notify(of[ANSWERS], PeerFailure(heard, FAILED, missing, self.rank))
         return CollectiveError(f"{what}: {self._who(missing, ', and ')}{reason}. {heard}. Cause: {cause}", missing)
 
     def _who(self, missing: Sequence[int], then: str = "") -> str:
@@ -388,7 +388,7 @@ class FailureBoard(Board):
         """
         source = OVERDUE if word["overdue"] else FAILED
         self._store.set(f"word/{self.rank}", json.dumps(word))
-        self._alarm.set(Loss(f"rank {self.rank} saw {word['phase']} fail: {cause}", source))
+        self._alarm.set(PeerFailure(f"rank {self.rank} saw {word['phase']} fail: {cause}", source))
         first = int(self._store.compare_set("collector", "", str(self.rank))) == self.rank
         deadline = time.monotonic() + PATIENCE.total_seconds() + look_seconds(self._size)
         if not first:

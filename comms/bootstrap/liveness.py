@@ -28,23 +28,23 @@ import torch
 from gradwire.comms.bootstrap.addresses import listener, own_addresses
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.failure import LOOK_SECONDS, look_seconds
-from gradwire.comms.bootstrap.forks import leave_to_parent
-from gradwire.comms.bootstrap.kernel import ENDED, LISTENS, UNKNOWN, look_at, own_kernel, to_call
-from gradwire.comms.bootstrap.losses import (
+from gradwire.comms.bootstrap.failures import (
     ABSENT,
     BROKEN,
     LEFT,
-    LONGEST_WORD_NBYTES,
+    LONGEST_FAILURE_NBYTES,
     OVER,
     OVERDUE,
     SILENT,
     UNREACHED,
-    Loss,
-    Losses,
-    LostError,
+    Failures,
+    PeerFailure,
+    PeerFailureError,
     Source,
 )
-from gradwire.comms.bootstrap.losses import ENDED as HAS_ENDED
+from gradwire.comms.bootstrap.failures import ENDED as HAS_ENDED
+from gradwire.comms.bootstrap.forks import leave_to_parent
+from gradwire.comms.bootstrap.kernel import ENDED, LISTENS, UNKNOWN, look_at, own_kernel, to_call
 from gradwire.comms.bootstrap.pending_connections import accept, to_close
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
@@ -114,7 +114,7 @@ one is still there that it has not reached yet. One that ends before it is reach
 that is refused."""
 
 Lost = Callable[[Exception], None]
-"""Called once, from the ring's thread, with what happened: a `LostError`, or what a source has raised."""
+"""Called once, from the ring's thread, with what happened: a `PeerFailureError`, or what a source has raised."""
 
 
 def look_at_rank(store: Store, rank: int) -> str:
@@ -216,7 +216,7 @@ class _Register:
                 reason = (
                     f"rank {rank} has left after {launches} launches, and rank {self._rank} has started the next one"
                 )
-                raise _loss(reason, LEFT, rank)
+                raise _failure_error(reason, LEFT, rank)
 
 
 @dataclass(slots=True, eq=False)
@@ -481,7 +481,7 @@ class _Calls:
             log.debug("the store cannot say whether rank %d has left in order: %s", neighbour.rank, error)
             return
         if has_ended:  # it came after the last look, and ended before it was reached
-            raise _loss(f"the process of rank {neighbour.rank} has ended", HAS_ENDED, neighbour.rank)
+            raise _failure_error(f"the process of rank {neighbour.rank} has ended", HAS_ENDED, neighbour.rank)
         log.warning(
             "rank %d cannot reach rank %d at %s: if that rank is lost, this one hears of it from another rank or by "
             "the time-out",
@@ -502,11 +502,11 @@ class _Calls:
         if following.answered or self._register.has_left(following.rank):
             return
         if self._register.look_at(following.rank) == ENDED:
-            raise _loss(f"the process of rank {following.rank} has ended", HAS_ENDED, following.rank)
+            raise _failure_error(f"the process of rank {following.rank} has ended", HAS_ENDED, following.rank)
         if last and not self._register.has_come(following.rank):
-            raise _loss(f"rank {following.rank} has not come", ABSENT)
+            raise _failure_error(f"rank {following.rank} has not come", ABSENT)
         if last and not following.may_be_unreached:
-            raise _loss(f"rank {following.rank} cannot be reached", UNREACHED)
+            raise _failure_error(f"rank {following.rank} cannot be reached", UNREACHED)
 
     def _find(self, neighbour: _Neighbour) -> bool:
         """Looks for the addresses of a neighbour; whether they are there."""
@@ -515,7 +515,7 @@ class _Calls:
                 self._nap_seconds = min(2 * self._nap_seconds, self._look_seconds)
                 return False
             port, addresses, kernel, token = self._register.place_of(neighbour.rank)
-        except (RuntimeError, MessageError) as error:  # its server has left, or its loss will show to its neighbours
+        except (RuntimeError, MessageError) as error:  # its server has left, or its failure will show to its neighbours
             log.debug("the store cannot say where rank %d is: %s", neighbour.rank, error)
             neighbour.reached, neighbour.addresses = True, deque()
             return False
@@ -565,7 +565,9 @@ class _Pulse:
             silent = time.monotonic() - max(peer.last, self._resumed)
             if peer.known and waited > patience and silent > patience:
                 rank = _sure(peer.rank)
-                raise _loss(f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", SILENT, rank)
+                raise _failure_error(
+                    f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", SILENT, rank
+                )
 
     def speak_if_failed(self) -> None:
         """Says that this process is there where the thread that does so has failed; the ring's thread."""
@@ -597,7 +599,7 @@ class LivenessRing:
         store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
         rank: This rank.
         size: Number of ranks.
-        losses: What this rank knows of losses; the ring ends with the first one.
+        failures: What this rank knows of failures; the ring ends with the first one.
         lost: Called when a rank is gone.
         sources: Asked once a second besides, by the ring's thread alone.
         launches: How many launches this rank has started; all ranks start the same ones.
@@ -615,7 +617,7 @@ class LivenessRing:
         store: Store,
         rank: int,
         size: int,
-        losses: Losses,
+        failures: Failures,
         lost: Lost,
         sources: Sequence[Source] = (),
         launches: Callable[[], int] = lambda: 0,
@@ -625,7 +627,7 @@ class LivenessRing:
         may_be_unreached: bool = False,
     ) -> None:
         self._rank = rank
-        self._losses = losses
+        self._failures = failures
         self._lost = lost
         self._sources = sources
         self._launches = launches
@@ -743,15 +745,15 @@ class LivenessRing:
         self._calls.look_for_next()
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + self._look_seconds
-            for source in (self._losses.look, *self._sources):
-                if (loss := source()) is not None:
-                    raise LostError(replace(loss, ranks=()))  # whom, they have been told who can tell
+            for source in (self._failures.poll, *self._sources):
+                if (failure := source()) is not None:
+                    raise PeerFailureError(replace(failure, ranks=()))  # whom, they have been told who can tell
             if self._pulse is not None:
                 self._pulse.speak_if_failed()
                 self._listen(selector, 0)  # what came while the store was asked
                 self._pulse.miss_silent()
-        if (known := self._losses.first) is not None:  # heard of by another thread first
-            raise LostError(replace(known, ranks=()))
+        if (known := self._failures.first) is not None:  # heard of by another thread first
+            raise PeerFailureError(replace(known, ranks=()))
         self._register.miss_who_left(self._launches())
 
     def _hear(self, connection: socket.socket) -> None:
@@ -789,12 +791,12 @@ class LivenessRing:
             return False
         if kind == LOST and len(said) >= 4 and len(said) >= 4 + int.from_bytes(said[:4], "big"):
             try:
-                loss = Loss.unpacked(said[4 : 4 + int.from_bytes(said[:4], "big")])
+                failure = PeerFailure.unpacked(said[4 : 4 + int.from_bytes(said[:4], "big")])
             except MessageError as error:
                 log.debug("rank %d hangs up on rank %s, which says what no rank says: %s", self._rank, peer.rank, error)
                 return False
-            raise LostError(loss)
-        return not kind or (kind in (GOODBYE, LOST) and len(said) <= 4 + LONGEST_WORD_NBYTES)
+            raise PeerFailureError(failure)
+        return not kind or (kind in (GOODBYE, LOST) and len(said) <= 4 + LONGEST_FAILURE_NBYTES)
 
     def _miss(self, rank: int, ended: str) -> None:
         """Raises a PeerError, unless a rank whose connection has ended has said goodbye, here or in the store.
@@ -810,24 +812,24 @@ class LivenessRing:
             for seconds in CLOSING_LOOKS:
                 time.sleep(seconds)
                 if self._register.look_at(rank) != LISTENS:
-                    raise _loss(ended.format(rank), HAS_ENDED, rank)
-            raise _loss(f"the connection to rank {rank} has ended, and its process has not", BROKEN)
+                    raise _failure_error(ended.format(rank), HAS_ENDED, rank)
+            raise _failure_error(f"the connection to rank {rank} has ended, and its process has not", BROKEN)
         except PeerError:
             raise
         except RuntimeError as error:
             log.debug("the store cannot say whether rank %d has left in order: %s", rank, error)
-        raise _loss(ended.format(rank), HAS_ENDED, rank)
+        raise _failure_error(ended.format(rank), HAS_ENDED, rank)
 
     def _pass_on(self, error: Exception) -> None:
         """Tells the neighbours before this rank asks who is left: the store may be gone."""
-        said = Loss.of(error).packed(self._rank)
+        said = PeerFailure.of(error).packed(self._rank)
         for connection, peer in self._ends.peers.items():
             if peer.known:
                 self._ends.tell(connection, LOST + len(said).to_bytes(4, "big") + said)
 
     def _say_goodbye(self) -> None:
         """Also to a rank whose connection waits to be accepted, and through the store to one that comes later."""
-        if (known := self._losses.first) is not None and known.source != OVER:
+        if (known := self._failures.first) is not None and known.source != OVER:
             log.debug("rank %d leaves without a goodbye: all have been told that %s", self._rank, known.reason)
             return
         launches = self._launches()
@@ -881,7 +883,7 @@ class Deadline:
             self._drop_passed()
             return bool(self._marks)
 
-    def overdue(self) -> Loss | None:
+    def overdue(self) -> PeerFailure | None:
         """Why to give up; None while there is time.
 
         The device is asked only when there is no time left: the question, from another thread, would break a capture
@@ -895,7 +897,7 @@ class Deadline:
             if not self._is_late():
                 return None
         reason = f"no progress for {self._seconds:g} s: a rank is late, or has issued other collectives"
-        return Loss(reason, OVERDUE)
+        return PeerFailure(reason, OVERDUE)
 
     def _is_late(self) -> bool:
         return bool(self._marks) and time.monotonic() - self._marks[0][0] >= self._seconds
@@ -909,8 +911,8 @@ class Deadline:
         return nullcontext() if self._device is None else torch.cuda.device(self._device)
 
 
-def _loss(reason: str, source: str, *ranks: int) -> LostError:
-    return LostError(Loss(reason, source, ranks))
+def _failure_error(reason: str, source: str, *ranks: int) -> PeerFailureError:
+    return PeerFailureError(PeerFailure(reason, source, ranks))
 
 
 def _claimed(peer: _Peer) -> int:

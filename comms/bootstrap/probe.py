@@ -20,9 +20,9 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from gradwire.comms.bootstrap.addresses import listener
+from gradwire.comms.bootstrap.failures import LONGEST_FAILURE_NBYTES, PeerFailure
 from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
 from gradwire.comms.bootstrap.kernel import look_at, to_call
-from gradwire.comms.bootstrap.losses import LONGEST_WORD_NBYTES, Loss
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.threads import BackgroundThread, call_each
 from gradwire.comms.boundary.messages import Addresses, Kernel, MessageType, Port
@@ -70,7 +70,7 @@ REPLY_HERE, REPLY_LEFT = b"+", b"-"
 
 PROBE, NOTIFY = b"?", b"!"
 """Kind of a request, one byte behind the digest and a nonce. `PROBE` asks whether the rank is here. `NOTIFY` carries a
-failure: 4 bytes of length and a packed `Loss`. The client's proof ends either one."""
+failure: 4 bytes of length and a packed `PeerFailure`. The client's proof ends either one."""
 
 ANSWERS, ENDED, REFUSED, SILENT = "answers", "has ended", "refuses connections", "does not answer"
 """Outcome of a probe. `ENDED` also means a process that lives on without this group. `REFUSED` is not proof of an exit,
@@ -95,7 +95,7 @@ class ProbeServer:
         # Digest -> secret of (generation, rank), for each rank that this process runs.
         self._secrets: dict[bytes, bytes] = {}
         # Secret -> first failure that a peer has reported to that rank.
-        self._reported: dict[bytes, Loss] = {}
+        self._reported: dict[bytes, PeerFailure] = {}
         self._closed = self._failed = False
         self.port: int = self._listener.getsockname()[1]
         BackgroundThread(
@@ -145,7 +145,7 @@ class ProbeServer:
         self._secrets.pop(_digest(_secret(generation, rank)), None)
         self._reported.pop(_secret(generation, rank), None)
 
-    def reported_failure(self, generation: str, rank: int) -> Loss | None:
+    def reported_failure(self, generation: str, rank: int) -> PeerFailure | None:
         """Return the first failure that a peer has reported to `rank` of `generation`, or None."""
         return self._reported.get(_secret(generation, rank))
 
@@ -190,7 +190,7 @@ class ProbeServer:
             return _HEAD_NBYTES + PROOF_NBYTES - len(received)
         if len(nbytes) < 4:
             return 4 - len(nbytes)
-        longest = min(int.from_bytes(nbytes, "big"), LONGEST_WORD_NBYTES)
+        longest = min(int.from_bytes(nbytes, "big"), LONGEST_FAILURE_NBYTES)
         return _HEAD_NBYTES + 4 + longest + PROOF_NBYTES - len(received)
 
     def _answer(self, connection: socket.socket, received: bytes) -> None:
@@ -216,7 +216,7 @@ class ProbeServer:
             return
         if head[-1:] == NOTIFY:
             # The first failure counts.
-            self._reported.setdefault(secret, Loss.unpacked(notice[4:]))
+            self._reported.setdefault(secret, PeerFailure.unpacked(notice[4:]))
         connection.sendall(REPLY_HERE + proof_of(secret, "server", greeting, head, notice))
 
 
@@ -330,17 +330,17 @@ class PeerTable:
                 hosts[address.kernel].append(rank)
         return [rank for few in hosts.values() for rank in few]
 
-    def notify(self, ranks: Sequence[int], loss: Loss) -> None:
+    def notify(self, ranks: Sequence[int], failure: PeerFailure) -> None:
         """Notify peers of a failure. A peer that cannot be reached is skipped.
 
         Args:
             ranks: Ranks to notify. Only the first `MOST_PROBES` with a known address are notified.
-            loss: The failure.
+            failure: The failure.
         """
-        packed = loss.packed(self.rank)
+        packed = failure.packed(self.rank)
         self._send_to_all(ranks, NOTIFY + len(packed).to_bytes(4, "big") + packed)
 
-    def reported_failure(self) -> Loss | None:
+    def reported_failure(self) -> PeerFailure | None:
         """Return the first failure that a peer has reported to this rank directly, or None."""
         return None if self.server is None else self.server.reported_failure(self.generation, self.rank)
 

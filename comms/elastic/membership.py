@@ -24,7 +24,7 @@ from functools import partial
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
 from gradwire.comms.bootstrap.liveness import LivenessRing, look_at_rank
-from gradwire.comms.bootstrap.losses import OVER, UNREACHED, Loss, Losses
+from gradwire.comms.bootstrap.failures import OVER, UNREACHED, PeerFailure, Failures
 from gradwire.comms.bootstrap.store import PollingStore, Result
 from gradwire.comms.bootstrap.threads import call_each
 from gradwire.comms.boundary.messages import MessageError, MessageType, Rank
@@ -138,7 +138,7 @@ class Membership:
         view: The first generation's.
         timeout: For the other ranks' answers where nothing shorter is said.
         said: What each member of the view has said about itself when it came.
-        losses: What is known of losses in the first generation.
+        failures: What is known of failures in the first generation.
 
     Attributes:
         said: As given, and of all that have joined since, by name.
@@ -157,13 +157,13 @@ class Membership:
         view: View,
         timeout: timedelta,
         said: Mapping[str, str] | None = None,
-        losses: Losses | None = None,
+        failures: Failures | None = None,
     ) -> None:
         self.said = dict(said or {})
         self.note: str | None = None
         self._noted: str | None = None
         self.on_alarm: Callable[[str], None] = lambda reason: None
-        self.overdue: Callable[[], Loss | None] = lambda: None
+        self.overdue: Callable[[], PeerFailure | None] = lambda: None
         self.waited: Callable[[], float] = lambda: 0.0
         self.started: Callable[[], int] = lambda: 0
         self._plain = store
@@ -172,7 +172,7 @@ class Membership:
         self._closed = False
         self._changed = threading.Condition()
         self._failure: Exception | None = None
-        self._current = self._latest = _Generation(view, losses or Losses())
+        self._current = self._latest = _Generation(view, failures or Failures())
         self._begin(self._latest)
 
     @property
@@ -186,9 +186,9 @@ class Membership:
         return PrefixStore(f"{self.view.generation}/ranks", self._plain)
 
     @property
-    def losses(self) -> Losses:
+    def failures(self) -> Failures:
         """Rank failures in the training thread's generation, as far as known; the first one ends it for all ranks."""
-        return self._current.losses
+        return self._current.failures
 
     def was_first(self, view: View) -> bool:
         """Whether this rank was the first to say that a generation is over: it has failed, or a connection of its own.
@@ -200,7 +200,7 @@ class Membership:
             Whether it was; true where the store is gone, which was to say so.
         """
         try:
-            first = Loss.unpacked(self._store.read(f"{view.generation}/alarm")).said_by
+            first = PeerFailure.unpacked(self._store.read(f"{view.generation}/alarm")).said_by
         except RuntimeError as error:
             log.debug("the store cannot say who has ended generation %d: %s", view.generation, error)
             return True
@@ -221,10 +221,10 @@ class Membership:
             if self._failure is not None:
                 raise EvictedError(str(self._failure)) from self._failure
             if self._latest is generation:
-                reason = generation.losses.first.reason if generation.losses.first is not None else "all live"
+                reason = generation.failures.first.reason if generation.failures.first is not None else "all live"
                 raise EvictedError(f"no agreement in {seconds:g} s on which ranks are left: {reason}")
             self._current = self._latest
-        generation.losses.take(Loss(f"generation {generation.view.generation} is over", OVER), told=True)
+        generation.failures.report(PeerFailure(f"generation {generation.view.generation} is over", OVER), known_to_all=True)
         return self._current.view
 
     def admit(self, newcomers: Mapping[str, str]) -> View:
@@ -244,7 +244,7 @@ class Membership:
             word = {"left": list(range(self.view.size)), "joined": dict(newcomers)}
             self._store.compare_set(key, "", json.dumps(word))
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while self._latest is generation and generation.losses.first is None:
+        while self._latest is generation and generation.failures.first is None:
             if self._store.check([key]):
                 generation.close()
                 self._enter(generation)
@@ -270,38 +270,38 @@ class Membership:
             latest = self._latest
         latest.close(orderly=orderly)
 
-    def _raise_alarm(self, view: View, loss: Loss) -> None:
+    def _raise_alarm(self, view: View, failure: PeerFailure) -> None:
         """Tells the other ranks of a generation that it is over."""
         try:
-            self._store.compare_set(f"{view.generation}/alarm", "", loss.packed(view.rank).decode())
+            self._store.compare_set(f"{view.generation}/alarm", "", failure.packed(view.rank).decode())
         except RuntimeError as error:
             log.debug("the store was gone before an alarm could be raised: %s", error)
 
     def _begin(self, generation: "_Generation") -> None:
         """Joins the ring of a generation."""
         view = generation.view
-        generation.losses.tell = partial(self._raise_alarm, view)
+        generation.failures.notify = partial(self._raise_alarm, view)
         if view.size == 1:
             return
         key, ring = f"{view.generation}/alarm", self._ring_store(view)
 
-        def told() -> Loss | None:
+        def told() -> PeerFailure | None:
             if (note := self.note) is not None and note is not self._noted:
                 self._store.set(f"note/{view.members[view.rank]}", note)
                 self._noted = note
-            return Loss.unpacked(self._store.read(key)) if self._store.check([key]) else None
+            return PeerFailure.unpacked(self._store.read(key)) if self._store.check([key]) else None
 
         def started() -> int:
             return self.started() if generation is self._current else 0
 
-        def overdue() -> Loss | None:
+        def overdue() -> PeerFailure | None:
             return self.overdue() if generation is self._current else None
 
         generation.ring = LivenessRing(
             ring,
             view.rank,
             view.size,
-            generation.losses,
+            generation.failures,
             lambda error: self._lost(generation, error),
             (told, overdue),
             started,
@@ -313,10 +313,10 @@ class Membership:
 
     def _lost(self, generation: "_Generation", error: Exception) -> None:
         """Runs the agreement; in the ring's thread, once in a generation."""
-        loss = Loss.of(error)
-        generation.losses.take(loss)
+        failure = PeerFailure.of(error)
+        generation.failures.report(failure)
         if generation is self._current:
-            self.on_alarm(loss.reason)
+            self.on_alarm(failure.reason)
         try:
             self._agree(generation)
             if not self._closed:  # else nobody may have written down who is left, and nothing reads it any more
@@ -346,8 +346,8 @@ class Membership:
             )
         members = (*(view.members[rank] for rank in left), *joined)
         lost = tuple(name for name in view.members if name not in members)
-        following = _Generation(View(view.generation + 1, left.index(view.rank), members, lost, joined), Losses())
-        following.knows_unreached = generation.losses.first is not None and generation.losses.first.source == UNREACHED
+        following = _Generation(View(view.generation + 1, left.index(view.rank), members, lost, joined), Failures())
+        following.knows_unreached = generation.failures.first is not None and generation.failures.first.source == UNREACHED
         with self._changed:
             if self._latest is not generation or self._closed:
                 return
@@ -362,7 +362,7 @@ class Membership:
             RuntimeError: The store is gone.
         """
         number, rank = generation.view.generation, generation.view.rank
-        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(generation.losses.ranks)))
+        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(generation.failures.ranks)))
         self._store.add(f"{number}/heard", 1)
         key = f"{number}/members"
         for attempt in range(generation.view.size):
@@ -394,7 +394,7 @@ class Membership:
         number, everybody = generation.view.generation, set(range(generation.view.size))
         began = time.monotonic()
         looks = _Looks(began)
-        gone, here = set(generation.losses.ranks), {generation.view.rank}
+        gone, here = set(generation.failures.ranks), {generation.view.rank}
         while time.monotonic() < began + SILENCE_SECONDS:
             if self._store.add(f"{number}/heard", 0) > len(here):
                 for rank in everybody - here:
@@ -473,9 +473,9 @@ class _Looks:
 class _Generation:
     """What this rank knows of a generation: who is lost, and its end of the ring."""
 
-    def __init__(self, view: View, losses: Losses) -> None:
+    def __init__(self, view: View, failures: Failures) -> None:
         self.view = view
-        self.losses = losses
+        self.failures = failures
         self.ring: LivenessRing | None = None
         self.knows_unreached = False
         """Who cannot be reached has just said that it is here: nobody raises an alarm for that again."""

@@ -2,7 +2,7 @@
 
 Each rank counts the operations that have come to an end here: the reduction of a step's gradients is one, a broadcast
 of DDP's buffers is another. Each ends with an all-reduce that needs every rank, so that no rank can end an operation
-before every other one has ended the one before it: after a loss the survivors' counts differ by one at most. Who is
+before every other one has ended the one before it: after a failure the survivors' counts differ by one at most. Who is
 behind takes the result from who is ahead (of a step all have had the gradients already: that is what its last
 all-reduce tells), so no rank steps where another does not. Where all are alike the operation is repeated among the
 survivors, from what it was given: no step is lost but the part of it that the lost ranks had computed.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
-from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
+from gradwire.comms.bootstrap.failures import FAILED, PeerFailure, Failures
 from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.elastic.introductions import packed, presences
@@ -130,7 +130,7 @@ class EpochBoard(Board):
 
     Args:
         rank: This rank in it.
-        losses: What is known of losses in it.
+        failures: What is known of failures in it.
     """
 
     def diagnose(
@@ -144,8 +144,8 @@ class EpochBoard(Board):
 
 
 def first_failure_policy(rank: int, size: int, timeout: timedelta) -> FailurePolicy:
-    """Returns the failure policy of the first communicator; the membership, made later, shares its `losses`."""
-    board = EpochBoard(rank, Losses())
+    """Returns the failure policy of the first communicator; the membership, made later, shares its `failures`."""
+    board = EpochBoard(rank, Failures())
     return FailurePolicy(board, lambda store: GenerationStore(store, timeout, board.alarm, ranks=size))
 
 
@@ -161,7 +161,7 @@ def first_membership(communicator: Communicator, prefix: str, timeout: timedelta
     names = tuple(f"rank {rank}" for rank in range(communicator.size))
     said = {name: packed(each) for name, each in zip(names, communicator.presences, strict=True)}
     place = PrefixStore(prefix, unprefixed(communicator.plain_store))
-    return Membership(place, View(0, communicator.rank, names), timeout, said, first.board.losses)
+    return Membership(place, View(0, communicator.rank, names), timeout, said, first.board.failures)
 
 
 def unheld(rebuild: Rebuild) -> Rebuild:
@@ -178,7 +178,7 @@ def unheld(rebuild: Rebuild) -> Rebuild:
 
 def failure_policy_of(view: View, membership: Membership, timeout: timedelta) -> FailurePolicy:
     """Returns the failure policy of the communicator that the members of `view` make."""
-    board = EpochBoard(view.rank, membership.losses)
+    board = EpochBoard(view.rank, membership.failures)
     return FailurePolicy(
         board,
         lambda store: GenerationStore(store, timeout, board.alarm, ranks=view.size),
@@ -294,8 +294,8 @@ class ResilientOps:
         Raises:
             EvictedError: This rank cannot go on.
         """
-        if (loss := self.membership.losses.first) is not None:
-            self._recover(RuntimeError(loss.reason), None)
+        if (failure := self.membership.failures.first) is not None:
+            self._recover(RuntimeError(failure.reason), None)
 
     def admit(self, newcomers: Sequence[Newcomer], requests: Requests) -> bool:
         """Enters a generation with new ranks; all ranks, between the same two operations.
@@ -354,8 +354,8 @@ class ResilientOps:
         while not passed.query():  # type: ignore[no-untyped-call]
             time.sleep(POLL_SECONDS)
         self.communicator.executor.release()
-        if (loss := self.membership.losses.first) is not None:
-            raise RuntimeError(loss.reason)
+        if (failure := self.membership.failures.first) is not None:
+            raise RuntimeError(failure.reason)
 
     def close(self) -> None:
         """Leaves the others: in order between two operations, else they go on without this rank."""
@@ -369,7 +369,7 @@ class ResilientOps:
         since = self._waits_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def _overdue(self) -> Loss | None:
+    def _overdue(self) -> PeerFailure | None:
         deadline = self.communicator.executor.deadline
         return None if deadline is None else deadline.overdue()
 
@@ -389,7 +389,7 @@ class ResilientOps:
             if before.size == 1:
                 raise EvictedError(f"no other rank is left, and this one has failed: {reason}") from error
             watch = _Stopwatch()
-            self.membership.losses.take(Loss(reason, FAILED))
+            self.membership.failures.report(PeerFailure(reason, FAILED))
             self.communicator.abandon(reason)
             self.communicator.close(LANES_SECONDS)
             if not self.communicator.executor.has_ended:  # it may write to gradients that are to be sent again
@@ -410,7 +410,7 @@ class ResilientOps:
                 begun = self.communicator is not former()
                 refusals += _is_refusal((begun and self.communicator.executor.failure) or failed)
                 if refusals >= MOST_REFUSALS:
-                    self.membership.losses.take(Loss.of(failed))
+                    self.membership.failures.report(PeerFailure.of(failed))
                     raise
                 _forget(error)
                 error = failed

@@ -1,4 +1,4 @@
-"""Who is left after a loss, and what becomes of a step: comms/bootstrap, comms/elastic and the bytes of a report."""
+"""Who is left after a failure, and what becomes of a step: comms/bootstrap, comms/elastic and the bytes of a report."""
 
 from mutations.mutation import Mutation
 
@@ -46,8 +46,8 @@ ELASTIC = (
     Mutation(
         "an alarm names no rank",
         _MEMBERS,
-        "loss.packed(view.rank)",
-        "loss.packed(0)",
+        "failure.packed(view.rank)",
+        "failure.packed(0)",
         "Rank 0 leaves for the failure of another one.",
         (_AGAIN,),
     ),
@@ -121,7 +121,7 @@ ELASTIC = (
         _RESILIENT,
         "        self.position += 1\n",
         "        pass\n",
-        "After a loss nobody knows who is ahead.",
+        "After a failure nobody knows who is ahead.",
         (_ENDING, _LOSSES),
     ),
     Mutation(
@@ -135,7 +135,7 @@ ELASTIC = (
     Mutation(
         "a failure here is told to nobody",
         _RESILIENT,
-        "            self.membership.losses.take(Loss(reason, FAILED))\n",
+        "            self.membership.failures.report(PeerFailure(reason, FAILED))\n",
         "",
         "The others never agree on the next generation.",
         (_AGAIN,),
@@ -167,7 +167,7 @@ ELASTIC = (
     Mutation(
         "a rank says nothing of itself while the others agree",
         _MEMBERS,
-        '        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(generation.losses.ranks)))\n',
+        '        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(generation.failures.ranks)))\n',
         "",
         "Every other rank is given up by the leader.",
         (_LOSSES,),
@@ -183,8 +183,8 @@ ELASTIC = (
     Mutation(
         "survivors are numbered as before",
         _MEMBERS,
-        "left.index(view.rank), members, lost, joined), Losses())",
-        "view.rank, members, lost, joined), Losses())",
+        "left.index(view.rank), members, lost, joined), Failures())",
+        "view.rank, members, lost, joined), Failures())",
         "Ranks have numbers beyond the size.",
         (_LOSSES,),
     ),
@@ -199,7 +199,7 @@ ELASTIC = (
     Mutation(
         "an alarm stays here",
         _MEMBERS,
-        '            self._store.compare_set(f"{view.generation}/alarm", "", loss.packed(view.rank).decode())\n',
+        '            self._store.compare_set(f"{view.generation}/alarm", "", failure.packed(view.rank).decode())\n',
         "            pass\n",
         "Ranks that are no neighbours of the lost one wait on.",
         (_AGAIN, _LOSSES),
@@ -207,7 +207,7 @@ ELASTIC = (
     Mutation(
         "nobody looks for an alarm",
         _MEMBERS,
-        "            return Loss.unpacked(self._store.read(key)) if self._store.check([key]) else None\n",
+        "            return PeerFailure.unpacked(self._store.read(key)) if self._store.check([key]) else None\n",
         "            return None\n",
         "A failure that has ended no process is heard of by nobody.",
         (_AGAIN,),
@@ -224,7 +224,7 @@ ELASTIC = (
         "who has never come may be unreached",
         _RING,
         "        if last and not self._register.has_come(following.rank):\n"
-        '            raise _loss(f"rank {following.rank} has not come", ABSENT)\n',
+        '            raise _failure_error(f"rank {following.rank} has not come", ABSENT)\n',
         "",
         "Who left between an agreement and the next ring is waited for.",
         (_ENDING,),
@@ -238,7 +238,7 @@ ELASTIC = (
         (_MEET, _NETWORK),
     ),
     Mutation(
-        "a connection that ends is no loss",
+        "a connection that ends is no failure",
         _RING,
         "            if not heard and peer.known:\n                self._miss(_sure(peer.rank), ended)\n",
         "",
@@ -283,7 +283,7 @@ ELASTIC = (
         _RING,
         "                            self._pass_on(error)\n",
         "                            pass\n",
-        "Where the store is gone, two ranks of many hear of a loss.",
+        "Where the store is gone, two ranks of many hear of a failure.",
         (_LIVENESS,),
     ),
     Mutation(

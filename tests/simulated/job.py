@@ -26,7 +26,7 @@ MOST = 8
 CONNECT_SECONDS = 2.0
 """After that long a connection that cannot be made is an error."""
 COMPUTING_SECONDS = 0.3
-"""Of a step: losses come while ranks compute, too."""
+"""Of a step: failures come while ranks compute, too."""
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class Job:
         diary = self.diaries[name]
         try:
             membership = Membership(self.store, view, TIMEOUT, said)
-            first = self._communicator(view, EpochBoard(view.rank, membership.losses))
+            first = self._communicator(view, EpochBoard(view.rank, membership.failures))
             diary.views.append(view)
 
             def rebuild(view: View, store: Store, failure_policy: FailurePolicy) -> Any:

@@ -24,8 +24,8 @@ from gradwire.comms.bootstrap import addresses, failure, kernel, liveness, probe
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import HashStore, store_of
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
+from gradwire.comms.bootstrap.failures import BROKEN, FAILED, OVERDUE, Failures, PeerFailure, PeerFailureError, Source
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
-from gradwire.comms.bootstrap.losses import BROKEN, FAILED, OVERDUE, Loss, Losses, LostError, Source
 from gradwire.comms.bootstrap.probe import PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import OverdueError, PeerError
@@ -86,7 +86,7 @@ def ring(
             store,
             rank,
             size,
-            boards[rank].losses,
+            boards[rank].failures,
             heard[rank],
             [overdue] if rank == 0 else [],
             partial(launches, rank),
@@ -121,8 +121,8 @@ def test_a_connection_that_breaks_between_two_that_live_is_nobodys_end(monkeypat
     connection = next(each for each, peer in list(rings[0]._ends.peers.items()) if peer.rank == 1)
     connection.shutdown(socket.SHUT_RDWR)
     assert heard[0].told.wait(SECONDS)
-    assert isinstance(error := heard[0].error, LostError)
-    assert (error.loss.source, error.missing) == (BROKEN, ())
+    assert isinstance(error := heard[0].error, PeerFailureError)
+    assert (error.failure.source, error.missing) == (BROKEN, ())
     assert str(error) == "the connection to rank 1 has ended, and its process has not"
     for each in rings:
         each.close()
@@ -151,8 +151,8 @@ def test_an_alarm_in_the_store_reaches_ranks_that_are_no_neighbours() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
     board = FailureBoard(store, 0, 1)
-    store.set("alarm", Loss("rank 7 saw an all-reduce fail", FAILED).packed(7))
-    alone = LivenessRing(store, 0, 1, board.losses, heard)
+    store.set("alarm", PeerFailure("rank 7 saw an all-reduce fail", FAILED).packed(7))
+    alone = LivenessRing(store, 0, 1, board.failures, heard)
     assert heard.told.wait(SECONDS)
     assert "rank 7 saw" in str(heard.error)
     alone.close()
@@ -166,7 +166,7 @@ def test_a_rank_that_came_late_and_ended_before_it_was_reached_is_missed(
     monkeypatch.setattr(liveness, "COMING_SECONDS", (0.01,))
     store, heard = PollingStore(HashStore(), timedelta(seconds=SECONDS)), Heard()
     board = FailureBoard(store, 0, 2)
-    alone = LivenessRing(store, 0, 2, board.losses, heard, waited=lambda: 0.0)
+    alone = LivenessRing(store, 0, 2, board.failures, heard, waited=lambda: 0.0)
     until(lambda: not alone._calls.next.looks)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
@@ -176,7 +176,7 @@ def test_a_rank_that_came_late_and_ended_before_it_was_reached_is_missed(
     until(lambda: alone._calls.next.reached)
     assert heard.told.wait(0.5 if left else SECONDS) != left
     if not left:
-        assert isinstance(heard.error, LostError) and heard.error.missing == (1,)
+        assert isinstance(heard.error, PeerFailureError) and heard.error.missing == (1,)
         assert "the process of rank 1 has ended" in str(heard.error)
     alone.close()
 
@@ -185,19 +185,19 @@ def test_who_has_said_it_first_is_told_along_the_ring() -> None:
     size = 4
     rings, heard = ring(size)
     for each in rings:
-        each._losses.tell = lambda loss: None  # the store says nothing
-    rings[2]._losses.take(Loss("an operation has failed", FAILED))
+        each._failures.notify = lambda failure: None  # the store says nothing
+    rings[2]._failures.report(PeerFailure("an operation has failed", FAILED))
     for rank in range(size):
         assert heard[rank].told.wait(SECONDS)
         error = heard[rank].error
-        assert isinstance(error, LostError)
-        assert Loss.unpacked(error.loss.packed(rank)).said_by == 2
+        assert isinstance(error, PeerFailureError)
+        assert PeerFailure.unpacked(error.failure.packed(rank)).said_by == 2
     for each in rings:
         each.close()
 
 
 def test_what_takes_too_long_is_given_up() -> None:
-    rings, heard = ring(2, overdue=lambda: Loss("no progress for 3 s", OVERDUE))
+    rings, heard = ring(2, overdue=lambda: PeerFailure("no progress for 3 s", OVERDUE))
     assert heard[0].told.wait(SECONDS)
     assert "no progress" in str(heard[0].error)
     for each in rings:
@@ -211,7 +211,7 @@ def die(rank: int) -> str:
     assert group is not None
     heard = Heard()
     store = PollingStore(store_of(group), timedelta(seconds=SECONDS))
-    LivenessRing(store, rank, 3, Losses(), heard)
+    LivenessRing(store, rank, 3, Failures(), heard)
     dist.barrier()
     if rank == 2:
         time.sleep(1.0)
@@ -248,7 +248,7 @@ def test_the_oldest_event_that_has_not_passed_decides(monkeypatch: pytest.Monkey
     assert deadline.overdue() is None
     now = 6.0
     reason = "no progress for 5 s: a rank is late, or has issued other collectives"
-    assert deadline.overdue() == Loss(reason, OVERDUE)
+    assert deadline.overdue() == PeerFailure(reason, OVERDUE)
     first.passed = True
     assert deadline.overdue() is None
     assert deadline.is_under_way
@@ -347,7 +347,7 @@ def test_a_loss_goes_along_the_ring_where_the_store_is_gone() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_an_error_of_the_device_is_told_to_the_others() -> None:
-    def overdue() -> Loss | None:
+    def overdue() -> PeerFailure | None:
         if sick.is_set():
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return None
@@ -398,7 +398,7 @@ def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: py
     with socket.create_server(("127.0.0.1", 0)) as service:
         where = [service.getsockname()[1], ["127.0.0.1"], kernel.own_kernel(), "ab" * liveness.TOKEN_NBYTES]
         store.set("alive/1", json.dumps(where))
-        alone = LivenessRing(store, 0, 2, Losses(), heard)
+        alone = LivenessRing(store, 0, 2, Failures(), heard)
         accepted, _ = service.accept()
         with accepted:
             accepted.sendall(b"220 ready\r\n")
@@ -411,9 +411,9 @@ def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: py
 def test_a_next_rank_that_never_comes_keeps_nobody_from_hearing_an_alarm() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
-    alone = LivenessRing(store, 0, 2, FailureBoard(store, 0, 2).losses, heard)
+    alone = LivenessRing(store, 0, 2, FailureBoard(store, 0, 2).failures, heard)
     time.sleep(0.1)
-    store.set("alarm", Loss("rank 7 saw an all-reduce fail", FAILED).packed(7))
+    store.set("alarm", PeerFailure("rank 7 saw an all-reduce fail", FAILED).packed(7))
     assert heard.told.wait(SECONDS)
     alone.close()
 
@@ -435,7 +435,7 @@ def hold_the_gil(rank: int) -> tuple[str, list[str]]:
     heard, warned = Heard(), Said()
     logging.getLogger("gradwire").addHandler(warned)
     store = PollingStore(store_of(group), timedelta(seconds=SECONDS))
-    own = LivenessRing(store, rank, 2, FailureBoard(store, rank, 2).losses, heard)
+    own = LivenessRing(store, rank, 2, FailureBoard(store, rank, 2).failures, heard)
     if rank == 1:
         ctypes.PyDLL(None).sleep(HELD_SECONDS)
     dist.barrier()
@@ -656,7 +656,7 @@ def test_a_process_that_was_held_up_gives_its_neighbours_their_time_anew(monkeyp
         pulse.miss_silent()
         goes_by(0.099)
     goes_by(0.099)
-    with pytest.raises(LostError, match="rank 1 has said nothing for 1 s: its process is stopped"):
+    with pytest.raises(PeerFailureError, match="rank 1 has said nothing for 1 s: its process is stopped"):
         pulse.miss_silent()
     pulse.end()
     ends.close()

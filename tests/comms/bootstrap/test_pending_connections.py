@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.comms.bootstrap import pending_connections
 from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.failures import FAILED, Failures, PeerFailure
 from gradwire.comms.bootstrap.liveness import LivenessRing
-from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.probe import ANSWERS, ENDED, NOTIFY, PeerAddress, PeerTable, ProbeServer, _digest, _secret
 from gradwire.comms.bootstrap.store import PollingStore
@@ -203,11 +203,11 @@ def test_strangers_keep_nobody_from_a_door(callers: Callers, few: int) -> None:
             assert is_turned_away(proved)
     directory = PeerTable("start", 1, {2: PeerAddress(server.port, ("127.0.0.1",))}, server=server)
     assert directory.probe([2]) == {2: ANSWERS}
-    directory.notify([2], Loss("the reason", FAILED, (3,)))
+    directory.notify([2], PeerFailure("the reason", FAILED, (3,)))
     deadline = time.monotonic() + SECONDS
     while server.reported_failure("start", 2) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert server.reported_failure("start", 2) == Loss("the reason", FAILED, (3,), said_by=1)
+    assert server.reported_failure("start", 2) == PeerFailure("the reason", FAILED, (3,), said_by=1)
     server.unregister("start", 2)
     server.close()
 
@@ -224,7 +224,7 @@ def test_strangers_neither_fill_a_ring_nor_keep_it_from_leaving(callers: Callers
 
         return note
 
-    rings = [LivenessRing(store, rank, 2, Losses(), hear(rank)) for rank in range(2)]
+    rings = [LivenessRing(store, rank, 2, Failures(), hear(rank)) for rank in range(2)]
     port = rings[0]._ends.listener.getsockname()[1]
     silent = callers.crowd(port, 3 * few)
     assert all(is_turned_away(each) for each in silent[: 2 * few])

@@ -16,8 +16,8 @@ import pytest
 
 from gradwire.bench.doctor import control as doctor_control
 from gradwire.bench.doctor import network as doctor
-from gradwire.comms.bootstrap import agree, failure, liveness, losses, probe, rendezvous
-from gradwire.comms.bootstrap.losses import FAILED, Loss
+from gradwire.comms.bootstrap import agree, failure, failures, liveness, probe, rendezvous
+from gradwire.comms.bootstrap.failures import FAILED, PeerFailure
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.rendezvous import Presences
 from gradwire.comms.boundary.messages import (
@@ -174,7 +174,10 @@ def read_metrics(said: bytes) -> object:
 
 
 PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
-    "loss, at servers, in rings and as the alarm": (Loss.unpacked, Loss("it has ended", FAILED, (1, 2), 3).packed(0)),
+    "failure, at servers, in rings and as the alarm": (
+        PeerFailure.unpacked,
+        PeerFailure("it has ended", FAILED, (1, 2), 3).packed(0),
+    ),
     "a probe server's place": (
         probe.PeerAddress.unpacked,
         probe.PeerAddress(4000, ("10.0.0.1", "fe80::1"), "kernel").packed().encode(),
@@ -309,5 +312,5 @@ def test_a_hundred_thousand_mutated_messages(name: str) -> None:
 def test_the_numbers_that_ended_a_door_are_refused() -> None:
     for said in (b'["x", "failed", [1e999], null]', b'["x", "failed", [-1], null]', b'["x", "other", [], null]'):
         with pytest.raises(MessageError):
-            Loss.unpacked(said)
-    assert losses.LONGEST_WORD_NBYTES < 1 << 20
+            PeerFailure.unpacked(said)
+    assert failures.LONGEST_FAILURE_NBYTES < 1 << 20

@@ -16,8 +16,8 @@ import pytest
 from gradwire.bench.doctor import network as doctor
 from gradwire.comms.bootstrap import liveness, pending_connections
 from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.failures import FAILED, Failures, PeerFailure
 from gradwire.comms.bootstrap.liveness import LivenessRing
-from gradwire.comms.bootstrap.losses import FAILED, Loss, Losses
 from gradwire.comms.bootstrap.probe import ANSWERS, ENDED, PeerAddress, PeerTable, ProbeServer, _digest, _secret
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.elastic import joining
@@ -90,7 +90,7 @@ def test_what_was_said_to_a_door_proves_nothing_a_second_time(until: ExitStack) 
     server.register("start", 2)
     until.callback(lambda: server.unregister("start", 2))
     between = Between(until, server.port)
-    PeerTable("start", 1, {2: PeerAddress(between.port, ("127.0.0.1",))}).notify([2], Loss("it", FAILED))
+    PeerTable("start", 1, {2: PeerAddress(between.port, ("127.0.0.1",))}).notify([2], PeerFailure("it", FAILED))
     wait_until(lambda: server.reported_failure("start", 2))
     said = between.heard["caller"]
     assert b"start" not in said  # the name is no part of what goes over the wire
@@ -124,7 +124,7 @@ def test_who_does_not_know_the_name_is_no_door(until: ExitStack) -> None:
 
 def two_rings(store: PollingStore) -> tuple[list[LivenessRing], list[list[Exception]]]:
     lost: list[list[Exception]] = [[], []]
-    rings = [LivenessRing(store, rank, 2, Losses(), lost[rank].append) for rank in (0, 1)]
+    rings = [LivenessRing(store, rank, 2, Failures(), lost[rank].append) for rank in (0, 1)]
     wait_until(lambda: all(sum(each.known for each in ring._ends.peers.values()) == 2 for ring in rings))
     return rings, lost
 

@@ -12,7 +12,7 @@ import pytest
 
 from gradwire.comms.bootstrap import liveness
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, Store
-from gradwire.comms.bootstrap.losses import FAILED, OVER, SILENT, Loss
+from gradwire.comms.bootstrap.failures import FAILED, OVER, SILENT, PeerFailure
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
@@ -79,7 +79,7 @@ def test_all_survivors_name_the_same_members(seed: int) -> None:
 def test_who_joins_is_among_the_members_of_all_or_of_none() -> None:
     store = HashStore()
     made = members(store, 3)
-    before = [each.losses for each in made]
+    before = [each.failures for each in made]
     views = run_ranks(3, lambda rank: made[rank].admit({"new": "says this"}))
     assert {view.members for view in views} == {("rank 0", "rank 1", "rank 2", "new")}
     assert {view.joined for view in views} == {("new",)}
@@ -106,7 +106,7 @@ def test_another_rank_leads_where_the_leader_is_lost(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Membership, "_collect", die)
     began = time.monotonic()
     for each in made:
-        each.losses.take(Loss("an operation has failed", FAILED))
+        each.failures.report(PeerFailure("an operation has failed", FAILED))
     left = run_ranks(3, lambda rank: None if made[rank] in dead or died(made[rank]) else made[rank].view)
     assert sum(view is None for view in left) == 1
     assert time.monotonic() - began < SILENCE_SECONDS + LEADER_SECONDS
@@ -135,7 +135,7 @@ def test_a_lost_member_leaves_its_note() -> None:
 def test_a_failure_ends_the_epoch_for_all_and_its_store_says_why() -> None:
     store = HashStore()
     made = members(store, 2)
-    board, losses = EpochBoard(0, made[0].losses), [each.losses for each in made]
+    board, failures = EpochBoard(0, made[0].failures), [each.failures for each in made]
     told = GenerationStore(store, TIMEOUT, board.alarm)
     assert not told.check(["anything"])
     board.warn("a connection broke")
@@ -143,10 +143,10 @@ def test_a_failure_ends_the_epoch_for_all_and_its_store_says_why() -> None:
         told.wait(["anything"])
     views = run_ranks(2, lambda rank: made[rank].next(SECONDS))
     assert {view.members for view in views} == {("rank 0", "rank 1")}
-    said = [each.first for each in losses]
+    said = [each.first for each in failures]
     assert [(each.reason, each.source, each.ranks) for each in said if each] == [("a connection broke", FAILED, ())] * 2
     assert said[1] is not None and said[1].said_by == 0
-    assert [each.losses.first for each in made] == [None, None]
+    assert [each.failures.first for each in made] == [None, None]
     lose(made, [0, 1])
 
 
@@ -174,15 +174,15 @@ def test_who_waits_for_the_store_is_not_taken_for_frozen(
     time.sleep(2.0)
     answers.set()
     time.sleep(0.3)
-    assert [each.losses.first for each in made] == [None] * 4
+    assert [each.failures.first for each in made] == [None] * 4
     assert rings[2] is not None
     monkeypatch.setattr(rings[2]._ends, "tell", lambda *said: None)
-    losses = made[0].losses
-    until(lambda: losses.first is not None and "rank 2 has said nothing" in losses.first.reason)
+    failures = made[0].failures
+    until(lambda: failures.first is not None and "rank 2 has said nothing" in failures.first.reason)
     # It may have heard of it in the store, which names nobody, before the ring, which does, and from a neighbour of the
     # rank that has heard of it there, too: the other one has missed it, and knows.
-    assert losses.first is not None and losses.first.source == SILENT and losses.first.said_by in (1, 3)
-    until(lambda: {2} in (made[1].losses.ranks, made[3].losses.ranks))
+    assert failures.first is not None and failures.first.source == SILENT and failures.first.said_by in (1, 3)
+    until(lambda: {2} in (made[1].failures.ranks, made[3].failures.ranks))
     for each in made:
         each.close(orderly=False)
 
@@ -191,7 +191,7 @@ def test_an_evicted_rank_gets_an_error() -> None:
     store = HashStore()
     made = members(store, 2)
     PrefixStore("0", store).set("members", '{"left": [1], "joined": {}}')
-    made[0].losses.take(Loss("silence", FAILED))
+    made[0].failures.report(PeerFailure("silence", FAILED))
     with pytest.raises(EvictedError, match="rank 0 was removed from the job by the other ranks"):
         made[0].next(SECONDS)
     assert made[1].next(SECONDS).members == ("rank 1",)

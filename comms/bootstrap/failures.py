@@ -1,0 +1,177 @@
+"""Failure state of one group of ranks: which ranks failed, why, and who reported it.
+
+Detectors call `Failures.report()`, or are polled by it as a source; blocking waits call `Failures.poll()`. A failure is
+one `PeerFailure`, whatever detects it and however it is sent:
+
+| source | who knows | detected by |
+|---|---|---|
+| `ended` | a kernel: nobody listens on the rank's port, or its connection was closed | liveness.py, probe.py |
+| `broken` | a kernel: a connection has ended, though the process at its other end has not | liveness.py |
+| `left` | the rank itself, which shut down before an operation that needs it | liveness.py |
+| `silent` | a neighbour that has received nothing for long, while all ranks wait | liveness.py |
+| `absent`, `unreached` | a neighbour of a rank that has not joined, or that cannot be connected to | liveness.py |
+| `overdue` | a timeout, of work on a device or of connecting | liveness.py: `Deadline`; transport/nccl.py |
+| `failed` | an operation of this rank that raised | run/failure_handler.py, elastic/resilient_ops.py |
+| `over` | the ranks, which have agreed to continue with other members | elastic/membership.py |
+
+The first `PeerFailure` ends the group. It is sent to the other ranks through the store, along the liveness ring and to
+the probe servers, in one format. Which ranks are missing is then decided in one of two ways. The reporter of
+failure_reporter.py collects the reports of the ranks that live, and ends the job; elastic/membership.py has them agree
+on who goes on. They stay two because the results bind differently. The reporter's is part of an error message, so a
+rank that gets none, or has lost the store, makes one of its own. The members' says who trains on: it must be the same on all
+ranks even if the rank that writes it fails, and a report that comes too late does not count. Both ask `kernel.look_at`
+if a process has exited: nothing else counts as an exit but a connection that its kernel closed, or silence for long.
+Transports raise a `PeerError` for what their own connections show, and poll a reporter's `abort_reason` in waits.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from gradwire.comms.boundary.messages import MessageType, Most, Rank
+from gradwire.comms.errors import OverdueError, PeerError
+
+ENDED, BROKEN, LEFT, SILENT, ABSENT = "ended", "broken", "left", "silent", "absent"
+UNREACHED, OVERDUE, FAILED, OVER = "unreached", "overdue", "failed", "over"
+"""Sources of a failure; see the table above."""
+
+LONGEST_REASON = 1000
+"""Characters of a reason that is sent to other ranks; longer ones are cut."""
+
+MOST_RANKS = 64
+"""Failed ranks that are named to other ranks, at most."""
+
+LONGEST_FAILURE_NBYTES = 1 << 16
+"""Bytes of a packed failure that are accepted from another rank, at most."""
+
+_SourceName = Literal["ended", "broken", "left", "silent", "absent", "unreached", "overdue", "failed", "over"]
+
+_FAILURE: MessageType[tuple[str, _SourceName, tuple[int, ...], int | None]] = MessageType(
+    tuple[
+        Annotated[str, Most(LONGEST_REASON)], _SourceName, Annotated[tuple[Rank, ...], Most(MOST_RANKS)], Rank | None
+    ],
+    most_nbytes=LONGEST_FAILURE_NBYTES,
+)
+"""A packed failure: reason, source, failed ranks, and the rank that reported it first."""
+
+
+class PeerFailureError(PeerError):
+    """Raised when a `PeerFailure` ends an operation.
+
+    Args:
+        failure: The failure; kept as an attribute.
+    """
+
+    def __init__(self, failure: "PeerFailure") -> None:
+        super().__init__(failure.reason, failure.ranks)
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type["PeerFailureError"], tuple["PeerFailure"]]:  # type: ignore[override]
+        """Pickle together with the failure."""
+        return type(self), (self.failure,)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailure:
+    """Reason why ranks that wait for each other cannot continue.
+
+    Attributes:
+        reason: One line of text.
+        source: How the failure was detected; see the table of this module.
+        ranks: Failed ranks, as the group numbers them; empty if unknown.
+        said_by: Rank that reported the failure first; None if that is this rank, or unknown.
+        since: `time.time()` at which this rank learned of it.
+    """
+
+    reason: str
+    source: str
+    ranks: tuple[int, ...] = ()
+    said_by: int | None = None
+    since: float = field(default_factory=time.time, compare=False)
+
+    @classmethod
+    def of(cls, error: BaseException) -> "PeerFailure":
+        """Return the failure that an exception carries, or make one from its first line and type."""
+        if isinstance(error, PeerFailureError):
+            return error.failure
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        source = OVERDUE if isinstance(error, OverdueError) else FAILED
+        return cls(reason, source, error.missing if isinstance(error, PeerError) else ())
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> "PeerFailure":
+        """Parse what `packed` returned on another rank.
+
+        Raises:
+            MessageError: The bytes are malformed.
+        """
+        return cls(*_FAILURE.read(data))
+
+    def packed(self, rank: int) -> bytes:
+        """Serialize for another rank.
+
+        Args:
+            rank: This rank, which becomes `said_by` unless another rank has reported the failure first.
+        """
+        by = rank if self.said_by is None else self.said_by
+        return json.dumps([self.reason[:LONGEST_REASON], self.source, self.ranks[:MOST_RANKS], by]).encode()
+
+
+Source = Callable[[], PeerFailure | None]
+"""Returns a failure that it knows of; None if there is none. Polled by `Failures.poll` or by a liveness ring."""
+
+
+class Failures:
+    """Failures among the ranks of one group, as far as this rank knows. The first one ends the group.
+
+    Thread safety: all methods may be called from any thread.
+
+    Args:
+        sources: Polled by `poll`, in this order, as long as no failure is known.
+        notify: Sends the other ranks a failure that this rank is the first here to know of.
+
+    Attributes:
+        first: The failure that ended the group; None if there is none.
+        ranks: All ranks known to have failed.
+        notify: See above; may be replaced before the first failure.
+    """
+
+    def __init__(
+        self, sources: Iterable[Source] = (), notify: Callable[[PeerFailure], None] = lambda failure: None
+    ) -> None:
+        self.first: PeerFailure | None = None
+        self.ranks: set[int] = set()
+        self.notify = notify
+        self._sources = list(sources)
+        self._lock = threading.Lock()  # Guards the change of `first` and `ranks`; reads need no lock.
+
+    def add_source(self, source: Source) -> None:
+        """Add a source that `poll` asks after all others."""
+        self._sources.append(source)
+
+    def poll(self) -> PeerFailure | None:
+        """Return the failure that ended the group, asking the sources if none is known yet; None if there is none."""
+        if self.first is not None:
+            return self.first
+        found = next((failure for source in self._sources if (failure := source()) is not None), None)
+        return None if found is None else self.report(found, known_to_all=True)
+
+    def report(self, failure: PeerFailure, *, known_to_all: bool = False) -> PeerFailure:
+        """Record a failure; the first one counts and is sent to the other ranks.
+
+        Args:
+            failure: The failure.
+            known_to_all: The other ranks learn of it by themselves, so they are not notified.
+
+        Returns:
+            The first failure of the group.
+        """
+        with self._lock:
+            self.ranks.update(failure.ranks)
+            first = self.first = self.first or failure
+        if first is failure and not known_to_all:
+            self.notify(failure)
+        return first
