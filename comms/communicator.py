@@ -26,7 +26,7 @@ from gradwire.comms.bootstrap.compat import (
     store_of,
     timeout_of,
 )
-from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoard
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter, StoreFailureReporter
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.probe import FindExited, PeerAddress, PeerTable, PeerWait, ProbeServer
 from gradwire.comms.bootstrap.rendezvous import Presences, exchange
@@ -60,12 +60,12 @@ class FailurePolicy:
     """Replaces how a communicator reports a failed rank, so that training can go on without that rank.
 
     Attributes:
-        board: Receives the failures that this communicator sees.
+        reporter: Receives the failures that this communicator sees.
         polling: Wraps a store so that each wait for a key ends when a rank of the communicator fails.
         presences: Hardware and settings of each rank, if they are known already; None lets the ranks exchange them.
     """
 
-    board: Board
+    reporter: FailureReporter
     polling: Callable[[Store], PollingStore]
     presences: Presences | None = None
 
@@ -84,9 +84,9 @@ class Communicator:
         group: The process group of the same ranks, in the same order. On CUDA its NCCL backend, if it has one, carries
             what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
         global_ranks: Of the group in the default group, for logs; None asks torch, which knows registered groups only.
-        board: Shared with other groups that wait for this one; None makes one for this group.
-        failure_policy: Replaces this communicator's own detection and report of failed ranks; its board is used
-            in place of `board`.
+        reporter: Shared with other groups that wait for this one; None makes one for this group.
+        failure_policy: Replaces this communicator's own detection and report of failed ranks; its reporter is used
+            in place of `reporter`.
         kernels: Name of those that the compressor runs, the same on all ranks; empty if that does not matter.
 
     Raises:
@@ -106,7 +106,7 @@ class Communicator:
         compressor: Compressor | None = None,
         group: dist.ProcessGroup | None = None,
         global_ranks: Sequence[int] | None = None,
-        board: Board | None = None,
+        reporter: FailureReporter | None = None,
         failure_policy: FailurePolicy | None = None,
         kernels: str = "",
     ) -> None:
@@ -146,10 +146,10 @@ class Communicator:
         self.rank_plans = RankPlans(cluster, rank, device.type, config, compressor)
         directory = None if server is None else _directory(presences, cluster, rank, server)
         if failure_policy is not None:
-            board = failure_policy.board
-        elif board is None:
-            board = FailureBoard(store, rank, size, directory=directory)
-        self._board = board
+            reporter = failure_policy.reporter
+        elif reporter is None:
+            reporter = StoreFailureReporter(store, rank, size, directory=directory)
+        self._reporter = reporter
         interface = None
         if config.nics == NIC_PER_RANK:
             from gradwire.comms.bootstrap.nics import interface_of  # here: gloo takes one for all, where nobody asks
@@ -162,7 +162,7 @@ class Communicator:
             cluster.share_a_node,
             config.transport_name,
             config.timeout,
-            board.alarm,
+            reporter.abort_reason,
             interface,
             nccl_groups=_nccl_groups(name, cluster, device, group, global_ranks) if device.type == "cuda" else None,
             connections=_connections(config, self.rank_plans),
@@ -170,9 +170,9 @@ class Communicator:
         )
         self._connected = False
         self.executor = _executor(
-            device, f"gradwire {name}", self._groups, rank, cluster, compressor, board, config.timeout
+            device, f"gradwire {name}", self._groups, rank, cluster, compressor, reporter, config.timeout
         )
-        self._ring = _ring(self.executor, store, rank, size, board) if failure_policy is None else None
+        self._ring = _ring(self.executor, store, rank, size, reporter) if failure_policy is None else None
         self._held = _state_layouts(compressor, loaded=False)
 
     def _presence(self, server: ProbeServer, store_host: str | None, size: int) -> Presence:
@@ -203,7 +203,7 @@ class Communicator:
     def peer_wait(self) -> PeerWait:
         """Return a `PeerWait` for operations that report no failures themselves, such as making gloo groups."""
         found = self._groups.peer_wait(range(self.size))
-        found.notify = self._board.warn_each
+        found.notify = self._reporter.signal_abort_to_each
         return found
 
     @property
@@ -401,10 +401,10 @@ class Communicator:
             if not members:
                 on_torch = cast(BackendWork, work)
                 if seconds is not None:
-                    if not wait_in_slices(on_torch, timedelta(seconds=seconds), self._board.alarm):
+                    if not wait_in_slices(on_torch, timedelta(seconds=seconds), self._reporter.abort_reason):
                         raise UnfinishedError(f"{where} is not done within `timeout` ({seconds:g} s)")
                     return
-                work = Waiting(on_torch, self._board.alarm, self.config.timeout)
+                work = Waiting(on_torch, self._reporter.abort_reason, self.config.timeout)
             work.wait()
         except UnfinishedError:
             raise
@@ -462,7 +462,7 @@ class Communicator:
         """
         self.executor.aborted = True
         self._groups.abort(reason)
-        self._board.warn(reason)
+        self._reporter.signal_abort(reason)
 
     def abandon(self, reason: str) -> None:
         """Gives up all that is under way, here and now, gloo's connections too. Any thread.
@@ -591,7 +591,7 @@ def _executor(
     rank: int,
     cluster: Cluster,
     compressor: Compressor | None,
-    board: Board,
+    reporter: FailureReporter,
     timeout: timedelta,
 ) -> Executor:
     """The executor of a device: streams on CUDA, lanes otherwise. Nobody asks again which of them it is."""
@@ -601,13 +601,15 @@ def _executor(
         from gradwire.comms.streams import DeviceClock, SideStreams
 
         streams, deadline = SideStreams(device), Deadline(timeout, device)
-        return StreamExecutor(groups, rank, cluster, compressor, board, streams, DeviceClock(device), deadline)
+        return StreamExecutor(groups, rank, cluster, compressor, reporter, streams, DeviceClock(device), deadline)
     from gradwire.comms.run.lane_executor import LaneExecutor
 
-    return LaneExecutor(name, groups, rank, cluster, compressor, board)
+    return LaneExecutor(name, groups, rank, cluster, compressor, reporter)
 
 
-def _ring(executor: Executor, store: PollingStore, rank: int, size: int, board: Board) -> "LivenessRing | None":
+def _ring(
+    executor: Executor, store: PollingStore, rank: int, size: int, reporter: FailureReporter
+) -> "LivenessRing | None":
     """Watches the other ranks, where what waits on a device hears nothing of their end."""
     deadline = executor.deadline
     if deadline is None or size == 1:
@@ -615,7 +617,7 @@ def _ring(executor: Executor, store: PollingStore, rank: int, size: int, board: 
     from gradwire.comms.bootstrap.liveness import LivenessRing
 
     sources, launches = (deadline.overdue,), lambda: executor.launches
-    return LivenessRing(store, rank, size, board.failures, executor.interrupt, sources, launches)
+    return LivenessRing(store, rank, size, reporter.failures, executor.interrupt, sources, launches)
 
 
 def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:

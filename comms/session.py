@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import Store, store_of
-from gradwire.comms.bootstrap.failure import Board
+from gradwire.comms.bootstrap.failure_reporter import FailureReporter
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.config import DELAYED, SAMPLES, Config
@@ -80,7 +80,7 @@ class SessionRanks:
         size: How many.
         group: Torch's group of them; None in elastic training, once the ranks have changed.
         failure_policy: Replaces the report of failed ranks, so that training goes on without them; None ends it.
-        board: Where other ranks hear of a failure, too; None: these alone do.
+        reporter: Failure reporter shared with other groups; None makes one for these ranks.
     """
 
     store: Store
@@ -89,7 +89,7 @@ class SessionRanks:
     size: int
     group: dist.ProcessGroup | None
     failure_policy: FailurePolicy | None = None
-    board: Board | None = None
+    reporter: FailureReporter | None = None
 
     @classmethod
     def of(
@@ -98,7 +98,7 @@ class SessionRanks:
         kind: str,
         *,
         failure_policy: FailurePolicy | None = None,
-        board: Board | None = None,
+        reporter: FailureReporter | None = None,
     ) -> "SessionRanks":
         """The ranks of a group of torch's.
 
@@ -106,10 +106,10 @@ class SessionRanks:
             group: Which.
             kind: Of session; those of a kind are made in the same order on all ranks of the group.
             failure_policy: Attribute of the result.
-            board: As above.
+            reporter: As above.
         """
         name = cls.name_in(group, kind)
-        return cls(store_of(group), name, group.rank(), group.size(), group, failure_policy, board)
+        return cls(store_of(group), name, group.rank(), group.size(), group, failure_policy, reporter)
 
     @classmethod
     def name_in(cls, group: dist.ProcessGroup, kind: str) -> str:
@@ -152,8 +152,10 @@ class AveragingSession:
         self.group = ranks.group
         self._config = config
         self._failure_policy = ranks.failure_policy
-        self._called = None if ranks.board is None or ranks.group is None else dist.get_process_group_ranks(ranks.group)
-        """What the ranks are called in messages: by the numbers of all ranks that the board is for."""
+        self._called = (
+            None if ranks.reporter is None or ranks.group is None else dist.get_process_group_ranks(ranks.group)
+        )
+        """Rank numbers used in messages: those of the reporter, which may be for more ranks than this session."""
         self._sizes: Sequence[int] = ()
         self.compression: Compression | None = previous.compression if previous else _compression(config, numels, ranks)
         self.communicator = Communicator(
@@ -165,7 +167,7 @@ class AveragingSession:
             name=ranks.name,
             compressor=self.compression.compressor if self.compression else reduction,
             group=ranks.group,
-            board=ranks.board,
+            reporter=ranks.reporter,
             failure_policy=ranks.failure_policy,
             kernels=_kernels(device) if self.compression else "",
         )

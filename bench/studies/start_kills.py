@@ -40,7 +40,7 @@ NODES = "aabb"
 TIMEOUT = timedelta(seconds=5)
 GRACE_SECONDS = 25.0
 """For a busy machine, and for survivors to wait for the word of one that is stuck (`PATIENCE` of comms/bootstrap/
-failure.py): after the time-out and this, a rank counts as hanging."""
+failure_reporter.py): after the time-out and this, a rank counts as hanging."""
 
 ALL_REDUCES = 3
 NUMEL = 1 << 16

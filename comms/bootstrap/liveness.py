@@ -27,7 +27,7 @@ import torch
 
 from gradwire.comms.bootstrap.addresses import listener, own_addresses
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.failure import LOOK_SECONDS, look_seconds
+from gradwire.comms.bootstrap.failure_reporter import LOOK_SECONDS, look_seconds
 from gradwire.comms.bootstrap.failures import (
     ABSENT,
     BROKEN,

@@ -22,9 +22,9 @@ from datetime import timedelta
 from functools import partial
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
+from gradwire.comms.bootstrap.failures import OVER, UNREACHED, Failures, PeerFailure
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
 from gradwire.comms.bootstrap.liveness import LivenessRing, look_at_rank
-from gradwire.comms.bootstrap.failures import OVER, UNREACHED, PeerFailure, Failures
 from gradwire.comms.bootstrap.store import PollingStore, Result
 from gradwire.comms.bootstrap.threads import call_each
 from gradwire.comms.boundary.messages import MessageError, MessageType, Rank
@@ -224,7 +224,9 @@ class Membership:
                 reason = generation.failures.first.reason if generation.failures.first is not None else "all live"
                 raise EvictedError(f"no agreement in {seconds:g} s on which ranks are left: {reason}")
             self._current = self._latest
-        generation.failures.report(PeerFailure(f"generation {generation.view.generation} is over", OVER), known_to_all=True)
+        generation.failures.report(
+            PeerFailure(f"generation {generation.view.generation} is over", OVER), known_to_all=True
+        )
         return self._current.view
 
     def admit(self, newcomers: Mapping[str, str]) -> View:
@@ -347,7 +349,9 @@ class Membership:
         members = (*(view.members[rank] for rank in left), *joined)
         lost = tuple(name for name in view.members if name not in members)
         following = _Generation(View(view.generation + 1, left.index(view.rank), members, lost, joined), Failures())
-        following.knows_unreached = generation.failures.first is not None and generation.failures.first.source == UNREACHED
+        following.knows_unreached = (
+            generation.failures.first is not None and generation.failures.first.source == UNREACHED
+        )
         with self._changed:
             if self._latest is not generation or self._closed:
                 return

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
-from gradwire.comms.bootstrap.failure import Board, CollectiveError
-from gradwire.comms.bootstrap.failures import FAILED, PeerFailure, Failures
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter
+from gradwire.comms.bootstrap.failures import FAILED, Failures, PeerFailure
 from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.elastic.introductions import packed, presences
@@ -125,7 +125,7 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, (OutOfResourcesError, torch.OutOfMemoryError))
 
 
-class EpochBoard(Board):
+class EpochFailureReporter(FailureReporter):
     """Where a failure of one generation's communicator is told: the membership finds out who is left.
 
     Args:
@@ -138,15 +138,15 @@ class EpochBoard(Board):
     ) -> CollectiveError:
         """Ends the generation for all ranks; who is missing, the membership finds out."""
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        self.warn(f"{phase} failed: {cause}")
+        self.signal_abort(f"{phase} failed: {cause}")
         kind = OutOfResourcesError if _is_refusal(error) else CollectiveError
         return kind(f"{phase} failed: {cause}", ())
 
 
 def first_failure_policy(rank: int, size: int, timeout: timedelta) -> FailurePolicy:
     """Returns the failure policy of the first communicator; the membership, made later, shares its `failures`."""
-    board = EpochBoard(rank, Failures())
-    return FailurePolicy(board, lambda store: GenerationStore(store, timeout, board.alarm, ranks=size))
+    reporter = EpochFailureReporter(rank, Failures())
+    return FailurePolicy(reporter, lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=size))
 
 
 def first_membership(communicator: Communicator, prefix: str, timeout: timedelta, first: FailurePolicy) -> Membership:
@@ -161,7 +161,7 @@ def first_membership(communicator: Communicator, prefix: str, timeout: timedelta
     names = tuple(f"rank {rank}" for rank in range(communicator.size))
     said = {name: packed(each) for name, each in zip(names, communicator.presences, strict=True)}
     place = PrefixStore(prefix, unprefixed(communicator.plain_store))
-    return Membership(place, View(0, communicator.rank, names), timeout, said, first.board.failures)
+    return Membership(place, View(0, communicator.rank, names), timeout, said, first.reporter.failures)
 
 
 def unheld(rebuild: Rebuild) -> Rebuild:
@@ -178,10 +178,10 @@ def unheld(rebuild: Rebuild) -> Rebuild:
 
 def failure_policy_of(view: View, membership: Membership, timeout: timedelta) -> FailurePolicy:
     """Returns the failure policy of the communicator that the members of `view` make."""
-    board = EpochBoard(view.rank, membership.failures)
+    reporter = EpochFailureReporter(view.rank, membership.failures)
     return FailurePolicy(
-        board,
-        lambda store: GenerationStore(store, timeout, board.alarm, ranks=view.size),
+        reporter,
+        lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=view.size),
         presences(view.members, membership.said),
     )
 

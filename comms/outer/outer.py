@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gradwire.comms.attach import attach
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, timeout_of
-from gradwire.comms.bootstrap.failure import CollectiveError
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from gradwire.comms.checkpoint import JOB, OUTER, Checkpoint, normalize, refuse_other_owner, unpack
 from gradwire.comms.communicator import Communicator, FailurePolicy, meet
 from gradwire.comms.config import (

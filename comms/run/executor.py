@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradwire.comms.bootstrap.failure import CollectiveError
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
 from gradwire.comms.run.all_reduces import NO_PLAN, AllReduce, Bucket, RunningAllReduce, WaitingAllReduce, finish

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from gradwire.comms.bootstrap.failure import Board, CollectiveError
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter
 from gradwire.comms.transport.groups import Groups
 
 log = logging.getLogger("gradwire")
@@ -15,7 +15,7 @@ class FailureHandler:
 
     Args:
         groups: Aborted, so that nobody waits for this rank any more.
-        board: Where ranks that survive a failure exchange what they saw.
+        reporter: Where ranks that survive a failure exchange what they saw.
         rank: This rank.
         device_state: On CUDA: how many launches have been started, and whether the device waits for others.
 
@@ -28,7 +28,7 @@ class FailureHandler:
     def __init__(
         self,
         groups: Groups,
-        board: Board,
+        reporter: FailureReporter,
         rank: int,
         device_state: Callable[[], tuple[int, bool]] = lambda: (0, True),
     ) -> None:
@@ -36,7 +36,7 @@ class FailureHandler:
         self.tell: Callable[[CollectiveError], object] = lambda error: None
         self.wake: Callable[[], object] = lambda: None
         self._groups = groups
-        self._board = board
+        self._reporter = reporter
         self._rank = rank
         self._device_state = device_state
         self._diagnosing = threading.Lock()
@@ -74,7 +74,7 @@ class FailureHandler:
             self.error = error
         self._groups.abort(str(error))
         self.wake()
-        self._board.warn(str(error))
+        self._reporter.signal_abort(str(error))
 
     def diagnosed(self) -> CollectiveError | None:
         """The same as `error`, once a diagnosis that is under way has ended."""
@@ -89,9 +89,9 @@ class FailureHandler:
     def _diagnose(self, where: str, members: Sequence[int], error: BaseException) -> CollectiveError:
         try:
             launches, waiting = self._device_state()
-            self._groups.abort(f"rank {self._board.rank} gave up in {where}: {error}")
+            self._groups.abort(f"rank {self._reporter.rank} gave up in {where}: {error}")
             self.wake()
-            return self._board.diagnose(error, where, members, launches=launches, waiting=waiting)
+            return self._reporter.diagnose(error, where, members, launches=launches, waiting=waiting)
         except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
             return CollectiveError(
                 f"{where} failed on rank {self._rank} ({type(error).__name__}: {error}), and asking the other ranks "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradwire.comms.bootstrap.failure import Board, CollectiveError
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
@@ -59,15 +59,21 @@ class LaneExecutor(Executor):
         rank: This rank.
         cluster: Where the ranks are.
         compressor: Used by the phases that name one.
-        board: Where ranks that survive a failure exchange what they saw.
+        reporter: Where ranks that survive a failure exchange what they saw.
     """
 
     def __init__(
-        self, name: str, groups: Groups, rank: int, cluster: Cluster, compressor: Compressor | None, board: Board
+        self,
+        name: str,
+        groups: Groups,
+        rank: int,
+        cluster: Cluster,
+        compressor: Compressor | None,
+        reporter: FailureReporter,
     ) -> None:
         stats = PhaseStats(HostClock(), cluster.level_names)
         programs = Programs(groups, rank, cluster, compressor, stats)
-        super().__init__(programs, stats, FailureHandler(groups, board, rank))
+        super().__init__(programs, stats, FailureHandler(groups, reporter, rank))
         self._name = name
         self._rank = rank
         self._level_names = cluster.level_names

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import BackendWork
-from gradwire.comms.bootstrap.failure import Board, CollectiveError
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.plan import Transfer
 from gradwire.comms.plan.rank_plans import PhasePart, RankPlan
@@ -76,7 +76,7 @@ class StreamExecutor(Executor):
         rank: This rank.
         cluster: Where the ranks are.
         compressor: Used by the phases that name one.
-        board: Where ranks that survive a failure exchange what they saw.
+        reporter: Where ranks that survive a failure exchange what they saw.
         streams: Beside the one that computes.
         clock: The device's.
         deadline: Watches what is under way; None where nobody needs to.
@@ -88,14 +88,14 @@ class StreamExecutor(Executor):
         rank: int,
         cluster: Cluster,
         compressor: Compressor | None,
-        board: Board,
+        reporter: FailureReporter,
         streams: SideStreams,
         clock: Clock,
         deadline: "Deadline | None" = None,
     ) -> None:
         stats = PhaseStats(clock, cluster.level_names)
         programs = DevicePrograms(groups, rank, cluster, compressor, stats)
-        super().__init__(programs, stats, FailureHandler(groups, board, rank, self._device_state))
+        super().__init__(programs, stats, FailureHandler(groups, reporter, rank, self._device_state))
         self.deadline = deadline
         self._rank = rank
         self._size = cluster.size

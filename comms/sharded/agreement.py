@@ -14,7 +14,7 @@ from typing import Annotated
 import torch.distributed as dist
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
-from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.boundary.gathering import gather_bytes
 from gradwire.comms.boundary.messages import MessageType, Most, Rank
@@ -77,9 +77,9 @@ def _read(polling: PollingStore, key: str, rank: int) -> str:
         ) from failed
 
 
-def board_of_grid(
+def reporter_of_grid(
     store: Store, name: str, groups: Sequence[dist.ProcessGroup], peers: Iterable[int], timeout: timedelta
-) -> FailureBoard:
+) -> StoreFailureReporter:
     """Where all ranks of a grid hear that one of them has failed: each waits for its row and its column.
 
     A rank knows its row and its column alone. Who else there is, is looked up when something has failed.
@@ -107,6 +107,6 @@ def board_of_grid(
             found |= known
         return found
 
-    board = FailureBoard(polling, rank, dist.get_world_size(), everybody)
-    board.publish(start)
-    return board
+    reporter = StoreFailureReporter(polling, rank, dist.get_world_size(), everybody)
+    reporter.publish(start)
+    return reporter

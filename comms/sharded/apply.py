@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import PrefixStore, store_of, timeout_of
-from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import ELASTIC, FUSION, MEASURING, SUMMING, Config
 from gradwire.comms.session import SessionRanks
-from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
+from gradwire.comms.sharded.agreement import agree_on_grid, reporter_of_grid
 from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows, ShardResidual
 from gradwire.comms.sharded.collectives import CARRIED, SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
@@ -141,14 +141,14 @@ def apply(
         param_group.note_present()
     between = _group_between(param_groups) if replicas is None else replicas.get_group()
     groups = [*shard_groups(param_groups), *([] if between is None or between.size() == 1 else [between])]
-    board = board_of_grid(
+    reporter = reporter_of_grid(
         store_of(dist.group.WORLD), number, groups, _peers(param_groups) | replica_ranks, config.timeout
     )
     device, few_bits = param_groups[0].device, shards != "exact" or weights != "exact"
     beside = device.type == "cuda" and (few_bits or between is not None)
     torchs = TorchGroups(device) if beside else None  # before the first communicator is made
-    state = FsdpState(model, param_groups, names, between, config, board)
-    links = ShardLinks(device, config, board, torchs, few_bits=few_bits)
+    state = FsdpState(model, param_groups, names, between, config, reporter)
+    links = ShardLinks(device, config, reporter, torchs, few_bits=few_bits)
     rounding = Rounding(seed, dist.get_rank())
     totals, carried = install(param_groups, names, shards, weights, rules_from(config.rules), rounding, links.of)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
@@ -183,18 +183,24 @@ class ShardLinks:
     Args:
         device: Where the model computes.
         config: The configuration.
-        board: Of all ranks of the grid.
+        reporter: Of all ranks of the grid.
         torchs: On CUDA, where torch's collectives and gradwire's are in flight on one device.
         few_bits: Something travels in fewer bits between nodes.
     """
 
     def __init__(
-        self, device: torch.device, config: Config, board: FailureBoard, torchs: TorchGroups | None, *, few_bits: bool
+        self,
+        device: torch.device,
+        config: Config,
+        reporter: StoreFailureReporter,
+        torchs: TorchGroups | None,
+        *,
+        few_bits: bool,
     ) -> None:
         self.made: dict[tuple[int, ...], ShardLink] = {}
         self._device = device
         self._config = config
-        self._board = board
+        self._reporter = reporter
         self._few_bits = few_bits
         self._torchs = torchs
 
@@ -244,9 +250,9 @@ class ShardLinks:
     ) -> LoadedRows:
         index = ranks.index(dist.get_rank())
         find_exited = None if communicator is None else communicator.ended
-        peer_wait = PeerWait(range(len(ranks)), index, find_exited, self._board.alarm)
+        peer_wait = PeerWait(range(len(ranks)), index, find_exited, self._reporter.abort_reason)
         consensus = Agreement(
-            PrefixStore(f"loaded/{kind}/{'-'.join(map(str, ranks))}", self._board.plain_store),
+            PrefixStore(f"loaded/{kind}/{'-'.join(map(str, ranks))}", self._reporter.plain_store),
             index,
             len(ranks),
             "load_state_dict()",
@@ -266,7 +272,7 @@ class ShardLinks:
             replace(self._config, compressor=None),
             name=SessionRanks.name_in(group, "shards"),
             group=group,
-            board=self._board.of_group(ranks),
+            reporter=self._reporter.of_group(ranks),
         )
 
 

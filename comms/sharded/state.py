@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.comms.bootstrap.compat import BackendWork
-from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.checkpoint import JOB, PREFIX, SHARDS, Checkpoint, refuse_other_kinds, unpack, without_job
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import is_finite
@@ -111,7 +111,7 @@ class FsdpState(GradientState[AveragingSession]):
         names: Of its parameters.
         replicas: The ranks that hold the same shards as this one; None leaves the gradients to torch.
         config: The configuration.
-        board: Where all ranks of the grid hear that one of them has failed.
+        reporter: Where all ranks of the grid hear that one of them has failed.
 
     Raises:
         RuntimeError: A replica did not join within the time-out.
@@ -131,9 +131,9 @@ class FsdpState(GradientState[AveragingSession]):
         names: ShardNames,
         replicas: dist.ProcessGroup | None,
         config: Config,
-        board: FailureBoard,
+        reporter: StoreFailureReporter,
     ) -> None:
-        super().__init__(config, board.peer_wait)
+        super().__init__(config, reporter.peer_wait)
         self._model = weakref.ref(model)
         self._param_groups = tuple(param_groups)
         self._names = names
@@ -151,15 +151,15 @@ class FsdpState(GradientState[AveragingSession]):
         self._buckets: list[Bucket] = []
         self._sizes: list[int] = []
         if replicas is not None:
-            self._connect(replicas, param_groups[0].device, board)
+            self._connect(replicas, param_groups[0].device, reporter)
             for param_group in param_groups:
                 param_group.set_hook(lambda flat, param_group=param_group: self._reduce(param_group, flat))  # type: ignore[misc]
                 if param_group.replica_group is not None:
                     self._put_back.append(param_group.leave_out_all_reduce())
             at_end_of_sharded_backward(model, self._end_backward)
 
-    def _connect(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
-        ranks = SessionRanks.of(group, "sharded", board=board.of_group(dist.get_process_group_ranks(group)))
+    def _connect(self, group: dist.ProcessGroup, device: torch.device, reporter: StoreFailureReporter) -> None:
+        ranks = SessionRanks.of(group, "sharded", reporter=reporter.of_group(dist.get_process_group_ranks(group)))
         self._connection = connection = AveragingSession(ranks, device, self.config, self._names.numels())
         connection.communicator.executor.checking = connection.compression is not None
         connection.connect(BUCKET_NBYTES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import gradwire
-from gradwire.comms.bootstrap import failure
+from gradwire.comms.bootstrap import failure_reporter
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
@@ -156,7 +156,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 
 def test_a_rank_that_gives_up_fails_the_others_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "PATIENCE", timedelta(seconds=2))  # nobody is busy here
+    monkeypatch.setattr(failure_reporter, "PATIENCE", timedelta(seconds=2))  # nobody is busy here
 
     def body(communicator: Communicator) -> str:
         if communicator.rank == 2:

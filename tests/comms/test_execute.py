@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms.bootstrap.failure import CollectiveError
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
@@ -63,8 +63,8 @@ class Transports(dict[tuple[Lane, tuple[int, ...]], Doubling]):
     def abort(self, reason: str) -> None: ...
 
 
-class Board:
-    """In place of the failure board: asks nobody."""
+class FailureReporter:
+    """Stands in for a failure reporter: asks no other rank."""
 
     rank = 0
 
@@ -73,7 +73,7 @@ class Board:
         self.broken = False
         self.warned: list[str] = []
 
-    def warn(self, reason: str) -> None:
+    def signal_abort(self, reason: str) -> None:
         self.warned.append(reason)
 
     def diagnose(
@@ -91,8 +91,8 @@ class Rig:
 
     def __init__(self) -> None:
         self.groups = Transports()
-        self.board = Board()
-        self.executor = LaneExecutor("test", self.groups, 0, CLUSTER, None, self.board)  # type: ignore[arg-type]
+        self.reporter = FailureReporter()
+        self.executor = LaneExecutor("test", self.groups, 0, CLUSTER, None, self.reporter)  # type: ignore[arg-type]
 
     def script(self, *steps: Gate | Exception) -> None:
         """What the first collectives of the first phase do."""
@@ -164,8 +164,8 @@ def test_close_gives_up_what_does_not_end(rig: Rig) -> None:
         with pytest.raises(RuntimeError, match="closed on rank 0 while an all-reduce was under way"):
             future.wait()
     gate.opened.set()
-    assert rig.board.asked == 0
-    assert rig.board.warned == ["gradwire was closed on rank 0 while an all-reduce was under way"]
+    assert rig.reporter.asked == 0
+    assert rig.reporter.warned == ["gradwire was closed on rank 0 while an all-reduce was under way"]
 
 
 def test_lanes_keep_denormals_where_the_program_flushes_them(rig: Rig) -> None:
@@ -207,7 +207,7 @@ def test_a_chunk_that_fails_ends_its_launch_while_others_are_under_way(rig: Rig)
     with pytest.raises(RuntimeError, match="the wire is cut"):
         rig.all_reduce(torch.ones(3)).wait()
     assert pool.take(6, bucket.flat).data_ptr() != memory.data_ptr()  # the first chunk may have written to it
-    assert rig.board.asked == 1
+    assert rig.reporter.asked == 1
 
 
 def test_a_bucket_in_pieces_waits_for_all_of_them_and_takes_the_error_of_one(rig: Rig) -> None:
@@ -235,12 +235,12 @@ def test_lanes_that_fail_together_ask_the_other_ranks_once(rig: Rig) -> None:
         with pytest.raises(RuntimeError) as caught:
             future.wait()
         texts.append(str(caught.value))
-    assert rig.board.asked == 1
+    assert rig.reporter.asked == 1
     assert len(set(texts)) == 1
 
 
 def test_a_failure_is_heard_of_even_where_asking_fails(rig: Rig) -> None:
-    rig.board.broken = True
+    rig.reporter.broken = True
     rig.script(RuntimeError("the wire is cut"))
     with pytest.raises(RuntimeError, match=r"the wire is cut\), and asking the other ranks failed too \(KeyError"):
         rig.all_reduce(torch.ones(3)).wait()

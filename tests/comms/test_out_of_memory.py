@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.lanes import Hop
@@ -69,8 +69,8 @@ CLUSTER = two_level_cluster([0], Link(4e-6, 5e9), Link(30e-6, 25e6))
 
 
 def an_executor(groups: Groups, compressor: Compressor | None = None) -> Executor:
-    board = FailureBoard(HashStore(), 0, 1)
-    return LaneExecutor("test", groups, 0, CLUSTER, compressor, board)
+    reporter = StoreFailureReporter(HashStore(), 0, 1)
+    return LaneExecutor("test", groups, 0, CLUSTER, compressor, reporter)
 
 
 def run_of(

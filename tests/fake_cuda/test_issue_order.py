@@ -12,7 +12,7 @@ import torch
 from gradwire.comms import streams
 from gradwire.comms.bootstrap import failure
 from gradwire.comms.bootstrap.compat import BackendWork, HashStore
-from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
 from gradwire.comms.plan.rank_plans import Chunk, RankPlan
@@ -47,8 +47,8 @@ class Issuing(StreamExecutor):
 
     def __init__(self, streams: object, rounds: int = 0) -> None:
         cluster = two_level_cluster([0, 0, 1, 1], Link(4e-6, 5e9), Link(30e-6, 25e6))
-        board = FailureBoard(HashStore(), 0, 4)
-        super().__init__(Mock(), 0, cluster, None, board, streams, HostClock())  # type: ignore[arg-type]
+        reporter = StoreFailureReporter(HashStore(), 0, 4)
+        super().__init__(Mock(), 0, cluster, None, reporter, streams, HostClock())  # type: ignore[arg-type]
         self.rounds = rounds
         self.issued: list[tuple[str, int, int]] = []
 

@@ -16,7 +16,7 @@ from fake_cuda.drive import FIRST, REBUILT, TIMEOUT, Job, on_cuda, train
 from fake_cuda.machine import Machine, RaceError, machine
 from fake_cuda.nccl import FakeNccl, FakeWork, OrderError
 from fake_cuda.streams import FakeEvent, FakeFuture, side_stream
-from gradwire.comms.bootstrap.failure import CollectiveError
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import FusionPlan

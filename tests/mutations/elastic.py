@@ -5,7 +5,7 @@ from mutations.mutation import Mutation
 _RING = "comms/bootstrap/liveness.py"
 _MEMBERS = "comms/elastic/membership.py"
 _RESILIENT = "comms/elastic/resilient_ops.py"
-_FAILURE = "comms/bootstrap/failure.py"
+_FAILURE = "comms/bootstrap/failure_reporter.py"
 _PROBE = "comms/bootstrap/probe.py"
 _PROGRAMS = "comms/run/programs.py"
 _LAWS = "tests/comms/elastic/test_laws.py"
@@ -16,7 +16,7 @@ _LOSSES = f"{_LAWS}::test_whoever_is_lost_pauses_or_joins_nobody_else_is_given_u
 _ENDING = f"{_LAWS}::test_a_rank_that_is_lost_at_the_end_of_a_step_keeps_nobody_behind"
 _BYTES = "tests/comms/run/test_sent_bytes.py"
 _LIVENESS = "tests/comms/bootstrap/test_liveness.py"
-_BOARD = "tests/comms/bootstrap/test_failure.py"
+_REPORTER = "tests/comms/bootstrap/test_failure_reporter.py"
 
 ELASTIC = (
     Mutation(
@@ -332,7 +332,7 @@ ELASTIC = (
         "                dead |= set(self._addresses_of(silent - dead, words).exited(first))\n",
         "",
         "Survivors wait for those whose processes have ended.",
-        (_BOARD, _LIVENESS),
+        (_REPORTER, _LIVENESS),
     ),
     Mutation(
         "a rank that answers has ended",
@@ -340,7 +340,7 @@ ELASTIC = (
         "        return sorted(rank for rank, outcome in self.probe(ranks).items() if outcome == ENDED)\n",
         "        return sorted(self.probe(ranks))\n",
         "A rank that is busy is missed.",
-        (_BOARD, _LIVENESS),
+        (_REPORTER, _LIVENESS),
     ),
     Mutation(
         "a late rank is not named",

@@ -16,7 +16,7 @@ from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.communicator import FailurePolicy
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.membership import Membership, View
-from gradwire.comms.elastic.resilient_ops import EpochBoard, ResilientOps
+from gradwire.comms.elastic.resilient_ops import EpochFailureReporter, ResilientOps
 from gradwire.topology.host_summary import Hardware
 from simulated.simulation import LATENCY_SECONDS, Process, Simulation
 
@@ -58,13 +58,13 @@ class _Meeting:
 class SimCommunicator:
     """In place of a communicator on gloo: sums are there when all ranks have given theirs, or the connections break."""
 
-    def __init__(self, job: "Job", view: View, board: Any) -> None:
+    def __init__(self, job: "Job", view: View, reporter: Any) -> None:
         self.job = job
         self.view = view
         self.rank, self.size = view.rank, view.size
         self.device = torch.device("cpu")
         self.executor = SimpleNamespace(has_ended=True, deadline=None, release=lambda: None, failure=None)
-        self._board = board
+        self._reporter = reporter
         self._process = job.simulation.process
         self._numbers = 0
         self._given_up: str | None = None
@@ -81,7 +81,7 @@ class SimCommunicator:
         simulation = self.job.simulation
         if self._process.name in self.job.refused:
             refusal = OSError(errno.ENOMEM, "no shared memory")
-            self.executor.failure = self._board.diagnose(refusal, "all_reduce", ())
+            self.executor.failure = self._reporter.diagnose(refusal, "all_reduce", ())
             raise RuntimeError(str(self.executor.failure))  # as a future of torch's does
         began = simulation.now
         links = [frozenset((one, other)) for one in self.view.members for other in self.view.members]
@@ -92,7 +92,7 @@ class SimCommunicator:
         def broken() -> str | None:
             if self._given_up is not None:
                 return self._given_up
-            if (reason := self._board.alarm()) is not None:
+            if (reason := self._reporter.abort_reason()) is not None:
                 return str(reason)
             for rank, name in enumerate(self.view.members):
                 other = self.job.communicators.get((self._key, rank))
@@ -125,7 +125,7 @@ class SimCommunicator:
         return flat.copy_(torch.stack([meeting.given[rank] for rank in range(self.size)]).sum(0))
 
     def _failed(self, reason: str) -> RuntimeError:
-        self._board.warn(f"an all-reduce failed: {reason}")
+        self._reporter.signal_abort(f"an all-reduce failed: {reason}")
         return RuntimeError(reason)
 
     def abandon(self, reason: str) -> None:
@@ -215,12 +215,12 @@ class Job:
         diary = self.diaries[name]
         try:
             membership = Membership(self.store, view, TIMEOUT, said)
-            first = self._communicator(view, EpochBoard(view.rank, membership.failures))
+            first = self._communicator(view, EpochFailureReporter(view.rank, membership.failures))
             diary.views.append(view)
 
             def rebuild(view: View, store: Store, failure_policy: FailurePolicy) -> Any:
                 diary.views.append(view)
-                return self._communicator(view, failure_policy.board)
+                return self._communicator(view, failure_policy.reporter)
 
             resilient_ops = ResilientOps(membership, cast(Any, first), rebuild, TIMEOUT, joins=view.generation > 0)
             applied: Tensor | None = None
@@ -236,8 +236,8 @@ class Job:
                 if each._process.name == name:
                     each.abandon("given up")
 
-    def _communicator(self, view: View, board: Any) -> SimCommunicator:
-        made = SimCommunicator(self, view, board)
+    def _communicator(self, view: View, reporter: Any) -> SimCommunicator:
+        made = SimCommunicator(self, view, reporter)
         self.communicators[made._key, view.rank] = made
         return made
 

@@ -19,9 +19,9 @@ from fake_cuda.drive import OPTIONS, Job, Model, gradient, group_options, make_s
 from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
 from gradwire.comms import hook
 from gradwire.comms.backend.planned import STEPS_IN_A_ROW, PlannedAllReduce
-from gradwire.comms.bootstrap import failure, liveness
+from gradwire.comms.bootstrap import failure_reporter, liveness
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.failure import CollectiveError
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from gradwire.comms.config import Config
 from gradwire.comms.run.all_reduces import Bucket
 from gradwire.comms.run.stream_executor import StreamExecutor
@@ -39,7 +39,7 @@ SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(failure, "CALLING_AFTER", timedelta(seconds=0.2))
+    monkeypatch.setattr(failure_reporter, "CALLING_AFTER", timedelta(seconds=0.2))
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +185,7 @@ def test_closed_before_the_first_bucket_and_started_all_the_same() -> None:
         rank.state.close()
         began = time.monotonic()
         error = rank.error()
-        assert time.monotonic() - began < failure.PATIENCE.total_seconds()
+        assert time.monotonic() - began < failure_reporter.PATIENCE.total_seconds()
         return error
 
     for error in on_ranks("ab", body, plan="hierarchical"):

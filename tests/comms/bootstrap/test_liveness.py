@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradwire.comms.bootstrap import addresses, failure, kernel, liveness, probe
+from gradwire.comms.bootstrap import addresses, failure_reporter, kernel, liveness, probe
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import HashStore, store_of
-from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError, StoreFailureReporter
 from gradwire.comms.bootstrap.failures import BROKEN, FAILED, OVERDUE, Failures, PeerFailure, PeerFailureError, Source
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.probe import PeerTable, ProbeServer
@@ -80,13 +80,13 @@ def ring(
 ) -> tuple[list[LivenessRing], list[Heard]]:
     store = store or PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = [Heard() for _ in range(size)]
-    boards = [FailureBoard(store, rank, size) for rank in range(size)]
+    reporters = [StoreFailureReporter(store, rank, size) for rank in range(size)]
     rings = [
         LivenessRing(
             store,
             rank,
             size,
-            boards[rank].failures,
+            reporters[rank].failures,
             heard[rank],
             [overdue] if rank == 0 else [],
             partial(launches, rank),
@@ -150,9 +150,9 @@ def test_a_goodbye_that_only_the_store_has_counts(monkeypatch: pytest.MonkeyPatc
 def test_an_alarm_in_the_store_reaches_ranks_that_are_no_neighbours() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
-    board = FailureBoard(store, 0, 1)
+    reporter = StoreFailureReporter(store, 0, 1)
     store.set("alarm", PeerFailure("rank 7 saw an all-reduce fail", FAILED).packed(7))
-    alone = LivenessRing(store, 0, 1, board.failures, heard)
+    alone = LivenessRing(store, 0, 1, reporter.failures, heard)
     assert heard.told.wait(SECONDS)
     assert "rank 7 saw" in str(heard.error)
     alone.close()
@@ -165,8 +165,8 @@ def test_a_rank_that_came_late_and_ended_before_it_was_reached_is_missed(
     """Its neighbour has looked for it often enough by then, and its own connections have come to nobody."""
     monkeypatch.setattr(liveness, "COMING_SECONDS", (0.01,))
     store, heard = PollingStore(HashStore(), timedelta(seconds=SECONDS)), Heard()
-    board = FailureBoard(store, 0, 2)
-    alone = LivenessRing(store, 0, 2, board.failures, heard, waited=lambda: 0.0)
+    reporter = StoreFailureReporter(store, 0, 2)
+    alone = LivenessRing(store, 0, 2, reporter.failures, heard, waited=lambda: 0.0)
     until(lambda: not alone._calls.next.looks)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
@@ -300,13 +300,13 @@ def test_the_ring_listens_on_ipv6_where_there_is_any() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 8, 1024, 2048, 2049, 16_384, 100_000])
 def test_the_store_is_asked_no_more_often_than_one_server_can_answer(size: int) -> None:
-    seconds = failure.look_seconds(size)
-    assert size / seconds <= failure.LOOKS_PER_SECOND
-    assert seconds == failure.LOOK_SECONDS or size / seconds == failure.LOOKS_PER_SECOND
+    seconds = failure_reporter.look_seconds(size)
+    assert size / seconds <= failure_reporter.LOOKS_PER_SECOND
+    assert seconds == failure_reporter.LOOK_SECONDS or size / seconds == failure_reporter.LOOKS_PER_SECOND
     if size <= 1024:
         assert seconds == 1.0
     if size <= 16_384:
-        assert seconds <= failure.PATIENCE.total_seconds()
+        assert seconds <= failure_reporter.PATIENCE.total_seconds()
 
 
 @pytest.fixture
@@ -411,7 +411,7 @@ def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: py
 def test_a_next_rank_that_never_comes_keeps_nobody_from_hearing_an_alarm() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
-    alone = LivenessRing(store, 0, 2, FailureBoard(store, 0, 2).failures, heard)
+    alone = LivenessRing(store, 0, 2, StoreFailureReporter(store, 0, 2).failures, heard)
     time.sleep(0.1)
     store.set("alarm", PeerFailure("rank 7 saw an all-reduce fail", FAILED).packed(7))
     assert heard.told.wait(SECONDS)
@@ -420,10 +420,10 @@ def test_a_next_rank_that_never_comes_keeps_nobody_from_hearing_an_alarm() -> No
 
 def test_a_store_that_is_gone_is_not_asked_again() -> None:
     store = Breaking()
-    board = FailureBoard(store, 0, 2)
+    reporter = StoreFailureReporter(store, 0, 2)
     store.is_gone = True
     for _ in range(3):
-        assert board.alarm() is None
+        assert reporter.abort_reason() is None
     assert store.refused == 1
 
 
@@ -435,7 +435,7 @@ def hold_the_gil(rank: int) -> tuple[str, list[str]]:
     heard, warned = Heard(), Said()
     logging.getLogger("gradwire").addHandler(warned)
     store = PollingStore(store_of(group), timedelta(seconds=SECONDS))
-    own = LivenessRing(store, rank, 2, FailureBoard(store, rank, 2).failures, heard)
+    own = LivenessRing(store, rank, 2, StoreFailureReporter(store, rank, 2).failures, heard)
     if rank == 1:
         ctypes.PyDLL(None).sleep(HELD_SECONDS)
     dist.barrier()
@@ -472,8 +472,8 @@ def diagnose_all(size: int, errors: dict[int, BaseException], words: dict[int, d
     found: dict[int, CollectiveError] = {}
 
     def run(rank: int) -> None:
-        board = FailureBoard(Counting(rank), rank, size)
-        found[rank] = board.diagnose(errors[rank], "an all-reduce", range(size), **words.get(rank, {}))
+        reporter = StoreFailureReporter(Counting(rank), rank, size)
+        found[rank] = reporter.diagnose(errors[rank], "an all-reduce", range(size), **words.get(rank, {}))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in errors]
     for thread in threads:
@@ -503,7 +503,7 @@ def test_after_a_time_out_the_rank_that_did_not_come_is_named() -> None:
         word = {"dead": [], "phase": "", "overdue": True, "seen": "", "own": False, "waiting": True, **late[rank]}
         store.set(f"word/{rank}", json.dumps(word))
     ended = PeerError("rank 2 has ended", (2,))  # after it has spoken
-    assert FailureBoard(store, 0, 3).diagnose(ended, "an all-reduce", range(3), launches=7).missing == (1,)
+    assert StoreFailureReporter(store, 0, 3).diagnose(ended, "an all-reduce", range(3), launches=7).missing == (1,)
 
 
 def test_of_many_ranks_who_fails_by_itself_is_repeated_by_all() -> None:
@@ -515,7 +515,7 @@ def test_of_many_ranks_who_fails_by_itself_is_repeated_by_all() -> None:
 def test_a_rank_that_says_why_it_fails_is_repeated_and_not_missed() -> None:
     """Law: of who fails by itself and ends all hear the reason, whoever saw it end, and nobody else is blamed."""
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
-    boards = [FailureBoard(store, rank, 4) for rank in range(4)]
+    reporters = [StoreFailureReporter(store, rank, 4) for rank in range(4)]
     errors: list[Exception] = [
         PeerError("rank 1 has ended", (1,)),
         MemoryError("no room"),
@@ -524,13 +524,13 @@ def test_a_rank_that_says_why_it_fails_is_repeated_and_not_missed() -> None:
     found: dict[int, CollectiveError] = {}
 
     def run(rank: int) -> None:
-        found[rank] = boards[rank].diagnose(errors[rank], "an all-reduce", range(4))
+        found[rank] = reporters[rank].diagnose(errors[rank], "an all-reduce", range(4))
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(4)]
     threads[1].start()
     until(lambda: store.check(["alarm"]))
-    until(lambda: boards[3].alarm() is not None)
-    errors.append(PeerError(boards[3].alarm() or ""))
+    until(lambda: reporters[3].abort_reason() is not None)
+    errors.append(PeerError(reporters[3].abort_reason() or ""))
     for rank in (0, 2, 3):
         threads[rank].start()
     for thread in threads:
@@ -550,19 +550,19 @@ def test_a_rank_that_says_why_it_fails_is_repeated_and_not_missed() -> None:
 
 
 def test_a_collector_that_is_lost_itself_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "PATIENCE", timedelta(seconds=-1.0))
+    monkeypatch.setattr(failure_reporter, "PATIENCE", timedelta(seconds=-1.0))
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     store.set("collector", "1")
-    error = FailureBoard(store, 0, 2).diagnose(PeerError("gone"), "an all-reduce", range(2))
+    error = StoreFailureReporter(store, 0, 2).diagnose(PeerError("gone"), "an all-reduce", range(2))
     assert error.missing == (1,)
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """Nobody waits until its patience ends for a process that has; one that answers is waited for."""
-    monkeypatch.setattr(failure, "PATIENCE", timedelta(hours=1))
-    monkeypatch.setattr(failure, "CALLING_AFTER", timedelta(0))
-    monkeypatch.setattr(failure, "look_seconds", lambda size: 0.0)
+    monkeypatch.setattr(failure_reporter, "PATIENCE", timedelta(hours=1))
+    monkeypatch.setattr(failure_reporter, "CALLING_AFTER", timedelta(0))
+    monkeypatch.setattr(failure_reporter, "look_seconds", lambda size: 0.0)
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     call = PeerTable.probe
     word = {"dead": [], "phase": "", "launches": 0, "waiting": True, "overdue": False, "seen": "", "own": False}
@@ -582,10 +582,10 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     living.register("start", 1)
     living.register("start", 2)
     store.set("word/1", json.dumps(word))
-    board = FailureBoard(store, 0, 3, directory=PeerTable("start", 0, {}))
+    reporter = StoreFailureReporter(store, 0, 3, directory=PeerTable("start", 0, {}))
     errors: list[CollectiveError] = []
     thread = threading.Thread(
-        target=lambda: errors.append(board.diagnose(PeerError("gone"), "an all-reduce", range(3))), daemon=True
+        target=lambda: errors.append(reporter.diagnose(PeerError("gone"), "an all-reduce", range(3))), daemon=True
     )
     thread.start()
     thread.join(SECONDS)
@@ -617,10 +617,10 @@ def test_a_refused_connection_is_an_end_only_beside_a_rank_that_is_reached(monke
     ):
         store.set(f"address/{rank}", json.dumps([port, ["127.0.0.1"], host]))
         living.register("start", rank)
-    board = FailureBoard(store, 0, 6, directory=PeerTable("start", 0, {}))
+    reporter = StoreFailureReporter(store, 0, 6, directory=PeerTable("start", 0, {}))
 
     def found(rank: int, words: list[int]) -> str | None:
-        return board._addresses_of({rank}, words).probe([rank]).get(rank)
+        return reporter._addresses_of({rank}, words).probe([rank]).get(rank)
 
     assert found(1, [3, 2]) == probe.ENDED
     assert found(1, [3]) == probe.REFUSED  # a firewall of that host may reject

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from fake_cuda.drive import OPTIONS, Model, gradient, make_state
 from gradwire.comms import hook
-from gradwire.comms.bootstrap.failure import CollectiveError
+from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from support.processes import Processes
 from support.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda
 

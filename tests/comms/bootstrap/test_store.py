@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.comms.bootstrap import failure, probe
+from gradwire.comms.bootstrap import failure_reporter, probe
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import PrefixStore, TCPStore
 from gradwire.comms.bootstrap.probe import ProbeServer
@@ -157,7 +157,7 @@ def error_of(communicator: Communicator) -> str:
 @pytest.mark.parametrize("nodes", ["aab", "abc"])
 def test_a_cut_off_store_is_named_with_the_ranks_that_answer(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 does not come to a collective, and the store cannot say whether it lives: its own port does."""
-    monkeypatch.setattr(failure, "STORE_PATIENCE", timedelta(seconds=0.5))
+    monkeypatch.setattr(failure_reporter, "STORE_PATIENCE", timedelta(seconds=0.5))
     met, done = threading.Barrier(3), threading.Barrier(3)
 
     with store_behind_a_link() as link:

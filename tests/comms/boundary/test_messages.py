@@ -16,7 +16,7 @@ import pytest
 
 from gradwire.bench.doctor import control as doctor_control
 from gradwire.bench.doctor import network as doctor
-from gradwire.comms.bootstrap import agree, failure, failures, liveness, probe, rendezvous
+from gradwire.comms.bootstrap import agree, failure_reporter, failures, liveness, probe, rendezvous
 from gradwire.comms.bootstrap.failures import FAILED, PeerFailure
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.rendezvous import Presences
@@ -185,12 +185,12 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "a ring's place": (liveness._ALIVE.read, json.dumps([4000, ["10.0.0.1"], "kernel", "ab" * 16]).encode()),
     "launches of a rank that has left": (liveness._LAUNCHES.read, b"17"),
     "a survivor's word": (
-        failure._WORD.read,
+        failure_reporter._WORD.read,
         json.dumps(
             {"dead": [1], "phase": "x", "launches": 3, "waiting": True, "overdue": False, "seen": "y", "own": True}
         ).encode(),
     ),
-    "a verdict": (failure._Verdict.unpacked, failure._Verdict({1}, {2: "it"}).packed().encode()),
+    "a verdict": (failure_reporter._Verdict.unpacked, failure_reporter._Verdict({1}, {2: "it"}).packed().encode()),
     "a presence": (rendezvous._PRESENCE.read, json.dumps(asdict(PRESENCE)).encode()),
     "a round": (
         rendezvous._ROUND.read,

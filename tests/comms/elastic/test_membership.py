@@ -21,7 +21,7 @@ from gradwire.comms.elastic.membership import (
     Membership,
     View,
 )
-from gradwire.comms.elastic.resilient_ops import EpochBoard
+from gradwire.comms.elastic.resilient_ops import EpochFailureReporter
 from gradwire.comms.errors import PeerError
 from support.threads import run_ranks
 
@@ -135,10 +135,10 @@ def test_a_lost_member_leaves_its_note() -> None:
 def test_a_failure_ends_the_epoch_for_all_and_its_store_says_why() -> None:
     store = HashStore()
     made = members(store, 2)
-    board, failures = EpochBoard(0, made[0].failures), [each.failures for each in made]
-    told = GenerationStore(store, TIMEOUT, board.alarm)
+    reporter, failures = EpochFailureReporter(0, made[0].failures), [each.failures for each in made]
+    told = GenerationStore(store, TIMEOUT, reporter.abort_reason)
     assert not told.check(["anything"])
-    board.warn("a connection broke")
+    reporter.signal_abort("a connection broke")
     with pytest.raises(PeerError, match="a connection broke"):
         told.wait(["anything"])
     views = run_ranks(2, lambda rank: made[rank].next(SECONDS))

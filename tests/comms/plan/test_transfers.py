@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.config import Config
 from gradwire.comms.lanes import Lane
@@ -127,8 +127,8 @@ def run(cluster: Cluster, plan: Plan, inputs: list[Tensor], fixed_order: bool) -
         groups = RecordedGroups(meetings, rank, flat)
         config = Config(fusion=25.0 if fixed_order else 0.0)
         rank_plan = RankPlans(cluster, rank, "cpu", config, None).along(flat.numel(), plan)
-        board = FailureBoard(store, rank, cluster.size)
-        executor = LaneExecutor("test", groups, rank, cluster, None, board)  # type: ignore[arg-type]
+        reporter = StoreFailureReporter(store, rank, cluster.size)
+        executor = LaneExecutor("test", groups, rank, cluster, None, reporter)  # type: ignore[arg-type]
         bucket = Bucket.of(flat)
         executor.start(AllReduce((flat,), None, (bucket,)), rank_plan, 1.0, flush=False)
         bucket.result().wait()

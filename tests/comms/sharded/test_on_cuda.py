@@ -27,7 +27,7 @@ from fake_cuda.streams import FakeFuture, side_stream
 from fake_cuda.tensor import FakeTensor
 from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.config import Config
 from gradwire.comms.sharded.carried import RESIDUAL, SENT, LoadedRows
 from gradwire.comms.sharded.collectives import Rounding, ShardLink, install
@@ -199,8 +199,8 @@ def trained(
             for each in param_groups:
                 each.note_present()
             config = Config(timeout=TIMEOUT, hostname=nodes[rank], **options)
-            board = FailureBoard(boards, rank, SIZE)
-            state = FsdpState(nn.Identity(), param_groups, names, replicas, config, board)
+            reporter = StoreFailureReporter(boards, rank, SIZE)
+            state = FsdpState(nn.Identity(), param_groups, names, replicas, config, reporter)
             placed, loaded = nodes_of(shard, row, nodes, make, rank), {}
             for kind, like in ((RESIDUAL, None), (SENT, placed.counterparts)):
                 words = PrefixStore(f"{kind}/{row}", boards)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import gradwire
 import gradwire.fsdp
-from gradwire.comms.bootstrap import failure
+from gradwire.comms.bootstrap import failure_reporter
 from support.processes import Processes
 from support.sharded import Tiny, applied, job, mesh_of, sharded, train
 
@@ -91,7 +91,7 @@ def test_bad_input_is_an_error_on_all_ranks_alike(processes: Processes) -> None:
 
 def lost(rank: int, way: str) -> str:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    failure.PATIENCE = timedelta(minutes=10)  # a rank that is gone is found out, not waited for
+    failure_reporter.PATIENCE = timedelta(minutes=10)  # a rank that is gone is found out, not waited for
     if way == "replicas":
         model, state = applied(mesh_of(), compressor="int8")
     else:

@@ -15,7 +15,7 @@ import gradwire
 from gradwire.comms.bootstrap import probe
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import GradBucket, HashStore
-from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.failure_reporter import StoreFailureReporter
 from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.probe import PeerAddress, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
@@ -68,16 +68,16 @@ def test_who_serves_the_store_and_ends_first_is_not_named(published: bool, monke
         gone = closed.getsockname()[1]
     ports = {0: opened.port, 1: opened.port, 2: gone}
     servers = {rank: PeerAddress(port, ("127.0.0.1",), own_kernel()) for rank, port in ports.items()}
-    boards = []
+    reporters = []
     for rank in (0, 1):
         opened.register("start", rank)
         known = None if published else PeerTable("start", rank, servers, server=opened)
-        boards.append(FailureBoard(store, rank, 3, directory=known))
+        reporters.append(StoreFailureReporter(store, rank, 3, directory=known))
         if published:
-            boards[-1].publish("start")
+            reporters[-1].publish("start")
     store.set("address/2", json.dumps([gone, ["127.0.0.1"], own_kernel()]))
     monkeypatch.setattr(probe, "FIRST_POLL_SECONDS", 0.0)
-    serves, other = (board.peer_wait() for board in boards)
+    serves, other = (reporter.peer_wait() for reporter in reporters)
     why = "rank 2 has ended before it had come: look at its output"
     assert str(serves.failure("before it had come")) == why
 
@@ -88,5 +88,5 @@ def test_who_serves_the_store_and_ends_first_is_not_named(published: bool, monke
     opened.unregister("start", 0)
     assert str(other.failure("before it had come")) == why
     opened.unregister("start", 1)
-    for _ in range(3 if published else 1):  # each board has opened it, too
+    for _ in range(3 if published else 1):  # each reporter has opened it, too
         opened.close()

@@ -41,7 +41,7 @@ from gradwire.comms.errors import PeerError
 log = logging.getLogger("gradwire")
 
 PATIENCE = timedelta(seconds=15)
-"""How long survivors wait for the others' word, besides the time between two looks at the board. Most look once a
+"""How long survivors wait for the others' word, besides the time between two looks at the reporter. Most look once a
 second; the rest is for busy machines."""
 
 CALLING_AFTER = timedelta(seconds=2)
@@ -69,7 +69,7 @@ MOST_SEEN = 4
 """Ranks whose words are repeated where nobody is missing, at most."""
 
 NAP_SECONDS = 0.05
-"""Seconds between the first two looks at the board; each later one comes twice as late, up to `look_seconds`."""
+"""Seconds between the first two looks at the reporter; each later one comes twice as late, up to `look_seconds`."""
 
 
 def look_seconds(size: int) -> float:
@@ -85,43 +85,43 @@ class CollectiveError(RuntimeError):
         self.missing = missing
 
 
-class Board(ABC):
+class FailureReporter(ABC):
     """Where a rank that gives up tells the others, and hears of them.
 
     Args:
-        rank: This rank, as the board numbers it.
-        failures: What is known of those whom the board is for.
+        rank: This rank, as the reporter numbers it.
+        failures: What is known of those whom the reporter is for.
     """
 
     def __init__(self, rank: int, failures: Failures) -> None:
         self.rank = rank
         self.failures = failures
 
-    def alarm(self) -> str | None:
+    def abort_reason(self) -> str | None:
         """Why another rank has given up; None while none has."""
         failure = self.failures.poll()
         return None if failure is None else failure.reason
 
-    def warn(self, reason: str) -> None:
+    def signal_abort(self, reason: str) -> None:
         """Raises the alarm, and waits for nobody: the other ranks give up with this reason."""
         self.failures.report(PeerFailure(reason, FAILED))
 
-    def warn_each(self, reason: str) -> None:
+    def signal_abort_to_each(self, reason: str) -> None:
         """As `warn`, so that they hear it, too, where what the alarm is raised through ends with this rank."""
-        self.warn(reason)
+        self.signal_abort(reason)
 
     @abstractmethod
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
     ) -> CollectiveError:
-        """Tells the others of a failure, and says what happened; the arguments are those of `FailureBoard.diagnose`."""
+        """Report a failure to the other ranks and return the error to raise; see `StoreFailureReporter.diagnose`."""
 
 
 class _StoreAlarm:
     """What the ranks of a group tell each other of a failure through their store: the first one counts. Any thread.
 
     Args:
-        store: As of a `FailureBoard`.
+        store: As of a `StoreFailureReporter`.
         rank: This rank.
     """
 
@@ -166,7 +166,7 @@ class _StoreAlarm:
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """What a rank says that lives, though it has given up: see `FailureBoard.diagnose`."""
+    """What a rank says that lives, though it has given up: see `StoreFailureReporter.diagnose`."""
 
     dead: tuple[Rank, ...]
     launches: Count
@@ -205,7 +205,7 @@ class _Verdict:
         return json.dumps([sorted(self.missing), self.seen])
 
 
-class FailureBoard(Board):
+class StoreFailureReporter(FailureReporter):
     """Where the survivors of one group leave their word, or those of several groups that wait for each other.
 
     Args:
@@ -233,23 +233,23 @@ class FailureBoard(Board):
         self._everybody = everybody or (lambda: range(size))
         self._group: Sequence[int] = range(size)
 
-    def warn(self, reason: str) -> None:
-        """See `Board.warn`. This rank has spoken then: nobody waits for its word to know that it is not missing."""
+    def signal_abort(self, reason: str) -> None:
+        """See `FailureReporter`. Also publishes this rank's report, so that peers do not wait for it."""
         seen = f"a reason to give up: {reason}"[:LONGEST_REASON]  # some see a connection close before they hear it
         word = {"dead": [], "launches": 0, "waiting": True, "overdue": False, "seen": seen, "own": True}
         try:
             self._store.compare_set(f"word/{self.rank}", "", json.dumps(word))
         except RuntimeError as error:
             log.debug("the store was gone before rank %d could say that it lives: %s", self.rank, error)
-        super().warn(reason)
+        super().signal_abort(reason)
 
-    def warn_each(self, reason: str) -> None:
-        """See `Board.warn_each`. Also notifies peers directly: this process may host the store."""
+    def signal_abort_to_each(self, reason: str) -> None:
+        """See `FailureReporter`. Also notifies peers directly: this process may host the store."""
         try:
             directory = self._addresses_of(range(self._size), range(self._size))
         except StoreUnreachableError:
             directory = self._directory
-        self.warn(reason)
+        self.signal_abort(reason)
         directory.notify(directory.probe_targets(()), PeerFailure(reason, FAILED))
 
     @property
@@ -257,18 +257,18 @@ class FailureBoard(Board):
         """What else the ranks tell each other goes through, below a prefix of its own."""
         return self._store.plain
 
-    def of_group(self, ranks: Sequence[int]) -> "FailureBoard":
-        """The same board for one of several groups.
+    def of_group(self, ranks: Sequence[int]) -> "StoreFailureReporter":
+        """The same reporter for one of several groups.
 
         Args:
-            ranks: The board's number of each of the group's ranks.
+            ranks: The reporter's number of each of the group's ranks.
         """
-        board = copy(self)
-        board._group = tuple(ranks)
-        return board
+        reporter = copy(self)
+        reporter._group = tuple(ranks)
+        return reporter
 
     def peer_wait(self) -> PeerWait:
-        """What looks whether other ranks have ended, or given up, while all of them do what the board hears nothing of.
+        """Return a `PeerWait` for operations that report no failures themselves, such as making gloo groups.
 
         Of several groups they are the ranks of the store that have said where they can be called.
         """
@@ -278,12 +278,12 @@ class FailureBoard(Board):
             try:
                 return self._addresses_of(ranks, everybody).exited(ranks)
             except StoreUnreachableError:
-                if self.alarm() is None:
+                if self.abort_reason() is None:
                     raise
                 return []  # who served the store has told why, and ended
 
-        found = PeerWait(everybody, self.rank, ended, self.alarm)
-        found.notify = self.warn_each
+        found = PeerWait(everybody, self.rank, ended, self.abort_reason)
+        found.notify = self.signal_abort_to_each
         return found
 
     def publish(self, start: str) -> None:
