@@ -68,8 +68,8 @@ class Stateful(Planned):
         for store in self.fields.values():
             store.rescale(factor)
 
-    def element_units(self) -> Iterable[Piece]:
-        """What stored elements are multiplied with to be gradients; 1 where nothing is said."""
+    def element_scales(self) -> Iterable[Piece]:
+        """Yield the factors that turn stored elements into gradients; elements that are not listed have factor 1."""
         return ()
 
     def residual_square(self) -> float:
@@ -78,16 +78,16 @@ class Stateful(Planned):
         for field in sorted(RESIDUAL_FIELDS & self.fields.keys()):
             for piece in self.fields[field].pieces():
                 residuals.setdefault(piece.name, []).append(piece)
-        units: dict[str, list[Piece]] = {}
-        for piece in self.element_units() if residuals else ():
-            units.setdefault(piece.name, []).append(piece)
+        scales: dict[str, list[Piece]] = {}
+        for piece in self.element_scales() if residuals else ():
+            scales.setdefault(piece.name, []).append(piece)
         square = 0.0
         for name, pieces in residuals.items():
             flat = torch.zeros(max(piece.stop for piece in pieces), dtype=torch.float32, device=pieces[0].value.device)
             for piece in pieces:
                 flat[piece.start : piece.stop] += piece.value
-            for unit in units.get(name, ()):
-                flat[unit.start : unit.stop] *= unit.value[: max(0, flat.numel() - unit.start)]
+            for scale in scales.get(name, ()):
+                flat[scale.start : scale.stop] *= scale.value[: max(0, flat.numel() - scale.start)]
             square += float(torch.linalg.vector_norm(flat)) ** 2
         return square
 

@@ -43,8 +43,8 @@ SHARD_ALIGN = 1024
 class Parts:
     """How a shard of `numel` elements is divided between `size` owners: into pieces, of which each owns a run.
 
-    With equal parts each owns one piece. With shares there are as many pieces as `shares` has units in all, whoever
-    owns them: so neither a payload nor a sum depends on the shares.
+    With equal parts each owns one piece. With shares there are sum(shares) pieces, whoever owns
+    them: so neither a payload nor a sum depends on the shares.
     """
 
     numel: int
@@ -61,8 +61,8 @@ class Parts:
 
     def __post_init__(self) -> None:
         """Derives the rest."""
-        units, align = (sum(self.shares), SHARD_ALIGN) if self.shares else (self.size, PART_ALIGN)
-        width = -(-self.numel // (units * align)) * align
+        parts, align = (sum(self.shares), SHARD_ALIGN) if self.shares else (self.size, PART_ALIGN)
+        width = -(-self.numel // (parts * align)) * align
         if self.shares:
             width = max(align, width)
         pieces = max(1, -(-self.numel // width)) if self.shares else self.size
@@ -239,13 +239,13 @@ class TwoStage(Stateful):
             yield from self._dense(source, shard, layout, group)
             return
         codec = self.codec_for(layout, group.rank)
-        units = self.units_of(layout, shard.device)
-        if units is not None:
-            source = torch.div(source, units, out=shard)
+        scales = self.scales_of(layout, shard.device)
+        if scales is not None:
+            source = torch.div(source, scales, out=shard)
         residuals = self._residuals(layout, group, shard.device)
         yield from self.exchange(source, shard, layout, group, codec, residuals)
-        if units is not None:
-            shard.mul_(units)
+        if scales is not None:
+            shard.mul_(scales)
 
     def prepare(self, device: torch.device) -> None:
         """Is called before the first step of a shard: where the codec has kernels, it sees that they are there.
@@ -280,11 +280,11 @@ class TwoStage(Stateful):
         """Returns the codec of one payload, where they are rounded by random numbers: whose are, overrides this."""
         raise NotImplementedError(f"{type(self).__name__} is `stochastic`; wanted a `random_codec` of its own")
 
-    def units_of(self, layout: Layout, device: torch.device) -> Tensor | None:
-        """Returns what each element is divided by before it is encoded, (layout.numel) float32; None for nothing.
+    def scales_of(self, layout: Layout, device: torch.device) -> Tensor | None:
+        """Return the scale that each element is divided by before it is encoded, (layout.numel) float32; or None.
 
-        Residuals are kept in these units too. Compressors that know the elements' sizes override this; all ranks of a
-        group must return the same bits.
+        Residuals are divided by it as well. Compressors that know the usual magnitude of each element override this;
+        all ranks of a group must return the same bits.
         """
         return None
 
@@ -297,8 +297,8 @@ class TwoStage(Stateful):
             return
         self._fold_server(layout, shard.device)
         if self.fields["residual"].holds(layout):
-            residual, units = self.fields["residual"].read(layout, shard.device), self.units_of(layout, shard.device)
-            shard.add_(residual if units is None else residual * units)
+            residual, scales = self.fields["residual"].read(layout, shard.device), self.scales_of(layout, shard.device)
+            shard.add_(residual if scales is None else residual * scales)
             self.fields["residual"].stage(layout, shard.device).zero_()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:

@@ -90,7 +90,7 @@ def _return_codec(return_bits: int) -> Codec | None:
 
 
 class OneBit(TwoStage):
-    """The compressor "onebit": momentum before the compression, a dense start, two residuals, a unit for each element.
+    """The compressor "onebit": momentum before the compression, a dense start, two residuals, a scale for each element.
 
     The dense start shows how large each element usually is; afterwards elements are divided by that before their signs
     are taken, and multiplied by it after decoding (see `ElementScale`). Measured: without it the CNN of
@@ -122,18 +122,18 @@ class OneBit(TwoStage):
             self.fields["scale"] = self.scale
 
     def shared(self) -> Sequence[ElementStore]:
-        """See `Stateful.shared`: the units, and the sums that they are made of."""
+        """See `Stateful.shared`: the scales, and the sums that they are made of."""
         return () if self.scale is None else (self.scale,)
 
-    def units_of(self, layout: Layout, device: torch.device) -> Tensor | None:
-        """See `TwoStage.units_of`."""
+    def scales_of(self, layout: Layout, device: torch.device) -> Tensor | None:
+        """See `TwoStage.scales_of`."""
         if self.scale is None:
             return None
         frozen = self.step >= self.warmup_steps
-        return self.scale.units(layout, device) if frozen else self.scale.read(layout, device)
+        return self.scale.scales(layout, device) if frozen else self.scale.read(layout, device)
 
-    def element_units(self) -> Iterable[Piece]:
-        """See `Stateful.element_units`."""
+    def element_scales(self) -> Iterable[Piece]:
+        """See `Stateful.element_scales`."""
         if self.scale is not None and self.step >= self.warmup_steps:
             yield from (
                 replace(each, value=each.value.masked_fill(each.value == 0.0, 1.0)) for each in self.scale.pieces()
@@ -145,7 +145,7 @@ class OneBit(TwoStage):
             self.scale.observe(layout, total)
 
     def end_step(self, finite: bool | Tensor) -> None:
-        """See `Compressor.end_step`; after the last dense step the elements' units are settled."""
+        """See `Compressor.end_step`; after the last dense step the elements' scales are settled."""
         super().end_step(finite)
         if self.scale is not None:
             self.scale.confirm()
@@ -153,7 +153,7 @@ class OneBit(TwoStage):
                 self.scale.freeze(revocable=isinstance(finite, Tensor))
 
     def retract_step(self) -> None:
-        """See `Compressor.retract_step`; units that no step has used become sums again, and the dense start goes on."""
+        """See `Compressor.retract_step`; unused scales become sums again, and the dense start goes on."""
         super().retract_step()
         if self.scale is not None:
             self.scale.revoke()

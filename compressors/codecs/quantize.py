@@ -15,7 +15,7 @@ from gradwire.compressors.two_stage import TwoStage
 QUANTIZE_BLOCK = 512
 """Elements that share a range. Source: Alistarh et al., QSGD, NeurIPS 2017, section 5 (buckets of 512 for 4 bits)."""
 _SMALLEST_NORMAL = 2.0**-126
-"""Smallest normal float32: below it 1 / unit is inf, so such a range is empty. Source: IEEE 754-2019, binary32."""
+"""Smallest normal float32: below it 1 / step is inf, so such a range is empty. Source: IEEE 754-2019, binary32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class QuantizeCodec(BlockCodec):
         return -(-numel // QUANTIZE_BLOCK) * 8 + -(-numel * self.bits // 8)
 
     def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
-        """See `BlockFormat.torch_encode`: (unit, low) in float32 for each block, then the codes.
+        """See `BlockFormat.torch_encode`: (step, low) in float32 for each block, then the codes.
 
-        Of two 4-bit codes in a byte the even element's is the lower. An element decodes to low + code * unit.
+        Of two 4-bit codes in a byte the even element's is the lower. An element decodes to low + code * step.
         """
         levels, numel = float(2**self.bits - 1), p.numel()
         blocks = -(-numel // QUANTIZE_BLOCK)
@@ -55,9 +55,9 @@ class QuantizeCodec(BlockCodec):
         rows = torch.cat([p, last.expand(blocks * QUANTIZE_BLOCK - numel)]).view(blocks, -1)
         low, high = rows.amin(1) + 0.0, rows.amax(1)
         spread = high - low
-        unit = torch.where(spread.isfinite(), spread / levels, high / levels - low / levels)
-        unit = torch.where(unit < _SMALLEST_NORMAL, 0.0, unit)
-        inverse = torch.where(unit > 0, 1.0 / unit, 0.0)
+        step = torch.where(spread.isfinite(), spread / levels, high / levels - low / levels)
+        step = torch.where(step < _SMALLEST_NORMAL, 0.0, step)
+        inverse = torch.where(step > 0, 1.0 / step, 0.0)
         offsets = torch.tensor(0.5, dtype=torch.float32, device="cpu")
         if self.key is not None:
             offsets = hash_uniforms(self.key, rows.numel(), p.device).view_as(rows)
@@ -65,13 +65,13 @@ class QuantizeCodec(BlockCodec):
         finite = rows.isfinite().all(1)
         codes = torch.where(finite[:, None], codes, 0.0).to(torch.uint8)
         nan = torch.tensor(torch.nan, dtype=torch.float32, device=p.device)
-        unit, low = torch.where(finite, unit, nan), torch.where(finite, low, nan)
-        decoded = (low[:, None] + codes.float() * unit[:, None]).view(-1)[:numel]
+        step, low = torch.where(finite, step, nan), torch.where(finite, low, nan)
+        decoded = (low[:, None] + codes.float() * step[:, None]).view(-1)[:numel]
         flat = codes.view(-1)[:numel]
         if self.bits == 4:
             flat = torch.cat([flat, flat.new_zeros(numel % 2)])
             flat = flat[0::2] | flat[1::2] << 4
-        payload.copy_(torch.cat([torch.stack([unit, low], 1).view(-1).view(torch.uint8), flat]))
+        payload.copy_(torch.cat([torch.stack([step, low], 1).view(-1).view(torch.uint8), flat]))
         return decoded
 
     def torch_add(self, payload: Tensor, total: Tensor) -> None:
@@ -82,8 +82,8 @@ class QuantizeCodec(BlockCodec):
         codes = payload[8 * blocks : 8 * blocks + -(-numel * self.bits // 8)]
         if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[:numel]
-        unit, low = (each.repeat_interleave(QUANTIZE_BLOCK)[:numel] for each in numbers.unbind(1))
-        total += low + codes.float() * unit
+        step, low = (each.repeat_interleave(QUANTIZE_BLOCK)[:numel] for each in numbers.unbind(1))
+        total += low + codes.float() * step
 
 
 class Quantize(TwoStage):

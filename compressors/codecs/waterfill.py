@@ -89,8 +89,8 @@ def waterfill_widths(below: Tensor, words: int, least: int) -> Tensor:
 
 
 def _steps(scale: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns unit and low of each block: code c stands for low + c * unit; both are 0 without bits."""
-    step = ((scale << 20) - (widths << 23)).to(torch.int32).view(torch.float32)  # half a unit: scale / 2^width
+    """Return quantization step and low of each block: code c stands for low + c * step; both are 0 without bits."""
+    step = ((scale << 20) - (widths << 23)).to(torch.int32).view(torch.float32)  # half a step: scale / 2^width
     step = torch.where(widths > 0, step, 0.0)
     return 2.0 * step, (1 - (1 << widths)).float() * step
 
@@ -115,11 +115,11 @@ def _encode_groups(p: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     below = torch.where(scale == 0, _EMPTY, (base - scale).clamp(max=_EMPTY))
     words = waterfill_words(blocks, bits)
     widths = waterfill_widths(below, words, waterfill_least(bits))
-    unit, low = (each.unsqueeze(2) for each in _steps(scale, widths))
+    step, low = (each.unsqueeze(2) for each in _steps(scale, widths))
     cells = (1 << widths).float().unsqueeze(2)
-    t = rows * torch.where(unit > 0, 1.0 / unit, 0.0) + 0.5 * cells
+    t = rows * torch.where(step > 0, 1.0 / step, 0.0) + 0.5 * cells
     codes = torch.minimum(t.clamp(min=0.0), cells - 1.0).trunc()
-    decoded = (low + codes * unit).view(groups, -1)[:, :numel]
+    decoded = (low + codes * step).view(groups, -1)[:, :numel]
     codes = torch.where(special.unsqueeze(2), 0.0, codes).long()
     places = torch.arange(WATERFILL_BLOCK, device=p.device)
     planes = torch.stack([((codes >> bit & 1) << places).sum(2) for bit in range(MOST_WIDTH)], 2)
@@ -144,14 +144,14 @@ def _decode_groups(records: Tensor, bits: int, numel: int) -> Tensor:
     stream = records[:, head:].reshape(-1).clone().view(torch.int32).view(groups, -1).long()
     stream = torch.cat([stream, stream.new_zeros(groups, MOST_WIDTH)], 1)
     widths = waterfill_widths(below, waterfill_words(blocks, bits), waterfill_least(bits))
-    unit, low = (each.unsqueeze(2) for each in _steps(base - below, widths))
+    step, low = (each.unsqueeze(2) for each in _steps(base - below, widths))
     first = widths.cumsum(1) - widths
     places = torch.arange(WATERFILL_BLOCK, device=records.device)
     codes = torch.zeros(groups, blocks, WATERFILL_BLOCK, dtype=torch.int64, device=records.device)
     for bit in range(MOST_WIDTH):
         word = torch.where(widths > bit, stream.gather(1, first + bit), 0)
         codes |= (word.unsqueeze(2) >> places & 1) << bit
-    decoded = (low + codes.float() * unit).view(groups, -1)[:, :numel]
+    decoded = (low + codes.float() * step).view(groups, -1)[:, :numel]
     return torch.where((base < 0) | (base > _LARGEST_SCALE), torch.nan, decoded)
 
 

@@ -152,7 +152,7 @@ def test_a_tensor_rescales_as_a_number_does(case: str, dtype: torch.dtype, layou
     assert_same(ours, after(numbers, groups[1][0]), "")
 
 
-def test_units_come_back_only_where_they_were_not_used(layout: Layout) -> None:
+def test_scales_come_back_only_where_they_were_not_used(layout: Layout) -> None:
     """Another rank's step may have run with them: then they stay, and are made no second time."""
     left, right = layout.cut(0, 3537), layout.cut(3537, layout.numel)
     scale, cpu = ElementScale(), torch.device("cpu")
@@ -161,15 +161,15 @@ def test_units_come_back_only_where_they_were_not_used(layout: Layout) -> None:
     scale.commit()
     sums = {part: scale.read(part, cpu).clone() for part in (left, right)}
     scale.freeze(revocable=True)
-    units = scale.units(left, cpu).clone()
+    scales = scale.scales(left, cpu).clone()
     scale.revoke()
-    assert torch.equal(scale.read(left, cpu), units)
+    assert torch.equal(scale.read(left, cpu), scales)
     assert torch.equal(scale.read(right, cpu), sums[right])
     scale.observe(left, torch.ones(left.numel))  # sums no more
     scale.commit()
     scale.freeze()
-    assert torch.equal(scale.units(left, cpu), units)
-    assert not torch.equal(scale.units(right, cpu), sums[right])
+    assert torch.equal(scale.scales(left, cpu), scales)
+    assert not torch.equal(scale.scales(right, cpu), sums[right])
 
 
 def test_a_select_changes_nothing_that_was_not_staged(layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""Laws: units follow what the dense start showed, are never zero, and stay with their elements."""
+"""Laws: scales follow what the dense start showed, are never zero, and stay with their elements."""
 
 from collections.abc import Sequence
 
@@ -39,66 +39,66 @@ def bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
-def test_units_follow_the_mean_magnitude() -> None:
+def test_scales_follow_the_mean_magnitude() -> None:
     layout = layout_of(("a", 0, 100), ("b", 0, 300))
     totals = [torch.randn(400, generator=torch.Generator().manual_seed(step)) * SIZES[:400] for step in range(50)]
-    units = frozen(layout, totals).units(layout, CPU)
+    scales = frozen(layout, totals).scales(layout, CPU)
     means = torch.stack(totals).abs().mean(0)
     for run in (slice(0, 100), slice(100, 400)):
-        ratio = units[run] / (means[run] + FLOOR * means[run].mean())
-        assert float(ratio.max() / ratio.min()) < 4.0  # the floor enters as a power of two, and the unit is one
+        ratio = scales[run] / (means[run] + FLOOR * means[run].mean())
+        assert float(ratio.max() / ratio.min()) < 4.0  # the floor enters as a power of two, and the scale is one
         order = means[run].argsort()
-        assert torch.equal(units[run][order], units[run].sort().values)
+        assert torch.equal(scales[run][order], scales[run].sort().values)
 
 
 @pytest.mark.parametrize("factor", [2.0**-60, 0.5, 2.0**40])
 def test_a_common_factor_changes_no_bit(factor: float) -> None:
     layout, total = layout_of(("a", 0, 100), ("b", 0, 300)), torch.randn(400) * SIZES[:400]
-    ours, wanted = (frozen(layout, [each]).units(layout, CPU) for each in (total * factor, total))
+    ours, wanted = (frozen(layout, [each]).scales(layout, CPU) for each in (total * factor, total))
     assert torch.equal(bits(ours), bits(wanted))
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-44, 1.0, 1e37])
-def test_units_are_never_zero_and_always_finite(factor: float) -> None:
+def test_scales_are_never_zero_and_always_finite(factor: float) -> None:
     layout = layout_of(("a", 0, 100), ("dead", 0, 50), ("b", 0, 250))
     total = torch.randn(400, generator=torch.Generator().manual_seed(1)) * factor
     total[100:150] = 0.0
     total[200] = 0.0
-    units = frozen(layout, [total]).units(layout, CPU)
-    assert bool((units > 0.0).all()) and bool(units.isfinite().all())
-    assert torch.equal(units[100:150], torch.ones(50))
+    scales = frozen(layout, [total]).scales(layout, CPU)
+    assert bool((scales > 0.0).all()) and bool(scales.isfinite().all())
+    assert torch.equal(scales[100:150], torch.ones(50))
 
 
-def test_what_is_divided_by_a_unit_comes_back() -> None:
-    """So that a residual, which is kept in units, returns to the gradient as it is."""
+def test_what_is_divided_by_a_scale_comes_back() -> None:
+    """So that a residual, which is kept in scales, returns to the gradient as it is."""
     layout = layout_of(("a", 0, 1000), ("b", 0, 1000))
-    units = frozen(layout, [torch.randn(2000, generator=torch.Generator().manual_seed(3)) * SIZES[:2000]]).units(
+    scales = frozen(layout, [torch.randn(2000, generator=torch.Generator().manual_seed(3)) * SIZES[:2000]]).scales(
         layout, CPU
     )
     gradient = torch.randn(2000, generator=torch.Generator().manual_seed(4))
-    assert float(units.max() / units.min()) > 5
-    assert torch.equal(bits(gradient / units * units), bits(gradient))
+    assert float(scales.max() / scales.min()) > 5
+    assert torch.equal(bits(gradient / scales * scales), bits(gradient))
 
 
-def test_units_stay_with_their_elements() -> None:
+def test_scales_stay_with_their_elements() -> None:
     """In a new layout everything is found again, and what the dense start did not show counts as 1, for good."""
     old, new = layout_of(("a", 0, 100), ("b", 0, 300)), layout_of(("b", 200, 100), ("late", 0, 50), ("a", 0, 100))
     scale = frozen(old, [torch.randn(400, generator=torch.Generator().manual_seed(2))])
-    before = scale.units(old, CPU).clone()
+    before = scale.scales(old, CPU).clone()
     wanted = torch.cat([before[300:], torch.ones(50), before[:100]])
-    assert torch.equal(scale.units(new, CPU), wanted)
+    assert torch.equal(scale.scales(new, CPU), wanted)
     held = {(piece.name, piece.start): piece.value for piece in scale.pieces()}
     assert torch.equal(held["late", 0], torch.ones(50))
     scale.adopt(new, torch.zeros(250))
-    assert torch.equal(scale.units(new, CPU), wanted)
+    assert torch.equal(scale.scales(new, CPU), wanted)
 
 
-def test_another_loss_scale_changes_no_unit() -> None:
+def test_another_loss_scale_changes_no_scale() -> None:
     layout = layout_of(("a", 0, 100))
     scale = frozen(layout, [torch.randn(100)])
-    before = scale.units(layout, CPU).clone()
+    before = scale.scales(layout, CPU).clone()
     scale.rescale(0.5)
-    assert torch.equal(scale.units(layout, CPU), before)
+    assert torch.equal(scale.scales(layout, CPU), before)
 
 
 def first_compressed(warmup_steps: int) -> Tensor:
@@ -120,7 +120,7 @@ def first_compressed(warmup_steps: int) -> Tensor:
 
 
 def test_small_elements_are_not_drowned_by_their_block() -> None:
-    """With units every element arrives at about its own size, where one magnitude for all drowns the small ones."""
+    """With scales every element arrives at about its own size, where one magnitude for all drowns the small ones."""
     median = {steps: float((first_compressed(steps).abs() / SIZES).median()) for steps in (0, WARMUP)}
     largest = {steps: float((first_compressed(steps).abs() / SIZES).max()) for steps in (0, WARMUP)}
     assert 0.5 < median[WARMUP] < 4.0 < median[0]

@@ -59,8 +59,8 @@ class Watch:
     st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_nothing_is_let_go_of_unnoted(history: list[list[Layout]], actions: list[str], units: bool) -> None:
-    store = ElementScale() if units else ElementStore()
+def test_nothing_is_let_go_of_unnoted(history: list[list[Layout]], actions: list[str], scales: bool) -> None:
+    store = ElementScale() if scales else ElementStore()
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch, store)
         for number, action in enumerate(actions):
