@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -130,10 +130,17 @@ def _add(model: DistributedDataParallel) -> None:
     automatic = Automatic(HookState(model, config=config))
     _original[1](model, automatic, automatic_hook)
     _models[model] = automatic
+    finalize(model, _report, automatic)
     _say(
         f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every DistributedDataParallel of this "
         f"process, {_how(config)}; a hook that the script registers replaces it"
     )
+
+
+def _report(automatic: Automatic) -> None:
+    """Log on rank 0 what the hook of a model has gained, once the model is gone or the process ends."""
+    if automatic.own is None and automatic.state.steps and (found := automatic.state.report()).rank == 0:
+        log.warning("%s, at the end:\n%s", AUTOMATIC, found)
 
 
 def _add_replicated(model: nn.Module) -> None:

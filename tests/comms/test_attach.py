@@ -264,6 +264,7 @@ def test_an_unmodified_script_has_the_hook_and_says_so_once() -> None:
     done = run_script(GRADWIRE_HOOK="none", GRADWIRE_FUSION="1")
     assert done.stdout.strip() == "['automatic_hook', 'automatic_hook']", done.stderr
     assert done.stderr.count("GRADWIRE_HOOK=none: gradwire averages the gradients of every") == 1
+    assert done.stderr.count("gradwire: GRADWIRE_HOOK, at the end:\n1 node x 1 rank; 1 all-reduces in 1 steps") == 2
 
 
 @pytest.mark.slow
