@@ -1,26 +1,30 @@
-"""A collective or a message as one rank has issued it, and what ranks call the groups they are in."""
+"""Records of collectives and messages as one rank has issued them, and the names that ranks use for groups.
+
+The point-to-point messages of a group from one rank to another form a *channel*. A channel is treated as a group of two
+ranks with a name of its own, `default: 0 to 1`, and its messages are numbered by themselves.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 TRACE_LOOK_SECONDS = 0.002
-"""Seconds between two looks where a timeline is wanted: 1.5 % of a core, at 30 us each."""
+"""Interval between two polls of the groups while a timeline is recorded: 1.5 % of a core, at 30 us each."""
 
 _CHANNEL = re.compile(r"(?P<group>.*): (?P<source>\d+) to (?P<target>\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class IssuedCollective:
-    """One collective, as one rank has issued it.
+    """A collective, or a message of a channel, as one rank has issued it.
 
     Attributes:
-        number: Its number in its group.
-        what: Operation, shapes and dtypes, in words; equal on all ranks unless they disagree.
-        line: The line of the training script that issued it; None where the stack names none.
-        began: When it was issued, in seconds of this host's clock of the day.
-        ended: When it was first seen to have ended; None while it is under way.
-        holds: Whose gradients or weights it carries, where that is known.
+        number: Number in its group or channel, from 1.
+        what: Operation, shapes and dtypes as text; equal on all ranks unless they disagree.
+        line: Line of the training script that issued it, `train.py:88 in step`; None if the stack has no such line.
+        began: Time at which it was issued, in seconds since the epoch by this host's clock.
+        ended: Time at which it was first seen to have ended; None while it is in flight.
+        holds: Names of the gradients or weights that it carries; None if they are not known.
     """
 
     number: int
@@ -35,13 +39,28 @@ class IssuedCollective:
 
 
 @dataclass(frozen=True, slots=True)
-class TimelinePart:
-    """What one rank tells of its last collectives.
+class MessageCount:
+    """Point-to-point messages of one group on this rank, sent and received ones together.
 
     Attributes:
-        request: That it responses.
-        seconds: When, by its clock of the day.
-        groups: Name -> collectives, ascending.
+        begun: Calls of `send` and `recv` that have begun.
+        done: Calls that have returned, so that torch has counted the message.
+        blocked: Whether a thread waits for a message of this group.
+    """
+
+    begun: int = 0
+    done: int = 0
+    blocked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TimelinePart:
+    """Times of the last collectives of one rank.
+
+    Attributes:
+        request: Number of the request to which this is the response.
+        seconds: Time of the response, in seconds since the epoch by this host's clock.
+        groups: Group -> its collectives, ascending.
     """
 
     request: int
@@ -50,12 +69,12 @@ class TimelinePart:
 
 
 def title_of(name: str, purpose: str, backend: str) -> str:
-    """What ranks call a group: `default`, `3 (mesh_shard)`, `default over nccl`.
+    """Returns the name that ranks use for a group: `default`, `3 (mesh_shard)`, `default over nccl`.
 
     Args:
-        name: Torch's.
-        purpose: What torch calls its description.
-        backend: `gloo`, `nccl`.
+        name: Name that torch gives the group.
+        purpose: Description that torch gives the group.
+        backend: `gloo` or `nccl`.
     """
     title = "default" if purpose == "default_pg" else name
     if purpose not in ("default_pg", "undefined", ""):
@@ -64,18 +83,18 @@ def title_of(name: str, purpose: str, backend: str) -> str:
 
 
 def channel_name(group: str, source: int, target: int) -> str:
-    """What ranks call the point-to-point messages of a group from one rank to another: `default: 0 to 1`."""
+    """Returns the name of a channel, `default: 0 to 1`."""
     return f"{group}: {source} to {target}"
 
 
 def sender_of(name: str) -> int | None:
-    """Who sends the messages of this name; None where it is that of a group."""
+    """Returns the rank that sends in a channel; None if `name` is that of a group."""
     found = _CHANNEL.fullmatch(name)
     return None if found is None else int(found["source"])
 
 
 def in_words(name: str) -> str:
-    """`group default`; `messages from 0 to 1 of group default`."""
+    """Returns `group default` for a group, `messages from 0 to 1 of group default` for a channel."""
     found = _CHANNEL.fullmatch(name)
     if found is None:
         return f"group {name}"
@@ -83,7 +102,7 @@ def in_words(name: str) -> str:
 
 
 def one_in_words(name: str, number: int) -> str:
-    """`collective 7 of group default`; `message 7 from 0 to 1 of group default`."""
+    """Returns `collective 7 of group default`, or `message 7 from 0 to 1 of group default` for a channel."""
     words = in_words(name)
     return (
         f"message {number}{words.removeprefix('messages')}"

@@ -1,41 +1,56 @@
-"""What torch's flight recorder knows of the collectives of all groups: how far each group is, and which line asked.
+"""Reader of torch's flight recorder: how far each group is, which collectives it had last, and which line issued them.
 
-Torch's C++ records every collective of gloo and NCCL as it is issued, those of DDP's reducer and of FSDP2 too, in 1 to
-2 us (gloo, torch 2.13, stacks of 3 and 30 frames). So nothing is wrapped, and nothing that is computed changes.
+Torch's C++ records every collective of gloo and NCCL when it is issued, those of DDP's reducer and of FSDP2 included,
+in 1 to 2 us (gloo, torch 2.13, stacks of 3 and 30 frames). So nothing is wrapped, and nothing that is computed changes.
 Source: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html.
+
+**Numbers.** The recorder's state of a gloo group counts operations: collectives and point-to-point messages. Two ranks
+of a group send different numbers of messages, so operations of the same number are different ones. The reader therefore
+subtracts the messages of this rank, which `MessageNotes` counts: in all that it returns, collectives are numbered from
+1 without messages, as in the recorder's entries.
 """
 
+import importlib
 import itertools
+import sys
+import threading
 import time
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import torch
 
 from gradwire.comms.bootstrap.compat import flight_records, group_members
 from gradwire.comms.observe.stack import TORCH, line_in_words
-from gradwire.comms.watch.collective import IssuedCollective, title_of
+from gradwire.comms.watch.collective import IssuedCollective, MessageCount, title_of
 from gradwire.comms.watch.names import WatchedModels
 from gradwire.compressors.callers import is_users
 
 UNEVEN = ("gather", "scatter", "all_to_all")
-"""Operations whose inputs differ from rank to rank without a fault."""
+"""Operations whose inputs may differ from rank to rank without a fault."""
 
 PIPELINES = TORCH / "distributed" / "pipelining"
-"""Torch's package in which ranks have different parts."""
+"""Torch's package for pipelines, in which each rank runs a different stage."""
 
 ENDS = 1024
-"""Latest ends of a group's collectives, as they were seen, that are kept for timelines."""
+"""Number of observed ends that are kept of each group, for timelines."""
+
+NO_MESSAGES = MessageCount()
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one rank is in one group.
+    """Progress of one rank in one group.
 
     Attributes:
-        issued: Number of the last collective that was issued; they count from 1 in each group.
-        ended: Number of the last one that has ended.
+        issued: Number of the last collective that was issued, from 1; messages do not count.
+        ended: Number of the last collective up to which all have ended.
     """
 
     issued: int
@@ -43,68 +58,100 @@ class Progress:
 
     @property
     def waits(self) -> bool:
-        """Whether something is under way."""
+        """Whether a collective is in flight."""
         return self.issued > self.ended
 
 
 @dataclass(slots=True)
 class _Still:
-    """What a recorder has stated at one look after the other.
+    """Consecutive polls in which the recorder has stated the same of a group.
 
     Attributes:
-        stated: Each time.
-        looks: How often after the first time.
-        next_check: After so many the collectives are asked, and after twice as many again. At the next look, where
-            asking has helped in this group before: it may be quiet for no longer.
-        ended: Up to this number all have ended, as they said themselves.
+        stated: Progress that was stated.
+        polls: Polls since the first one with this statement.
+        next_check: Number of polls after which the entries are read; doubled after each time. 1 if reading them has
+            corrected this group before.
+        ended: Number up to which all collectives have ended by their entries.
     """
 
     stated: Progress
-    looks: int = 0
+    polls: int = 0
     next_check: int = 2
     ended: int = 0
 
 
-class FlightReader:
-    """Reads torch's flight recorders: gloo's, and NCCL's.
-
-    A recorder numbers the groups of its own process, and says their names in its entries alone; so those are read once
-    for each group. Groups that torch.distributed does not know, as gradwire's own, are left out.
+@dataclass(slots=True)
+class _Known:
+    """A group that the recorder numbers.
 
     Attributes:
-        members: Group -> its ranks in the default group, of the groups that have had a collective. Names are those that
-            all ranks give them: `default`, `3 (mesh_shard)`, `default over nccl`.
+        title: Name that all ranks use for it; None if torch.distributed does not know it, as gradwire's own groups.
+        name: Torch's name, by which messages are counted.
+        uncounted: Messages before this rank counted them.
+        progress: As of the last poll.
     """
 
-    def __init__(self) -> None:
+    title: str | None
+    name: str
+    uncounted: int = 0
+    progress: Progress = Progress(0, 0)
+
+
+class FlightReader:
+    """Reads torch's flight recorders, gloo's and NCCL's.
+
+    The recorder numbers the groups of its own process, and names them only in its entries. So the entries are read once
+    for each new group. Groups that torch.distributed does not know, as gradwire's own, are left out.
+
+    Thread safety: none. One thread polls; `issued` is called under the lock of `Session`.
+
+    Args:
+        messages: Returns group -> its messages on this rank, as torch names groups.
+
+    Attributes:
+        members: Group -> its ranks in the default group, of the groups that have had a collective. Names are equal on
+            all ranks: `default`, `3 (mesh_shard)`, `default over nccl`.
+    """
+
+    def __init__(self, messages: Callable[[], Mapping[str, MessageCount]] = dict) -> None:
         self.members: dict[str, tuple[int, ...]] = {}
-        self._names: dict[tuple[str, str], str | None] = {}
+        self._messages = messages
+        self._known: dict[tuple[str, str], _Known] = {}
         self._still: dict[tuple[str, str], _Still] = {}
         self._misstated: set[tuple[str, str]] = set()
         self._ends: dict[str, deque[tuple[int, float]]] = {}
         self._models = WatchedModels()
 
     def progress(self) -> dict[str, Progress]:
-        """How far this rank is in each group."""
+        """Reads how far this rank is in each group: group -> progress."""
         found = {}
-        for backend, record in flight_records(collectives=False, stacks=False).items():
+        before = self._messages()
+        records = flight_records(collectives=False, stacks=False)
+        after = self._messages()
+        for backend, record in records.items():
             statuses = record.get("pg_status", {})
-            if any((backend, number) not in self._names for number in statuses):
+            if any((backend, number) not in self._known for number in statuses):
                 self._learn()
             for number, status in statuses.items():
-                name = self._names.get((backend, number))
-                if name is not None:
+                known = self._known.get((backend, number))
+                if known is None or known.title is None:
+                    continue
+                counted = before.get(known.name, NO_MESSAGES)
+                # A message that is just being issued may be in one of the two counts alone: read it at the next poll.
+                if backend != "gloo" or after.get(known.name, NO_MESSAGES).begun == counted.done:
+                    messages = known.uncounted + counted.done if backend == "gloo" else 0
                     issued, ended = status["last_enqueued_collective"], status["last_completed_collective"]
-                    stated = Progress(max(int(issued), 0), max(int(ended), 0))
-                    found[name] = self._checked((backend, number), stated)
-                    self._note_end(name, found[name].ended)
+                    stated = _collectives(max(int(issued), 0), max(int(ended), 0), messages, counted, known.progress)
+                    known.progress = self._checked((backend, number), stated, always=messages > 0)
+                    self._note_end(known.title, known.progress.ended)
+                found[known.title] = known.progress
         return found
 
     def look_for_models(self, seconds: float) -> None:
-        """Looks for the models whose gradients are exchanged, now and then; returns at once.
+        """Searches for the models whose gradients are exchanged, now and then; returns at once.
 
         Args:
-            seconds: Since this rank is watched.
+            seconds: Time since this rank is watched.
         """
         if self.members:
             self._models.look(seconds)
@@ -115,24 +162,29 @@ class FlightReader:
             ends.append((ended, time.time()))
 
     def _end_of(self, name: str, number: int) -> float | None:
-        """When a collective was first seen to have ended; None while it was not."""
+        """Time at which a collective was first seen to have ended; None while it is in flight."""
         ends = self._ends.get(name, ())
         place = bisect_left(ends, number, key=lambda each: each[0])
         return ends[place][1] if place < len(ends) else None
 
-    def _checked(self, key: tuple[str, str], stated: Progress) -> Progress:
-        """What a recorder states, corrected: it names the one that has ended last, which need not be the latest one.
+    def _checked(self, key: tuple[str, str], stated: Progress, *, always: bool) -> Progress:
+        """Corrects what the recorder states: it names the collective that ended last, which need not be the newest one.
 
-        gloo has two collectives of a group under way at a time, and the first may end last. So where nothing has
-        changed for a while though something is said to be under way, each collective is asked.
+        gloo runs two collectives of a group at a time, and the first one may end last. So if the statement stays the
+        same for some polls while something seems to be in flight, the state of each entry is read.
+
+        Args:
+            key: Backend and number of the group.
+            stated: Progress by the recorder's state of the group.
+            always: Whether the entries are read at the first poll without a change.
         """
         still = self._still.get(key)
         if still is None or still.stated != stated:
-            self._still[key] = _Still(stated, next_check=1 if key in self._misstated else 2)
+            self._still[key] = _Still(stated, next_check=1 if always or key in self._misstated else 2)
             return stated
         if stated.waits and still.ended < stated.issued:
-            still.looks += 1
-            if still.looks == still.next_check:
+            still.polls += 1
+            if still.polls == still.next_check:
                 still.next_check *= 2
                 still.ended = self._ended(key, stated)
                 if still.ended > stated.ended:
@@ -140,45 +192,108 @@ class FlightReader:
         return Progress(stated.issued, min(max(stated.ended, still.ended), stated.issued))
 
     def _ended(self, key: tuple[str, str], stated: Progress) -> int:
-        """The number up to which all collectives of a group have ended, by what each says of itself."""
+        """Number up to which all collectives of a group have ended, by the state of each entry."""
         backend, number = key
         entries = flight_records(collectives=True, stacks=False)[backend].get("entries", ())
-        under_way = (
+        in_flight = (
             int(each["collective_seq_id"])
             for each in entries
             if str(each["pg_id"]) == number and not each["is_p2p"] and not each["retired"]
         )
-        return min(under_way, default=stated.issued + 1) - 1
+        return min(in_flight, default=stated.issued + 1) - 1
 
     def issued(self, *, lines: bool = True) -> dict[str, list[IssuedCollective]]:
-        """The last collectives of each group, in the order in which this rank has issued them.
+        """Reads the last collectives of each group, in the order in which this rank has issued them.
 
         Args:
-            lines: With the lines that issued them; without, it takes a tenth of the time.
+            lines: Whether to include the lines that issued them; without, it takes a tenth of the time.
         """
         found: dict[str, list[IssuedCollective]] = {}
-        for backend, record in flight_records(collectives=True, stacks=lines).items():
+        with without_compiler():
+            records = flight_records(collectives=True, stacks=lines)
+        for backend, record in records.items():
             for entry in record.get("entries", ()):
-                name = self._names.get((backend, str(entry["pg_id"])))
-                if name is not None and not entry["is_p2p"]:
+                known = self._known.get((backend, str(entry["pg_id"])))
+                if known is not None and known.title is not None and not entry["is_p2p"]:
                     number, began = int(entry["collective_seq_id"]), entry["time_created_ns"] / 1e9
-                    ended = self._end_of(name, number)
-                    found.setdefault(name, []).append(
+                    ended = self._end_of(known.title, number)
+                    found.setdefault(known.title, []).append(
                         IssuedCollective(number, _what(entry), _line(entry), began, ended and max(ended, began))
                     )
         return {name: self._models.name(name, each) for name, each in found.items()}
 
     def _learn(self) -> None:
-        """Finds out which groups the numbers stand for."""
-        groups = group_members()
+        """Reads which groups the recorder's numbers stand for."""
+        groups, counts = group_members(), self._messages()
         for backend, record in flight_records(collectives=True, stacks=False).items():
+            newest: dict[str, int] = {}
             for entry in record.get("entries", ()):
-                name, purpose = entry["process_group"]
-                known = groups.get(name)
-                title = None if known is None else title_of(name, purpose, backend)
-                self._names[backend, str(entry["pg_id"])] = title
-                if title is not None and known is not None:
-                    self.members[title] = known
+                number, (name, purpose) = str(entry["pg_id"]), entry["process_group"]
+                if not entry["is_p2p"]:
+                    newest[number] = max(newest.get(number, 0), int(entry["collective_seq_id"]))
+                if (backend, number) not in self._known:
+                    ranks = groups.get(name)
+                    title = None if ranks is None else title_of(name, purpose, backend)
+                    self._known[backend, number] = _Known(title, name)
+                    if title is not None and ranks is not None:
+                        self.members[title] = ranks
+            # Messages from before this process counted them: of all operations those that are neither.
+            for number, collectives in newest.items():
+                known, status = self._known[backend, number], record.get("pg_status", {}).get(number)
+                counted = counts.get(known.name, NO_MESSAGES)
+                if status is not None and known.progress.issued == 0 and counted.begun == counted.done:
+                    uncounted = int(status["last_enqueued_collective"]) - collectives - counted.done
+                    known.uncounted = max(uncounted, 0)
+
+
+def _collectives(issued: int, ended: int, messages: int, counted: MessageCount, previous: Progress) -> Progress:
+    """Converts the recorder's state of a group, which counts operations, into numbers of collectives.
+
+    Args:
+        issued: Operations that were issued: collectives and messages.
+        ended: Number of the operation that ended last.
+        messages: Messages among those issued.
+        counted: Messages of the group as this rank has counted them.
+        previous: Progress at the last poll.
+    """
+    if not messages:
+        return Progress(issued, ended)
+    collectives = max(issued - messages, previous.issued)
+    if ended >= issued or counted.blocked:
+        # Everything has ended, or the thread waits for a message: synchronous collectives before it have ended.
+        return Progress(collectives, collectives)
+    # Which of the operations up to `ended` were messages is not known: at most all of them.
+    return Progress(collectives, min(max(ended - messages, previous.ended), collectives))
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Keeps torch from importing its compiler while stacks are read.
+
+    For each Python stack, torch's C++ looks for code that `torch._inductor` has generated, and by that imports the
+    package: 800 modules, 2 to 10 s, in which the rank does not respond. If it was not imported before, no such code
+    exists. So an empty module stands in its place meanwhile; to other threads it passes on the real one.
+    Source: torch/csrc/profiler/python/combined_traceback.cpp (torch 2.13).
+    """
+    name = "torch._inductor"
+    if name in sys.modules:
+        yield
+        return
+    reader, stand_in = threading.get_ident(), ModuleType(name)
+
+    def attribute(wanted: str) -> Any:
+        if threading.get_ident() == reader:
+            raise AttributeError(wanted)
+        return getattr(importlib.import_module(name), wanted)
+
+    stand_in.__getattr__ = attribute  # type: ignore[method-assign]
+    torch._inductor = stand_in
+    try:
+        yield
+    finally:
+        # Another thread may have imported the real one meanwhile.
+        if torch.__dict__.get("_inductor") is stand_in:
+            del torch._inductor
 
 
 def _what(entry: dict[str, Any]) -> str:

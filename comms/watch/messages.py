@@ -1,15 +1,16 @@
-"""Point-to-point messages, as pipelines send them: who has not sent what, and who waits for it.
+"""Notes of point-to-point messages, as pipelines send them: which message was not sent, and which rank waits for it.
 
-Torch's flight recorder notes none of gloo's. So while a watch runs, `ProcessGroup.send` and `recv`, and `Work.wait`,
-note when they are called; that is all they do besides. `bench/studies/watch/cost.py` measures what that takes.
+Torch's flight recorder does not record gloo's messages. So while a watch runs, `ProcessGroup.send` and `recv`, and
+`Work.wait`, note their calls; nothing else is changed. `bench/studies/watch/cost.py` measures the cost.
 
-**Channels.** The messages of a group from one rank to another are numbered, in the order in which each of the two asks
-for them: as gloo matches them, where tags are used alike on both sides. A channel is judged as a group of two.
+**Channels.** The messages of a group from one rank to another form a channel. They are numbered in the order in which
+each of the two ranks issues them, which is how gloo matches them if both sides use tags alike. A channel is diagnosed
+like a group of two ranks.
 
-**Who is late.** What counts is how long a rank's thread stood in `wait` for messages of the group, whichever: of two
-neighbours the one that stands less is late, by the difference. In a balanced pipeline all stages stand equally long,
-each at another place of its step; a late one stands less than all the others. Times are compared between moments that
-both ranks know: a message has been handed over, and received.
+**Stragglers.** The measure is how long a rank's threads were in `wait` for messages of the group, in any channel: of
+two neighbours, the one that waited less is behind, by the difference. In a balanced pipeline all stages wait equally
+long, each at another place of its step; a straggler waits less than all others. Times are compared between moments that
+both ranks know: a message was handed over, and received.
 """
 
 import sys
@@ -28,32 +29,33 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import BackendWork, Work, group_members, wrap_method
 from gradwire.comms.observe.stack import line_in_words
-from gradwire.comms.watch.collective import IssuedCollective, channel_name, title_of
+from gradwire.comms.watch.collective import IssuedCollective, MessageCount, channel_name, title_of
 from gradwire.comms.watch.rank import QUIET_POINTS, GroupState, QuietPoint
 from gradwire.compressors.callers import users_frame
 
 KEPT = 256
-"""Messages of a channel that are kept, to be compared."""
+"""Number of messages of a channel that are kept for comparisons between ranks."""
 
 SPAN_SECONDS = 5.0
-"""What the quiet points of a channel reach back, at least: statuses of two ranks are half a second apart."""
+"""Least time that the quiet points of a channel cover: statuses of two ranks may be published half a second apart, and
+one may be missed."""
 
 Line = tuple[str, int, str]
-"""File, number, and function."""
+"""File, line number and function."""
 
 
 @dataclass(slots=True)
 class _Message:
-    """One message, as this rank has asked for it.
+    """A message as this rank has issued it, whether it sends or receives.
 
     Attributes:
-        channel: Which way.
-        number: From 1.
-        shape: Of its tensor.
-        dtype: Of its tensor.
-        line: That asked.
-        began: When, by the clock of the day.
-        ended: When a wait for it had ended; None before.
+        channel: Channel of the message.
+        number: Number in the channel, from 1.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        line: Line of the training script that issued it; None if the stack has no such line.
+        began: Time of issue, in seconds since the epoch.
+        ended: Time at which a wait for it ended; None before.
     """
 
     channel: "_Channel"
@@ -66,33 +68,44 @@ class _Message:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """How long the threads of this rank have stood in `wait` for messages of one group."""
+class _Group:
+    """Messages of one group on this rank, in all channels.
 
-    seconds: float = 0.0
+    Attributes:
+        waited: Seconds that threads were in `wait` for them.
+        begun: Calls of `send` and `recv` that have begun.
+        done: Calls that have returned.
+        blocked: Threads in `wait`.
+    """
+
+    waited: float = 0.0
+    begun: int = 0
+    done: int = 0
+    blocked: int = 0
 
 
 @dataclass(slots=True)
 class _Channel:
-    """The messages of a group from one rank to another, as one of the two sees them.
+    """The messages of a group from one rank to another, as one of the two ranks sees them.
 
     Attributes:
         name: `default: 0 to 1`.
-        ranks: Who sends, and who receives, in the default group.
-        sends: This rank is the one that sends.
-        waiting: Of its group.
-        issued: Messages.
-        ended: Sent ones that were handed over; received ones that were waited for.
-        blocked: The message that a thread stands waiting for, and since when.
-        quiet: Moments that the other rank knows, too.
-        stride: Numbers of which quiet points are kept: multiples of it.
+        ranks: Sender and receiver, by their ranks in the default group.
+        sends: Whether this rank is the sender.
+        group: Group of the channel.
+        issued: Number of the last message that was issued.
+        ended: Number of the last message that was handed over (sender) or waited for (receiver).
+        blocked: Number of the message for which a thread waits, and the monotonic time since when; None without one.
+        quiet: Moments that both ranks know; see `QuietPoint`.
+        stride: Interval of the numbers of the quiet points that are kept. Both ranks keep multiples of a power of two,
+            so that one has all points that the other one keeps with a larger stride.
         last: Messages, newest last.
     """
 
     name: str
     ranks: tuple[int, int]
     sends: bool
-    waiting: _Waiting
+    group: _Group
     issued: int = 0
     ended: int = 0
     blocked: tuple[int, float] | None = None
@@ -101,74 +114,90 @@ class _Channel:
     last: deque[_Message] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def passed(self, number: int, now: float) -> None:
-        """Notes that a message was handed over, or has come."""
+        """Notes that a message was handed over, or received, at monotonic time `now`."""
         self.ended = max(self.ended, number)
         if number % self.stride:
             return
+        # Thin the points out if they would cover less than the time in which a status may be missed.
         if len(self.quiet) == QUIET_POINTS and now - self.quiet[0].seconds < SPAN_SECONDS:
-            self.stride *= 2  # both sides keep multiples, so what the one with more of them keeps the other has, too
+            self.stride *= 2
             kept = [point for point in self.quiet if not point.number % self.stride]
             self.quiet.clear()
             self.quiet.extend(kept)
-        self.quiet.append(QuietPoint(number, round(self.waiting.seconds, 4), round(now, 4)))
+        self.quiet.append(QuietPoint(number, round(self.group.waited, 4), round(now, 4)))
 
     def state(self, now: float) -> GroupState:
-        """What this rank says of it."""
+        """Returns the state of the channel on this rank at monotonic time `now`."""
         blocked = self.blocked
         if blocked is None:
-            return GroupState(self.issued, self.issued, 0.0, self.waiting.seconds, tuple(self.quiet))
+            return GroupState(self.issued, self.issued, 0.0, self.group.waited, tuple(self.quiet))
         number, since = blocked
-        return GroupState(self.issued, number - 1, now - since, self.waiting.seconds, tuple(self.quiet))
+        return GroupState(self.issued, number - 1, now - since, self.group.waited, tuple(self.quiet))
 
 
 class MessageNotes:
-    """Notes the messages of all process groups of this process, from `install` on."""
+    """Notes the point-to-point messages of all process groups of this process, from `install` on.
+
+    Thread safety: messages may be issued and waited for in any thread, and be read in another one.
+    """
 
     def __init__(self) -> None:
         self._channels: dict[tuple[str, int, int], _Channel] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._groups: dict[str, _Group] = {}
         self._open: dict[int, tuple[weakref.ref[BackendWork], _Message]] = {}
+        """Work's `id` -> the work and its message, until it was waited for or collected."""
         self._world: dist.ProcessGroup | None = None
         self._lock = threading.Lock()
+        """Guards `_channels`, `_groups`, `_world`, and the counters and points of each channel and group."""
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Has torch's process groups tell of each message."""
+        """Wraps torch's `send`, `recv`, `recv_anysource` and `wait`."""
         group = dist.ProcessGroup
         self._undo = [
             wrap_method(group, "send", partial(self._message, sends=True)),
             wrap_method(group, "recv", partial(self._message, sends=False)),
+            wrap_method(group, "recv_anysource", self._counted),
             wrap_method(Work, "wait", self._wait),
         ]
 
     def remove(self) -> None:
-        """Leaves torch as it was."""
+        """Restores torch's methods."""
         while self._undo:
             self._undo.pop()()
         self._open.clear()
 
+    def counts(self) -> dict[str, MessageCount]:
+        """Returns group -> its messages on this rank, by torch's names of the groups."""
+        with self._lock:
+            if self._world is not dist.group.WORLD:
+                return {}
+            return {
+                name: MessageCount(group.begun, group.done, group.blocked > 0) for name, group in self._groups.items()
+            }
+
     @property
     def members(self) -> dict[str, tuple[int, ...]]:
-        """Channel -> the rank that sends, and the one that receives."""
+        """Channel -> sender and receiver, by their ranks in the default group."""
         return {channel.name: channel.ranks for channel in self._current()}
 
     def states(self) -> Iterator[tuple[str, GroupState]]:
-        """Yields (channel, state)."""
+        """Yields (channel, its state on this rank)."""
         now = time.monotonic()
         for channel in self._current():
             yield channel.name, channel.state(now)
 
     def _current(self) -> list[_Channel]:
-        """The channels of the default group that there is now."""
+        """Returns the channels of the present default group."""
         return list(self._channels.values()) if self._world is dist.group.WORLD else []
 
     @property
     def waits(self) -> bool:
-        """Whether a thread stands waiting for a message."""
+        """Whether a thread waits for a message."""
         return any(channel.blocked is not None for channel in self._current())
 
     def issued(self) -> dict[str, list[IssuedCollective]]:
-        """The last messages of each channel."""
+        """Returns channel -> its last messages, ascending."""
         return {
             channel.name: [
                 IssuedCollective(
@@ -184,14 +213,32 @@ class MessageNotes:
         }
 
     def _message(
-        self, ask: Callable[..., BackendWork], group: dist.ProcessGroup, *arguments: Any, sends: bool, **named: Any
+        self, issue: Callable[..., BackendWork], group: dist.ProcessGroup, *arguments: Any, sends: bool, **named: Any
     ) -> BackendWork:
-        """Does what `send` or `recv` does, given (tensors, peer, tag), and notes it."""
+        """Issues `send` or `recv` with its arguments (tensors, peer, tag), and notes it."""
         message = None if len(arguments) < 2 else self._begin(group, arguments[0], arguments[1], sends=sends)
-        work = ask(group, *arguments, **named)
+        work = self._counted(issue, group, *arguments, **named)
         if message is not None:
             key = id(work)
             self._open[key] = weakref.ref(work, lambda _: self._open.pop(key, None)), message
+        return work
+
+    def _counted(
+        self, issue: Callable[..., BackendWork], group: dist.ProcessGroup, *arguments: Any, **named: Any
+    ) -> BackendWork:
+        """Issues a message, and counts it among those of its group."""
+        with self._lock:
+            self._renew()
+            counted = self._groups.setdefault(group.group_name, _Group())
+            counted.begun += 1
+        try:
+            work = issue(group, *arguments, **named)
+        except BaseException:
+            with self._lock:
+                counted.begun -= 1
+            raise
+        with self._lock:
+            counted.done += 1
         return work
 
     def _begin(self, group: dist.ProcessGroup, tensors: list[Tensor], peer: int, *, sends: bool) -> _Message | None:
@@ -215,19 +262,23 @@ class MessageNotes:
         return message
 
     def _wait(self, wait: Callable[..., bool], work: BackendWork, *arguments: Any, **named: Any) -> bool:
+        """Waits for a work; if it is a message, notes for how long."""
         known = self._open.get(id(work))
         if known is None or known[0]() is not work:
             return wait(work, *arguments, **named)
         message, began = known[1], time.monotonic()
         channel = message.channel
-        channel.blocked = message.number, began
+        with self._lock:
+            channel.blocked = message.number, began
+            channel.group.blocked += 1
         try:
             done = wait(work, *arguments, **named)
         finally:
             now = time.monotonic()
             with self._lock:
                 channel.blocked = None
-                channel.waiting.seconds += now - began
+                channel.group.blocked -= 1
+                channel.group.waited += now - began
             self._open.pop(id(work), None)
         message.ended = time.time()
         if not channel.sends:
@@ -235,12 +286,16 @@ class MessageNotes:
                 channel.passed(message.number, now)
         return done
 
-    def _channel(self, group: dist.ProcessGroup, rank: int, peer: int, *, sends: bool) -> _Channel | None:
-        """That of a message; None of a group that torch.distributed does not know, as gradwire's own."""
+    def _renew(self) -> None:
+        """Forgets the messages of an earlier default group. Called under the lock."""
         world = dist.group.WORLD
-        if world is not self._world:  # another default group has taken the last one's place
-            with self._lock:
-                self._world, self._channels, self._waiting = world, {}, {}
+        if world is not self._world:
+            self._world, self._channels, self._groups = world, {}, {}
+
+    def _channel(self, group: dist.ProcessGroup, rank: int, peer: int, *, sends: bool) -> _Channel | None:
+        """Returns the channel of a message; None for a group that torch.distributed does not know."""
+        with self._lock:
+            self._renew()
         name = group.group_name
         key = (name, rank, peer) if sends else (name, peer, rank)
         channel = self._channels.get(key)
@@ -251,8 +306,8 @@ class MessageNotes:
             title = title_of(name, group.group_desc, "gloo")
             ranks = members[key[1]], members[key[2]]
             with self._lock:
-                waiting = self._waiting.setdefault(title, _Waiting())
-                channel = self._channels[key] = _Channel(channel_name(title, *ranks), ranks, sends, waiting)
+                counted = self._groups.setdefault(name, _Group())
+                channel = self._channels[key] = _Channel(channel_name(title, *ranks), ranks, sends, counted)
         return channel
 
 

@@ -59,7 +59,7 @@ class Session:
         self._analyzer = Analyzer(self._store, size, stall_seconds, trace) if rank == 0 else None
         self._messages = messages
         self._thread = threading.main_thread().ident or 0
-        self._flight = FlightReader()
+        self._flight = FlightReader(messages.counts)
         self._log = RankLog()
         self._activity = Activity(self._thread)
         self._began = self._last = time.monotonic()

@@ -1,13 +1,19 @@
 """What is read of torch's recorder: the line of the script that asked for a collective, and how far a group is."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from gradwire.comms.config import set_flight_recorder_size
 from gradwire.comms.observe.stack import TORCH
 from gradwire.comms.watch import flight
+from gradwire.comms.watch.collective import MessageCount
 from gradwire.comms.watch.flight import _line
+from support.processes import Processes
 
 HERE = str(Path(__file__).resolve())
 API = (str(TORCH / "distributed" / "distributed_c10d.py"), 3141, "all_reduce")
@@ -69,3 +75,64 @@ def test_where_the_recorder_lags_each_collective_is_asked(
     said = [reader.progress()["default"] for _ in range(4)]
     assert said[0] == flight.Progress(9, 7)
     assert said[-1] == flight.Progress(9, ended)
+
+
+def recorded(operations: str) -> dict[str, Any]:
+    """What gloo's recorder holds after collectives (`C`), messages (`m`), and those in flight (`c`, `n`)."""
+    ended = max((place for place, each in enumerate(operations, 1) if each in "Cm"), default=0)
+    retired = [each == "C" for each in operations if each in "Cc"]
+    group = {"pg_id": 0, "process_group": ("0", "default_pg"), "is_p2p": False}
+    return {
+        "pg_status": {"0": {"last_enqueued_collective": len(operations), "last_completed_collective": ended}},
+        "entries": [group | {"collective_seq_id": n, "retired": each} for n, each in enumerate(retired, 1)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "blocked", "wanted"),
+    [
+        ("C", "CmCmC", False, (3, 3)),
+        ("mmC", "mmCmmC", False, (2, 2)),  # two messages from before the watch began
+        ("C", "CmCn", True, (2, 2)),  # a thread waits for a message
+        ("C", "CmCmc", False, (3, 2)),  # and here for a collective
+        ("C", "CmCnc", False, (3, 2)),
+    ],
+)
+def test_collectives_are_numbered_without_the_messages_of_their_group(
+    monkeypatch: pytest.MonkeyPatch, before: str, now: str, blocked: bool, wanted: tuple[int, int]
+) -> None:
+    """Law: a rank that sends more messages than another one has not come to a later collective by that."""
+    operations = before
+    messages = 0
+
+    def records(*, collectives: bool, stacks: bool) -> dict[str, dict[str, Any]]:
+        found = recorded(operations)
+        return {"gloo": found if collectives else {"pg_status": found["pg_status"]}}
+
+    monkeypatch.setattr(flight, "flight_records", records)
+    monkeypatch.setattr(flight, "group_members", lambda: {"0": (0, 1)})
+    reader = flight.FlightReader(lambda: {"0": MessageCount(messages, messages, blocked)})
+    reader.progress()
+    operations, messages = now, sum(each in "mn" for each in now[len(before) :])
+    found = [reader.progress()["default"] for _ in range(3)]
+    assert found[-1] == flight.Progress(*wanted)
+
+
+def read_lines(_: int) -> list[str]:
+    """The modules of torch's compiler that reading the lines of collectives loads."""
+    for name in [name for name in sys.modules if name.startswith("torch._inductor")]:
+        del sys.modules[name]  # another test of this process may have loaded it
+    vars(torch).pop("_inductor", None)
+    set_flight_recorder_size(16)
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(3))
+    reader = flight.FlightReader()
+    reader.progress()
+    (issued,) = reader.issued()["default"]
+    assert issued.line is not None and issued.line.startswith("test_flight.py:"), issued
+    return [name for name in (*sys.modules, *vars(torch)) if name in ("torch._inductor", "_inductor")]
+
+
+def test_the_lines_of_collectives_are_read_without_loading_the_compiler(processes: Processes) -> None:
+    """Its import takes seconds in which a rank does not respond: as many as it has until C++ ends it."""
+    assert processes(1, read_lines) == [[]]

@@ -7,7 +7,7 @@ import pytest
 
 from gradwire.comms.watch.collective import IssuedCollective, channel_name, in_words, one_in_words, sender_of
 from gradwire.comms.watch.late import Lateness, LateRank
-from gradwire.comms.watch.messages import _Channel, _Waiting
+from gradwire.comms.watch.messages import _Channel, _Group
 from gradwire.comms.watch.rank import QUIET_POINTS, GroupState, RankStatus
 from gradwire.comms.watch.trouble import find_disagreement, find_stuck, stuck_in_words
 
@@ -24,7 +24,7 @@ class Pipeline:
     def __init__(self, size: int) -> None:
         pairs = [(stage, stage + 1) for stage in range(size - 1)] + [(stage + 1, stage) for stage in range(size - 1)]
         self.members = {channel_name("default", *pair): pair for pair in pairs}
-        self._waiting = [_Waiting() for _ in range(size)]
+        self._waiting = [_Group() for _ in range(size)]
         self._channels = {
             (rank, pair): _Channel(channel_name("default", *pair), pair, rank == pair[0], self._waiting[rank])
             for pair in pairs
@@ -59,7 +59,7 @@ class Pipeline:
         channel = self._channels[stage, (source, stage)]
         channel.issued += 1
         waited = max(sent - self._now[stage], 0.0)
-        channel.waiting.seconds += waited
+        channel.group.waited += waited
         self._now[stage] += waited
         channel.passed(channel.issued, self._now[stage])
 
@@ -96,7 +96,7 @@ def test_nobody_is_named_in_a_balanced_pipeline() -> None:
 
 
 def test_quiet_points_are_those_that_both_sides_keep_however_many_messages_there_are() -> None:
-    channels = [_Channel("default: 0 to 1", (0, 1), sends, _Waiting()) for sends in (True, False)]
+    channels = [_Channel("default: 0 to 1", (0, 1), sends, _Group()) for sends in (True, False)]
     for number in range(1, 5000):
         for channel, late in zip(channels, (0.0, 0.3), strict=True):
             channel.passed(number, number * 1e-3 + late)
