@@ -297,7 +297,10 @@ class Communicator:
             self.connect(numel * dtype.itemsize)
         self.executor.stats.all_reduces += all_reduce.counted
         if all_reduce.counted:
-            rank_plan = self.rank_plans[numel, dtype, layout]
+            # Planned once for each bucket size: every other bucket is one look-up.
+            rank_plan = self.rank_plans.planned.get((numel, dtype, layout))
+            if rank_plan is None:
+                rank_plan = self.rank_plans.plan_for(numel, dtype, layout)
         else:
             rank_plan = self.rank_plans.unlisted(numel, dtype)
         if layout is not None and held is not None and layout not in held.settled and held.has_moved(layout):

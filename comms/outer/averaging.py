@@ -136,7 +136,7 @@ class _Leaving:
         if layout is None:
             plan = rank_plans.unlisted(flat.numel(), flat.dtype).plan
         else:
-            plan = rank_plans[flat.numel(), flat.dtype, layout].plan
+            plan = rank_plans.plan_for(flat.numel(), flat.dtype, layout).plan
         known = self._known.get(layout)
         if known is None or known[0] is not plan:
             names = rank_plans.cluster.level_names

@@ -1,6 +1,6 @@
 """Which plan a bucket of some size takes: what was asked for, or the cheapest, with a compressor or without."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradwire.comms.config import Config
@@ -19,6 +19,20 @@ the 2 % of exact plans, because a codec changes the result, and because no predi
 
 OWNED = "Owners by the links' rates as measured at the start, which changes no bit."
 """Note of a plan whose shares a quick probe has given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The plan chosen for a bucket.
+
+    Attributes:
+        plan: The plan to run, with its predicted seconds.
+        equal_shares: The plan whose owners have equal shares, and whose order of sums `plan` keeps; `plan` unless
+            the links' rates differ.
+    """
+
+    plan: Plan
+    equal_shares: Plan
 
 
 class PlanChooser:
@@ -70,6 +84,17 @@ class PlanChooser:
         if not best.phases:
             return best
         return with_reason(best, f"{best.why} (Chosen for buckets of {nbytes / 1e6:.3g} MB, and used for all sizes.)")
+
+    def choose(self, nbytes: int, layout: Layout | None) -> Choice:
+        """Chooses the plan of a bucket: the only place that does.
+
+        Args:
+            nbytes: Size of the bucket.
+            layout: Parameters of the bucket, if it may be compressed.
+        """
+        equal_shares = self.plan(nbytes, layout)
+        plan = self.with_owners(equal_shares, layout) or equal_shares
+        return Choice(self.repriced(plan, layout), equal_shares)
 
     def plan(self, nbytes: int, layout: Layout | None) -> Plan:
         """The plan for a bucket, whose owners have equal shares.

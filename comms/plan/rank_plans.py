@@ -1,4 +1,4 @@
-"""The plan of each size of bucket, cut into what every rank does: worked out once for each size."""
+"""The plan of each size of bucket and this rank's part in it, worked out once for each size."""
 
 import logging
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradwire")
 
 BucketKey = tuple[int, torch.dtype, Layout | None]
-"""What tells buckets apart: elements, dtype, and which parameter lies where if it may be compressed."""
+"""What a bucket's plan depends on: elements, dtype, and its layout of parameters if it may be compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +116,29 @@ class RankPlan:
         return not any(phase.whole for phase in self.plan.phases if phase.compressor)
 
 
-class RankPlans(dict[BucketKey, RankPlan]):
-    """The plans of one communicator's buckets for this rank, planned when they are first asked for.
+class RankPlans:
+    """The plans of one communicator's buckets, as this rank runs them; `plan_for` plans each bucket size once.
 
-    All ranks ask for the same ones, and change them at the same point.
+    Invariant: all ranks ask for the same buckets, and change links or choice at the same point of the sequence of
+    collectives, so that all run the same plan. One thread at a time: the one that starts all-reduces.
 
     Args:
-        cluster: Where the ranks are.
+        cluster: Placement of the ranks, and rates of the links between them.
         rank: This rank.
-        device_type: Where the buckets are: `cpu` or `cuda`.
-        config: The plan and the number of chunks that were asked for.
-        compressor: Compresses one phase of buckets that have a layout.
+        device_type: Device of the buckets: `cpu` or `cuda`.
+        config: Its `plan` and `chunks` restrict the choice.
+        compressor: Compressor of one phase of buckets that have a layout; None if all is exact.
 
     Attributes:
-        links: What the links give; changed by `measured` and `learned` alone.
-        payloads: What the compressor sends; None without one.
-        chooser: Which plan a size takes.
+        links: Rates of the links; changed by `measured` and `learned` alone.
+        payloads: Bytes and codec seconds of what the compressor sends; None without a compressor.
+        chooser: Chooses the plan of a bucket size.
+        planned: Plans made so far.
     """
 
     def __init__(
         self, cluster: Cluster, rank: int, device_type: str, config: Config, compressor: Compressor | None
     ) -> None:
-        super().__init__()
         self.links = Links(cluster)
         library = "nccl" if device_type == "cuda" else "gloo"
         self.payloads = None if compressor is None else _payloads(compressor, self.links, device_type)
@@ -146,11 +147,12 @@ class RankPlans(dict[BucketKey, RankPlan]):
         self._device_type = device_type
         self._fixed_order = config.fuses
         self._compressor = compressor
+        self.planned: dict[BucketKey, RankPlan] = {}
         self._unlisted: dict[tuple[int, torch.dtype], RankPlan] = {}
 
     @property
     def cluster(self) -> Cluster:
-        """Where the ranks are, with the links that plans are chosen by."""
+        """Placement of the ranks, with the link rates that plans are chosen by."""
         return self.links.cluster
 
     @property
@@ -158,24 +160,34 @@ class RankPlans(dict[BucketKey, RankPlan]):
         """`nccl` on GPUs, else `gloo`."""
         return self.chooser.library
 
-    def __missing__(self, key: BucketKey) -> RankPlan:
-        numel, dtype, layout = key
-        base = self.chooser.plan(numel * dtype.itemsize, layout)
-        plan = self.chooser.with_owners(base, layout) or base
-        plan = self.chooser.repriced(plan, layout) if self.links.learned else plan
-        self[key] = rank_plan = self.along(numel, plan, layout, base)
+    def plan_for(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> RankPlan:
+        """Returns this rank's part of the plan for a bucket; chooses the plan at the first bucket of that size.
+
+        Args:
+            numel: Elements of the bucket.
+            dtype: Their dtype.
+            layout: Parameters of the bucket, if it may be compressed.
+
+        Raises:
+            ValueError: See `along`.
+        """
+        key = (numel, dtype, layout)
+        if key in self.planned:
+            return self.planned[key]
+        choice = self.chooser.choose(numel * dtype.itemsize, layout)
+        self.planned[key] = rank_plan = self.along(numel, choice.plan, layout, choice.equal_shares)
         log.info("%d elements of %s: %s", numel, dtype, rank_plan.plan.describe(self.cluster.level_names))
         return rank_plan
 
     def unlisted(self, numel: int, dtype: torch.dtype) -> RankPlan:
-        """The exact plan of what the ranks tell each other about themselves: reports do not list it."""
+        """Returns the exact plan of a message between ranks that is no gradient; reports do not list it."""
         if (numel, dtype) not in self._unlisted:
             self._unlisted[numel, dtype] = self.along(numel, self.chooser.plan(numel * dtype.itemsize, None))
         return self._unlisted[numel, dtype]
 
     def clear(self) -> None:
         """Forgets all plans."""
-        super().clear()
+        self.planned.clear()
         self._unlisted.clear()
 
     def along(self, numel: int, plan: Plan, layout: Layout | None = None, base: Plan | None = None) -> RankPlan:
@@ -327,13 +339,13 @@ class RankPlans(dict[BucketKey, RankPlan]):
         log.info("%s", self.links.describe())
 
     def _reprice(self) -> None:
-        for key, rank_plan in self.items():
+        for key, rank_plan in self.planned.items():
             plan = self.chooser.repriced(rank_plan.plan, key[2])
-            self[key] = replace(rank_plan, plan=plan)
+            self.planned[key] = replace(rank_plan, plan=plan)
 
     def plans(self) -> list[Plan]:
         """The plans in use."""
-        return [rank_plan.plan for rank_plan in self.values()]
+        return [rank_plan.plan for rank_plan in self.planned.values()]
 
     def _part(
         self,

@@ -33,11 +33,11 @@ def test_plans_are_priced_by_what_was_seen_and_stay_as_they_are(
             watched = FirstSteps(communicator, Agreement(store, rank, 4, "steps", timeout))
             assert watched.is_over == (learns is None)
             key = (numel, torch.float32, None)
-            before = communicator.rank_plans[key]
+            before = communicator.rank_plans.plan_for(*key)
             for steps in range(FIRST_WATCHED + STEPS_WATCHED + 1):
                 watched.step_began(steps)
                 assert communicator.all_reduce(torch.ones(numel)).wait().eq(4).all()
-            after = communicator.rank_plans[key]
+            after = communicator.rank_plans.plan_for(*key)
             assert after.chunks == before.chunks and after.plan.phases == before.plan.phases
             assert communicator.executor.stats.ended is None and watched.is_over
             words = after.plan.describe(communicator.cluster.level_names)
@@ -46,7 +46,9 @@ def test_plans_are_priced_by_what_was_seen_and_stay_as_they_are(
             if not learns:
                 assert after.plan == before.plan and communicator.rank_plans.links.priced == communicator.cluster
             # The bucket of another size, which comes later, is priced by it too.
-            assert (communicator.rank_plans[numel // 2, torch.float32, None].plan.assumed == "") == bool(learns)
+            assert (communicator.rank_plans.plan_for(numel // 2, torch.float32, None).plan.assumed == "") == bool(
+                learns
+            )
             return after.plan.seconds, communicator.rank_plans.links.priced.levels
         finally:
             communicator.close()

@@ -301,7 +301,7 @@ def test_sums_in_the_order_of_rings_are_those_of_a_plan() -> None:
             communicator.rank_plans.learned(
                 with_node_rates(communicator.cluster, [4e6, 1e6, 4e6]).levels, at_start=True
             )
-            plan = communicator.rank_plans[1 << 20, torch.float32, None].plan
+            plan = communicator.rank_plans.plan_for(1 << 20, torch.float32, None).plan
             with pytest.raises(ValueError, match="`base` is None"):
                 communicator.rank_plans.along(1 << 20, plan)
         finally:
@@ -346,11 +346,11 @@ def test_first_steps_keep_the_proportions_that_were_seen() -> None:
             levels = tuple(replace(level, link=replace(level.link, presumed=False)) for level in rated)
             communicator.rank_plans.learned(levels, at_start=True)
             watched = FirstSteps(communicator, Agreement(store, rank, 3, "steps", TIMEOUT))
-            plan = communicator.rank_plans[1 << 20, torch.float32, None].plan
+            plan = communicator.rank_plans.plan_for(1 << 20, torch.float32, None).plan
             for steps in range(FIRST_WATCHED + STEPS_WATCHED + 1):
                 watched.step_began(steps)
                 assert communicator.all_reduce(torch.ones(1 << 20)).wait().eq(3).all()
-            after = communicator.rank_plans[1 << 20, torch.float32, None].plan
+            after = communicator.rank_plans.plan_for(1 << 20, torch.float32, None).plan
             assert after.phases == plan.phases and after.chunks == plan.chunks and after.seconds != plan.seconds
             assert "(transfers)" in communicator.rank_plans.links.describe()
             return communicator.rank_plans.links.priced.levels[1].unit_rates

@@ -54,7 +54,7 @@ def test_plans_follow_the_links_as_they_change(ranks: int, monkeypatch: pytest.M
         least = communicator.cluster.levels[1].link.bytes_per_second
         try:
             for now in ([4.0, 4.0, 1.0], [4.0, 4.0, 1.0], [2.0, 4.0, 4.0], [4.0, 4.0, 4.0]):
-                communicator.run(torch.zeros(1), communicator.rank_plans[1, torch.float32, None].plan).wait()
+                communicator.run(torch.zeros(1), communicator.rank_plans.plan_for(1, torch.float32, None).plan).wait()
                 if rank == 0:
                     rates[:] = now
                 consensus.decide(0, lambda ranks: len(ranks))

@@ -528,7 +528,7 @@ def test_what_buckets_need_is_connected_before_the_first(
         groups.connect(rank_plans.groups(25 << 20))
         before = set(groups)
         for numel in (1, 100, 5000, 3_000_001):
-            for chunk in rank_plans[numel, torch.float32, None].chunks:
+            for chunk in rank_plans.plan_for(numel, torch.float32, None).chunks:
                 for part in chunk.parts:
                     for transfer in (each for step in part.steps for each in step):
                         assert ((0, 0), transfer.members) in before, "made inside backward"
@@ -641,7 +641,7 @@ def test_on_cuda_exact_regions_are_equal_slices_and_aligned(layout: str) -> None
     for numel in (1, 15, 16, 1000, 12_345, 6_553_600):
         for rank in range(cluster.size):
             rank_plans = RankPlans(cluster, rank, "cuda", Config(plan="hierarchical", chunks=3), None)
-            for chunk in rank_plans[numel, torch.float16, None].chunks:
+            for chunk in rank_plans.plan_for(numel, torch.float16, None).chunks:
                 for part in chunk.parts:
                     for transfer in part.steps[0]:
                         assert transfer.start % ALIGN_NUMEL == 0
