@@ -102,10 +102,7 @@ def pack(state: Mapping[str, StateValue], rank: int, size: int, dirty: bool) -> 
     own = tuple((key, value.cpu() if isinstance(value, Tensor) else value) for key, value in state.items())
     text = json.dumps([rank_key(rank), {key: [_numel(each), _crc(each)] for key, each in own}], separators=(",", ":"))
     job = (("size", size), ("dirty", int(dirty)), ("format", FORMAT))
-    return {
-        JOB: (*job, (CHECK, _crc(repr(job)))),
-        rank_key(rank): (*own, (ENTRIES, f"{_crc(text):08x} {text}")),
-    }
+    return {JOB: (*job, (CHECK, _crc(repr(job)))), rank_key(rank): (*own, (ENTRIES, f"{_crc(text):08x} {text}"))}
 
 
 def normalize(saved: Mapping[str, object]) -> Checkpoint:

@@ -28,13 +28,7 @@ from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
-from gradwire.comms.step.features import (
-    compare_loaded,
-    learn_cuts,
-    measure_links,
-    watch_steps,
-    weigh_by_samples,
-)
+from gradwire.comms.step.features import compare_loaded, learn_cuts, measure_links, watch_steps, weigh_by_samples
 from gradwire.comms.step.listeners import Listeners
 from gradwire.comms.transport.groups import check_transport
 from gradwire.compressors.base import Compressor, StateDict

@@ -160,10 +160,7 @@ def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *
         prices: Of the compressors to consider; `none` is always considered.
         library: Who runs a flat plan: `nccl` takes the faster of ring and tree, `gloo` a ring.
     """
-    considered = (
-        EXACT,
-        *(price for price in prices if price.name != EXACT.name),
-    )
+    considered = (EXACT, *(price for price in prices if price.name != EXACT.name))
     candidates = [
         _candidate(cluster, workload, name, price, considered, library)
         for name in (*PLANS, *REFERENCES)

@@ -46,13 +46,7 @@ def flat_messages(shape: Shape, algorithm: str) -> Messages:
     Raises:
         ValueError: `algorithm` is unknown.
     """
-    known = {
-        RING: _ring,
-        TREE: _tree,
-        NVLS: _nvls_tree,
-        NVLS_TREE: _nvls_tree,
-        HALVING_DOUBLING: _halving_doubling,
-    }
+    known = {RING: _ring, TREE: _tree, NVLS: _nvls_tree, NVLS_TREE: _nvls_tree, HALVING_DOUBLING: _halving_doubling}
     if algorithm not in known:
         raise ValueError(f"`algorithm` is {algorithm!r}; wanted one of {', '.join(known)}")
     return known[algorithm](shape)

@@ -51,12 +51,7 @@ class PlanChooser:
     """
 
     def __init__(
-        self,
-        links: Links,
-        config: Config,
-        compressor: Compressor | None,
-        payloads: "Payloads | None",
-        library: str,
+        self, links: Links, config: Config, compressor: Compressor | None, payloads: "Payloads | None", library: str
     ) -> None:
         self.plan_name = config.plan
         self.chunks = config.chunks

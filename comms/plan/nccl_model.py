@@ -27,11 +27,7 @@ from gradwire.topology.cluster import Cluster, GpuFabric
 LL, LL128, SIMPLE = 0, 1, 2
 """NCCL's protocols, as indices into the tables."""
 
-BASE_SECONDS = {
-    RING: (6.6e-6, 14.0e-6, 8.4e-6),
-    TREE: (6.8e-6, 14.0e-6, 8.4e-6),
-    "pat": (8.0e-6, 8.0e-6, 8.0e-6),
-}
+BASE_SECONDS = {RING: (6.6e-6, 14.0e-6, 8.4e-6), TREE: (6.8e-6, 14.0e-6, 8.4e-6), "pat": (8.0e-6, 8.0e-6, 8.0e-6)}
 """Seconds of each call: LL, LL128, Simple (baseLatencies)."""
 
 HOP_SECONDS = {
@@ -286,9 +282,7 @@ class NcclModel:
         heads = self.widest
         limit = CHANNEL_NVLS_TREE[max(known for known in CHANNEL_NVLS_TREE if known <= self._generation)]
         rate = min(
-            self._nvls_rate(),
-            self.outwards * (2 if self.nodes == 2 else 1),
-            heads * limit[0 if self.nodes == 2 else 1],
+            self._nvls_rate(), self.outwards * (2 if self.nodes == 2 else 1), heads * limit[0 if self.nodes == 2 else 1]
         )
         hop = NVLS_TREE_HOP_SECONDS + self._flushes(SIMPLE) * self.fabric.network_seconds
         latency = NVLS_SECONDS + 2 * math.floor(math.log2(self.nodes)) * hop

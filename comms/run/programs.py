@@ -21,15 +21,7 @@ from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.streams import Mark
 from gradwire.comms.transport.groups import Groups, IssuesTogether, Transport, way_back
 from gradwire.comms.transport.torch_group import Works
-from gradwire.compressors.base import (
-    Collective,
-    Compressor,
-    Layout,
-    Member,
-    Request,
-    Work,
-    weighted_bounds,
-)
+from gradwire.compressors.base import Collective, Compressor, Layout, Member, Request, Work, weighted_bounds
 from gradwire.topology.cluster import Cluster
 
 if TYPE_CHECKING:  # each is loaded where it is asked for
