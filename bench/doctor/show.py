@@ -20,9 +20,6 @@ from gradwire.topology.nccl_variables import WANTED_HERE
 
 MOST_PAIRS = 15
 
-CODES_SHARE = 3.9
-"""How many times fewer bytes than float32 int8 takes: a byte an element and a scale for each block."""
-
 WORTH_CHANGING = 1.5
 """Times that one backend must be faster than another before a word is said of it."""
 
@@ -79,11 +76,12 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
 def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
     """What it comes to and what to type next, whether or not something is wrong: the second line begins with `Type: `.
 
-    By the model of `comms/plan/overlap.py`, as `gradwire predict` has it.
+    Gains are those of exact sums, by the model of `comms/plan/overlap.py`. Which compressor to take is what the
+    command says: only `comms/plan/advise.py` ranks them.
 
     Args:
-        facts: Of the job.
-        found: What is wrong, ranked.
+        facts: Measurements of the job.
+        found: Findings as `diagnose` ranks them.
     """
     count = len(facts.nodes)
     again = "the command that you have just typed, once more"
@@ -106,24 +104,17 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
         return ["No link was measured: the nodes do not reach each other.", f"Type: {again}, when that is mended"]
     good = min(mended_rates(facts, found))
     exact = facts.exchange_seconds(good)
-    small = exact / CODES_SHARE
     first = _nothing(facts, found) if all(each.remark for each in found) else "Once that is mended"
     alone = computed_seconds(facts)
     if alone is not None:
-        gains = [count * alone / overlap.step_seconds(alone, each) for each in (exact, small)]
-        line = (
-            f"{first}: {count} nodes train about {gains[0]:.2g} times as much as one with an exact exchange, "
-            f"{gains[1]:.2g} times with int8."
-        )
-        if gains[1] < 1:
-            line += " One node alone trains more: take one, or exchange models now and then (gradwire.Outer)."
-        elif gains[0] < 1:
-            line += " With exact sums one node alone trains more."
+        gain = count * alone / overlap.step_seconds(alone, exact)
+        line = f"{first}: {count} nodes train about {gain:.2g} times as much as one with exact sums."
+        if gain < 1:
+            line += " One node alone trains more, unless a compressor or gradwire.Outer helps: the command says so."
     else:
         line = (
-            f"{first}: {count} nodes beat one if a step on one node alone takes more than "
-            f"{seconds(overlap.least_compute_seconds(count, exact))}, with int8 more than "
-            f"{seconds(overlap.least_compute_seconds(count, small))}. In a shorter step the link ({rate(good)}) is the "
+            f"{first}: {count} nodes beat one with exact sums if a step on one node alone takes more than "
+            f"{seconds(overlap.least_compute_seconds(count, exact))}. In a shorter step the link ({rate(good)}) is the "
             "limit: send fewer bytes, or send less often."
             + ("" if facts.promised(0) else " What a link should give is not known here: say it with --link 25gbit.")
         )

@@ -37,6 +37,10 @@ SGD_ONLY = {
 }
 """Compressors that require an optimizer, and why."""
 
+LONG_RUNS_ONLY = {"dgc": "needs a very long run: in the runs that were tried it did not end where an exact one ends"}
+"""Compressor -> why it is never recommended by itself: docs/how-to/choose_a_compressor.md has it last, and
+docs/results/convergence.md the trainings."""
+
 ANY_OPTIMIZER = "any"
 """Nobody has said which: then only what is known to fit all that were tried is recommended."""
 SAY_OPTIMIZER = "; say which optimizer is yours"
@@ -270,7 +274,7 @@ def warning_of(compressor: str, optimizer: str, *, library: str = "gloo") -> str
 def _warning(compressor: str, optimizer: str) -> str:
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":
         return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]})"
-    cost = known_to_end_behind(compressor, options_of(compressor), optimizer)
+    cost = known_to_end_behind(compressor, options_of(compressor), optimizer) or LONG_RUNS_ONLY.get(compressor, "")
     if cost:
         return f"{compressor} {cost}"
     trained = CODEC_FACTS[compressor].trained

@@ -458,7 +458,8 @@ def test_a_variable_that_may_be_the_cure_is_tried_before_it_is_taken_away(name: 
 
 
 @pytest.mark.parametrize(
-    ("exchanges", "said"), [(1.02, "One node alone trains more: take one"), (1e3, None), (None, None), (0.5, None)]
+    ("exchanges", "said"),
+    [(1.02, "One node alone trains more, unless a compressor"), (1e3, None), (None, None), (0.5, None)],
 )
 def test_where_no_exchange_of_gradients_pays_the_verdict_says_so(exchanges: float | None, said: str | None) -> None:
     """A step that lasts so many exchanges; one that is shorter than its own exchange says nothing."""

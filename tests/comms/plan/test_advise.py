@@ -1,6 +1,8 @@
 """The verdict: which plan, and whether to compress at all."""
 
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 from torch import Tensor
@@ -96,6 +98,29 @@ def test_of_the_fast_enough_the_mildest_is_recommended() -> None:
         name for name in close if name in LEAST_DISTORTION_FIRST
     ]  # a codec that another test has registered comes last
     assert advice.recommend.compressor == min(known, key=LEAST_DISTORTION_FIRST.index)
+
+
+CHOICES = Path(__file__).parents[3] / "docs/how-to/choose_a_compressor.md"
+"""The page that says which compressor to take with which optimizer."""
+
+
+def chosen_on_page(optimizer: str) -> set[str]:
+    """Compressors that the page's table has for an optimizer without a condition on the run or the result."""
+    row = next(line for line in CHOICES.read_text().splitlines() if line.startswith(f"| {optimizer}"))
+    _, _, first, then, *_ = row.split("|")
+    offered = [part for part in f"{first};{then}".split(";") if "long runs" not in part and "do not matter" not in part]
+    return {name for part in offered for name in re.findall(r"`(\w+)`", part)}
+
+
+@pytest.mark.parametrize(("optimizer", "row"), [("sgd", "SGD"), ("adamw", "Adam"), ("muon", "Muon")])
+def test_what_is_recommended_is_what_the_page_chooses(optimizer: str, row: str) -> None:
+    assert "int8" in chosen_on_page(row) and "dgc" not in chosen_on_page(row)
+    found = set()
+    for nodes, gbit in ((2, 0.04), (3, 0.2), (2, 1), (4, 10), (16, 25)):
+        for backward_ms in (0, 5, 500):
+            for library in ("gloo", "nccl"):
+                found.add(ask(cluster_of(nodes, gbit), backward_ms, optimizer, library).recommend.compressor)
+    assert found <= chosen_on_page(row) | {"none", "bf16"} and len(found) > 2, found
 
 
 def test_a_compressor_that_requires_sgd_is_not_recommended_to_adam() -> None:
