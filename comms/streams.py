@@ -22,9 +22,9 @@ log = logging.getLogger("gradwire")
 COPY_SECONDS = 2.0
 """Seconds for four bytes to the device, where nothing on its stream is before them."""
 
-COPY_LOOK_SECONDS = 0.001
+COPY_POLL_SECONDS = 0.001
 
-LOOK_SECONDS = 0.001
+POLL_SECONDS = 0.001
 """Seconds between two looks at a collective, where somebody waits for it on the host."""
 
 STREAMS = 2
@@ -167,7 +167,7 @@ class StepVerdict:
             if time.monotonic() > deadline:
                 log.warning("%s takes no copy: what is under way on it may end as if nothing were wrong", self._device)
                 return
-            time.sleep(COPY_LOOK_SECONDS)
+            time.sleep(COPY_POLL_SECONDS)
 
 
 class IssuedWork:
@@ -190,7 +190,7 @@ class IssuedWork:
     def synchronize(self) -> None:
         """Blocks the host until the device has passed it."""
         while not self.query():
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
 
 class SideStreams:

@@ -17,7 +17,7 @@ from gradwire.comms.watch.activity import Activity
 from gradwire.comms.watch.flight import FlightReader
 from gradwire.comms.watch.rank import RankLog
 
-LOOK_SECONDS = 5e-3
+POLL_SECONDS = 5e-3
 KEPT_COLLECTIVES = 2000
 
 
@@ -55,7 +55,7 @@ class StepSplit:
             self._first = None
 
     def _run(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(POLL_SECONDS):
             with self._lock:
                 self._look()
 

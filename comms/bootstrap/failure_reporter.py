@@ -58,10 +58,10 @@ has answered."""
 BLOCK = 64
 """Ranks whose words are asked for in one question."""
 
-LOOK_SECONDS = 1.0
-"""Seconds between two looks at the store's alarm, in groups of up to `LOOKS_PER_SECOND` ranks."""
+POLL_SECONDS = 1.0
+"""Seconds between two looks at the store's alarm, in groups of up to `POLLS_PER_SECOND` ranks."""
 
-LOOKS_PER_SECOND = 2048
+POLLS_PER_SECOND = 2048
 """Most looks a second of all ranks of a group together: one server answers them, on one thread. Each rank of torch's
 own NCCL group asks it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
 
@@ -69,12 +69,12 @@ MOST_SEEN = 4
 """Ranks whose words are repeated where nobody is missing, at most."""
 
 NAP_SECONDS = 0.05
-"""Seconds between the first two looks at the reporter; each later one comes twice as late, up to `look_seconds`."""
+"""Seconds between the first two looks at the reporter; each later one comes twice as late, up to `poll_seconds`."""
 
 
-def look_seconds(size: int) -> float:
+def poll_seconds(size: int) -> float:
     """Seconds between two looks of each of `size` ranks at the store's alarm."""
-    return max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
+    return max(POLL_SECONDS, size / POLLS_PER_SECOND)
 
 
 class CollectiveError(RuntimeError):
@@ -390,12 +390,12 @@ class StoreFailureReporter(FailureReporter):
         self._store.set(f"word/{self.rank}", json.dumps(word))
         self._alarm.set(PeerFailure(f"rank {self.rank} saw {word['phase']} fail: {cause}", source))
         first = int(self._store.compare_set("collector", "", str(self.rank))) == self.rank
-        deadline = time.monotonic() + PATIENCE.total_seconds() + look_seconds(self._size)
+        deadline = time.monotonic() + PATIENCE.total_seconds() + poll_seconds(self._size)
         if not first:
-            nap_seconds = max(NAP_SECONDS, look_seconds(self._size) / 8)
-            while not (told := self._store.check(["verdict"])) and time.monotonic() < deadline + LOOK_SECONDS:
+            nap_seconds = max(NAP_SECONDS, poll_seconds(self._size) / 8)
+            while not (told := self._store.check(["verdict"])) and time.monotonic() < deadline + POLL_SECONDS:
                 time.sleep(nap_seconds)
-                nap_seconds = min(2 * nap_seconds, look_seconds(self._size))
+                nap_seconds = min(2 * nap_seconds, poll_seconds(self._size))
             if told:
                 try:
                     return _Verdict.unpacked(self._store.read("verdict"))
@@ -409,14 +409,14 @@ class StoreFailureReporter(FailureReporter):
         """Reads all words, a block of ranks in a question; who is silent is asked for alone, ever more rarely."""
         words, silent, dead = {self.rank: own}, set(self._everybody()) - {self.rank}, set(own["dead"])
         began = time.monotonic()
-        calling = began + CALLING_AFTER.total_seconds() + look_seconds(self._size)
+        calling = began + CALLING_AFTER.total_seconds() + poll_seconds(self._size)
         nap_seconds, thorough = NAP_SECONDS, began
         while True:
             now = time.monotonic()
             last = now > deadline
             one_by_one = last or self._size <= BLOCK or now >= thorough
             if one_by_one:
-                thorough = now + 2 * (now - began) + LOOK_SECONDS
+                thorough = now + 2 * (now - began) + POLL_SECONDS
             for block in _blocks(silent - dead):
                 said = self._read(block) or (
                     [one for rank in block for one in self._read([rank])] if one_by_one else []
@@ -432,7 +432,7 @@ class StoreFailureReporter(FailureReporter):
             if not silent - dead or last:
                 break
             time.sleep(nap_seconds)
-            nap_seconds = min(2 * nap_seconds, LOOK_SECONDS)
+            nap_seconds = min(2 * nap_seconds, POLL_SECONDS)
         for rank in dead & silent:  # who has spoken is not missing, though it has ended since
             words.update(self._read([rank]))
         missing = (dead | silent) - words.keys()

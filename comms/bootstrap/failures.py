@@ -20,8 +20,8 @@ failure_reporter.py collects the reports of the ranks that live, and ends the jo
 on who goes on. They stay two because the results bind differently. The reporter's is part of an error message, so a
 rank that gets none, or has lost the store, makes one of its own. The members' says who trains on: it must be the same
 on all ranks even if the rank that writes it fails, and a report that comes too late does not count. Both ask
-`kernel.look_at` if a process has exited: nothing else counts as an exit but a connection that its kernel closed, or
-silence for long. Transports raise a `PeerError` for what their own connections show, and poll a reporter's
+`kernel.listener_state` if a process has exited: nothing else counts as an exit but a connection that its kernel
+closed, or silence for long. Transports raise a `PeerError` for what their own connections show, and poll a reporter's
 `abort_reason` while they wait.
 """
 

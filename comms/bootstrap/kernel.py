@@ -191,7 +191,7 @@ def is_listened_at(port: int) -> bool | None:
     return False if known else None
 
 
-def look_at(kernel: str, port: int, addresses: Sequence[str]) -> str:
+def listener_state(kernel: str, port: int, addresses: Sequence[str]) -> str:
     """What is known of a process that listened at a port: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`.
 
     Args:

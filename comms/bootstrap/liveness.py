@@ -27,7 +27,7 @@ import torch
 
 from gradwire.comms.bootstrap.addresses import listener, own_addresses
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.failure_reporter import LOOK_SECONDS, look_seconds
+from gradwire.comms.bootstrap.failure_reporter import POLL_SECONDS, poll_seconds
 from gradwire.comms.bootstrap.failures import (
     ABSENT,
     BROKEN,
@@ -44,7 +44,7 @@ from gradwire.comms.bootstrap.failures import (
 )
 from gradwire.comms.bootstrap.failures import ENDED as HAS_ENDED
 from gradwire.comms.bootstrap.forks import leave_to_parent
-from gradwire.comms.bootstrap.kernel import ENDED, LISTENS, UNKNOWN, look_at, own_kernel, to_call
+from gradwire.comms.bootstrap.kernel import ENDED, LISTENS, UNKNOWN, listener_state, own_kernel, to_call
 from gradwire.comms.bootstrap.pending_connections import accept, to_close
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
@@ -79,7 +79,7 @@ among them, which says its name with its call, is heard before it could be turne
 CLOSING_CALLERS = 16
 """Who wait to be let in then, at most: the two neighbours, and others."""
 
-CLOSING_LOOKS = (0.0, 0.02, 0.08)
+CLOSING_POLLS = (0.0, 0.02, 0.08)
 """Seconds before each look whether a process whose connection has ended listens still: its kernel closes one after the
 other."""
 
@@ -117,8 +117,8 @@ Lost = Callable[[Exception], None]
 """Called once, from the ring's thread, with what happened: a `PeerFailureError`, or what a source has raised."""
 
 
-def look_at_rank(store: Store, rank: int) -> str:
-    """What is known of whether a rank lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`, as `look_at` says.
+def rank_state(store: Store, rank: int) -> str:
+    """What is known of whether a rank lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`, as `listener_state` says.
 
     Args:
         store: The ring's.
@@ -134,7 +134,7 @@ def look_at_rank(store: Store, rank: int) -> str:
     except MessageError as error:
         log.debug("rank %d has not said where it is: %s", rank, error)
         return UNKNOWN
-    return look_at(kernel, port, addresses)
+    return listener_state(kernel, port, addresses)
 
 
 _ALIVE: MessageType[tuple[int, tuple[str, ...], str, str]] = MessageType(
@@ -205,9 +205,9 @@ class _Register:
         self.left[rank] = _LAUNCHES.read(self._store.get(f"left/{rank}"))
         return True
 
-    def look_at(self, rank: int) -> str:
-        """What is known of whether a rank lives; see `look_at_rank`."""
-        return look_at_rank(self._store, rank)
+    def state_of(self, rank: int) -> str:
+        """What is known of whether a rank lives; see `rank_state`."""
+        return rank_state(self._store, rank)
 
     def miss_who_left(self, started: int) -> None:
         """Raises a PeerError where a rank has left before the last launch that this one has started."""
@@ -419,23 +419,23 @@ class _Calls:
         rank: This rank.
         ranks: Those to be called: the next one, which is looked after until it has come, and others.
         ends: Of this rank.
-        look_seconds: Seconds between two looks at the store, at most.
+        poll_seconds: Seconds between two looks at the store, at most.
     """
 
-    def __init__(self, register: _Register, rank: int, ranks: Sequence[int], ends: _Ends, look_seconds: float) -> None:
+    def __init__(self, register: _Register, rank: int, ranks: Sequence[int], ends: _Ends, poll_seconds: float) -> None:
         self.next = _Neighbour(ranks[0])
         self._register = register
         self._rank = rank
         self._neighbours = [self.next, *map(_Neighbour, ranks[1:])]
         self._ends = ends
-        self._look_seconds = look_seconds
+        self._poll_seconds = poll_seconds
         self._nap_seconds = FIRST_NAP_SECONDS
 
     @property
     def pause_seconds(self) -> float:
         """Seconds until the next look is due."""
         knows_all = all(each.addresses is not None or each.reached for each in self._neighbours)
-        seconds = self._look_seconds if knows_all else self._nap_seconds
+        seconds = self._poll_seconds if knows_all else self._nap_seconds
         if looks := self.next.looks:
             seconds = min(seconds, max(0.0, looks[0][0] - time.monotonic()))
         return seconds
@@ -474,7 +474,7 @@ class _Calls:
             return
         neighbour.reached = True
         try:
-            has_ended = self._register.look_at(neighbour.rank) == ENDED
+            has_ended = self._register.state_of(neighbour.rank) == ENDED
             if self._register.has_left(neighbour.rank):  # who leaves in order says so before it goes
                 return
         except RuntimeError as error:
@@ -501,7 +501,7 @@ class _Calls:
         _, last = following.looks.popleft()
         if following.answered or self._register.has_left(following.rank):
             return
-        if self._register.look_at(following.rank) == ENDED:
+        if self._register.state_of(following.rank) == ENDED:
             raise _failure_error(f"the process of rank {following.rank} has ended", HAS_ENDED, following.rank)
         if last and not self._register.has_come(following.rank):
             raise _failure_error(f"rank {following.rank} has not come", ABSENT)
@@ -512,7 +512,7 @@ class _Calls:
         """Looks for the addresses of a neighbour; whether they are there."""
         try:
             if not self._register.has_come(neighbour.rank):
-                self._nap_seconds = min(2 * self._nap_seconds, self._look_seconds)
+                self._nap_seconds = min(2 * self._nap_seconds, self._poll_seconds)
                 return False
             port, addresses, kernel, token = self._register.place_of(neighbour.rank)
         except (RuntimeError, MessageError) as error:  # its server has left, or its failure will show to its neighbours
@@ -631,12 +631,12 @@ class LivenessRing:
         self._lost = lost
         self._sources = sources
         self._launches = launches
-        self._look_seconds = look_seconds(size)
-        self._next_look = 0.0
+        self._poll_seconds = poll_seconds(size)
+        self._next_poll = 0.0
         self._ends = _Ends(rank, size)
         self._register = _Register(store, rank)
         called = [each for each in dict.fromkeys([(rank + 1) % size, across]) if each is not None]
-        self._calls = _Calls(self._register, rank, called, self._ends, self._look_seconds)
+        self._calls = _Calls(self._register, rank, called, self._ends, self._poll_seconds)
         self.closed: set[int] = set()
         """Ranks whose connections have ended without a goodbye."""
         self._closed = threading.Event()
@@ -645,7 +645,7 @@ class LivenessRing:
         leave_to_parent(self)
         if waited is not None:
             self._calls.next.expect(comes_within, may_be_unreached)
-            self._pulse = _Pulse(rank, self._ends, self._look_seconds, waited)
+            self._pulse = _Pulse(rank, self._ends, self._poll_seconds, waited)
         self.thread = BackgroundThread(
             f"gradwire liveness {rank}",
             self._run,
@@ -669,13 +669,13 @@ class LivenessRing:
             self._pulse.end()
         self._ends.wake()
         if self.thread is not threading.current_thread():
-            self.thread.join(2 * LOOK_SECONDS)
+            self.thread.join(2 * POLL_SECONDS)
 
     def leave_to_parent(self) -> None:
         """Closes a forked child's copies: else nobody would hear of the end of the parent while the child lives."""
         self._ends.close()
 
-    def look_for_closed(self) -> None:
+    def poll_closed(self) -> None:
         """Adds to `closed`, and waits for nothing. The ring's thread alone, once `lost` has been called."""
         assert self._ends.selector is not None
         for key, _ in self._ends.selector.select(0):
@@ -743,8 +743,8 @@ class LivenessRing:
         if self._closed.is_set():
             return
         self._calls.look_for_next()
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + self._look_seconds
+        if time.monotonic() >= self._next_poll:
+            self._next_poll = time.monotonic() + self._poll_seconds
             for source in (self._failures.poll, *self._sources):
                 if (failure := source()) is not None:
                     raise PeerFailureError(replace(failure, ranks=()))  # whom, they have been told who can tell
@@ -809,9 +809,9 @@ class LivenessRing:
             if self._register.has_left(rank):
                 return
             self.closed.add(rank)
-            for seconds in CLOSING_LOOKS:
+            for seconds in CLOSING_POLLS:
                 time.sleep(seconds)
-                if self._register.look_at(rank) != LISTENS:
+                if self._register.state_of(rank) != LISTENS:
                     raise _failure_error(ended.format(rank), HAS_ENDED, rank)
             raise _failure_error(f"the connection to rank {rank} has ended, and its process has not", BROKEN)
         except PeerError:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.failures import LONGEST_FAILURE_NBYTES, PeerFailure
 from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
-from gradwire.comms.bootstrap.kernel import look_at, to_call
+from gradwire.comms.bootstrap.kernel import listener_state, to_call
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.threads import BackgroundThread, call_each
 from gradwire.comms.boundary.messages import Addresses, Kernel, MessageType, Port
@@ -355,7 +355,7 @@ class PeerTable:
     def _send(self, rank: int, request: bytes) -> str:
         """Send one request to a rank, trying its addresses in order, and return the outcome."""
         peer = self.addresses[rank]
-        if look_at(peer.kernel, peer.port, ()) == ENDED_HERE:
+        if listener_state(peer.kernel, peer.port, ()) == ENDED_HERE:
             return ENDED
         refused = silent = False
         for address in to_call(peer.kernel, peer.addresses):

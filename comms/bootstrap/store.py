@@ -29,7 +29,7 @@ FIRST_NAP_SECONDS = 0.001
 LONGEST_NAP_SECONDS = 0.05
 """Longest pause between two looks of one rank, where few wait."""
 
-LOOKS_PER_SECOND = 8192
+POLLS_PER_SECOND = 8192
 """Most looks a second of all ranks that may wait for one key: one server answers some 20,000, on one thread."""
 
 IDLE_SECONDS = 3.0
@@ -182,8 +182,8 @@ class Naps:
     """
 
     def __init__(self, ranks: int = 1) -> None:
-        self._next = max(FIRST_NAP_SECONDS, ranks / LOOKS_PER_SECOND / 8)
-        self.longest = max(LONGEST_NAP_SECONDS, ranks / LOOKS_PER_SECOND)
+        self._next = max(FIRST_NAP_SECONDS, ranks / POLLS_PER_SECOND / 8)
+        self.longest = max(LONGEST_NAP_SECONDS, ranks / POLLS_PER_SECOND)
 
     def sleep(self, deadline: float) -> None:
         """Sleeps twice as long as the last time, and hardly beyond a moment of `time.monotonic()`."""

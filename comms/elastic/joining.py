@@ -27,7 +27,7 @@ from gradwire.comms.elastic.membership import EvictedError, View, own_name
 
 log = logging.getLogger("gradwire")
 
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 """Seconds between two looks of rank 0 for requests."""
 
 PULSE_SECONDS = 0.1
@@ -41,7 +41,7 @@ FORGOTTEN_SECONDS, UNSEEN_SECONDS = 60.0, 10.0
 shown two, which holds the place of another."""
 
 MOST_OPEN = 256
-"""Requests that are looked at, at a time: each is three questions to the store in `LOOK_SECONDS`."""
+"""Requests that are looked at, at a time: each is three questions to the store in `POLL_SECONDS`."""
 
 MOST_REQUEST_NBYTES = 1 << 24
 """Bytes of a request: the entries of a model with 100,000 parameters, of some 100 characters each."""
@@ -241,7 +241,7 @@ class Requests:
 
     def _watch(self) -> None:
         """Looks for requests, also while a step takes long; a store that does not answer holds up this thread alone."""
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(POLL_SECONDS):
             try:
                 self._look()
             except RuntimeError as error:

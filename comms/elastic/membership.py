@@ -24,7 +24,7 @@ from functools import partial
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failures import OVER, UNREACHED, Failures, PeerFailure
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
-from gradwire.comms.bootstrap.liveness import LivenessRing, look_at_rank
+from gradwire.comms.bootstrap.liveness import LivenessRing, rank_state
 from gradwire.comms.bootstrap.store import PollingStore, Result
 from gradwire.comms.bootstrap.threads import call_each
 from gradwire.comms.boundary.messages import MessageError, MessageType, Rank
@@ -37,7 +37,7 @@ CALLING_AFTER_SECONDS = 0.5
 """Seconds from an alarm until this kernel is asked for its own ranks that have not said that they are here. A rank's
 thread says so within milliseconds, on a busy machine within tenths of a second."""
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 """Seconds between two looks, while ranks agree, at who has gone whose connection has ended."""
 
 SILENCE_SECONDS = 5.0
@@ -377,13 +377,13 @@ class Membership:
                 word = {"left": self._collect(generation), "joined": {}}
                 self._store.compare_set(key, "", json.dumps(word))
             began = time.monotonic()
-            looks = _Looks(began)
+            backoff = _Backoff(began)
             while not self._store.check([key]) and not self._closed:
                 if time.monotonic() > began + SILENCE_SECONDS + LEADER_SECONDS:
                     break
-                if looks.are_due():
-                    generation.look_for_closed()
-                    if self._has_gone(generation, leader, ask=looks.may_ask()):
+                if backoff.are_due():
+                    generation.poll_closed()
+                    if self._has_gone(generation, leader, ask=backoff.may_ask()):
                         break  # who leads is lost over it: then another rank leads at once
                 time.sleep(NAP_SECONDS)
             if self._closed:
@@ -397,7 +397,7 @@ class Membership:
         """Waits until every rank has said that it is here, or is known to be gone; who is left, ascending."""
         number, everybody = generation.view.generation, set(range(generation.view.size))
         began = time.monotonic()
-        looks = _Looks(began)
+        backoff = _Backoff(began)
         gone, here = set(generation.failures.ranks), {generation.view.rank}
         while time.monotonic() < began + SILENCE_SECONDS:
             if self._store.add(f"{number}/heard", 0) > len(here):
@@ -408,9 +408,9 @@ class Membership:
             silent = sorted(everybody - here - gone)
             if not silent:
                 break
-            if looks.are_due():
-                generation.look_for_closed()
-                ask = looks.may_ask()
+            if backoff.are_due():
+                generation.poll_closed()
+                ask = backoff.may_ask()
                 for start in range(0, len(silent), CALLERS):
                     some = silent[start : start + CALLERS]
                     found = call_each(partial(self._has_gone, generation, ask=ask), some, "gradwire call")
@@ -436,7 +436,7 @@ class Membership:
         closed = generation.ring is not None and rank in generation.ring.closed
         if not closed and not ask:
             return False
-        found = look_at_rank(self._ring_store(generation.view), rank)
+        found = rank_state(self._ring_store(generation.view), rank)
         if found == LISTENS or (found != ENDED and not closed) or self._store.check([f"{number}/members"]):
             return False
         self._store.set(f"{number}/gone/{rank}", "1")
@@ -446,7 +446,7 @@ class Membership:
         return self._store.below(f"{view.generation}/ring")
 
 
-class _Looks:
+class _Backoff:
     """When a rank looks at those that say nothing, while ranks agree.
 
     Args:
@@ -462,7 +462,7 @@ class _Looks:
         now = time.monotonic()
         if now < self._next:
             return False
-        self._next = now + LOOK_SECONDS
+        self._next = now + POLL_SECONDS
         return True
 
     def may_ask(self) -> bool:
@@ -484,9 +484,9 @@ class _Generation:
         self.knows_unreached = False
         """Who cannot be reached has just said that it is here: nobody raises an alarm for that again."""
 
-    def look_for_closed(self) -> None:
+    def poll_closed(self) -> None:
         if self.ring is not None:
-            self.ring.look_for_closed()
+            self.ring.poll_closed()
 
     def close(self, *, orderly: bool = True) -> None:
         if self.ring is not None:

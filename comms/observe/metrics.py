@@ -27,7 +27,7 @@ MOST_REQUEST_NBYTES = 8192
 ANSWER_SECONDS = 2.0
 """Seconds for one who asks to take the answer, some tens of kilobytes, which the kernel mostly takes at once."""
 
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 """Seconds between two looks for callers who have asked for nothing for long."""
 
 
@@ -87,7 +87,7 @@ class _Scrapes:
         with closing(PendingConnections(self._listener, _lacks)) as pending:
             while not self._closed:
                 try:
-                    callers = pending.next(LOOK_SECONDS)
+                    callers = pending.next(POLL_SECONDS)
                 except (OSError, ValueError) as error:  # a listener that is closed has no descriptor
                     if not self._closed:
                         raise

@@ -32,7 +32,7 @@ from gradwire.comms.run.executor import Executor
 
 log = logging.getLogger("gradwire")
 
-LOOKS, SHORTEST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 4, 0.02, 5.0
+POLLS, SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 4, 0.02, 5.0
 """Looks of the thread in the time after which it warns, and their limits."""
 
 PASSES = 3
@@ -221,10 +221,10 @@ class StallWatch:
         self._failures = 0
         if job.waits is not None:
             job.waits.know(self)
-        look_seconds = min(max(seconds / LOOKS, SHORTEST_LOOK_SECONDS), LONGEST_LOOK_SECONDS)
+        poll_seconds = min(max(seconds / POLLS, SHORTEST_POLL_SECONDS), LONGEST_POLL_SECONDS)
         self._thread = BackgroundThread(
             f"gradwire stall watch {job.rank}",
-            partial(self._run, look_seconds),
+            partial(self._run, poll_seconds),
             without=f"rank {job.rank} neither says nor hears what hangs",
             on_failure=lambda error: self._closed.set(),
             end=self._closed.set,
@@ -242,8 +242,8 @@ class StallWatch:
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_SECONDS)
 
-    def _run(self, look_seconds: float) -> None:
-        while not self._closed.wait(look_seconds):
+    def _run(self, poll_seconds: float) -> None:
+        while not self._closed.wait(poll_seconds):
             try:
                 self._look()
             except RuntimeError as error:  # a key is gone again, or the store: whoever waits will hear of that
@@ -307,7 +307,7 @@ class StallWatch:
             return
         if first:
             stall.collects = int(self._store.compare_set(COLLECTOR, "", str(self._job.rank))) == self._job.rank
-        stall.passes = PASSES + (not stall.collects) * LOOKS
+        stall.passes = PASSES + (not stall.collects) * POLLS
         stall.warned = False
 
     def _collect(self, stall: Stall, passed: float) -> None:

@@ -38,7 +38,7 @@ from gradwire.compressors.base import StateDict
 
 log = logging.getLogger("gradwire")
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 """Seconds between two polls of the other ranks' counters, when ranks of different numbers of steps meet."""
 
 COMPARED_ROUNDS = 8
@@ -430,4 +430,4 @@ class OuterExchange:
                 failures = self.averaging.communicator.executor.failures
                 raise failures.fail("synchronize()", (), lost) from None
             else:
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # loaded where it is asked for
 
 log = logging.getLogger("gradwire")
 
-CLOSING_LOOK_SECONDS = 0.02
+CLOSING_POLL_SECONDS = 0.02
 """Seconds between two looks at whether the device has come to the end."""
 
 CLOSED = "gradwire is closed on this rank: make a new HookState, or a new process group, for further all-reduces"
@@ -287,7 +287,7 @@ class StreamExecutor(Executor):
         self._closed = True
         until = math.inf if seconds is None else time.monotonic() + seconds
         while not self._interrupted and self._device_is_busy and not self._is_overdue and time.monotonic() < until:
-            time.sleep(CLOSING_LOOK_SECONDS)
+            time.sleep(CLOSING_POLL_SECONDS)
         if self.is_under_way:
             self._streams.verdict.give_up()  # an abort ends it, with any numbers
         self.failures.forget_frames()

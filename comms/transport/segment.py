@@ -35,7 +35,7 @@ log = logging.getLogger("gradwire")
 FOLDER = Path("/dev/shm")
 """Where ranks meet that share this folder and not the network namespace: they see no abstract socket of each other."""
 
-LONGEST_LOOK_SECONDS = 0.25
+LONGEST_POLL_SECONDS = 0.25
 """Longest pause between two looks of the first rank into the store, for what ranks say there that cannot connect."""
 
 LATE_SECONDS = 5.0
@@ -302,19 +302,19 @@ class _First:
         Raises:
             PeerError: One has ended, has failed, or has not come.
         """
-        next_look = 0.0
-        look_seconds = LONGEST_LOOK_SECONDS / 8
+        next_poll = 0.0
+        poll_seconds = LONGEST_POLL_SECONDS / 8
         in_folder = False
         while len(self._mapped) < self._size:
-            for key, _ in self._selector.select(look_seconds):
+            for key, _ in self._selector.select(poll_seconds):
                 if isinstance(key.data, _Line):
                     self._hear(key.data, descriptor)
                 elif isinstance(key.fileobj, socket.socket):
                     self._accept(key.fileobj)
             now = time.monotonic()
-            if now >= next_look:
-                look_seconds = min(2 * look_seconds, LONGEST_LOOK_SECONDS)
-                next_look = now + look_seconds
+            if now >= next_poll:
+                poll_seconds = min(2 * poll_seconds, LONGEST_POLL_SECONDS)
+                next_poll = now + poll_seconds
                 self._look_for_failures()
                 self._words.look_for_losses()
                 if not in_folder and (rank := self._words.find(ELSEWHERE)) is not None:

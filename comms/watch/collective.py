@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-TRACE_LOOK_SECONDS = 0.002
+TRACE_POLL_SECONDS = 0.002
 """Interval between two polls of the groups while a timeline is recorded: 1.5 % of a core, at 30 us each."""
 
 _CHANNEL = re.compile(r"(?P<group>.*): (?P<source>\d+) to (?P<target>\d+)")

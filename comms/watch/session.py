@@ -23,7 +23,7 @@ from gradwire.comms.watch.watch_store import WatchStore
 
 log = logging.getLogger("gradwire")
 
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 """Seconds between two looks at this rank's groups: 10 us for the state of its groups, and 20 us for where its thread
 stands."""
 
@@ -156,7 +156,7 @@ class Session:
             until = time.monotonic() + CONCLUDE_SECONDS
             self.publish()
             while time.monotonic() < until and not self._store.is_concluded(request):
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
                 if threading.current_thread() is not threading.main_thread() and self._analyzer is not None:
                     self.publish()
             if not self._store.is_concluded(request):  # C++ has ended rank 0, as gloo does for unlike sizes

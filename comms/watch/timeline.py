@@ -1,7 +1,7 @@
 """The last collectives of all ranks and groups as one timeline, from what torch's flight recorder keeps anyway.
 
 **Times.** A collective begins when it is issued, to the nanosecond, and ends when a look at the group first saw that it
-had: late by up to `TRACE_LOOK_SECONDS`. A message ends when the wait for it does.
+had: late by up to `TRACE_POLL_SECONDS`. A message ends when the wait for it does.
 
 **Clocks.** No rank leaves an all-reduce before all have entered it, and none has received a message before it was sent.
 So each of them bounds the difference of two ranks' clocks, as the rounds of `comms/observe/trace.py` do, and nothing is
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from gradwire.comms.observe.recorder import Note
 from gradwire.comms.observe.trace import KIND, Offset, chrome
-from gradwire.comms.watch.collective import TRACE_LOOK_SECONDS, TimelinePart, in_words, sender_of
+from gradwire.comms.watch.collective import TRACE_POLL_SECONDS, TimelinePart, in_words, sender_of
 
 MEETING = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all")
 """Operations that no rank leaves before all have entered."""
@@ -86,7 +86,7 @@ def timeline(parts: Mapping[int, TimelinePart], hosts: Mapping[int, str]) -> dic
         ]
     about = {
         "kind": f"{KIND} of a watch",
-        "ends_late_by_up_to_seconds": TRACE_LOOK_SECONDS,
+        "ends_late_by_up_to_seconds": TRACE_POLL_SECONDS,
         "clock_error_seconds": {rank: each.error_seconds for rank, each in offsets.items()},
         "ranks_without_common_clock": sorted(set(parts) - set(offsets)),
     }

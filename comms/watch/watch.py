@@ -143,14 +143,14 @@ class Watch:
                 self._answer_alone()
                 continue
             # Here: torch is being imported when a watch begins.
-            from gradwire.comms.watch.collective import TRACE_LOOK_SECONDS
-            from gradwire.comms.watch.session import CONCLUDE_SECONDS, LOOK_SECONDS
+            from gradwire.comms.watch.collective import TRACE_POLL_SECONDS
+            from gradwire.comms.watch.session import CONCLUDE_SECONDS, POLL_SECONDS
 
             if (session := self._connect(group)) is None:
                 continue
             self._session = session
             self._open_metrics(session)
-            seconds = LOOK_SECONDS if self._trace is None else TRACE_LOOK_SECONDS
+            seconds = POLL_SECONDS if self._trace is None else TRACE_POLL_SECONDS
             self._signals.hold_abort(CONCLUDE_SECONDS)
             while not session.is_over and not self._closed.wait(seconds):
                 if not session.leaves:
@@ -171,11 +171,11 @@ class Watch:
         Torch goes on connecting to a store whose server is gone until the time-out of the group, and for ever where it
         is stopped (seen on torch 2.13: twice 20 s for a time-out of 20 s). Signals are heard meanwhile.
         """
-        from gradwire.comms.watch.session import LOOK_SECONDS, Session
+        from gradwire.comms.watch.session import POLL_SECONDS, Session
 
         told = in_thread(lambda: Session(self._stall_seconds, self._messages, self._trace), "gradwire watch connects")
         while told.empty():
-            if self._closed.wait(LOOK_SECONDS) or self._group() is not group:
+            if self._closed.wait(POLL_SECONDS) or self._group() is not group:
                 return None
             self._answer_alone()
         try:

@@ -248,7 +248,7 @@ ELASTIC = (
     Mutation(
         "a broken connection is an end",
         _RING,
-        "                if self._register.look_at(rank) != LISTENS:\n",
+        "                if self._register.state_of(rank) != LISTENS:\n",
         "                if True:\n",
         "A rank that lives is missed.",
         (_LIVENESS, _NETWORK),

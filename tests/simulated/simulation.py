@@ -482,7 +482,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         one.peer, other.peer = other, one
         return one, other
 
-    def look_at(name: str, port: int, addresses: Sequence[str]) -> str:
+    def listener_state(name: str, port: int, addresses: Sequence[str]) -> str:
         own, listening = simulation.process.host, simulation.listeners.get(port)
         there = listening is not None and not listening.process.dead
         if name == own:
@@ -528,7 +528,7 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         waits = _Names(selectors, DefaultSelector=lambda: _Selector(simulation))
         stack.enter_context(patch.object(liveness, "selectors", waits))
         stack.enter_context(patch.object(liveness, "listener", listener))
-        stack.enter_context(patch.object(liveness, "look_at", look_at))
+        stack.enter_context(patch.object(liveness, "listener_state", listener_state))
         stack.enter_context(patch.object(liveness, "own_kernel", lambda: simulation.process.host))
         stack.enter_context(patch.object(liveness, "own_addresses", lambda *toward: [simulation.process.host]))
         stack.enter_context(patch.object(liveness, "to_call", lambda name, addresses: list(addresses)))

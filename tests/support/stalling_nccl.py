@@ -27,7 +27,7 @@ from fake_cuda.machine import device_index
 from fake_cuda.nccl import FakeNcclOptions
 from fake_cuda.streams import FakeEvent, FakeFuture, FakeStream, current_stream
 
-LOOK_SECONDS = 0.01
+POLL_SECONDS = 0.01
 
 _issued: dict[int, list["StallingWork"]] = {}
 """Device -> collectives that its rank has issued and that were not seen to be done."""
@@ -98,7 +98,7 @@ class StallingNccl:
         while not self.have_all_come("connected"):
             if self.over.is_set():
                 raise RuntimeError("the test is over")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def allreduce(self, tensors: list[Tensor], options: object = None) -> StallingWork | None:
         return self._issue(tensors)
@@ -186,7 +186,7 @@ def synchronize(device: object = None) -> None:
     """In the place of torch.cuda.synchronize."""
     index = device_index(device)
     while pending(index):
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 _behind: set[object] = set()
@@ -218,7 +218,7 @@ def _query(event: Any) -> bool:
 
 def _synchronize(event: Any) -> None:
     while not _query(event):
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 EVENTS: dict[str, Any] = {

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from gradwire.comms.watch.flight import Progress
 from gradwire.comms.watch.rank import RankLog, RankStatus
 
-LOOK_SECONDS, STATUS_SECONDS = 0.02, 0.5
+POLL_SECONDS, STATUS_SECONDS = 0.02, 0.5
 
 Collective = tuple[str, tuple[int, ...]]
 """A group's name and its ranks."""
@@ -52,9 +52,9 @@ class SimulatedJob:
             yield self._statuses()
 
     def _advance(self, rank: int, until: float) -> None:
-        """Looks at the rank every `LOOK_SECONDS`, at moments that differ from rank to rank."""
-        while self._looked[rank] + LOOK_SECONDS <= until:
-            self._looked[rank] += LOOK_SECONDS
+        """Looks at the rank every `POLL_SECONDS`, at moments that differ from rank to rank."""
+        while self._looked[rank] + POLL_SECONDS <= until:
+            self._looked[rank] += POLL_SECONDS
             self._logs[rank].note(self._looked[rank] + rank * 1000.0, self._progress[rank])
         self._now[rank] = until
 

@@ -26,7 +26,7 @@ from gradwire.comms.bootstrap.compat import TCPStore
 GRACE_SECONDS = 30.0
 """Between SIGTERM and SIGKILL. Source: torchrun's default."""
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 RESULT = "result:"
 """What rank 0 prints before what a study wants of it."""
 
@@ -78,7 +78,7 @@ def run_ranks(size: int, main: Callable[[int, int], None], seconds: float) -> tu
                         os.kill(process, signal.SIGTERM)
                 if time.monotonic() > until:
                     break
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
         finally:
             for process, rank in running.items():
                 os.kill(process, signal.SIGKILL)

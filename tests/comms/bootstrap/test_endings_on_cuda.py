@@ -38,7 +38,7 @@ SECONDS = 20.0
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(failure_reporter, "CALLING_AFTER", timedelta(seconds=0.2))
 
 

@@ -300,9 +300,9 @@ def test_the_ring_listens_on_ipv6_where_there_is_any() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 8, 1024, 2048, 2049, 16_384, 100_000])
 def test_the_store_is_asked_no_more_often_than_one_server_can_answer(size: int) -> None:
-    seconds = failure_reporter.look_seconds(size)
-    assert size / seconds <= failure_reporter.LOOKS_PER_SECOND
-    assert seconds == failure_reporter.LOOK_SECONDS or size / seconds == failure_reporter.LOOKS_PER_SECOND
+    seconds = failure_reporter.poll_seconds(size)
+    assert size / seconds <= failure_reporter.POLLS_PER_SECOND
+    assert seconds == failure_reporter.POLL_SECONDS or size / seconds == failure_reporter.POLLS_PER_SECOND
     if size <= 1024:
         assert seconds == 1.0
     if size <= 16_384:
@@ -311,7 +311,7 @@ def test_the_store_is_asked_no_more_often_than_one_server_can_answer(size: int) 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.01)
 
 
 @pytest.mark.usefixtures("quick")
@@ -562,7 +562,7 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     """Nobody waits until its patience ends for a process that has; one that answers is waited for."""
     monkeypatch.setattr(failure_reporter, "PATIENCE", timedelta(hours=1))
     monkeypatch.setattr(failure_reporter, "CALLING_AFTER", timedelta(0))
-    monkeypatch.setattr(failure_reporter, "look_seconds", lambda size: 0.0)
+    monkeypatch.setattr(failure_reporter, "poll_seconds", lambda size: 0.0)
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     call = PeerTable.probe
     word = {"dead": [], "phase": "", "launches": 0, "waiting": True, "overdue": False, "seen": "", "own": False}

@@ -19,7 +19,7 @@ from gradwire.comms.backend.node_collectives import NodeCollectives
 from gradwire.comms.bootstrap import probe
 from gradwire.comms.bootstrap import store as stores
 from gradwire.comms.bootstrap.compat import HashStore, TCPStore
-from gradwire.comms.bootstrap.kernel import LISTENS, look_at, own_kernel
+from gradwire.comms.bootstrap.kernel import LISTENS, listener_state, own_kernel
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.probe import SILENT, PeerAddress, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.threads import BackgroundThread
@@ -160,10 +160,10 @@ def test_a_door_that_fails_does_not_look_like_a_process_that_has_ended(
     ended.get(timeout=SECONDS)
     there = PeerTable("start", 0, {1: PeerAddress(server.port, ("127.0.0.1",), own_kernel())})
     assert there.probe([1]) == {1: SILENT}
-    assert look_at(own_kernel(), server.port, ()) == LISTENS
+    assert listener_state(own_kernel(), server.port, ()) == LISTENS
     server._users = 1
     server.close()
-    assert look_at(own_kernel(), server.port, ()) != LISTENS
+    assert listener_state(own_kernel(), server.port, ()) != LISTENS
 
 
 def test_a_caller_at_the_door_that_cannot_be_answered_keeps_no_other_waiting(
@@ -214,7 +214,7 @@ def test_nobody_says_what_hangs_any_more(monkeypatch: pytest.MonkeyPatch, ended:
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(stall, "SHORTEST_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(stall, "SHORTEST_POLL_SECONDS", 0.001)
     monkeypatch.setattr(Executor, "oldest", lambda executor: fail())
     job = WatchedJob(0, ("a", "b"), (0, 1), {})
     watch = StallWatch(HashStore(), job, Executor(), 0.001)  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def test_nobody_says_what_hangs_any_more(monkeypatch: pytest.MonkeyPatch, ended:
 
 
 def test_nobody_joins_any_more_and_who_waits_is_told(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
-    monkeypatch.setattr(joining, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(joining, "POLL_SECONDS", 0.001)
     store = HashStore()
     store.add("join/count", 1)
     requests = Requests(store, timedelta(seconds=SECONDS), {}, {})

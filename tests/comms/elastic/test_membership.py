@@ -154,7 +154,7 @@ def test_a_failure_ends_the_epoch_for_all_and_its_store_says_why() -> None:
 def test_who_waits_for_the_store_is_not_taken_for_frozen(
     stalled: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(liveness, "FROZEN_SECONDS", 0.8)
     made = members(HashStore(), 4)
     rings = [each._current.ring for each in made]

@@ -199,7 +199,7 @@ def test_while_there_is_progress_nothing_is_said_and_no_store_asked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observer_module, "PollingStore", Counted)
-    monkeypatch.setattr(stall, "LOOKS", 200)  # the threads look all the time
+    monkeypatch.setattr(stall, "POLLS", 200)  # the threads look all the time
     Counted.calls = 0
 
     def body(steps: Steps) -> None:
