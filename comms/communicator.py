@@ -168,7 +168,8 @@ class Communicator:
             connections=_connections(config, self.rank_plans),
             ended=None if directory is None else directory.exited,
         )
-        self._connected = False
+        # On CUDA nothing may connect during a step. CPU groups that a session has not connected connect at first use.
+        self._connected = device.type != "cuda"
         self.executor = _executor(
             device, f"gradwire {name}", self._groups, rank, cluster, compressor, reporter, config.timeout
         )
@@ -217,7 +218,7 @@ class Communicator:
         return self.rank_plans.cluster
 
     def connect(self, nbytes: int) -> None:
-        """Connects what buckets of `nbytes` need, where a first bucket would otherwise wait for it: on CUDA.
+        """Connects the groups that buckets of `nbytes` need; later, the process that serves the store may have ended.
 
         Every rank calls it at the same point of the sequence of collectives, when the plans are settled. Sets of ranks
         are connected in one order, so uneven nodes, whose ranks are in several, do not wait in a circle. A plan that
@@ -229,17 +230,12 @@ class Communicator:
         Raises:
             RuntimeError: A rank did not join within the time-out, or this torch has no NCCL.
         """
-        if self.device.type == "cuda":
-            self._connect_nccl(nbytes)
-        self._connected = True
-
-    def _connect_nccl(self, nbytes: int) -> None:
-        """Connects NCCL's groups; where that fails, the others hear of it."""
         executor = self.executor
-        before, executor.activity = executor.activity, "connecting NCCL"
+        before = executor.activity
+        executor.activity = "connecting NCCL" if self.device.type == "cuda" else "connecting the ranks"
         failed: str | None = None
         try:
-            self._groups.connect(self.rank_plans.groups(nbytes), self.rank_plans.return_groups())
+            self._groups.connect(self.rank_plans.groups(nbytes), nbytes)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             executor.interrupt(error.with_traceback(None))
             failed = f"{error}"
@@ -248,6 +244,7 @@ class Communicator:
         if failed is not None:
             failure = executor.failure
             raise CollectiveError(*((str(failure), failure.missing) if failure else (failed, ())))  # no frame is kept
+        self._connected = True
 
     def all_reduce(
         self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None, flush: bool = False

@@ -12,9 +12,9 @@ import torch
 from gradwire.comms.config import Config
 from gradwire.comms.links.estimates import Links
 from gradwire.comms.plan.chooser import PlanChooser
-from gradwire.comms.plan.cost import sent_nbytes
+from gradwire.comms.plan.cost import EXCHANGE_ROUNDS, sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan, Transfer
-from gradwire.comms.plan.planner import make_phases, plan_all_reduce
+from gradwire.comms.plan.planner import make_phases
 from gradwire.comms.plan.schedule import (
     ALIGN_NUMEL,
     Partition,
@@ -22,6 +22,7 @@ from gradwire.comms.plan.schedule import (
     equal_partition,
     even_partition,
     executable,
+    has_owners_by_links,
     member_shares,
 )
 from gradwire.compressors.base import Compressor, Layout, planned
@@ -34,6 +35,9 @@ log = logging.getLogger("gradwire")
 
 BucketKey = tuple[int, torch.dtype, Layout | None]
 """What a bucket's plan depends on: elements, dtype, and its layout of parameters if it may be compressed."""
+
+LaneGroup = tuple[tuple[int, int], tuple[int, ...]]
+"""A lane, and the global ranks that run collectives with each other in it, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,30 +264,51 @@ class RankPlans:
             }
         )
 
-    def groups(self, nbytes: int) -> tuple[tuple[int, ...], ...]:
-        """Every set of ranks that the plans in use join for buckets of `nbytes`, dense, compressed or migrated.
+    def groups(self, nbytes: int) -> dict[LaneGroup, bool]:
+        """Return every (lane, set of ranks) that buckets of `nbytes` use: dense, compressed or migrated.
 
-        All ranks get the same sets in the same order: ranks that connect those they are in, in this order, never wait
+        All ranks get the same ones in the same order: ranks that connect those they are in, in this order, never wait
         for each other in a circle. Once `settle` has chosen a plan, buckets of any other size need no further ones.
 
         Args:
             nbytes: Size of a bucket.
+
+        Returns:
+            (Lane, ranks) -> True if ranks send each other parts of a bucket there, False for all-reduces alone.
         """
-        numel = ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))  # no empty region
+        numel, compressor = self._evenly_divided_numel(), self._compressor
         plans = [self.chooser.plan(nbytes, None)]
         name = self.chooser.compressed_name()
-        if name is not None:
-            plans.append(plan_all_reduce(self.cluster, nbytes, name=name, chunks=self.chooser.chunks))
-        found: dict[tuple[int, ...], None] = {}
+        if name is not None and compressor is not None:
+            plans.append(Plan(name, self._compressed_phases(name, compressor), 1, numel, 0.0, {}, ""))
+        found: dict[LaneGroup, bool] = {}
         for plan in plans:
             plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
-            for steps in Schedule(self.cluster, plan).transfers(numel, equal_partition):
-                found.update((transfer.members, None) for transfer in chain.from_iterable(steps))
+            lane = (0, 0)
+            # The lanes are those that `Programs.run_chunk` passes through.
+            for index, phase_steps in enumerate(Schedule(self.cluster, plan).transfers(numel, equal_partition)):
+                phase = plan.phases[index]
+                for number, step in enumerate(phase_steps * (EXCHANGE_ROUNDS if phase.compressor else 1)):
+                    lane = (index, number) if number else lane
+                    for transfer in step:
+                        back = number > 0 and has_owners_by_links(phase, transfer)
+                        key = ((lane[0], -lane[1]) if back else lane, transfer.members)
+                        sends_parts = phase.compressor is not None or transfer.op != ALL_REDUCE
+                        found[key] = found.get(key, False) or sends_parts
+                lane = (index + 1, 0) if phase.asynchronous else lane
         if name in ("hierarchical", "leader"):  # a compressor's state moves inside the node
-            found.update((node, None) for node in self.cluster.nodes if len(node) > 1)
-        return tuple(found)
+            found.update((((0, 0), node), True) for node in self.cluster.nodes if len(node) > 1)
+        return found | dict.fromkeys(self._return_groups(), True)
 
-    def return_groups(self) -> tuple[tuple[int, ...], ...]:
+    def _evenly_divided_numel(self) -> int:
+        """Return a number of elements that every level divides without an empty part."""
+        return ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))
+
+    def _compressed_phases(self, name: str, compressor: Compressor) -> tuple[Phase, ...]:
+        owned = any(planned(each).has_owners for each in planned(compressor).every())
+        return make_phases(self.cluster, name, compressor.name, owned=owned)
+
+    def _return_groups(self) -> tuple[LaneGroup, ...]:
         """The sets of ranks between which, on CUDA, owners of unequal parts send back what they have summed.
 
         Also where the first buckets are too small for such owners: larger ones may have them, and nothing may connect
@@ -292,15 +317,13 @@ class RankPlans:
         name, compressor = self.chooser.compressed_name(), self._compressor
         if self._device_type != "cuda" or name is None or compressor is None:
             return ()
-        owned = any(planned(each).has_owners for each in planned(compressor).every())
-        phases = make_phases(self.cluster, name, compressor.name, owned=owned)
-        found: dict[tuple[int, ...], None] = {}
-        numel = ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))
+        phases, numel = self._compressed_phases(name, compressor), self._evenly_divided_numel()
+        found: dict[LaneGroup, None] = {}
         plan = Plan(name, phases, 1, numel, 0.0, {}, "")
         for phase, (transfers,) in zip(
             phases, Schedule(self.cluster, plan).transfers(numel, equal_partition), strict=True
         ):
-            found.update((each.members, None) for each in transfers if member_shares(phase, each))
+            found.update((((0, -1), each.members), None) for each in transfers if member_shares(phase, each))
         return tuple(found)
 
     def choose(self, plan: str, chunks: int, why: str) -> None:

@@ -1,12 +1,12 @@
 """One transport for each set of ranks and each lane, connected when it is first asked for.
 
 A transport is made inside the ordered sequence of its lane, so all its members make it at the same point; the store's
-keys are named after lane and members, so no two collide. On CUDA `connect` makes them before the first bucket, in one
-order for all ranks.
+keys are named after lane and members, so no two collide. `connect` makes those of a full bucket before the first one,
+in one order for all ranks: the process that serves the store may have ended by then.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
@@ -86,10 +86,17 @@ class Abortable(Protocol):
 
 @runtime_checkable
 class MeetsInPairs(Protocol):
-    """A transport whose members can swap bytes pair by pair, which shows what their links give."""
+    """A transport whose members can exchange bytes pair by pair, over connections for each direction."""
 
-    def connect_both_ways(self) -> None:
-        """Connects every member with every other one, at once."""
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def connect_both_ways(self) -> object:
+        """Connects all members a second time, for messages to lower ranks; all of them call it."""
+
+    def connect_for(self, nbytes: int) -> None:
+        """Connects the second time if messages of `nbytes` would do so; all members call it with the same number."""
 
 
 @runtime_checkable
@@ -237,11 +244,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._closed:
             raise RuntimeError("gradwire is closed: its process group has been destroyed")
         lane, members = key
-        served = RETURN_LANE if lane[1] < 0 else FIRST_LANE
-        if self._device.type == "cuda" and lane != served:
-            made = self[served, members]
-        else:
-            made = self._make(lane, members)
+        serving = self._serving(lane)
+        made = self._make(lane, members) if serving == lane else self[serving, members]
         self[key] = made
         return made
 
@@ -253,28 +257,36 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         """
         return PeerWait(members, members.index(self._rank), self.ended, self._given_up)
 
-    def connect(self, sets: Iterable[tuple[int, ...]], back: Iterable[tuple[int, ...]] = ()) -> None:
-        """Makes the transports of the first lane for those sets of ranks that this rank is in, one after the other.
+    def connect(self, wanted: Mapping[tuple[Lane, tuple[int, ...]], bool], nbytes: int) -> None:
+        """Makes the transports that buckets need, one after the other, if this rank is a member.
 
         Args:
-            sets: Equal on all ranks, in the same order; members are global ranks.
-            back: The same for `RETURN_LANE`, on CUDA.
+            wanted: (Lane, global ranks) -> True if the members send each other parts of a bucket. The same on all
+                ranks, in the same order: they would wait for each other in a circle otherwise.
+            nbytes: Size of a bucket. Gloo connects a second group for large messages.
 
         Raises:
             RuntimeError: A rank did not join.
         """
-        own = [
-            (lane, members)
-            for lane, lane_sets in ((FIRST_LANE, sets), (RETURN_LANE, back))
-            for members in lane_sets
-            if self._rank in members
-        ]
+        own: dict[tuple[Lane, tuple[int, ...]], bool] = {}
+        for (lane, members), sends_parts in wanted.items():
+            if self._rank in members:
+                key = self._serving(lane), members
+                own[key] = own.get(key, False) or sends_parts
         if self._device.type == "cuda":
             from gradwire.comms.transport.launch_order import devices
 
-            devices.prepare(several=len(set(own)) > 1)
-        for key in own:
-            self[key]
+            devices.prepare(several=len(own) > 1)
+        for key, sends_parts in own.items():
+            made = self[key]
+            if sends_parts and isinstance(made, MeetsInPairs):
+                made.connect_for(nbytes // made.size)
+
+    def _serving(self, lane: Lane) -> Lane:
+        """Return the lane whose transport serves `lane`: on CUDA one for each direction, elsewhere itself."""
+        if self._device.type != "cuda":
+            return lane
+        return RETURN_LANE if lane[1] < 0 else FIRST_LANE
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks that wait for this one in shared memory or in NCCL, and gives them the reason. Any thread.

@@ -436,6 +436,11 @@ class GlooTransport(TorchTransport):
             self._downwards = self._sockets.opened_by(lambda: self._connect("downwards"))
         return self._downwards
 
+    def connect_for(self, nbytes: int) -> None:
+        """See `MeetsInPairs.connect_for`."""
+        if self.size > 1 and nbytes >= LARGE_NBYTES:
+            self.connect_both_ways()
+
     def _both_ways(
         self,
         output: Tensor,

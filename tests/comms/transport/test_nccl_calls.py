@@ -525,7 +525,7 @@ def test_what_buckets_need_is_connected_before_the_first(
         rank_plans = RankPlans(cluster, rank, "cuda", config, made)
         rank_plans.settle(25 << 20)
         groups = groups_of(rank, cluster, store)
-        groups.connect(rank_plans.groups(25 << 20))
+        groups.connect(rank_plans.groups(25 << 20), 25 << 20)
         before = set(groups)
         for numel in (1, 100, 5000, 3_000_001):
             for chunk in rank_plans.plan_for(numel, torch.float32, None).chunks:
@@ -584,7 +584,8 @@ def test_the_users_own_group_serves_all_ranks(maker: Maker, monkeypatch: pytest.
             between_nodes=cluster.all_apart,
         )
         groups = groups_of(rank, cluster, store, shared)
-        groups.connect([tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (3, 7)])
+        sets = [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (3, 7)]
+        groups.connect({((0, 0), members): False for members in sets}, 1 << 20)
         assert users[rank].connects == 0, "a second communicator would be made"
         groups.close()
         assert (users[rank].shutdowns, users[rank].aborts) == (0, 0)
@@ -601,12 +602,12 @@ def test_the_users_own_group_serves_all_ranks(maker: Maker, monkeypatch: pytest.
 
 def test_abort_reaches_every_group_also_one_that_connects(maker: Maker) -> None:
     groups = groups_of(0, CLUSTERS["2x4"], HashStore())
-    groups.connect([(0,)])
+    groups.connect({((0, 0), (0,)): False}, 1 << 20)
     failure: list[BaseException] = []
 
     def join() -> None:
         try:
-            groups.connect([(0, 4)])  # rank 4 never comes
+            groups.connect({((0, 0), (0, 4)): False}, 1 << 20)  # rank 4 never comes
         except BaseException as error:  # noqa: BLE001 - looked at below
             failure.append(error)
 
