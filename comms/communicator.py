@@ -27,9 +27,9 @@ from gradwire.comms.bootstrap.compat import (
     timeout_of,
 )
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter, StoreFailureReporter
-from gradwire.comms.bootstrap.placement import Presence, cluster_of
+from gradwire.comms.bootstrap.placement import RankInfo, cluster_of
 from gradwire.comms.bootstrap.probe import FindExited, PeerAddress, PeerTable, PeerWait, ProbeServer
-from gradwire.comms.bootstrap.rendezvous import Presences, exchange
+from gradwire.comms.bootstrap.rendezvous import RankInfos, exchange
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import NIC_PER_RANK, Config, job_is_on_one_host
 from gradwire.comms.errors import PeerError, UnfinishedError
@@ -62,12 +62,12 @@ class FailurePolicy:
     Attributes:
         reporter: Receives the failures that this communicator sees.
         polling: Wraps a store so that each wait for a key ends when a rank of the communicator fails.
-        presences: Hardware and settings of each rank, if they are known already; None lets the ranks exchange them.
+        rank_infos: Hardware and settings of each rank, if they are known already; None lets the ranks exchange them.
     """
 
     reporter: FailureReporter
     polling: Callable[[Store], PollingStore]
-    presences: Presences | None = None
+    rank_infos: RankInfos | None = None
 
 
 class Communicator:
@@ -126,25 +126,25 @@ class Communicator:
         own = polling(PrefixStore(f"gradwire/{name}", store))
         server: ProbeServer | None = None
         self._leave: Callable[[], object] = lambda: None
-        if failure_policy is not None and failure_policy.presences is not None:
-            presences = failure_policy.presences
+        if failure_policy is not None and failure_policy.rank_infos is not None:
+            rank_infos = failure_policy.rank_infos
         else:
             server = ProbeServer.open()
             try:
-                presence = self._presence(server, own.host, size)
-                presences = exchange(own, presence, config.timeout, server, _met_before(group, global_ranks))
+                rank_info = self._rank_info(server, own.host, size)
+                rank_infos = exchange(own, rank_info, config.timeout, server, _met_before(group, global_ranks))
             except BaseException:
                 server.close()
                 raise
-            self._leave = weakref.finalize(self, _leave, server, presences.start, rank)
-        self.presences = presences
+            self._leave = weakref.finalize(self, _leave, server, rank_infos.generation, rank)
+        self.rank_infos = rank_infos
         """What every rank has said about itself; `start` names this start of these ranks, and no earlier one's."""
-        self.plain_store = PrefixStore(presences.start, own.plain)
+        self.plain_store = PrefixStore(rank_infos.generation, own.plain)
         """What the ranks tell each other from here on; without what an earlier start of them has left."""
         store = polling(self.plain_store)
-        cluster = cluster_of(presences, config)
+        cluster = cluster_of(rank_infos, config)
         self.rank_plans = RankPlans(cluster, rank, device.type, config, compressor)
-        directory = None if server is None else _directory(presences, cluster, rank, server)
+        directory = None if server is None else _directory(rank_infos, cluster, rank, server)
         if failure_policy is not None:
             reporter = failure_policy.reporter
         elif reporter is None:
@@ -154,7 +154,7 @@ class Communicator:
         if config.nics == NIC_PER_RANK:
             from gradwire.comms.bootstrap.nics import interface_of  # here: gloo takes one for all, where nobody asks
 
-            interface = interface_of(presences, rank, config)
+            interface = interface_of(rank_infos, rank, config)
         self._groups = Groups(
             store,
             rank,
@@ -176,12 +176,12 @@ class Communicator:
         self._ring = _ring(self.executor, store, rank, size, reporter) if failure_policy is None else None
         self._held = _state_layouts(compressor, loaded=False)
 
-    def _presence(self, server: ProbeServer, store_host: str | None, size: int) -> Presence:
+    def _rank_info(self, server: ProbeServer, store_host: str | None, size: int) -> RankInfo:
         config = self.config
         on_one_host = config.hostname is None and self.device.type == "cpu" and job_is_on_one_host()
         needless = (size == 1 or on_one_host) and not config.elastic and config.nics != NIC_PER_RANK
         nobody = Hardware(None, None, None) if needless else None  # whom links would lead to
-        own = Presence.here(self.rank, size, config, self.device, known=nobody)
+        own = RankInfo.here(self.rank, size, config, self.device, known=nobody)
         if self._kernels:
             own = replace(own, shared=own.shared | {"kernels": self._kernels})
         return replace(own, port=server.port, addresses=tuple(own_addresses(store_host)))
@@ -189,12 +189,12 @@ class Communicator:
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        return len(self.presences)
+        return len(self.rank_infos)
 
     @property
     def hostnames(self) -> tuple[str, ...]:
         """Names of the ranks' hosts, as they call themselves."""
-        return tuple(presence.host[0] for presence in self.presences)
+        return tuple(rank_info.host[0] for rank_info in self.rank_infos)
 
     @property
     def ended(self) -> FindExited | None:
@@ -438,7 +438,7 @@ class Communicator:
         plans = dict.fromkeys(describe_plans(in_use, self.cluster.level_names))
         if self.compressor is not None:
             plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
-        links = (self.rank_plans.links.describe(), *describe_nics(self.presences, self.config))
+        links = (self.rank_plans.links.describe(), *describe_nics(self.rank_infos, self.config))
         totals = self.executor.stats.totals()
         return Report(
             self.cluster.describe(),
@@ -526,10 +526,10 @@ def _check(flat: Tensor, scale: float, device: torch.device) -> None:
         raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
 
 
-def _directory(presences: Presences, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
-    addresses = {each.rank: PeerAddress(each.port, each.addresses, each.kernel) for each in presences if each.port}
+def _directory(rank_infos: RankInfos, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
+    addresses = {each.rank: PeerAddress(each.port, each.addresses, each.kernel) for each in rank_infos if each.port}
     node = next(node for node in cluster.nodes if rank in node)
-    return PeerTable(presences.start, rank, addresses, node, server)
+    return PeerTable(rank_infos.generation, rank, addresses, node, server)
 
 
 _met: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()

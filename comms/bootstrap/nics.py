@@ -7,40 +7,40 @@ Gloo takes one interface for all ranks of a host; with `nics="per_rank"` each ra
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.placement import RankInfo
 from gradwire.comms.config import NIC_PER_RANK, Config
 
 UNKNOWN = "?"
 
-Nodes = Sequence[Sequence[Presence]]
+Nodes = Sequence[Sequence[RankInfo]]
 
 
-def describe_nics(presences: Sequence[Presence], config: Config) -> tuple[str, ...]:
+def describe_nics(infos: Sequence[RankInfo], config: Config) -> tuple[str, ...]:
     """A line with the NICs by local rank, and one for each thing to mend; where no NIC is known, why, if that is known.
 
     Args:
-        presences: Of all ranks, in rank order.
+        infos: Of all ranks, in rank order.
         config: Says whether gloo uses them.
     """
-    found: dict[object, list[Presence]] = defaultdict(list)
-    for presence in presences:
-        found[presence.location, presence.host].append(presence)
+    found: dict[object, list[RankInfo]] = defaultdict(list)
+    for info in infos:
+        found[info.location, info.host].append(info)
     nodes = list(found.values())
-    if all(presence.hardware.nic is None for presence in presences):
-        return _unknown(presences)
+    if all(info.hardware.nic is None for info in infos):
+        return _unknown(infos)
     return (
         _by_local_rank(nodes),
-        *_unknown(presences),
+        *_unknown(infos),
         *_shared(nodes),
         *_unused_by_gloo(nodes, config),
     )
 
 
-def interface_of(presences: Sequence[Presence], rank: int, config: Config) -> str | None:
+def interface_of(infos: Sequence[RankInfo], rank: int, config: Config) -> str | None:
     """The interface that gloo is to use on this rank; None where `nics` leaves the choice to gloo.
 
     Args:
-        presences: Of all ranks, in rank order.
+        infos: Of all ranks, in rank order.
         rank: This rank.
         config: Its `nics` may ask for one.
 
@@ -49,23 +49,23 @@ def interface_of(presences: Sequence[Presence], rank: int, config: Config) -> st
     """
     if config.nics != NIC_PER_RANK:
         return None
-    without = [presence.rank for presence in presences if presence.hardware.interface is None]
+    without = [info.rank for info in infos if info.hardware.interface is None]
     if without:
-        why = presences[without[0]].hardware.nic_unknown
+        why = infos[without[0]].hardware.nic_unknown
         raise ValueError(
             f"`nics` is {NIC_PER_RANK}, but no network interface is known for rank {without[0]} "
-            f"({len(without)} of {len(presences)} ranks{f'; {why}' if why else ''}): leave it out, and name one in "
+            f"({len(without)} of {len(infos)} ranks{f'; {why}' if why else ''}): leave it out, and name one in "
             "GLOO_SOCKET_IFNAME"
         )
-    return presences[rank].hardware.interface
+    return infos[rank].hardware.interface
 
 
-def _unknown(presences: Sequence[Presence]) -> tuple[str, ...]:
+def _unknown(infos: Sequence[RankInfo]) -> tuple[str, ...]:
     """Ranks whose NIC is unknown, and why, ranks with the same reason together."""
     ranks: dict[str, list[int]] = defaultdict(list)
-    for presence in presences:
-        if presence.hardware.nic_unknown:
-            ranks[presence.hardware.nic_unknown].append(presence.rank)
+    for info in infos:
+        if info.hardware.nic_unknown:
+            ranks[info.hardware.nic_unknown].append(info.rank)
     return tuple(f"NIC of {_listed(of)} unknown: {why}" for why, of in ranks.items())
 
 
@@ -79,7 +79,7 @@ def _by_local_rank(nodes: Nodes) -> str:
     """`NIC by local rank: mlx5_0, mlx5_1 on all 2 nodes`; nodes that differ follow one another."""
     rows: Mapping[tuple[str, ...], list[int]] = defaultdict(list)
     for number, node in enumerate(nodes):
-        rows[tuple(presence.hardware.nic or UNKNOWN for presence in node)].append(number)
+        rows[tuple(info.hardware.nic or UNKNOWN for info in node)].append(number)
     lines = []
     for row, numbers in rows.items():
         alike = len(row) > 1 and len(set(row)) == 1
@@ -93,9 +93,7 @@ def _shared(nodes: Nodes) -> list[str]:
     """Nodes where ranks share a NIC while one as fast stands idle."""
     from gradwire.topology.assign import crowded  # here: where no NIC is known there is nothing to say
 
-    found = [
-        crowded({presence.rank: presence.hardware.nic for presence in node}, node[0].hardware.fastest) for node in nodes
-    ]
+    found = [crowded({info.rank: info.hardware.nic for info in node}, node[0].hardware.fastest) for node in nodes]
     remedy = "give the ranks GPUs that are near different NICs"
     return [f"node {number}: {text}: {remedy}" for number, text in enumerate(found) if text]
 
@@ -107,7 +105,7 @@ def _unused_by_gloo(nodes: Nodes, config: Config) -> list[str]:
     several = [
         str(number)
         for number, node in enumerate(nodes)
-        if node[0].device == "cpu" and len({presence.hardware.interface for presence in node} - {None}) > 1
+        if node[0].device == "cpu" and len({info.hardware.interface for info in node} - {None}) > 1
     ]
     line = (
         f'node {", ".join(several)}: gloo takes the same interface for all ranks: nics="per_rank" gives each its own, '

@@ -25,7 +25,7 @@ INTER_NODE = Link(alpha_seconds=100e-6, bytes_per_second=1.25e9, presumed=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
+class RankInfo:
     """What a rank says about itself.
 
     Attributes:
@@ -61,7 +61,7 @@ class Presence:
     @classmethod
     def here(
         cls, rank: int, size: int, config: Config, device: torch.device, *, known: Hardware | None = None
-    ) -> "Presence":
+    ) -> "RankInfo":
         """This process's.
 
         Args:
@@ -86,28 +86,28 @@ class Presence:
         )
 
 
-def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
+def cluster_of(infos: Sequence[RankInfo], config: Config) -> Cluster:
     """Where each rank is, as a cluster with the links' default or configured speeds.
 
     For CUDA the links are those of NCCL: its latencies over NVLink, PCIe and the kind of network, the NICs that the
     nodes' GPUs drive, and its fabric where all ranks know theirs. What the topology does not say is `presumed`.
     """
-    depth = {len(presence.location) for presence in presences}
+    depth = {len(info.location) for info in infos}
     if len(depth) > 1:
         raise ValueError(f"`location` has {sorted(depth)} names on different ranks; wanted the same number on all")
     numbers: dict[tuple[object, ...], int] = {}
     locations = []
-    for presence in presences:
-        outer = [_number(numbers, presence.location[: end + 1]) for end in range(len(presence.location))]
-        locations.append((*outer, _number(numbers, (*presence.location, presence.host))))
-    cluster = _with_links(locations, *_assumed(presences))
-    if presences[0].device != "cuda":
-        return with_node_rates(cluster, _node_rates(presences, cluster))
-    fabric = _common([presence.hardware.fabric for presence in presences])
-    cluster = _with_links(locations, *_of_gpus(presences, cluster, fabric, config))
-    cluster = replace(with_node_rates(cluster, _node_rates(presences, cluster)), equal_sums=True)
+    for info in infos:
+        outer = [_number(numbers, info.location[: end + 1]) for end in range(len(info.location))]
+        locations.append((*outer, _number(numbers, (*info.location, info.host))))
+    cluster = _with_links(locations, *_assumed(infos))
+    if infos[0].device != "cuda":
+        return with_node_rates(cluster, _node_rates(infos, cluster))
+    fabric = _common([info.hardware.fabric for info in infos])
+    cluster = _with_links(locations, *_of_gpus(infos, cluster, fabric, config))
+    cluster = replace(with_node_rates(cluster, _node_rates(infos, cluster)), equal_sums=True)
     presumed = any(cluster.levels[number].link.presumed for number in cluster.wide_levels)
-    nvls_possible = any(presence.nvls_possible for presence in presences)
+    nvls_possible = any(info.nvls_possible for info in infos)
     return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric, nvls_possible=nvls_possible)
 
 
@@ -143,15 +143,15 @@ def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
     return replace(cluster, levels=tuple(levels))
 
 
-def _node_rates(presences: Sequence[Presence], cluster: Cluster) -> list[float]:
+def _node_rates(infos: Sequence[RankInfo], cluster: Cluster) -> list[float]:
     """What each node sends, as given, else as its topology says; empty where neither is known of all ranks.
 
     Of GPUs only what was given counts: what their topology says of a node depends on which NICs its ranks happen to
     drive, and on no GPU have owners by the links been tried.
     """
-    rates = [presence.nic_bytes_per_second for presence in presences]
-    if None in rates and presences[0].device != "cuda":
-        rates = [presence.hardware.inter_node for presence in presences]
+    rates = [info.nic_bytes_per_second for info in infos]
+    if None in rates and infos[0].device != "cuda":
+        rates = [info.hardware.inter_node for info in infos]
     known = [rate for rate in rates if rate is not None]
     return [min(known[rank] for rank in node) for node in cluster.nodes] if len(known) == len(rates) else []
 
@@ -161,11 +161,11 @@ def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) 
     return Cluster(tuple(locations), tuple(map(Level, LEVEL_NAMES, links)))
 
 
-def _assumed(presences: Sequence[Presence]) -> tuple[Link, Link]:
+def _assumed(infos: Sequence[RankInfo]) -> tuple[Link, Link]:
     """The links inside a node and between nodes, with the rates that are known."""
-    inside = _slowest([presence.hardware.intra_node for presence in presences])
-    outwards = _slowest([presence.nic_bytes_per_second for presence in presences]) or _slowest(
-        [presence.hardware.inter_node for presence in presences]
+    inside = _slowest([info.hardware.intra_node for info in infos])
+    outwards = _slowest([info.nic_bytes_per_second for info in infos]) or _slowest(
+        [info.hardware.inter_node for info in infos]
     )
     return (
         INTRA_NODE if inside is None else replace(INTRA_NODE, bytes_per_second=inside, presumed=False),
@@ -174,7 +174,7 @@ def _assumed(presences: Sequence[Presence]) -> tuple[Link, Link]:
 
 
 def _of_gpus(
-    presences: Sequence[Presence], cluster: Cluster, fabric: GpuFabric | None, config: Config
+    infos: Sequence[RankInfo], cluster: Cluster, fabric: GpuFabric | None, config: Config
 ) -> tuple[Link, Link]:
     """The links as NCCL uses them: its latencies, and the NICs that the ranks of the smallest node drive."""
     from gradwire.topology.bandwidth import ALPHA_SECONDS  # here: ranks on CPUs need nothing of GPUs
@@ -184,7 +184,7 @@ def _of_gpus(
     intra = replace(intra, alpha_seconds=ALPHA_SECONDS["nvlink" if fabric is not None and fabric.nvlink else "pcie"])
     network = "tcp" if fabric is None else fabric.network
     inter = replace(inter, alpha_seconds=ALPHA_SECONDS["network"] + NETWORK_SECONDS[network])
-    nics = [_driven_nics(presences, node) for node in cluster.nodes]
+    nics = [_driven_nics(infos, node) for node in cluster.nodes]
     if any(count is None for count, _ in nics):
         return intra, inter
     count = min(count for count, _ in nics if count is not None)
@@ -200,9 +200,9 @@ def _of_gpus(
     )
 
 
-def _driven_nics(presences: Sequence[Presence], node: Sequence[int]) -> tuple[int | None, float]:
+def _driven_nics(infos: Sequence[RankInfo], node: Sequence[int]) -> tuple[int | None, float]:
     """NICs that the ranks of a node drive, None where that is unknown, and their share of the machine's."""
-    ranks = [presences[rank].hardware for rank in node]
+    ranks = [infos[rank].hardware for rank in node]
     every = min((each.nics for each in ranks if each.nics is not None), default=None)
     if every is None:
         return None, 1.0

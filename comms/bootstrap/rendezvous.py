@@ -29,7 +29,7 @@ from typing import Annotated, Any, get_type_hints, overload
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.kernel import own_kernel
-from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.placement import RankInfo
 from gradwire.comms.bootstrap.probe import MOST_PROBES, Backoff, FindExited, PeerAddress, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
 from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Within, inflated
@@ -41,7 +41,7 @@ BLOCK = 64
 """Ranks whose words one of them packs. The root of the ranks would ask the fewest questions of any single rank: 128 of
 16,384; with 64, rank 0 reads 256 values and each packer 64."""
 
-START_NBYTES = 16
+GENERATION_NBYTES = 16
 """Bytes of a start's name: hexadecimal digits."""
 
 LINGER_SECONDS = 2.0
@@ -65,7 +65,7 @@ MOST_TABLE_NBYTES = 1 << 26
 class _Round:
     """Rank 0's word: see `ROUND`."""
 
-    start: Annotated[str, Most(64)]
+    generation: Annotated[str, Most(64)]
     size: Count
     device: str
     nic_bytes_per_second: float | None
@@ -81,44 +81,44 @@ class _Table:
     values: Mapping[str, tuple[str, ...]]
 
 
-_PRESENCE: MessageType[Presence] = MessageType(Presence)
+_RANK_INFO: MessageType[RankInfo] = MessageType(RankInfo)
 _ROUND: MessageType[_Round] = MessageType(_Round)
 _TABLE: MessageType[_Table] = MessageType(_Table, most_nbytes=MOST_TABLE_NBYTES)
 
 
-class Presences(Sequence[Presence]):
+class RankInfos(Sequence[RankInfo]):
     """What all ranks have said, in rank order: a column for each field, with every different value once.
 
     Args:
-        start: A name for this start of these ranks: the same on all of them, and another after a restart.
-        columns: For each field of `Presence` but the rank, its values as JSON and the index of each rank's.
+        generation: A name for this start of these ranks: the same on all of them, and another after a restart.
+        columns: For each field of `RankInfo` but the rank, its values as JSON and the index of each rank's.
     """
 
-    def __init__(self, start: str, columns: "dict[str, Column]") -> None:
-        self.start = start
+    def __init__(self, generation: str, columns: "dict[str, Column]") -> None:
+        self.generation = generation
         self._columns = columns
         self._parsed = {name: [_FIELDS[name].read(text) for text in values] for name, (values, _) in columns.items()}
 
     @classmethod
-    def of(cls, presences: Iterable[Presence], start: str) -> "Presences":
+    def of(cls, rank_infos: Iterable[RankInfo], generation: str) -> "RankInfos":
         """Those given, in rank order."""
-        return cls(start, _columns([json.dumps(asdict(presence)) for presence in presences]))
+        return cls(generation, _columns([json.dumps(asdict(info)) for info in rank_infos]))
 
     def __len__(self) -> int:
         """Number of ranks."""
         return len(next(iter(self._columns.values()))[1])
 
     @overload
-    def __getitem__(self, index: int) -> Presence: ...
+    def __getitem__(self, index: int) -> RankInfo: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Presence]: ...
-    def __getitem__(self, index: int | slice) -> Presence | list[Presence]:
+    def __getitem__(self, index: slice) -> list[RankInfo]: ...
+    def __getitem__(self, index: int | slice) -> RankInfo | list[RankInfo]:
         """What a rank says; with a slice, several ranks."""
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         rank = range(len(self))[index]
         said: Any = {name: values[self._columns[name][1][rank]] for name, values in self._parsed.items()}
-        return Presence(rank=rank, **said)
+        return RankInfo(rank=rank, **said)
 
     def __eq__(self, other: object) -> bool:
         """Whether the ranks have said the same."""
@@ -131,18 +131,18 @@ class Presences(Sequence[Presence]):
         return _pack(self._columns)
 
     @classmethod
-    def unpack(cls, start: str, packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> "Presences":
+    def unpack(cls, generation: str, packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> "RankInfos":
         """What `pack` was called on.
 
         Args:
-            start: As in the constructor.
+            generation: As in the constructor.
             packed: Bytes of another rank.
             most_nbytes: Bytes of the table, inflated, at most.
 
         Raises:
             MessageError: They are something else.
         """
-        return cls(start, _unpack(packed, most_nbytes))
+        return cls(generation, _unpack(packed, most_nbytes))
 
 
 Column = tuple[list[str], "array[int]"]
@@ -150,9 +150,9 @@ Column = tuple[list[str], "array[int]"]
 
 
 def exchange(
-    store: Store, own: Presence, timeout: timedelta, server: ProbeServer | None = None, ended: FindExited | None = None
-) -> Presences:
-    """Publishes this rank's presence and returns every rank's.
+    store: Store, own: RankInfo, timeout: timedelta, server: ProbeServer | None = None, ended: FindExited | None = None
+) -> RankInfos:
+    """Publishes this rank's info and returns every rank's.
 
     Args:
         store: A store that all ranks share, with a prefix of its own.
@@ -186,7 +186,7 @@ class _Rank:
     def __init__(
         self,
         store: PollingStore,
-        own: Presence,
+        own: RankInfo,
         timeout: timedelta,
         server: ProbeServer | None,
         ended: FindExited | None,
@@ -195,7 +195,7 @@ class _Rank:
         self._own = own
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout.total_seconds()
-        self._start = ""
+        self._generation = ""
         self._packed = False
         self._server = server
         self._ended_before = ended
@@ -205,24 +205,24 @@ class _Rank:
     def leave(self) -> None:
         """Is called in vain from now on."""
         if self._server is not None:
-            self._server.unregister(self._start, self._own.rank)
+            self._server.unregister(self._generation, self._own.rank)
 
-    def _publish(self, start: str) -> None:
-        """Puts this rank's presence below the name of a start."""
-        self._start = start
+    def _publish(self, generation: str) -> None:
+        """Puts this rank's info below the name of a start."""
+        self._generation = generation
         if self._server is not None:  # before anybody knows where to call
-            self._server.register(start, self._own.rank)
+            self._server.register(generation, self._own.rank)
         self._packed = self._own.rank % BLOCK != 0  # nothing to do then
-        self._store.set(f"{start}/rank/{self._own.rank}", json.dumps(asdict(self._own)))
+        self._store.set(f"{generation}/rank/{self._own.rank}", json.dumps(asdict(self._own)))
 
     def _pack_block(self) -> None:
         """Packs the words of the block, where this rank does that and all are there."""
         if self._packed:
             return
-        keys = [f"{self._start}/rank/{rank}" for rank in self._block(self._own.rank // BLOCK)]
+        keys = [f"{self._generation}/rank/{rank}" for rank in self._block(self._own.rank // BLOCK)]
         if self._store.check(keys):
             words = [text.decode() for text in self._store.multi_get(keys)]
-            self._store.set(f"{self._start}/block/{self._own.rank // BLOCK}", _pack(_columns(words)))
+            self._store.set(f"{self._generation}/block/{self._own.rank // BLOCK}", _pack(_columns(words)))
             self._packed = True
 
     def _block(self, number: int) -> range:
@@ -232,7 +232,7 @@ class _Rank:
         """Keeps this process, which may serve the store, here until the other ranks have read the reason, too."""
         deadline = time.monotonic() + LINGER_SECONDS
         naps = Naps(self._own.size)
-        key = f"{self._start}/refusals"
+        key = f"{self._generation}/refusals"
         try:
             self._store.add(key, 1)
             while self._store.add(key, 0) < self._own.size and time.monotonic() < deadline:
@@ -245,15 +245,15 @@ class _Rank:
         """Those of some ranks that are known to have ended: at the places that they have given, now or before."""
         places = {}
         for rank in ranks:
-            if self._start and self._store.check([f"{self._start}/rank/{rank}"]):
+            if self._generation and self._store.check([f"{self._generation}/rank/{rank}"]):
                 try:
-                    said = _PRESENCE.read(self._store.read(f"{self._start}/rank/{rank}"))
+                    said = _RANK_INFO.read(self._store.read(f"{self._generation}/rank/{rank}"))
                 except MessageError as error:
                     log.debug("what rank %d says about itself cannot be read: %s", rank, error)
                     continue
                 if said.port:
                     places[rank] = PeerAddress(said.port, said.addresses, said.kernel)
-        found = PeerTable(self._start, self._own.rank, places).exited(list(places))
+        found = PeerTable(self._generation, self._own.rank, places).exited(list(places))
         if self._ended_before is not None:
             found += self._ended_before([rank for rank in ranks if rank not in places])
         return sorted(found)
@@ -287,41 +287,41 @@ class _Rank:
 class _Leader(_Rank):
     """Rank 0."""
 
-    def meet(self) -> Presences:
-        self._say(uuid.uuid4().hex[:START_NBYTES])
-        self._publish(self._start)
-        blocks = [f"{self._start}/block/{number}" for number in range(-(-self._own.size // BLOCK))]
+    def meet(self) -> RankInfos:
+        self._say(uuid.uuid4().hex[:GENERATION_NBYTES])
+        self._publish(self._generation)
+        blocks = [f"{self._generation}/block/{number}" for number in range(-(-self._own.size // BLOCK))]
         naps = Naps()
         while True:
             self._pack_block()
-            if self._store.check([f"{self._start}/refused"]):
-                reason = self._store.read(f"{self._start}/refused").decode()
-                self._say(self._start, {"refused": reason})
+            if self._store.check([f"{self._generation}/refused"]):
+                reason = self._store.read(f"{self._generation}/refused").decode()
+                self._say(self._generation, {"refused": reason})
                 raise self._refuse(reason)
             if self._packed and self._store.check(blocks):
                 break
             if time.monotonic() > self._deadline:
                 missing = self._missing(blocks)
-                self._say(self._start, {"missing": missing})
+                self._say(self._generation, {"missing": missing})
                 raise self._did_not_join(missing)
             if (
                 self._may_know()
                 and self._backoff.is_due()
                 and (ended := self._ended(self._missing(blocks, MOST_PROBES)))
             ):
-                self._say(self._start, {"ended": ended})
+                self._say(self._generation, {"ended": ended})
                 raise self._has_ended(ended)
             self._warn_once(lambda: self._missing(blocks, MOST_PROBES))
             naps.sleep(self._deadline)
-        found = Presences(self._start, _join([_unpack(block) for block in self._store.multi_get(blocks)]))
-        self._store.set(f"{self._start}/all", found.pack())
-        self._say(self._start, {})
+        found = RankInfos(self._generation, _join([_unpack(block) for block in self._store.multi_get(blocks)]))
+        self._store.set(f"{self._generation}/all", found.pack())
+        self._say(self._generation, {})
         return found
 
-    def _say(self, start: str, outcome: dict[str, object] | None = None) -> None:
-        self._start = start
+    def _say(self, generation: str, outcome: dict[str, object] | None = None) -> None:
+        self._generation = generation
         word = {
-            "start": start,
+            "generation": generation,
             "size": self._own.size,
             "device": self._own.device,
             "nic_bytes_per_second": self._own.nic_bytes_per_second,
@@ -341,7 +341,7 @@ class _Leader(_Rank):
                 break
             if not self._store.check([block]):
                 ranks = self._block(number)
-                silent = [rank for rank in ranks if not self._store.check([f"{self._start}/rank/{rank}"])]
+                silent = [rank for rank in ranks if not self._store.check([f"{self._generation}/rank/{rank}"])]
                 missing += silent or [ranks[0]]
         return missing
 
@@ -349,22 +349,22 @@ class _Leader(_Rank):
 class _Follower(_Rank):
     """Every other rank."""
 
-    def meet(self) -> Presences:
+    def meet(self) -> RankInfos:
         naps, came = self._naps(), False
         while True:
             came = came or self._store.check([ROUND])
             if came:
                 word = asdict(_ROUND.read(self._store.read(ROUND)))
-                if word["start"] != self._start and word["outcome"] is None:
+                if word["generation"] != self._generation and word["outcome"] is None:
                     self._follow(word)
                     naps = self._naps()
-                elif word["start"] == self._start and word["outcome"] is not None:
+                elif word["generation"] == self._generation and word["outcome"] is not None:
                     return self._obey(word["outcome"])
-            if self._start:
+            if self._generation:
                 self._pack_block()
             if time.monotonic() > self._deadline:
                 raise self._nobody_decided()
-            if self._own.rank == 1 and not self._start:
+            if self._own.rank == 1 and not self._generation:
                 self._warn_once(lambda: [0])
             if self._backoff.is_due() and self._is_to_look() and self._ended([0]):
                 self._end_without_leader()
@@ -377,10 +377,10 @@ class _Follower(_Rank):
 
     def _is_to_look(self) -> bool:
         """Whether this rank looks after rank 0: where its own kernel knows, or as one of few."""
-        if not self._start or self._own.size <= BLOCK or self._own.rank % BLOCK == 1:
+        if not self._generation or self._own.size <= BLOCK or self._own.rank % BLOCK == 1:
             return True
-        key = f"{self._start}/rank/0"
-        return self._store.check([key]) and _PRESENCE.read(self._store.read(key)).kernel == own_kernel()
+        key = f"{self._generation}/rank/0"
+        return self._store.check([key]) and _RANK_INFO.read(self._store.read(key)).kernel == own_kernel()
 
     def _end_without_leader(self) -> None:
         """Says to all, in the place of rank 0, that it has ended, unless it has come to an outcome before.
@@ -388,37 +388,37 @@ class _Follower(_Rank):
         Raises:
             PeerError: There is no start that could end.
         """
-        if not self._start:
+        if not self._generation:
             raise self._has_ended([0])
         word = self._store.read(ROUND).decode()
         said = asdict(_ROUND.read(word))
-        if said["start"] == self._start and said["outcome"] is None:
+        if said["generation"] == self._generation and said["outcome"] is None:
             self._store.compare_set(ROUND, word, json.dumps({**said, "outcome": {"ended": [0]}}))
 
     def _follow(self, word: dict[str, Any]) -> None:
-        """Takes part in a start, unless it does not fit this rank; it is one of earlier if nobody ever ends it.
+        """Takes part in a generation, unless it does not fit this rank; it is an earlier one if nobody ever ends it.
 
         From now on rank 0's time-out decides, which began not later, so that all ranks hear from it who is missing.
         """
         self.leave()  # of an earlier start
-        self._start = word["start"]
+        self._generation = word["generation"]
         if (reason := _misfit(self._own, word)) is not None:
-            self._store.compare_set(f"{self._start}/refused", "", reason)
+            self._store.compare_set(f"{self._generation}/refused", "", reason)
             raise self._refuse(reason)
-        self._publish(word["start"])
+        self._publish(word["generation"])
         self._deadline = time.monotonic() + self._timeout.total_seconds() + GRACE_SECONDS + Naps(self._own.size).longest
 
-    def _obey(self, outcome: dict[str, Any]) -> Presences:
+    def _obey(self, outcome: dict[str, Any]) -> RankInfos:
         if "refused" in outcome:
             raise self._refuse(outcome["refused"])
         if "missing" in outcome:
             raise self._did_not_join(outcome["missing"])
         if "ended" in outcome:
             raise self._has_ended(outcome["ended"])
-        return Presences.unpack(self._start, self._store.read(f"{self._start}/all"))
+        return RankInfos.unpack(self._generation, self._store.read(f"{self._generation}/all"))
 
     def _nobody_decided(self) -> RuntimeError:
-        if not self._start:
+        if not self._generation:
             return self._did_not_join([0])
         return RuntimeError(
             f"rank 0 of {self._own.size} has begun the start-up and not ended it: rank {self._own.rank} has waited "
@@ -426,7 +426,7 @@ class _Follower(_Rank):
         )
 
 
-def _misfit(own: Presence, word: dict[str, Any]) -> str | None:
+def _misfit(own: RankInfo, word: dict[str, Any]) -> str | None:
     """What a rank and rank 0 do not agree about, in words."""
     if own.size != word["size"]:
         return _words("world_size", own.rank, own.size, word["size"])
@@ -453,14 +453,14 @@ def _words(name: str, rank: int, here: object, there: object) -> str:
 
 
 def _columns(words: Sequence[str]) -> dict[str, Column]:
-    """Presences as JSON, one for each rank, by field.
+    """RankInfos as JSON, one for each rank, by field.
 
     Raises:
         MessageError: One is something else.
     """
-    said = [asdict(_PRESENCE.read(word)) for word in words]
+    said = [asdict(_RANK_INFO.read(word)) for word in words]
     found = {}
-    for name in (each.name for each in fields(Presence) if each.name != "rank"):
+    for name in (each.name for each in fields(RankInfo) if each.name != "rank"):
         texts = [json.dumps(one[name]) for one in said]
         numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
         found[name] = (list(numbers), array("I", (numbers[text] for text in texts)))
@@ -526,6 +526,6 @@ def _little(numbers: "array[int]") -> "array[int]":
 
 
 _FIELDS: dict[str, MessageType[Any]] = {
-    name: MessageType(kind) for name, kind in get_type_hints(Presence).items() if name != "rank"
+    name: MessageType(kind) for name, kind in get_type_hints(RankInfo).items() if name != "rank"
 }
-"""Field of a `Presence` -> what reads its value, as JSON."""
+"""Field of a `RankInfo` -> what reads its value, as JSON."""

@@ -28,7 +28,7 @@ from gradwire.comms.bootstrap.liveness import LivenessRing, rank_state
 from gradwire.comms.bootstrap.store import PollingStore, Result
 from gradwire.comms.bootstrap.threads import call_each
 from gradwire.comms.boundary.messages import MessageError, MessageType, Rank
-from gradwire.comms.elastic.introductions import next_across
+from gradwire.comms.elastic.peer_info import next_across
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")

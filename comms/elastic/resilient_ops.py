@@ -27,7 +27,6 @@ from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureRe
 from gradwire.comms.bootstrap.failures import FAILED, Failures, PeerFailure
 from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, FailurePolicy
-from gradwire.comms.elastic.introductions import packed, presences
 from gradwire.comms.elastic.joining import Newcomer, Requests
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
@@ -37,6 +36,7 @@ from gradwire.comms.elastic.membership import (
     Membership,
     View,
 )
+from gradwire.comms.elastic.peer_info import packed, rank_infos
 from gradwire.comms.errors import PeerSystemError
 from gradwire.comms.run.all_reduces import FutureTensor
 
@@ -159,7 +159,7 @@ def first_membership(communicator: Communicator, prefix: str, timeout: timedelta
         first: Failure policy of `communicator`.
     """
     names = tuple(f"rank {rank}" for rank in range(communicator.size))
-    said = {name: packed(each) for name, each in zip(names, communicator.presences, strict=True)}
+    said = {name: packed(each) for name, each in zip(names, communicator.rank_infos, strict=True)}
     place = PrefixStore(prefix, unprefixed(communicator.plain_store))
     return Membership(place, View(0, communicator.rank, names), timeout, said, first.reporter.failures)
 
@@ -182,7 +182,7 @@ def failure_policy_of(view: View, membership: Membership, timeout: timedelta) ->
     return FailurePolicy(
         reporter,
         lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=view.size),
-        presences(view.members, membership.said),
+        rank_infos(view.members, membership.said),
     )
 
 

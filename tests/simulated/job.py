@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, Store
-from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.placement import RankInfo
 from gradwire.comms.communicator import FailurePolicy
-from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.membership import Membership, View
+from gradwire.comms.elastic.peer_info import packed
 from gradwire.comms.elastic.resilient_ops import EpochFailureReporter, ResilientOps
 from gradwire.topology.host_summary import Hardware
 from simulated.simulation import LATENCY_SECONDS, Process, Simulation
@@ -194,7 +194,7 @@ class Job:
     def _said(self, name: str) -> str:
         host = self.hosts[name]
         nothing = Hardware(None, None, None)
-        return packed(Presence(0, 1, (host, "", ""), (), "cpu", "", nothing, {}, kernel=host))
+        return packed(RankInfo(0, 1, (host, "", ""), (), "cpu", "", nothing, {}, kernel=host))
 
     def is_dark(self, name: str) -> bool:
         """Whether a process is on a host of which nobody hears: its connections do not end."""

@@ -14,9 +14,9 @@ from gradwire.comms.bootstrap import probe, rendezvous
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.kernel import own_kernel
-from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.placement import RankInfo
 from gradwire.comms.bootstrap.probe import PeerTable, ProbeServer
-from gradwire.comms.bootstrap.rendezvous import BLOCK, Presences, exchange
+from gradwire.comms.bootstrap.rendezvous import BLOCK, RankInfos, exchange
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
@@ -28,9 +28,9 @@ from support.threads import run_ranks
 SECONDS = timedelta(seconds=20)
 
 
-def saying(rank: int, size: int) -> Presence:
+def saying(rank: int, size: int) -> RankInfo:
     """What a rank says, different from others in most things and alike in some."""
-    own = Presence.here(
+    own = RankInfo.here(
         rank, size, Config(hostname=f"n{rank // 3}", location=("r", str(rank % 2))), torch.device("cpu")
     )
     facts = Hardware(None, 12.5e9, f"mlx5_{rank % 8}", fastest=("mlx5_0", "mlx5_1"), nics=8)
@@ -45,16 +45,16 @@ def test_what_is_published_is_what_everybody_reads(size: int) -> None:
     ranks = [saying(rank, size) for rank in range(size)]
     found = run_ranks(size, lambda rank: exchange(store, ranks[rank], SECONDS))
     assert all(list(one) == ranks for one in found)
-    assert len({one.start for one in found}) == 1
+    assert len({one.generation for one in found}) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 300])
 def test_a_table_is_unpacked_as_it_was_packed(size: int) -> None:
     own = saying(0, size)
     said = [replace(own, rank=rank, port=rank) for rank in range(size)]
-    table = Presences.of(said, "start")
+    table = RankInfos.of(said, "start")
     packed = table.pack()
-    found = Presences.unpack("start", packed)
+    found = RankInfos.unpack("start", packed)
     assert list(found) == said and found[-1] == said[-1] and found[:2] == said[:2]
     assert found.pack() == packed
 
@@ -63,14 +63,14 @@ def test_a_restart_takes_nothing_of_the_start_before() -> None:
     """Rank 1 comes late to the second start, and finds what the first one has left."""
     store = HashStore()
 
-    def join(rank: int, wait_seconds: float) -> Presences:
+    def join(rank: int, wait_seconds: float) -> RankInfos:
         time.sleep(wait_seconds * rank)
         return exchange(store, replace(saying(rank, 3), port=int(wait_seconds * 1000)), SECONDS)
 
     first = run_ranks(3, lambda rank: join(rank, 0.0))
     second = run_ranks(3, lambda rank: join(rank, 0.05))
-    assert len({found.start for found in first}) == len({found.start for found in second}) == 1
-    assert first[0].start != second[0].start
+    assert len({found.generation for found in first}) == len({found.generation for found in second}) == 1
+    assert first[0].generation != second[0].generation
     assert {said.port for found in second for said in found} == {50}
 
 
@@ -87,11 +87,11 @@ def test_a_rank_that_follows_an_earlier_start_follows_the_new_one() -> None:
     word = store.get("round").decode()
     store.set("round", word.replace(word[word.index('"outcome"') :], '"outcome": null}'))
 
-    def join(rank: int) -> Presences:
+    def join(rank: int) -> RankInfos:
         time.sleep(0.0 if rank else 0.1)
         return exchange(store, saying(rank, 3), SECONDS)
 
-    assert len({found.start for found in run_ranks(3, join)}) == 1
+    assert len({found.generation for found in run_ranks(3, join)}) == 1
 
 
 def test_ranks_that_do_not_come_are_named_on_all_others() -> None:
@@ -121,7 +121,7 @@ def test_who_is_late_is_named_long_before_the_time_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(rendezvous, "LATE_SECONDS", 0.2)
     monkeypatch.setattr(rendezvous.log, "warning", warn)
 
-    def join(rank: int) -> Presences:
+    def join(rank: int) -> RankInfos:
         assert rank != late or said.wait(60)
         return exchange(store, saying(rank, 3), SECONDS)
 
@@ -135,7 +135,7 @@ def test_without_rank_0_it_is_named() -> None:
         exchange(HashStore(), saying(1, 2), timedelta(seconds=0.1))
 
 
-def ended(rank: int, size: int) -> Presence:
+def ended(rank: int, size: int) -> RankInfo:
     """What a rank has said whose process has ended since: nobody listens at its port."""
     with closing(listener(1)) as gone:
         return replace(saying(rank, size), port=gone.getsockname()[1], kernel=own_kernel())
@@ -205,7 +205,7 @@ def test_who_is_waited_for_answers_at_his_door_while_he_waits(monkeypatch: pytes
     monkeypatch.setattr(PeerTable, "exited", look)
     servers = [ProbeServer.open() for _ in range(size)]  # one for all threads of this process
 
-    def join(rank: int) -> Presences:
+    def join(rank: int) -> RankInfos:
         time.sleep(2.0 * (rank == 2))
         own = replace(saying(rank, size), port=servers[rank].port, addresses=("127.0.0.1",), kernel=own_kernel())
         return exchange(store, own, SECONDS, servers[rank])
@@ -214,7 +214,7 @@ def test_who_is_waited_for_answers_at_his_door_while_he_waits(monkeypatch: pytes
     for each in servers:
         each.close()
     assert looked and not any(looked)
-    assert len({one.start for one in found}) == 1
+    assert len({one.generation for one in found}) == 1
 
 
 def test_ranks_give_their_nodes_rates_all_or_none() -> None:
@@ -223,7 +223,7 @@ def test_ranks_give_their_nodes_rates_all_or_none() -> None:
     def run(rank: int) -> str:
         config = Config(hostname=f"n{rank}", nic_bytes_per_second=1e6 if rank else None)
         with pytest.raises(ValueError, match="`nic_bytes_per_second` is") as caught:
-            exchange(store, Presence.here(rank, 2, config, torch.device("cpu")), timedelta(seconds=10))
+            exchange(store, RankInfo.here(rank, 2, config, torch.device("cpu")), timedelta(seconds=10))
         return str(caught.value)
 
     assert all("1000000.0" in text and "None" in text for text in run_ranks(2, run))

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from gradwire.comms.bootstrap.placement import Presence
-from gradwire.comms.bootstrap.rendezvous import Presences
+from gradwire.comms.bootstrap.placement import RankInfo
+from gradwire.comms.bootstrap.rendezvous import RankInfos
 from gradwire.comms.boundary.messages import MessageError
 
 MOST_NBYTES = 1 << 20
@@ -16,19 +16,19 @@ START = "start"
 """Name of the start of a generation's ranks, which start once."""
 
 
-def packed(presence: Presence) -> str:
-    """What a process says about itself, for the others to know once and for all; see `presences`."""
-    return base64.b64encode(Presences.of([presence], "").pack()).decode()
+def packed(rank_info: RankInfo) -> str:
+    """What a process says about itself, for the others to know once and for all; see `rank_infos`."""
+    return base64.b64encode(RankInfos.of([rank_info], "").pack()).decode()
 
 
-def presences(members: Sequence[str], said: Mapping[str, str]) -> Presences:
+def rank_infos(members: Sequence[str], said: Mapping[str, str]) -> RankInfos:
     """What the members of a generation have said about themselves, as `packed`: nobody is asked again."""
     known = (unpacked(said[name]) for name in members)
-    return Presences.of([replace(each, rank=rank, size=len(members)) for rank, each in enumerate(known)], START)
+    return RankInfos.of([replace(each, rank=rank, size=len(members)) for rank, each in enumerate(known)], START)
 
 
 @lru_cache(maxsize=1024)
-def unpacked(said: str) -> Presence:
+def unpacked(said: str) -> RankInfo:
     """What `packed` was called on.
 
     Raises:
@@ -38,7 +38,7 @@ def unpacked(said: str) -> Presence:
         packed = base64.b64decode(said, validate=True)
     except ValueError as error:
         raise MessageError(f"what a process says about itself is no base64: {error}") from None
-    found = Presences.unpack("", packed, most_nbytes=MOST_NBYTES)
+    found = RankInfos.unpack("", packed, most_nbytes=MOST_NBYTES)
     if len(found) != 1:
         raise MessageError(f"what a process says about itself is of {len(found)} processes")
     return found[0]
@@ -68,5 +68,5 @@ def next_across(members: Sequence[str], rank: int, said: Mapping[str, str]) -> i
 
 
 def _host(said: str) -> tuple[str, ...]:
-    presence = unpacked(said)
-    return (*presence.host, presence.kernel)
+    rank_info = unpacked(said)
+    return (*rank_info.host, rank_info.kernel)
