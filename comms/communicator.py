@@ -31,7 +31,8 @@ from gradwire.comms.bootstrap.placement import RankInfo, cluster_of
 from gradwire.comms.bootstrap.probe import FindExited, PeerAddress, PeerTable, PeerWait, ProbeServer
 from gradwire.comms.bootstrap.rendezvous import RankInfos, exchange
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.config import NIC_PER_RANK, Config, job_is_on_one_host
+from gradwire.comms.config import NIC_PER_RANK, Config
+from gradwire.comms.environment import job_is_on_one_host
 from gradwire.comms.errors import PeerError, UnfinishedError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan, describe_plans, summarise_plans
@@ -318,7 +319,7 @@ class Communicator:
         Raises:
             TypeError: It has another layout, or other numbers.
         """
-        from gradwire.comms.sparse import BETWEEN, LANES, Sharing, check_sparse, sum_sparse
+        from gradwire.comms.run.sparse import BETWEEN, LANES, Sharing, check_sparse, sum_sparse
 
         check_sparse(bucket.flat)
         sharing = Sharing.of(self.cluster, self.rank, self.config.plan)

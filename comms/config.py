@@ -1,9 +1,8 @@
-"""One frozen `Config`: everything a user can set, checked in one place; the only reader of the environment."""
+"""Options of the hook: one frozen `Config`, checked in one place, and the variables that set its fields."""
 
 import dataclasses
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -554,205 +553,6 @@ def automatic_hook_wanted() -> bool:
     return bool(os.environ.get(AUTOMATIC))
 
 
-WATCH = ENVIRONMENT_PREFIX + "WATCH"
-
-
-@dataclass(frozen=True, slots=True)
-class WatchOptions:
-    """What the environment gives `gradwire.watch`; the attributes are its parameters."""
-
-    stall_seconds: float
-    json: str | None
-    metrics: str | None
-    trace: str | None
-
-
-def watch_wanted() -> bool:
-    """Whether GRADWIRE_WATCH asks for a watch; what else it may be is looked at when that begins."""
-    return os.environ.get(WATCH, "") not in ("", "0")
-
-
-def watch_options() -> "WatchOptions":
-    """What GRADWIRE_WATCH_STALL_SECONDS, GRADWIRE_WATCH_JSON, GRADWIRE_WATCH_METRICS and GRADWIRE_WATCH_TRACE say.
-
-    Raises:
-        ValueError: One of them, or GRADWIRE_WATCH, is not what it should be.
-    """
-    if (wanted := os.environ.get(WATCH)) != "1":
-        raise ValueError(f"`{WATCH}` is {wanted!r}; wanted 1, or 0 for none")
-    text = os.environ.get(f"{WATCH}_STALL_SECONDS") or "10"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"`{WATCH}_STALL_SECONDS` is {text!r}; wanted a positive number of seconds, such as 10")
-    json, metrics, trace = (os.environ.get(f"{WATCH}_{name}") or None for name in ("JSON", "METRICS", "TRACE"))
-    return WatchOptions(seconds, json, metrics, trace)
-
-
-FLIGHT_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
-"""Torch's variable: how many collectives its flight recorder keeps; read when the first group is made. gloo's recorder
-keeps none by default, NCCL's 2,000."""
-
-
-def flight_recorder_size() -> int:
-    """How many collectives torch's flight recorder was asked to keep; 0 where nobody has."""
-    return int(os.environ.get(FLIGHT_RECORDER_SIZE) or 0)
-
-
-def set_flight_recorder_size(collectives: int) -> None:
-    """Asks torch's flight recorder to keep so many collectives; before the first process group is made."""
-    os.environ[FLIGHT_RECORDER_SIZE] = str(collectives)
-
-
-def world_size() -> int:
-    """WORLD_SIZE as torchrun sets it; 1 where nothing set it.
-
-    Raises:
-        ValueError: It is no number.
-    """
-    return launcher_number(os.environ, "WORLD_SIZE", 1)
-
-
-GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
-"""Torch's variable for the network interfaces that gloo uses, their names separated by commas."""
-
-
-def gloo_interfaces() -> tuple[str, ...]:
-    """The interfaces that torch's gloo would use; empty where none is named."""
-    return tuple(name for name in os.environ.get(GLOO_INTERFACES, "").split(",") if name)
-
-
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-"""NCCL's variable: 1 has the kernels of all communicators of a GPU start in the order in which they were issued."""
-
-
-def launch_order() -> bool | None:
-    """Whether NCCL is to keep the order of issue across communicators; None where nobody has said."""
-    text = os.environ.get(LAUNCH_ORDER)
-    return None if text is None else text.strip() not in ("", "0")
-
-
-def set_launch_order() -> None:
-    """Has NCCL keep the order of issue across communicators: in this process, if it has run no collective yet."""
-    os.environ[LAUNCH_ORDER] = "1"
-
-
-def visibility() -> dict[str, str]:
-    """What is set of the variables that decide which GPUs this process sees, `topology.visible.VARIABLES`."""
-    from gradwire.topology.visible import VARIABLES  # here: a configuration needs nothing of the topology
-
-    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
-
-
-def local_rank() -> int | None:
-    """LOCAL_RANK as torchrun sets it; None where nothing set it, or no number."""
-    text = os.environ.get("LOCAL_RANK")
-    return int(text) if text is not None and _is_number(text) else None
-
-
-def job_is_on_one_host() -> bool:
-    """Whether the launcher says that all of its ranks are here; false where it does not say."""
-    local, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
-    return local is not None and local == world
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= 10
-
-
-def launcher_text(variables: Mapping[str, str], name: str) -> str:
-    """One of a launcher's variables.
-
-    Raises:
-        ValueError: It is not set, or empty.
-    """
-    if not variables.get(name):
-        raise ValueError(
-            f"`{name}` is not set although another variable of a launcher is; wanted all of them, as torchrun or srun "
-            "sets them, or none"
-        )
-    return variables[name]
-
-
-def launcher_number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A number among a launcher's variables.
-
-    Args:
-        variables: Of the environment.
-        name: Of the variable.
-        default: Where it is not set; None where it has to be.
-
-    Raises:
-        ValueError: It is no number, or not set.
-    """
-    if default is not None and name not in variables:
-        return default
-    text = launcher_text(variables, name)
-    if not _is_number(text):
-        raise ValueError(f"`{name}` is {text[:40]!r}; wanted a number, as torchrun or srun sets it, or leave it unset")
-    return int(text)
-
-
-def torchrun_place(variables: Mapping[str, str]) -> tuple[int, int, str, int]:
-    """(rank, number of ranks, address, port) of a process that torchrun started.
-
-    Args:
-        variables: Of the environment, see `launcher_variables`.
-
-    Raises:
-        ValueError: A variable is not set, or makes no sense.
-    """
-    rank, size, port = (launcher_number(variables, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if rank >= size:
-        raise ValueError(f"`RANK` is {rank} and `WORLD_SIZE` {size}; wanted a rank from 0 to {size - 1}")
-    if not 0 < port < 2**16:
-        raise ValueError(f"`MASTER_PORT` is {port}; wanted a TCP port from 1 to 65535")
-    return rank, size, launcher_text(variables, "MASTER_ADDR"), port
-
-
-def launcher_variables() -> dict[str, str]:
-    """What torchrun, mpirun or srun set for this process about its rank; the names are theirs."""
-    return {name: os.environ[name] for name in _LAUNCHER_VARIABLES if name in os.environ}
-
-
-def steering_variables() -> dict[str, str]:
-    """The variables that steer torch, NCCL, gloo, OpenMP and their like in this process, for `gradwire doctor`.
-
-    Only names with one of these beginnings: what a user may show to others, without the rest of their environment.
-    """
-    return {
-        name: value[:_LONGEST_VALUE]
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_STEERING_BEGINNINGS) or name in _STEERING_NAMES
-    }
-
-
-def bench_environment() -> float | None:
-    """NCCL_TESTS_MIN_BW: the bus bandwidth in GB/s that a benchmark must come near; None where it is not set.
-
-    Empty is 0, as for nccl-tests, which reads it with atof: any bandwidth is OK.
-
-    Raises:
-        ValueError: It is no number; or another variable of nccl-tests asks for several groups of ranks.
-    """
-    for name in ("NCCL_TESTS_SPLIT", "NCCL_TESTS_SPLIT_MASK"):
-        if text := os.environ.get(name):
-            raise ValueError(
-                f"`{name}` is {text!r}, but all ranks are one group here; wanted it unset: start a bench for each "
-                "group of ranks"
-            )
-    text = os.environ.get("NCCL_TESTS_MIN_BW")
-    try:
-        wanted = None if text is None else float(text or 0)
-    except ValueError:
-        wanted = math.nan
-    if wanted is not None and math.isnan(wanted):
-        raise ValueError(f"`NCCL_TESTS_MIN_BW` is {text!r}; wanted a number of GB/s, or leave it unset")
-    return wanted
-
-
 def _plain(value: object) -> str:
     if isinstance(value, Mapping):
         return repr(sorted((str(name), repr(entry)) for name, entry in value.items()))
@@ -832,7 +632,7 @@ def _switch_or_address(text: str) -> bool | str:
 
 def _trace(text: str) -> "str | tuple[str, int] | None":
     file, _, steps = text.rpartition(":")
-    return (file, int(steps)) if file and _is_number(steps) else text or None
+    return (file, int(steps)) if file and steps.isascii() and steps.isdecimal() else text or None
 
 
 def _units(text: str) -> tuple[str, ...]:
@@ -887,33 +687,3 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
 
 _OTHER_VARIABLES = ("HOOK", "PURE", "WATCH", "WATCH_JSON", "WATCH_METRICS", "WATCH_STALL_SECONDS", "WATCH_TRACE")
 """Names behind the prefix that are no field of `Config`."""
-
-_LONGEST_VALUE = 200
-_STEERING_BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_",
-                        "OFI_NCCL_", "PYTORCH_", "GRADWIRE_", "TP_SOCKET_")  # fmt: skip
-_STEERING_NAMES = ("KUBERNETES_SERVICE_HOST", "SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK")
-
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",  # torchrun
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
-    "PMI_RANK",
-    "PMI_SIZE",
-    "MPI_LOCALRANKID",
-    "PMIX_RANK",  # MPICH, Intel MPI, PMIx
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_LOCALID",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_STEP_NODELIST",  # srun
-    "SLURM_STEP_NUM_TASKS",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)

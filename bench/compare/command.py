@@ -28,7 +28,7 @@ from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.nccl_tests.ranks import meet
 from gradwire.bench.nccl_tests.start import Start, find_start, speaks
 from gradwire.bench.terminal import PlainLines, complain, progress_bar
-from gradwire.comms.config import launcher_variables
+from gradwire.comms.environment import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
 

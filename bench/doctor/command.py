@@ -33,7 +33,7 @@ from gradwire.bench.terminal import (
     writing,
 )
 from gradwire.comms.bootstrap.requirement import require_torch
-from gradwire.comms.config import launcher_variables
+from gradwire.comms.environment import launcher_variables
 from gradwire.topology.printable import printable
 
 PIPE_WIDTH = 120

@@ -49,7 +49,7 @@ from gradwire.bench.terminal import complain
 from gradwire.comms.bootstrap.compat import PrefixStore, clone_of
 from gradwire.comms.bootstrap.kernel import outside_connections
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.config import local_rank
+from gradwire.comms.environment import local_rank
 from gradwire.comms.links.unit_rates import pairings
 
 ARRIVE = timedelta(minutes=5)

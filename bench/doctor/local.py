@@ -15,7 +15,7 @@ from pathlib import Path
 from gradwire.bench.doctor.facts import GpuState, NetworkInterface, RankFacts
 from gradwire.comms.bootstrap.addresses import host_addresses, is_outside
 from gradwire.comms.bootstrap.kernel import host_identity
-from gradwire.comms.config import steering_variables
+from gradwire.comms.environment import steering_variables
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.model import CheckOutcome
 from gradwire.topology.gdr.nccl import name_matches

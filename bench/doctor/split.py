@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gradwire.comms.bootstrap.threads import BackgroundThread
-from gradwire.comms.config import flight_recorder_size, set_flight_recorder_size
+from gradwire.comms.environment import flight_recorder_size, set_flight_recorder_size
 from gradwire.comms.watch.activity import Activity
 from gradwire.comms.watch.flight import FlightReader
 from gradwire.comms.watch.rank import RankLog

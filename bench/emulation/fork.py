@@ -44,7 +44,7 @@ from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.placement import place_ranks
 from gradwire.bench.emulation.signals import die_with_parent
 from gradwire.bench.pipe import status_of
-from gradwire.comms.config import launcher_variables
+from gradwire.comms.environment import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
 """The start timeout for 32 ranks to find each other on 2 busy cores."""

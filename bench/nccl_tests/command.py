@@ -30,7 +30,7 @@ from gradwire.bench.nccl_tests.rows import RowRunner, TableRow
 from gradwire.bench.nccl_tests.start import Start, find_start, speaks
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, complain, right_columns, write_json, writing
-from gradwire.comms.config import bench_environment, launcher_variables
+from gradwire.comms.environment import bench_environment, launcher_variables
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 

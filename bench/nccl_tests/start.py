@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradwire.comms.config import launcher_number, launcher_text, torchrun_place
+from gradwire.comms.environment import launcher_number, launcher_text, torchrun_place
 
 _FIRST_PORT, _PORTS = 20000, 20000
 """Ports for srun's ranks, picked by the job's number: below the kernel's own range (32768...), or above it rarely."""

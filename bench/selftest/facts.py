@@ -7,7 +7,7 @@ import torch
 
 from gradwire.bench.doctor.local import versions
 from gradwire.bench.machine import machine_line
-from gradwire.comms.config import steering_variables
+from gradwire.comms.environment import steering_variables
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.labels import gigabytes
 from gradwire.topology.levels import levels_of

@@ -27,7 +27,7 @@ from gradwire.bench.selftest.coverage import (
 from gradwire.bench.selftest.facts import machine_facts
 from gradwire.bench.selftest.kernel_checks import bandwidths, kernel_attempts
 from gradwire.bench.selftest.training_checks import TrainingChecks
-from gradwire.comms.config import launcher_number, launcher_variables
+from gradwire.comms.environment import launcher_number, launcher_variables
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_cupy
 from gradwire.compressors.kernels.dispatch import Kernels
 

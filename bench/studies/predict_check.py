@@ -36,7 +36,8 @@ from gradwire.comms.bootstrap.agree import Agreement
 from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import Config, launcher_variables
+from gradwire.comms.config import Config
+from gradwire.comms.environment import launcher_variables
 from gradwire.comms.links.probe import line_up, probe
 from gradwire.comms.plan.codec_price import (
     CPU_BYTES_PER_SECOND,

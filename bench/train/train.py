@@ -27,7 +27,7 @@ from gradwire.bench.configuration import Configuration, take_turns
 from gradwire.bench.train.model import ByteTransformer, loss_in_nats
 from gradwire.bench.train.text import batch_at, library_text, split_text
 from gradwire.comms.boundary.files import replace_text
-from gradwire.comms.config import launcher_variables
+from gradwire.comms.environment import launcher_variables
 
 PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 10

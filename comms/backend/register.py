@@ -4,7 +4,8 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gradwire.comms.config import automatic_hook_wanted, watch_wanted
+from gradwire.comms.config import automatic_hook_wanted
+from gradwire.comms.environment import watch_wanted
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

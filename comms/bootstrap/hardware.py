@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import lru_cache
 
-from gradwire.comms.config import visibility
+from gradwire.comms.environment import visibility
 from gradwire.topology.host_summary import Hardware, host_summary
 
 

@@ -13,7 +13,8 @@ import torch
 from gradwire.comms.bootstrap.hardware import hardware
 from gradwire.comms.bootstrap.kernel import host_identity, own_kernel
 from gradwire.comms.boundary.messages import Addresses, Count, Kernel, Port, Rank
-from gradwire.comms.config import Config, local_rank
+from gradwire.comms.config import Config
+from gradwire.comms.environment import local_rank
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
 from gradwire.topology.host_summary import Hardware
 

@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 
 from gradwire.comms.bootstrap.compat import nccl_has_run, nccl_version
-from gradwire.comms.config import LAUNCH_ORDER, launch_order, set_launch_order
+from gradwire.comms.environment import LAUNCH_ORDER, launch_order, set_launch_order
 
 log = logging.getLogger("gradwire")
 

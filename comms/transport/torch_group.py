@@ -42,7 +42,7 @@ from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
 from gradwire.comms.bootstrap.kernel import TcpInfo, tcp_sockets
 from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.bootstrap.threads import in_thread, outcome_of
-from gradwire.comms.config import gloo_interfaces
+from gradwire.comms.environment import gloo_interfaces
 from gradwire.comms.errors import OverdueError, PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.threads import BackgroundThread, in_thread, outcome_of
 from gradwire.comms.boundary.files import replace_text
-from gradwire.comms.config import (
+from gradwire.comms.environment import (
     FLIGHT_RECORDER_SIZE,
     WATCH,
     flight_recorder_size,

@@ -33,7 +33,8 @@ from gradwire.bench.nccl_tests.ranks import World, meet
 from gradwire.bench.nccl_tests.start import Start, find_start, speaks
 from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, progress_bar
 from gradwire.cli.compare_rank import STEP, TORCH_HOOKS
-from gradwire.comms.config import AUTOMATIC, launcher_variables
+from gradwire.comms.config import AUTOMATIC
+from gradwire.comms.environment import launcher_variables
 from gradwire.comms.plan.advise import MOST_OF_IT, distortion_of
 
 PLAIN = "plain DDP"

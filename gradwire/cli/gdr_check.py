@@ -18,7 +18,7 @@ from gradwire.bench.arguments import CommandParser, check_output
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import CleanConsole, complain, working
 from gradwire.cli.job import joined_job
-from gradwire.comms.config import local_rank, world_size
+from gradwire.comms.environment import local_rank, world_size
 from gradwire.topology.gdr.capture import write_capture
 from gradwire.topology.gdr.compare import differences
 from gradwire.topology.gdr.host import Host

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from gradwire.bench.terminal import working
-from gradwire.comms.config import launcher_variables, torchrun_place
+from gradwire.comms.environment import launcher_variables, torchrun_place
 
 if TYPE_CHECKING:
     from gradwire.topology.gdr.job import JobRank

@@ -16,7 +16,7 @@ from gradwire.bench.arguments import CommandParser, check_output
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import CleanConsole, complain, fitting_width, working
 from gradwire.cli.job import joined_job
-from gradwire.comms.config import local_rank, visibility, world_size
+from gradwire.comms.environment import local_rank, visibility, world_size
 from gradwire.topology.assign import gpu_for_local_rank, nic_for_local_rank
 from gradwire.topology.compare import RankPlacement, compare, nvlink_domains
 from gradwire.topology.errors import TopologyError

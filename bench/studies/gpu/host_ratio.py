@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
 from gradwire.comms.bootstrap.compat import queue_end_of_backward
-from gradwire.comms.config import local_rank, set_launch_order
+from gradwire.comms.environment import local_rank, set_launch_order
 from gradwire.comms.hook import HookState
 
 BUCKETS = 8

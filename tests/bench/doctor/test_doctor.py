@@ -33,7 +33,7 @@ from gradwire.bench.emulation.fork import run_forked
 from gradwire.bench.studies.doctor import OTHER_MTU, TINY_SHARED_MEMORY, inside
 from gradwire.cli import predict
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
-from gradwire.comms.config import local_rank
+from gradwire.comms.environment import local_rank
 from gradwire.comms.links.unit_rates import pairings
 from gradwire.compressors import registry
 from support.doctor import healthy, slowed

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from gradwire.comms.backend import inner_launches
 from gradwire.comms.backend.process_group import GradwireGroup
 from gradwire.comms.bootstrap.compat import GroupOptions, HashStore
-from gradwire.comms.config import LAUNCH_ORDER, Config, launch_order
+from gradwire.comms.config import Config
+from gradwire.comms.environment import LAUNCH_ORDER, launch_order
 from gradwire.comms.transport import launch_order as module
 from gradwire.comms.transport.launch_order import KEPT_FROM, Devices, TorchIssuer
 from gradwire.comms.transport.nccl import INTER_NODE_CTAS, NODE_CTAS, NcclTransport

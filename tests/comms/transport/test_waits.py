@@ -25,9 +25,9 @@ ENDED_BY = {
         comms/communicator.py: work.wait
         comms/links/quick_probe.py: rail.sendrecv(other, received[:numel], sent[:numel]).wait
         comms/run/lane_executor.py: work.wait
-        comms/sparse.py: transport.all_to_all(got_keys, keys).wait
-        comms/sparse.py: transport.all_to_all(got_values, values).wait
-        comms/sparse.py: work.wait
+        comms/run/sparse.py: transport.all_to_all(got_keys, keys).wait
+        comms/run/sparse.py: transport.all_to_all(got_values, values).wait
+        comms/run/sparse.py: work.wait
         comms/transport/mpi.py: self._gather(self._second, flat, bounds).wait
         comms/transport/torch_group.py: rail.all_reduce(total).wait
         comms/transport/torch_group.py: self._work.wait

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from gradwire.bench.studies.watch import job
 from gradwire.bench.studies.watch.job import DELAY_SECONDS, FAULT_STEP, KINDS, STEP_SECONDS, TIMEOUT, WIDTH, training
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.config import watch_options
+from gradwire.comms.environment import watch_options
 
 FAULTS = ("late", "loader", "hang")
 """Besides those of `job`."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.config import set_flight_recorder_size
+from gradwire.comms.environment import set_flight_recorder_size
 from gradwire.comms.observe.stack import TORCH
 from gradwire.comms.watch import flight
 from gradwire.comms.watch.collective import MessageCount

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gradwire.comms.config import watch_options
+from gradwire.comms.environment import watch_options
 
 
 def started(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
