@@ -31,7 +31,7 @@ from gradwire.comms.compression import Compression
 from gradwire.comms.elastic.resilient_ops import ResilientOps
 from gradwire.comms.outer.averaging import FragmentAveraging, Pending
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
-from gradwire.comms.outer.saved import Saved, read, written
+from gradwire.comms.outer.saved import Saved, parameters_checksum, read, written
 from gradwire.comms.session import AveragingSession
 from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import StateDict
@@ -51,6 +51,14 @@ DIFFERENT = (
     "from the last checkpoint, or call outer.synchronize() on all ranks, which gives all of them those of rank 0"
 )
 
+
+OTHER_PARAMETERS = (
+    "the parameters of `model` are not those that were saved with the state that Outer has loaded: its "
+    "model.state_dict() was saved before outer.state_dict(), which finishes the exchange in flight and so changes the "
+    "parameters, or it is of another step or worker. Load the model of the same save; if there is none, load it into a "
+    "new Outer without a state. When you save, call outer.state_dict() first"
+)
+"""Message for a model that was saved too early."""
 
 _WORD: MessageType[dict[str, Any]] = MessageType(dict[str, object])
 """What a rank says of the state that it loads."""
@@ -93,6 +101,8 @@ class OuterExchange:
         self.steps = self.begun = self.done = self.skipped = 0
         self._pending: Pending | None = None
         self._halfway = False
+        self._expected_parameters: str | None = None
+        """Checksum of the parameters that belong to a state that was loaded; None once it has been compared."""
         self._different = ""
         """Why the ranks' anchors cannot be exchanged any more; empty if they are the same as far as is known."""
         self._session: AveragingSession | None = None
@@ -228,7 +238,8 @@ class OuterExchange:
         if self.averaging.resilient_ops is not None and not self.averaging.alone:
             self.averaging.mean_of(self.fragments[0].anchor.new_zeros(1), self._announce)
         flats = [(each.anchor, each.momentum) for each in self.fragments]
-        return written(Saved(self.steps, self.begun, flats, self.averaging.held()), self.fragments, self.settings)
+        saved = Saved(self.steps, self.begun, flats, self.averaging.held(), parameters_checksum(self.fragments))
+        return written(saved, self.fragments, self.settings)
 
     @torch.no_grad()
     def load_state_dict(self, state: StateDict | Exception) -> None:
@@ -267,7 +278,21 @@ class OuterExchange:
             fragment.anchor.copy_(anchor)
             fragment.momentum = momentum
         self.averaging.messages.forget()
-        self._halfway, self._different = False, ""
+        self._halfway, self._different, self._expected_parameters = False, "", saved.parameters
+
+    @torch.no_grad()
+    def check_parameters(self) -> None:
+        """Checks, once after `load_state_dict`, that the model has the parameters that were saved with the state.
+
+        A model that was saved before `state_dict` finished the exchange in flight lacks that exchange's update, while
+        the anchors have it: the next pseudo-gradient would count it twice.
+
+        Raises:
+            RuntimeError: The parameters are others.
+        """
+        expected, self._expected_parameters = self._expected_parameters, None
+        if expected is not None and expected != parameters_checksum(self.fragments):
+            raise RuntimeError(OTHER_PARAMETERS)
 
     def _refuse_halfway(self, *, different: bool = True) -> None:
         if self._halfway:

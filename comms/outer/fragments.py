@@ -160,20 +160,15 @@ class Fragment:
         return torch.empty(self.numel, dtype=self._dtype, device=local_of(self._parameters[0]).device)
 
     def checksum(self) -> Tensor:
-        """Returns a sum over the bits of `anchor` and `momentum`, 0-dim int64: equal on ranks that hold the same bits.
+        """Return a sum over the bits of `anchor` and `momentum`, 0-dim int64: equal for the same bits."""
+        return checksum_of([flat for flat in (self.anchor, self.momentum) if flat is not None])
 
-        Each 32-bit word is multiplied by an odd number of its place, modulo 2^32, so that small differences of opposite
-        sign in two places do not cancel. Integers: the same on every processor, whatever the order of the sum.
-        """
-        found = torch.zeros((), dtype=torch.int64, device=self.anchor.device)
-        for flat in (self.anchor, self.momentum):
-            words = flat.view(torch.int32) if flat is not None else found.new_empty(0, dtype=torch.int32)
-            for start in range(0, words.numel(), CHECKSUM_WORDS):
-                block = words[start : start + CHECKSUM_WORDS]
-                places = torch.arange(start, start + block.numel(), dtype=torch.int64, device=block.device)
-                odd = ((places * CHECKSUM_FACTOR) & 0x7FFFFFFF | 1).to(torch.int32)
-                found = found * 31 + (block * odd).sum(dtype=torch.int64)
-        return found
+    def parameter_checksums(self) -> dict[str, int]:
+        """Return a sum over the bits of each parameter as it is now, by name. On CUDA the host waits for them."""
+        return {
+            name: int(checksum_of([view.reshape(-1)]))
+            for name, view in zip(self.names, self.views(self.gather()), strict=True)
+        }
 
     def check(self) -> None:
         """Sees whether the parameters are what they were.
@@ -321,6 +316,26 @@ class Fragment:
                     "the model (dtype, memory_format) before you make Outer"
                 )
         return [_in_memory_order(view) for view in views]
+
+
+def checksum_of(flats: Sequence[Tensor]) -> Tensor:
+    """Return a sum over the bits of tensors, 0-dim int64: equal for the same bits, on every processor.
+
+    Each 32-bit word is multiplied by an odd number of its place, modulo 2^32, so that small differences of opposite
+    sign in two places do not cancel. Integers have the same sum in any order.
+
+    Args:
+        flats: 1-D contiguous tensors of float32 or float64, at least one, all on one device.
+    """
+    found = torch.zeros((), dtype=torch.int64, device=flats[0].device)
+    for flat in flats:
+        words = flat.view(torch.int32)
+        for start in range(0, words.numel(), CHECKSUM_WORDS):
+            block = words[start : start + CHECKSUM_WORDS]
+            places = torch.arange(start, start + block.numel(), dtype=torch.int64, device=block.device)
+            odd = ((places * CHECKSUM_FACTOR) & 0x7FFFFFFF | 1).to(torch.int32)
+            found = found * 31 + (block * odd).sum(dtype=torch.int64)
+    return found
 
 
 def local_of(parameter: Tensor) -> Tensor:

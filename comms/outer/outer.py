@@ -252,7 +252,7 @@ class Outer(TrainingState[AveragingSession]):
         if own_worker is None and inside != NONE:
             self.model = self._average_inside(model, config)
         self._began = 0.0
-        self._optimizer_steps = OptimizerSteps(optimizers, self._step_ended)
+        self._optimizer_steps = OptimizerSteps(optimizers, self._step_ended, self.exchange.check_parameters)
 
     def _connect(
         self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]]
@@ -355,6 +355,7 @@ class Outer(TrainingState[AveragingSession]):
     def _finish_step(self) -> None:
         """Ends a step in which only some optimizers have stepped, and makes a choice that is due on other ranks."""
         self._optimizer_steps.finish()
+        self.exchange.check_parameters()
         if self._choice is not None and not self._choice.is_made:  # ranks that have taken more steps may wait in it
             self._choice.make()
             self.settings = self.exchange.settings
@@ -455,7 +456,9 @@ class Outer(TrainingState[AveragingSession]):
         """Restores what `state_dict` returned on this rank; model and optimizer are the caller's to restore.
 
         All ranks call it, with states that all ranks saved in one call. `fragments`, `warmup_steps` and `warmup_every`
-        must be those of the run that saved; the other settings may differ.
+        must be those of the run that saved; the other settings may differ. The next step of an optimizer compares the
+        model's parameters with those that were saved with the state, and raises a RuntimeError if they differ: load the
+        model before it.
 
         Raises:
             ValueError: The state of this rank or of another one is of another model, other settings, another rank or

@@ -31,12 +31,14 @@ class Saved:
         begun: Exchanges.
         flats: The anchor and the momentum of each fragment.
         held: What the compressor has saved.
+        parameters: Checksum of all parameters when the state was made; see `parameters_checksum`.
     """
 
     steps: int
     begun: int
     flats: Sequence[tuple[Tensor, Tensor | None]]
     held: StateDict
+    parameters: str
 
     def digest(self) -> str:
         """The digest of anchors and momenta: equal on all ranks that hold the same shards."""
@@ -44,6 +46,12 @@ class Saved:
         for flat in (each for pair in self.flats for each in pair if each is not None):
             found.update(flat.cpu().view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
+
+
+def parameters_checksum(fragments: Sequence[Fragment]) -> str:
+    """Return a checksum of this rank's parameters, whichever fragments they are in."""
+    sums = {name: each for fragment in fragments for name, each in fragment.parameter_checksums().items()}
+    return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
 
 
 def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings) -> StateDict:
@@ -54,7 +62,7 @@ def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings
         fragments: Of the model.
         settings: Of the exchanges.
     """
-    state: StateDict = {"steps": saved.steps, "begun": saved.begun}
+    state: StateDict = {"steps": saved.steps, "begun": saved.begun, "parameters": saved.parameters}
     state |= {name: getattr(settings, name) for name in FIXED}
     for fragment, flats in zip(fragments, saved.flats, strict=True):
         for kind, flat in zip(("anchor", "momentum"), flats, strict=True):
@@ -94,7 +102,7 @@ def read(state: StateDict, fragments: Sequence[Fragment], settings: OuterSetting
         for key, value in state.items()
         if key.startswith(f"compression{SEPARATOR}")
     }
-    return Saved(steps, begun, flats, held)
+    return Saved(steps, begun, flats, held, str(state.get("parameters")))
 
 
 def _flats(fragment: Fragment, state: StateDict) -> tuple[Tensor, Tensor | None]:

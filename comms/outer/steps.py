@@ -15,10 +15,14 @@ class OptimizerSteps:
     Args:
         optimizers: Of `optimizers_from`.
         ended: Called at the end of each step of training.
+        begins: Called before each step of an optimizer.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], ended: Callable[[], None]) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], ended: Callable[[], None], begins: Callable[[], None] = lambda: None
+    ) -> None:
         self._ended = ended
+        self._may_begin = begins
         self._counts = [_count(each) for each in optimizers]
         self._stepped: set[int] = set()
         # The optimizers keep these objects: without them steps would go on, and nothing would be exchanged.
@@ -54,6 +58,7 @@ class OptimizerSteps:
             )
         if number in self._stepped:
             self.finish()
+        self._may_begin()
 
     def _has_stepped(self, number: int) -> None:
         self._stepped.add(number)

@@ -573,7 +573,7 @@ def test_outer_momentum_may_begin_or_end_with_a_saved_state() -> None:
     plain, heavy = (cut_into_fragments(parameters, replace(AVERAGE, momentum=momentum)) for momentum in (0.0, 0.9))
     for before, after in ((plain, heavy), (heavy, plain)):
         flats = [(each.anchor, each.momentum) for each in before]
-        state = written(Saved(3, 1, flats, {}), before, AVERAGE)
+        state = written(Saved(3, 1, flats, {}, ""), before, AVERAGE)
         for (anchor, momentum), fragment in zip(read(state, after, AVERAGE).flats, after, strict=True):
             assert torch.equal(anchor, fragment.anchor)
             assert (momentum is None) == (after is plain) and (momentum is None or not momentum.any())

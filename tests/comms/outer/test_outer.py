@@ -304,6 +304,46 @@ def in_shards(rank: int) -> None:
     outer.close()
 
 
+def saves_in_order(rank: int, model_first: bool) -> str:
+    """Saves with an exchange in flight, loads into a new Outer, and returns the error of the first step; "" if none."""
+    dist.init_process_group("gloo")
+
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, gradwire.Outer]:
+        model = build()
+        optimizer = optimizer_of(model)
+        return model, optimizer, gradwire.Outer(model, optimizer, every=4, fragments=2, delay=2, inside="none", lr=0.7)
+
+    model, optimizer, outer = start()
+    train(model, optimizer, range(3))  # the first exchange began after the second step
+    early = copy(model.state_dict())
+    state = copy(outer.state_dict())
+    weights, inner = early if model_first else copy(model.state_dict()), copy(optimizer.state_dict())
+    outer.close()
+    model, optimizer, outer = start()
+    outer.load_state_dict(state)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(inner)
+    try:
+        train(model, optimizer, range(3, 4))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        outer.close()
+    return ""
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+def test_a_model_that_is_saved_before_the_exchange_is_finished_is_an_error(
+    processes: Processes, model_first: bool
+) -> None:
+    """`outer.state_dict()` finishes the exchange in flight, so a model that was saved before is of another moment."""
+    for found in processes(2, saves_in_order, model_first, nodes="ab"):
+        if model_first:
+            assert "call outer.state_dict() first" in found
+        else:
+            assert found == ""
+
+
 def lose(rank: int, compressor: str, options: dict[str, Any]) -> dict[str, Any]:
     """Rank 2 dies beside a step, rank 1 leaves; both with an exchange under way. Who is left goes on to the end."""
     dist.init_process_group("gloo")
