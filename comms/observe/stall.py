@@ -26,7 +26,9 @@ from functools import partial
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.messages import MessageError, MessageType
+from gradwire.comms.observe.diagnosis import Position, find_stuck
 from gradwire.comms.observe.order import Waits
+from gradwire.comms.observe.wording import stall_in_words
 from gradwire.comms.report import bucket_words, duration
 from gradwire.comms.run.executor import Executor
 
@@ -76,11 +78,11 @@ _REPORT: MessageType[StallReport] = MessageType(StallReport)
 
 @dataclass(frozen=True, slots=True)
 class StallDiagnosis:
-    """What the reports of all ranks mean.
+    """Meaning of the reports of all ranks.
 
     Attributes:
-        text: In one sentence.
-        late: The ranks that the others wait for, late or silent; none where all have come.
+        text: One sentence for the log.
+        late: Ranks for which the others wait, stragglers and silent ones; empty if all have reached the bucket.
     """
 
     text: str
@@ -90,66 +92,61 @@ class StallDiagnosis:
 def diagnose(
     reports: Mapping[int, StallReport], hostnames: Sequence[str], ranks: Sequence[int], *, on_cuda: bool = False
 ) -> StallDiagnosis | None:
-    """What the reports of all ranks mean; None where no rank waits for another.
+    """Returns what the reports of all ranks mean; None if no rank waits for another.
 
     Args:
-        reports: Of the ranks that left one.
-        hostnames: Of all ranks.
-        ranks: In the default group, of all ranks.
-        on_cuda: Hosts do not know what they wait in.
+        reports: Rank of the communicator -> its report, of the ranks that have published one.
+        hostnames: Host of each rank.
+        ranks: Rank in the default group of each rank.
+        on_cuda: Whether reports lack the launch in which a rank waits.
     """
-    if on_cuda:
-        most, least = (
-            max(report.launches for report in reports.values()),
-            min(report.launches for report in reports.values()),
-        )
-        if most == least:
-            return None
-        number = least
-        waiting = {rank: report for rank, report in reports.items() if report.launches > least}
-    else:
-        waiting = {rank: report for rank, report in reports.items() if report.number is not None}
-        if not waiting:
-            return None
-        number = min(report.number for report in waiting.values() if report.number is not None)
-    first = next((report for report in waiting.values() if report.number == number), next(iter(waiting.values())))
-    seconds = max(report.seconds for report in waiting.values())
-    late = [rank for rank, report in reports.items() if report.launches <= number and rank not in waiting]
+    positions = positions_of(reports, on_cuda=on_cuda)
     silent = [rank for rank in range(len(hostnames)) if rank not in reports]
-    phases = Counter(report.phase for report in waiting.values() if report.phase)
+    stuck = find_stuck("launches", range(len(hostnames)), positions, silent)
+    if stuck is None:
+        return None
+    # Name the bucket as a rank does that waits in just this launch.
+    waiting = [reports[rank] for rank in stuck.waiting]
+    named = [each.bucket for each in waiting if each.number == stuck.number - 1] or [waiting[0].bucket]
+    # Say in which phases the others wait, and how many ranks in each.
+    phases = Counter(each.phase for each in waiting if each.phase)
     if on_cuda:
-        in_what = "for it on their devices"
+        waited_in = "for it on their devices"
     elif len(phases) == 1:
-        in_what = f"in {next(iter(phases))}"
+        waited_in = f"in {next(iter(phases))}"
     else:
-        in_what = "in " + " and ".join(
-            f"{phase} ({count} rank{'s' * (count > 1)})" for phase, count in sorted(phases.items())
-        )
-    bucket = first.bucket or "the next bucket"
-    if late or silent:
-        parts = [
-            f"{_ranks(group, hostnames, ranks)} {verb} {bucket}, {duration(seconds)} late"
-            for group, verb in (
-                (late, "has not reached" if len(late) == 1 else "have not reached"),
-                (silent, "says nothing, and is missed in" if len(silent) == 1 else "say nothing, and are missed in"),
-            )
-            if group
-        ]
-        text = "; ".join(parts) + f"; all others wait {in_what}"
-    else:
-        text = (
-            f"all ranks have reached {bucket}, and have waited {in_what} for {duration(seconds)}: no rank is late, a "
-            "link is slow or broken"
-        )
-    doing = [f"rank {ranks[rank]} is at {reports[rank].where}" for rank in late[:4] if reports[rank].where]
-    return StallDiagnosis("; ".join([text, *doing]), (*late, *silent))
+        counts = (f"{phase} ({count} rank{'s' * (count > 1)})" for phase, count in sorted(phases.items()))
+        waited_in = "in " + " and ".join(counts)
+    text = stall_in_words(
+        stuck,
+        named[0] or "the next bucket",
+        dict(enumerate(hostnames)),
+        {rank: report.where for rank, report in reports.items() if report.where},
+        waits=f"all others wait {waited_in}",
+        waited_in=waited_in,
+        rank_of=ranks.__getitem__,
+    )
+    return StallDiagnosis(text, (*stuck.missing, *stuck.silent))
 
 
-def _ranks(members: Sequence[int], hostnames: Sequence[str], ranks: Sequence[int]) -> str:
-    """Up to eight ranks with their nodes."""
-    nodes = " and ".join(dict.fromkeys(hostnames[member] for member in members[:8]))
-    more = f" and {len(members) - 8} more" if len(members) > 8 else ""
-    return f"rank {', '.join(str(ranks[member]) for member in members[:8])}{more} on node {nodes}"
+def positions_of(reports: Mapping[int, StallReport], *, on_cuda: bool) -> dict[int, Position]:
+    """Returns rank -> its position in the sequence of launches.
+
+    Args:
+        reports: Rank -> its report.
+        on_cuda: Whether reports lack the launch in which a rank waits. A rank then waits for the one with the fewest
+            launches, if it has started more.
+    """
+    least = min(report.launches for report in reports.values())
+    found = {}
+    for rank, report in reports.items():
+        # Launches are counted from 0 in reports, from 1 in positions.
+        if on_cuda:
+            waits_in = least + 1 if report.launches > least else None
+        else:
+            waits_in = None if report.number is None else report.number + 1
+        found[rank] = Position(report.launches, waits_in, report.seconds)
+    return found
 
 
 @dataclass(slots=True)
@@ -213,10 +210,12 @@ class StallWatch:
         self._seconds = seconds
         self._watched = threading.get_ident()
         self._closed = threading.Event()
-        self._progress: tuple[object, ...] = ()
+        self._progress: tuple[int, tuple[int, str] | None] = (0, None)
         self._since = time.monotonic()
         self._next = seconds
         self._stall: Stall | None = None
+        self._ended_stall: float | None = None
+        """Seconds of a stall that has ended, until it is known that training continues."""
         self._all_here_said = False
         self._failures = 0
         if job.waits is not None:
@@ -262,8 +261,13 @@ class StallWatch:
         where = None if waiting is None else (waiting.number, waiting.phase)
         progress = (self._executor.launches, where)
         if progress != self._progress:
-            idle, self._progress, self._since = time.monotonic() - self._since, progress, time.monotonic()
+            idle, started = time.monotonic() - self._since, progress[0] > self._progress[0]
+            self._progress, self._since = progress, time.monotonic()
             self._go_on(idle)
+            # A launch that fails ends as well: only a new launch shows that training continues.
+            if started and self._ended_stall is not None:
+                log.warning("stall: training continues after a stall of %s", duration(self._ended_stall))
+                self._ended_stall = None
             return
         if self._executor.launches == 0:
             return
@@ -364,6 +368,6 @@ class StallWatch:
         self._store.delete_key(f"stall/{self._job.rank}")
         if stall.collects:
             if stall.warned:
-                log.warning("stall: goes on after %s", duration(idle))
+                self._ended_stall = idle
                 self._store.delete_key(DIAGNOSIS)
             self._store.delete_key(COLLECTOR)

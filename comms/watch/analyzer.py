@@ -1,56 +1,84 @@
-"""What rank 0 makes of the statuses of all ranks: who is late, what hangs, who disagrees."""
+"""Analysis on rank 0: reads the statuses of all ranks, and logs stragglers, slow links, stalls and disagreements.
+
+Each poll reads the newest status of every rank and updates one report. If something hangs, or a late rank is to be
+explained, the analyzer requests the last collectives of all ranks, and diagnoses their responses in a later poll: it
+never waits.
+"""
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire.comms.observe.diagnosis import Stuck, continues
 from gradwire.comms.report import duration
-from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
+from gradwire.comms.watch.collective import one_in_words, sender_of
 from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
 from gradwire.comms.watch.links import LinkWatch, SlowLink
 from gradwire.comms.watch.rank import RankStatus
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport, late_in_words
 from gradwire.comms.watch.timeline_writer import RESPONSE_SECONDS, TimelineWriter
-from gradwire.comms.watch.trouble import Stuck, find_absent, find_disagreements, find_stuck, origin, stuck_in_words
+from gradwire.comms.watch.trouble import (
+    find_absent,
+    find_all_stuck,
+    find_disagreements,
+    positions_in,
+    stalls_in_words,
+    stuck_in_words,
+)
 from gradwire.comms.watch.watch_store import WatchStore
 
 log = logging.getLogger("gradwire")
 
 SILENT_SECONDS = 5.0
-"""A rank whose status is older is frozen or lost."""
+"""Age of a status after which its rank counts as frozen or failed: ten times the interval between statuses."""
 
 REQUEST_AFTER_SECONDS = (1.0, 5.0, 15.0)
-"""Seconds from naming a late rank to asking all in which collective they stand for it; again while it is not known
-whose gradients that one carries, as models are looked for only now and then."""
+"""Times from naming a late rank to requesting in which collective the others wait for it. The request is repeated while
+the parameters in that collective are unknown, because models are searched for only now and then."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """What all ranks have been asked for: their last collectives.
+    """A request for the last collectives of all ranks.
 
     Attributes:
-        number: Its number on the store.
-        until: Monotonic seconds; who has not answered by then is left out.
-        stuck: What hangs, where that is why.
-        compares: Ranks that disagree are looked for. Not in a job that goes on, where ranks may ask from unlike lines.
+        number: Number of the request in the store.
+        until: Monotonic time after which ranks that have not responded are left out.
+        stuck: Stuck groups and channels for which the request was made; empty for another reason.
+        compares: Whether to search for ranks that disagree. False in a job that makes progress, where ranks may issue
+            collectives from different lines.
     """
 
     number: int
     until: float
-    stuck: Stuck | None = None
+    stuck: tuple[Stuck, ...] = ()
     compares: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    """A stall that was logged, until training continues.
+
+    Attributes:
+        stuck: Group or channel that was its cause.
+        began: Monotonic time since when nothing moves.
+    """
+
+    stuck: Stuck
+    began: float
+
+
 class Analyzer:
-    """Judges, and logs what is new.
+    """Analyzes the statuses of all ranks, and logs what is new.
+
+    Thread safety: none. `Session` calls it under its lock.
 
     Args:
-        store: Where statuses are read.
-        size: Of the default group.
-        stall_seconds: Without progress, until that is said; then again after twice the time.
-        trace: A file for the timeline; None writes none.
+        store: Store from which statuses are read.
+        size: Number of ranks in the default group.
+        stall_seconds: Time without progress until a stall is logged; it is logged again after twice the time.
+        trace: File for the timeline; None writes none.
 
     Attributes:
         report: What was found so far.
@@ -66,14 +94,16 @@ class Analyzer:
         self._hosts: dict[int, str] = {}
         self._late: Lateness | None = None
         self._beats: dict[int, tuple[int, float]] = {}
+        """Rank -> number of its newest status, and the monotonic time at which it was first read."""
         self._request: OpenRequest | None = None
         self._last_request = 0
         self._statuses: dict[int, RankStatus] = {}
+        self._reported: _Reported | None = None
         self._links = LinkWatch()
         self._drawing = None if trace is None else TimelineWriter(store, size, trace)
 
     def look(self) -> None:
-        """Reads all statuses, and says what is new."""
+        """Reads all statuses, and logs what is new."""
         self._statuses = self._store.statuses()
         self._read_groups()
         now = time.monotonic()
@@ -84,26 +114,28 @@ class Analyzer:
         if self._late is not None:
             self._update_late(self._late.receive(self._statuses), now)
             self._update_links(now)
+        self._log_continuation(now)
         if self._request is None:
             self._update_stall(now)
             self._request_what_is_waited_in(now)
         else:
-            self._compare_responses(now)
+            self._diagnose_responses(now)
         if self._drawing is not None and self._members:
             self._drawing.go_on(self._hosts, now)
 
     def draw_soon(self) -> None:
-        """Has the timeline be drawn anew: something has happened."""
+        """Requests a new timeline at the next poll, because something has happened."""
         if self._drawing is not None:
             self._drawing.begin_soon()
 
     def adopt(self, number: int) -> None:
-        """Takes over a request that a rank has asked which is about to end."""
+        """Takes over the request of a rank that is about to end, so that its responses are diagnosed."""
         if number > self._last_request:
             self._last_request = number
             self._request = OpenRequest(number, time.monotonic() + RESPONSE_SECONDS)
 
     def _read_groups(self) -> None:
+        """Reads hosts and groups of the ranks, if a status has a group that is not known."""
         names = {name for status in self._statuses.values() for name in status.groups}
         if names <= set(self._members) and len(self._hosts) == self._size:
             return
@@ -114,20 +146,19 @@ class Analyzer:
             self._members, self._late = members, Lateness(members)
 
     def _summarize(self, now: float) -> None:
+        """Updates the summary of each group in the report."""
         self.report.seconds = now - self._began
         self.report.groups = []
         for name, ranks in self._members.items():
-            states = {
-                r: self._statuses[r].groups[name]
-                for r in ranks
-                if r in self._statuses and name in self._statuses[r].groups
-            }
+            known = {rank: self._statuses[rank].groups for rank in ranks if rank in self._statuses}
+            states = {rank: groups[name] for rank, groups in known.items() if name in groups}
             if states:
                 waited = {rank: state.waited_seconds for rank, state in states.items()}
                 ended = max(state.ended for state in states.values())
                 self.report.groups.append(GroupSummary(name, ranks, ended, waited))
 
     def _update_late(self, late: list[LateRank], now: float) -> None:
+        """Begins and ends episodes of late ranks."""
         open_ = {each.late.rank: each for each in self.report.late if each.ended is None}
         for each in late:
             if each.rank in open_:
@@ -142,7 +173,7 @@ class Analyzer:
         self._suspect()
 
     def _suspect(self) -> None:
-        """Notes who may be late, for a job that ends before a late rank could be named."""
+        """Notes which ranks may be late, for a job that ends before a late rank could be named."""
         assert self._late is not None
         report = self.report
         report.decided = report.decided or self._late.decided
@@ -157,7 +188,7 @@ class Analyzer:
         return self._hosts.get(rank, "a host not known")
 
     def _unnamed(self) -> list[Episode]:
-        """Ranks that are late, and others stand for them in a collective of which it is not known what it carries."""
+        """Returns late ranks for which the others wait in a collective whose parameters are not known."""
         late = [each for each in self.report.late if each.ended is None and sender_of(each.late.group) is None]
         return [each for each in late if each.waited_in is None or each.waited_in.holds is None]
 
@@ -188,58 +219,72 @@ class Analyzer:
         return tuple(rank for rank, seconds in self._quiet_seconds(now).items() if seconds > SILENT_SECONDS)
 
     def _quiet_seconds(self, now: float) -> dict[int, float]:
-        """Rank -> how old its newest status is."""
+        """Returns rank -> age of its newest status."""
         return {rank: now - self._beats.get(rank, (0, self._began))[1] for rank in range(self._size)}
 
     def _update_stall(self, now: float) -> None:
-        # Who waits for a rank that waits itself may have begun before it: so half of that time counts as well.
-        found = find_stuck(self._statuses, self._members, self._silent(now), self._stall_seconds / 2)
+        """Requests the last collectives of all ranks, if one has waited too long."""
+        # A rank that waits for a waiting rank may have begun to wait before it: half of the time counts for others.
+        found = find_all_stuck(self._statuses, self._members, self._silent(now), self._stall_seconds / 2)
         longest = max((each.seconds for each in found), default=0.0)
-        stuck = origin(found)
-        if stuck is None or longest < self._stall_seconds:
-            if self._next_stall > self._stall_seconds:
-                log.warning("watch: it goes on")
+        if longest < self._stall_seconds:
             self._next_stall = self._stall_seconds
         elif longest >= self._next_stall:
             self._next_stall = 2 * longest
             self._last_request = self._store.request_collectives()
-            self._request = OpenRequest(self._last_request, now + RESPONSE_SECONDS, stuck)
+            self._request = OpenRequest(self._last_request, now + RESPONSE_SECONDS, tuple(found))
 
-    def _compare_responses(self, now: float) -> None:
+    def _log_continuation(self, now: float) -> None:
+        """Logs that training continues after a stall, once the ranks that waited have issued later collectives."""
+        if self._reported is None:
+            return
+        stuck = self._reported.stuck
+        # A time-out ends a collective as well: a rank that is about to end does not continue.
+        if any(status.leaves is not None for status in self._statuses.values()):
+            self._reported = None
+        elif continues(stuck, positions_in(stuck.group, self._statuses)):
+            log.warning("watch: training continues after a stall of %s", duration(now - self._reported.began))
+            self._reported = None
+
+    def _diagnose_responses(self, now: float) -> None:
+        """Diagnoses the responses to the open request, once all ranks have responded or the time is over."""
         assert self._request is not None
         request, responses = self._request, self._store.responses(self._request.number)
         if len(responses) < self._size and now < request.until:
             return
         self._request = None
+        # Name the collective in which the others wait for a late rank.
         for episode in self._unnamed():
             issued = {rank: response.get(episode.late.group, []) for rank, response in responses.items()}
             episode.waited_in = longest_waited_in(issued, episode.late.waiting)
             if episode.waited_in is not None and episode.waited_in.holds is not None:
                 log.warning("watch: rank %d is waited for%s", episode.late.rank, episode.longest_in())
+        # Compare what the ranks have issued.
         compares = request.compares or any(status.leaves is not None for status in self._statuses.values())
         disagreements = list(find_disagreements(responses)) if compares else []
         for each in disagreements:
-            self._add(self.report.disagreements, str(each))
-        if request.stuck is not None:
-            self._add_stall(request.stuck, responses, disagree=bool(disagreements))
+            self._add_disagreement(str(each))
+        # Name the ranks for which a stalled group waits, or those whose end has broken a collective.
+        if request.stuck:
+            cause, text = stalls_in_words(request.stuck, self._statuses, responses, self._hosts)
+            self._add_stall(cause, text, disagree=bool(disagreements))
+            self._reported = self._reported or _Reported(cause, now - cause.seconds)
         elif request.compares:
             for stuck in find_absent(responses, self._statuses, self._members, self._quiet_seconds(now)):
-                self._add_stall(stuck, responses, disagree=bool(disagreements))
+                text = stuck_in_words(stuck, self._statuses, responses, self._hosts)
+                self._add_stall(stuck, text, disagree=bool(disagreements))
         self._store.conclude(request.number)
 
-    def _add_stall(
-        self, stuck: Stuck, responses: Mapping[int, Mapping[str, list[IssuedCollective]]], *, disagree: bool
-    ) -> None:
-        issued = {rank: response.get(stuck.group, []) for rank, response in responses.items()}
-        text = stuck_in_words(stuck, self._statuses, issued, self._hosts)
+    def _add_stall(self, stuck: Stuck, text: str, *, disagree: bool) -> None:
+        """Logs a stall; without a cause if no rank is missing and the ranks disagree, which is the cause then."""
         if disagree and not (stuck.missing or stuck.silent):
-            text = f"{one_in_words(stuck.group, stuck.number)} has been under way for {duration(stuck.seconds)}"
+            text = f"{one_in_words(stuck.group, stuck.number)} has been in flight for {duration(stuck.seconds)}"
         self.report.stalls.append(text)
         self.draw_soon()
         log.warning("watch: stall: %s", text)
 
-    def _add(self, kept: list[str], text: str) -> None:
-        if text not in kept:
-            kept.append(text)
+    def _add_disagreement(self, text: str) -> None:
+        if text not in self.report.disagreements:
+            self.report.disagreements.append(text)
             self.draw_soon()
             log.warning("watch: %s", text)

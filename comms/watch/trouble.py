@@ -1,87 +1,105 @@
-"""What hangs, and which ranks disagree: what the ranks' last collectives mean, side by side."""
+"""Diagnosis of stalls and disagreements from the statuses and the last collectives of all ranks.
+
+The rules for stalls are those of `comms/observe/diagnosis.py`. This module brings the watch's records into their form,
+finds out which rank left a send out if ranks wait for each other, and compares what ranks have issued.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradwire.comms.report import duration
+from gradwire.comms.observe.diagnosis import Issue, Position, Stuck, find_stuck, origin, skipped_send
+from gradwire.comms.observe.wording import MOST_NAMED, ranks_in_words, stall_in_words
 from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
 from gradwire.comms.watch.rank import RankStatus
 
-MOST_NAMED = 8
-"""Ranks in one sentence."""
-
 LOST_CONNECTION = ("gloo/transport/", "DistBackendError", "DistNetworkError")
-"""Parts of torch 2.13's errors in ranks whose collective fails because another rank has ended: of gloo the file that
-raises it, of NCCL the class. Torch's flight recorder states a collective that failed like one that ended well."""
+"""Parts of torch 2.13's errors in ranks whose collective fails because another rank has ended: for gloo the file that
+raises it, for NCCL the class. Torch's flight recorder states that a collective that failed has ended."""
+
+Responses = Mapping[int, Mapping[str, Sequence[IssuedCollective]]]
+"""Rank -> group or channel -> its last collectives or messages, ascending; of the ranks that have responded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """A group in which nothing moves.
-
-    Attributes:
-        group: Its name.
-        number: Of the collective that ranks wait in.
-        seconds: For how long.
-        waiting: Ranks that have issued it.
-        missing: Ranks that have not.
-        silent: Ranks that say nothing any more, or never did.
-    """
-
-    group: str
-    number: int
-    seconds: float
-    waiting: tuple[int, ...]
-    missing: tuple[int, ...]
-    silent: tuple[int, ...]
+def positions_in(name: str, statuses: Mapping[int, RankStatus]) -> dict[int, Position]:
+    """Returns rank -> its position in a group or channel, of the ranks whose status has it."""
+    found = {}
+    for rank, status in statuses.items():
+        if name in status.groups:
+            state = status.groups[name]
+            waits_in = state.ended + 1 if state.issued > state.ended else None
+            found[rank] = Position(state.issued, waits_in, state.still_seconds)
+    return found
 
 
-def find_stuck(
+def find_all_stuck(
     statuses: Mapping[int, RankStatus], members: Mapping[str, Sequence[int]], silent: Sequence[int], seconds: float
 ) -> list[Stuck]:
-    """The groups in which a rank has waited in one collective for too long, the longest first.
+    """Returns the groups and channels in which a rank has waited too long, the longest wait first.
 
     Args:
-        statuses: Of the ranks, newest.
-        members: Group's name -> its ranks.
-        silent: Ranks whose statuses are old.
-        seconds: What is too long.
+        statuses: Rank -> its newest status.
+        members: Group or channel -> its ranks.
+        silent: Ranks whose status is out of date.
+        seconds: Wait that is too long.
     """
+    unknown = [rank for ranks in members.values() for rank in ranks if rank not in statuses]
     found = []
     for name, ranks in members.items():
-        states = {
-            rank: statuses[rank].groups[name] for rank in ranks if rank in statuses and name in statuses[rank].groups
-        }
-        waits = {rank: state for rank, state in states.items() if state.issued > state.ended and rank not in silent}
-        if not any(state.still_seconds >= seconds for state in waits.values()):
-            continue
-        number = min(state.ended for state in waits.values()) + 1
-        quiet = tuple(rank for rank in ranks if rank in silent or rank not in statuses)
-        missing = tuple(
-            rank for rank in ranks if rank not in quiet and (rank not in states or states[rank].issued < number)
-        )
-        longest = max(state.still_seconds for state in waits.values())
-        found.append(Stuck(name, number, longest, tuple(waits), missing, quiet))
+        stuck = find_stuck(name, ranks, positions_in(name, statuses), (*silent, *unknown))
+        if stuck is not None and stuck.seconds >= seconds:
+            found.append(stuck)
     return sorted(found, key=lambda stuck: -stuck.seconds)
 
 
-def origin(stuck: Sequence[Stuck]) -> Stuck | None:
-    """The group that others which hang wait for: its missing ranks wait in no other one."""
-    waiting = {rank for each in stuck for rank in each.waiting}
-    roots = [each for each in stuck if not set(each.missing) & waiting]
-    return next(iter(roots or stuck), None)
+@dataclass(frozen=True, slots=True)
+class SkippedSend:
+    """A message that a rank has left out, while ranks wait for each other.
+
+    Attributes:
+        stuck: The channel in which the message is missing.
+        line: Line of the training script that sent the earlier ones; None if it is not known.
+    """
+
+    stuck: Stuck
+    line: str | None
+
+
+def find_skipped_send(found: Sequence[Stuck], responses: Responses) -> SkippedSend | None:
+    """Returns the message that one rank has left out, if ranks wait for each other and exactly one broke its habit.
+
+    Without the message, sender and receiver both wait to receive, and what they wait for does not tell which of the two
+    is at fault. But a training script repeats its calls, and the rank that has left one out has a different sequence
+    of calls this time.
+
+    Args:
+        found: Stuck groups and channels.
+        responses: Last collectives and messages of all ranks.
+    """
+    skipped = []
+    for rank in {rank for each in found for rank in each.waiting}:
+        calls = [
+            (each.began, Issue(name, each.line, sends=sender_of(name) == rank), each.number)
+            for name, issued in responses.get(rank, {}).items()
+            for each in issued
+        ]
+        calls.sort(key=lambda call: call[0])
+        missing = skipped_send([call for _, call, _ in calls])
+        stuck = None if missing is None else next((each for each in found if each.group == missing.group), None)
+        if missing is not None and stuck is not None and rank in stuck.missing:
+            skipped.append(SkippedSend(stuck, missing.line))
+    return skipped[0] if len(skipped) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Ranks of a group that do not issue the same collective.
+    """Ranks of a group that have issued different collectives under the same number.
 
     Attributes:
-        group: Its name.
-        number: Of the first collective in which they differ.
-        issued: What each rank has issued under this number.
-        by_line_alone: Operations and shapes are the same; the lines that issued them are not.
+        group: Name of the group or channel.
+        number: Number of the first collective in which they differ.
+        issued: Rank -> what it has issued under this number.
+        by_line_alone: Whether operations and shapes are the same, and only the lines that issued them differ.
     """
 
     group: str
@@ -112,13 +130,13 @@ class Disagreement:
 def find_disagreement(
     group: str, issued: Mapping[int, Sequence[IssuedCollective]], *, lines: bool
 ) -> Disagreement | None:
-    """The first collective in which ranks differ.
+    """Returns the first collective of a group in which ranks differ; None if they do not.
 
     Args:
-        group: Its name.
+        group: Name of the group or channel.
         issued: Rank -> its last collectives, ascending.
-        lines: Also where operations and shapes are equal and the lines that asked for them are not; a script may have
-            ranks ask from different lines without a fault.
+        lines: Whether to compare the lines of the script as well, if operations and shapes are equal. A script may
+            issue a collective from different lines without a fault.
     """
     numbered = {rank: {each.number: each for each in some} for rank, some in issued.items() if some}
     if len(numbered) < 2:
@@ -132,12 +150,8 @@ def find_disagreement(
     return None
 
 
-def find_disagreements(responses: Mapping[int, Mapping[str, Sequence[IssuedCollective]]]) -> Iterator[Disagreement]:
-    """Yields where the ranks of each group differ first.
-
-    Args:
-        responses: Rank -> group's name -> its last collectives, ascending.
-    """
+def find_disagreements(responses: Responses) -> Iterator[Disagreement]:
+    """Yields for each group and channel the first collective in which its ranks differ."""
     for name in dict.fromkeys(name for response in responses.values() for name in response):
         issued = {rank: response[name] for rank, response in responses.items() if name in response}
         found = find_disagreement(name, issued, lines=sender_of(name) is None)
@@ -146,86 +160,105 @@ def find_disagreements(responses: Mapping[int, Mapping[str, Sequence[IssuedColle
 
 
 def find_absent(
-    responses: Mapping[int, Mapping[str, Sequence[IssuedCollective]]],
+    responses: Responses,
     statuses: Mapping[int, RankStatus],
     members: Mapping[str, Sequence[int]],
     quiet_seconds: Mapping[int, float],
 ) -> Iterator[Stuck]:
-    """Yields the collectives that ranks end in because a connection was lost, where other ranks do not response.
+    """Yields the collectives in which ranks fail because of a lost connection, if other ranks do not respond.
 
     Args:
-        responses: Rank -> group's name -> its last collectives, ascending; of the ranks that have answered.
-        statuses: Of the ranks, newest.
-        members: Group's name -> its ranks.
-        quiet_seconds: Rank -> how old its newest status is.
+        responses: Last collectives and messages of the ranks.
+        statuses: Rank -> its newest status.
+        members: Group -> its ranks.
+        quiet_seconds: Rank -> age of its newest status.
     """
+    # Group -> rank that fails -> number of the collective that has failed: the last one that it issued.
     failed: dict[str, dict[int, int]] = {}
     for rank, response in responses.items():
         status = statuses.get(rank)
         if status is not None and status.leaves is not None and any(sign in status.leaves for sign in LOST_CONNECTION):
             last = [(each[-1].began, name) for name, each in response.items() if each and sender_of(name) is None]
-            if last:  # the one that it has issued last has failed
+            if last:
                 name = max(last)[1]
                 failed.setdefault(name, {})[rank] = response[name][-1].number
     for name, numbers in failed.items():
         number = max(numbers.values())
         absent = tuple(rank for rank in members.get(name, ()) if rank not in responses)
-        if absent:  # whether they had come to it is not known: their last statuses may be older
+        # The last status of an absent rank may be older than this collective: it counts as silent, not as missing.
+        if absent:
             waiting = tuple(sorted(rank for rank, last in numbers.items() if last == number))
             yield Stuck(name, number, max(quiet_seconds[rank] for rank in absent), waiting, (), absent)
 
 
+def what_in_words(stuck: Stuck, responses: Responses) -> str:
+    """Returns `collective 7 of group default (all_reduce of [10] Float, issued at train.py:3 in step)`."""
+    what = one_in_words(stuck.group, stuck.number)
+    issued = [
+        each
+        for rank in stuck.waiting
+        for each in responses.get(rank, {}).get(stuck.group, ())
+        if each.number == stuck.number
+    ]
+    if issued:
+        (text, line), _ = Counter((str(each), each.line) for each in issued).most_common(1)[0]
+        what += f" ({text}" + (f", issued at {line})" if line else ")")
+    return what
+
+
 def stuck_in_words(
-    stuck: Stuck,
-    statuses: Mapping[int, RankStatus],
-    issued: Mapping[int, Sequence[IssuedCollective]],
-    hosts: Mapping[int, str],
+    stuck: Stuck, statuses: Mapping[int, RankStatus], responses: Responses, hosts: Mapping[int, str]
 ) -> str:
-    """Which ranks have not come to what, and where they are.
+    """Says which ranks have not issued a collective, or not sent a message, and where they are.
 
     Args:
-        stuck: What hangs.
-        statuses: Of the ranks, newest.
-        issued: Rank -> its last collectives of the group.
+        stuck: The stall.
+        statuses: Rank -> its newest status.
+        responses: Last collectives and messages of the ranks.
         hosts: Rank -> its host.
     """
-    here = [each for rank in stuck.waiting for each in issued.get(rank, ()) if each.number == stuck.number]
-    what = one_in_words(stuck.group, stuck.number)
-    if here:
-        common, _ = Counter((str(each), each.line) for each in here).most_common(1)[0]
-        what += f" ({common[0]}" + (f", issued at {common[1]})" if common[1] else ")")
     sender = sender_of(stuck.group)
-    absent = "not come to" if sender is None else "not sent" if stuck.missing == (sender,) else "not asked for"
-    parts = []
-    for ranks, verb in ((stuck.missing, absent), (stuck.silent, "said nothing for a while, and not ended")):
-        if ranks:
-            hosted = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks[:MOST_NAMED] if rank in hosts))
-            parts.append(
-                f"{ranks_in_words(ranks)}{f' on {hosted}' if hosted else ''} "
-                f"{'has' if len(ranks) == 1 else 'have'} {verb} {what}, {duration(stuck.seconds)} late"
-            )
-    if not parts:
-        parts.append(
-            f"all ranks have come to {what} and have waited in it for {duration(stuck.seconds)}: a link is slow or "
-            "broken"
-        )
-    elif stuck.waiting:
-        how = "in" if sender is None else "for"
-        parts.append(f"{ranks_in_words(stuck.waiting)} wait{'s' * (len(stuck.waiting) == 1)} {how} it")
-    for rank in stuck.missing[:MOST_NAMED]:
-        status = statuses[rank]
-        if status.leaves is not None:
-            parts.append(f"rank {rank} ends with {status.leaves}")
-        elif status.at is not None:
-            parts.append(f"rank {rank} is at {status.at}")
-    for rank in stuck.silent[:MOST_NAMED]:
-        if rank in statuses and (why := statuses[rank].leaves) is not None:
-            parts.append(f"rank {rank} ended with {why}")
-    return "; ".join(parts)
+    waits = (
+        f"{ranks_in_words(stuck.waiting)} wait{'s' * (len(stuck.waiting) == 1)} {'in' if sender is None else 'for'} it"
+    )
+    text = stall_in_words(
+        stuck,
+        what_in_words(stuck, responses),
+        hosts,
+        {r: str(statuses[r].at) for r in stuck.missing if statuses[r].at and statuses[r].leaves is None},
+        absent="reached" if sender is None else "sent" if stuck.missing == (sender,) else "asked for",
+        waits=waits if stuck.waiting else None,
+    )
+    ends = [(rank, "ends") for rank in stuck.missing] + [(rank, "ended") for rank in stuck.silent]
+    errors = [
+        f"rank {rank} {verb} with {statuses[rank].leaves}"
+        for rank, verb in ends[:MOST_NAMED]
+        if rank in statuses and statuses[rank].leaves is not None
+    ]
+    return "; ".join([text, *errors])
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 3`; `ranks 0, 1, 2`; of many the first ones."""
-    shown = ", ".join(map(str, ranks[:MOST_NAMED]))
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+def stalls_in_words(
+    found: Sequence[Stuck], statuses: Mapping[int, RankStatus], responses: Responses, hosts: Mapping[int, str]
+) -> tuple[Stuck, str]:
+    """Says what causes a stall: missing ranks that wait for no other rank, a send that was left out, or neither.
+
+    Args:
+        found: Stuck groups and channels, the longest wait first; at least one.
+        statuses: Rank -> its newest status.
+        responses: Last collectives and messages of the ranks.
+        hosts: Rank -> its host.
+
+    Returns:
+        The group or channel that is the cause, and the sentence.
+    """
+    cause = origin(found)
+    if cause is not None:
+        return cause, stuck_in_words(cause, statuses, responses, hosts)
+    skipped = find_skipped_send(found, responses)
+    if skipped is not None:
+        text = stuck_in_words(skipped.stuck, statuses, responses, hosts)
+        before = f"; it sent the earlier ones at {skipped.line}" if skipped.line else ""
+        return skipped.stuck, text + before
+    waits = [f"{ranks_in_words(each.waiting)} in {what_in_words(each, responses)}" for each in found]
+    return found[0], f"ranks wait for each other, none of them is late: {'; '.join(waits)}"

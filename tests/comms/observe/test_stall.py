@@ -28,7 +28,7 @@ def test_the_rank_that_has_not_come_is_named_with_what_the_others_wait_in() -> N
     reports = {rank: waiting(70, "reduce_scatter intra_node") for rank in (0, 1, 3)}
     reports[2] = StallReport(70, 12.0, where="train.py:88 in load")
     assert diagnose(reports, HOSTS, RANKS) == StallDiagnosis(
-        "rank 2 on node b has not reached bucket 7 (`layers.3.mlp.weight`), 12 s late; all others wait in "
+        "rank 2 on b has not reached bucket 7 (`layers.3.mlp.weight`), 12 s late; all others wait in "
         "reduce_scatter intra_node; rank 2 is at train.py:88 in load",
         (2,),
     )
@@ -37,8 +37,8 @@ def test_the_rank_that_has_not_come_is_named_with_what_the_others_wait_in() -> N
 def test_a_silent_rank_is_told_from_a_late_one() -> None:
     reports = {rank: waiting(70, "all_reduce inter_node") for rank in (0, 1)} | {3: StallReport(69, 11.0)}
     assert diagnose(reports, HOSTS, [10, 11, 12, 13]) == StallDiagnosis(
-        f"rank 13 on node b has not reached {BUCKET}, 12 s late; rank 12 on node b says nothing, and is missed in "
-        f"{BUCKET}, 12 s late; all others wait in all_reduce inter_node",
+        f"rank 13 on b has not reached {BUCKET}, 12 s late; rank 12 on b does not respond, and has not ended {BUCKET}, "
+        "12 s late; all others wait in all_reduce inter_node",
         (3, 2),
     )
 
@@ -59,7 +59,7 @@ def test_the_launch_that_holds_up_the_others_counts() -> None:
     found = diagnose(reports, HOSTS, RANKS)
     assert found is not None and found.late == (0,)
     text = found.text
-    assert text.startswith("rank 0 on node a has not reached")
+    assert text.startswith("rank 0 on a has not reached")
     assert "all_reduce inter_node (2 ranks) and reduce_scatter intra_node (1 rank)" in text
 
 
@@ -72,7 +72,7 @@ def test_on_cuda_the_number_of_launches_decides() -> None:
     assert diagnose(reports, HOSTS, RANKS, on_cuda=True) is None
     found = diagnose(reports | {1: StallReport(70, 12.0)}, HOSTS, RANKS, on_cuda=True)
     assert found is not None and found.late == (1,)
-    assert found.text.startswith(f"rank 1 on node a has not reached {BUCKET}, 12 s late; all others wait for it")
+    assert found.text.startswith(f"rank 1 on a has not reached {BUCKET}, 12 s late; all others wait for it")
 
 
 def hesitate(comes: threading.Event) -> None:
@@ -84,7 +84,7 @@ SECONDS = 90.0
 """For a watch that is held up itself: a report that came too late is in the next verdict, after twice the time."""
 
 LATE = (
-    "rank 3 on node node-b has not reached bucket 0 (`head.weight`)",
+    "rank 3 on node-b has not reached bucket 0 (`head.weight`)",
     "reduce_scatter intra_node (1 rank)",
     "all_reduce inter_node (2 ranks)",
     "rank 3 is at test_stall.py:",
@@ -163,6 +163,28 @@ def test_ranks_that_run_their_models_in_another_order_are_told_so_and_none_is_bl
     for watch in watches.values():
         watch._go_on(0.0)
     assert job_store.num_keys() == 0
+
+
+def test_training_continues_with_the_next_launch_and_not_where_the_one_waited_for_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    waits = SimpleNamespace(number=2, phase="all_reduce", bucket=SimpleNamespace(index=0))
+    executor = SimpleNamespace(launches=3, waits=waits, carried=[])
+    executor.oldest = lambda: executor.waits
+    job = stall.WatchedJob(0, ("a", "b"), (0, 1), {})
+    watch = stall.StallWatch(HashStore(), job, executor, 1e6)  # type: ignore[arg-type]
+    watch.close()  # its looks are taken here
+    watch._look()
+    watch._since, watch._next = time.monotonic() - 2e6, 1.0
+    for _ in range(stall.PASSES + 1):
+        watch._look()
+    assert watch.last is not None and watch.last.startswith("rank 1 on b does not respond")
+    executor.waits = None  # it has failed: nothing is under way
+    watch._look()
+    assert not any("training continues" in record.getMessage() for record in caplog.records)
+    executor.launches = 4
+    watch._look()
+    assert any("training continues after a stall of 2e+06 s" in record.getMessage() for record in caplog.records)
 
 
 def test_a_rank_that_waits_for_a_third_one_in_another_model_is_late() -> None:

@@ -137,7 +137,7 @@ def check_a_stall_in_all_that_is_written(report: dict[str, Any] | None, text: st
     assert report is not None, text
     late = ranks // 2
     stall = next(each for each in report["stalls"] if "in stand_still" in each)
-    assert re.search(rf"rank {late} on \S+ has not come to collective \d+ of group default", stall), text
+    assert re.search(rf"rank {late} on \S+ has not reached collective \d+ of group default", stall), text
     assert f"rank {late} is at stalling_job.py:" in stall, text
     assert re.search(r"gradients of \d\.(bias|weight) to \d\.(bias|weight), issued at job.py", stall), text
     assert text.count("watched for") == 2, text  # once for the signal that rank 0 sends itself, once at the end

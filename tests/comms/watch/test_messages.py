@@ -9,7 +9,7 @@ from gradwire.comms.watch.collective import IssuedCollective, channel_name, in_w
 from gradwire.comms.watch.late import Lateness, LateRank
 from gradwire.comms.watch.messages import _Channel, _Group
 from gradwire.comms.watch.rank import QUIET_POINTS, GroupState, RankStatus
-from gradwire.comms.watch.trouble import find_disagreement, find_stuck, stuck_in_words
+from gradwire.comms.watch.trouble import find_all_stuck, find_disagreement, stuck_in_words
 
 MICRO_BATCHES = 4
 
@@ -122,8 +122,8 @@ def test_who_has_not_sent_is_said_and_who_has_not_asked() -> None:
     for missing, verb in ((4, "not sent"), (5, "not asked for")):
         other = 9 - missing
         statuses = {missing: status(6, 6, 0.0), other: status(7, 6, 12.0)}
-        (stuck,) = find_stuck(statuses, {name: (4, 5)}, (), 10.0)
-        text = stuck_in_words(stuck, statuses, {other: waits}, {4: "a", 5: "b"})
+        (stuck,) = find_all_stuck(statuses, {name: (4, 5)}, (), 10.0)
+        text = stuck_in_words(stuck, statuses, {other: {name: waits}}, {4: "a", 5: "b"})
         assert f"rank {missing} on {'a' if missing == 4 else 'b'} has {verb} message 7 from 4 to 5 of group 1" in text
         assert f"rank {other} waits for it; rank {missing} is at train.py:9" in text
 

@@ -1,0 +1,196 @@
+"""Rules by which the hook, the watch and the doctor name stragglers and stalls: pure functions of records.
+
+A *straggler* is a rank for which the others wait. A collective ends on all ranks at nearly the same moment, so of two
+ranks the one that waited less arrived later, by the difference, whatever their clocks show. All three compare a rank's
+wait with that of the median rank, and name it if it is behind by more than a margin; how often that must be so is up
+to the caller, who knows how noisy its measure is.
+
+A *stall* is a sequence of collectives in which a rank waits without progress. The ranks that have not issued the
+collective in which the others wait are missing; if they wait in no other sequence, they are the cause.
+
+This module needs neither torch nor any other module of ours.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """Delay above which a rank is behind.
+
+    Attributes:
+        seconds: Least delay.
+        share: Least share of the time that is looked at.
+    """
+
+    seconds: float
+    share: float
+
+    def of(self, seconds: float) -> float:
+        """Returns the margin for a step or slice of so many seconds."""
+        return max(self.seconds, self.share * seconds)
+
+
+STRONG = Margin(0.05, 0.25)
+"""Margin above which a few observations suffice: the chance of a false alarm is tiny."""
+
+
+def median_rank(waits: Sequence[float]) -> int:
+    """Returns the index of the median wait; of two in the middle the longer one, so that of two ranks one is behind."""
+    return sorted(range(len(waits)), key=waits.__getitem__)[len(waits) // 2]
+
+
+def behind_median(waits: Sequence[float]) -> list[float]:
+    """Returns for each rank how much less it waited than the median rank; negative if it waited more."""
+    middle = waits[median_rank(waits)]
+    return [middle - each for each in waits]
+
+
+def is_behind(delays: Sequence[float], lengths: Sequence[float], margin: Margin, *, exceptions: int = 0) -> bool:
+    """Whether a rank is behind in all but a few observations.
+
+    Args:
+        delays: How much less than the median rank it waited, for each observation.
+        lengths: Seconds that each observation covers.
+        margin: Delay above which a rank is behind.
+        exceptions: Number of observations in which it need not be.
+    """
+    late = sum(delay > margin.of(length) for delay, length in zip(delays, lengths, strict=True))
+    return late >= len(delays) - exceptions
+
+
+def excesses(activities: Mapping[int, Mapping[str, float]], rank: int) -> dict[str, float]:
+    """Returns kind -> how much longer a rank does it than the median of the other ranks.
+
+    Args:
+        activities: Rank -> kind of activity -> seconds, or share of the time.
+        rank: Rank that is compared.
+    """
+    others = [found for each, found in activities.items() if each != rank]
+    return {
+        kind: activities[rank].get(kind, 0.0) - statistics.median(found.get(kind, 0.0) for found in others)
+        for kind in {kind for found in activities.values() for kind in found}
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Position of one rank in a sequence of collectives or messages.
+
+    Attributes:
+        issued: Number of the last one that it has issued, from 1.
+        waits_in: Number of the one in which it waits; None if it waits in none.
+        seconds: Time without progress.
+    """
+
+    issued: int
+    waits_in: int | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A sequence of collectives in which nothing moves.
+
+    Attributes:
+        group: Name of the sequence: a group, or a channel of messages.
+        number: Number of the collective in which ranks wait.
+        seconds: Time for which they have waited.
+        waiting: Ranks that have issued it.
+        missing: Ranks that have not.
+        silent: Ranks that do not publish anything any more, or never did.
+    """
+
+    group: str
+    number: int
+    seconds: float
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    silent: tuple[int, ...]
+
+
+def find_stuck(
+    group: str, ranks: Sequence[int], positions: Mapping[int, Position], silent: Sequence[int]
+) -> Stuck | None:
+    """Returns what a sequence waits for; None if no rank waits in it.
+
+    Args:
+        group: Name of the sequence.
+        ranks: Ranks that take part in it.
+        positions: Rank -> its newest position; a rank that is neither here nor silent has not issued anything.
+        silent: Ranks that do not publish anything any more. Their positions are out of date.
+    """
+    waiting = {
+        rank: at for rank, at in positions.items() if rank in ranks and at.waits_in is not None and rank not in silent
+    }
+    if not waiting:
+        return None
+    number = min(at.waits_in for at in waiting.values() if at.waits_in is not None)
+    gone = tuple(rank for rank in ranks if rank in silent)
+    missing = tuple(
+        rank for rank in ranks if rank not in gone and (rank not in positions or positions[rank].issued < number)
+    )
+    return Stuck(group, number, max(at.seconds for at in waiting.values()), tuple(sorted(waiting)), missing, gone)
+
+
+def origin(stuck: Sequence[Stuck]) -> Stuck | None:
+    """Returns the sequence for which the other stuck ones wait: its missing ranks wait in none of them.
+
+    None if there is no such one: then ranks wait for each other, and none of them can be named by what it waits for.
+
+    Args:
+        stuck: All stuck sequences, in order of preference.
+    """
+    waiting = {rank for each in stuck for rank in each.waiting}
+    return next((each for each in stuck if not set(each.missing) & waiting), None)
+
+
+def continues(stuck: Stuck, positions: Mapping[int, Position]) -> bool:
+    """Whether training continues after a stall: each rank that waited has issued a later collective.
+
+    A collective that ends says nothing, because one that fails ends, too.
+
+    Args:
+        stuck: The stall, as it was reported.
+        positions: Rank -> its newest position in the same sequence.
+    """
+    return all(rank in positions and positions[rank].issued > stuck.number for rank in stuck.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """One call of a rank, in the order of its calls.
+
+    Attributes:
+        group: Group or channel of the call.
+        line: Line of the training script.
+        sends: Whether it sends a message.
+    """
+
+    group: str
+    line: str | None
+    sends: bool = False
+
+
+LEAST_REPEATS = 3
+"""Repetitions of a call after another one, without exception, that make it a habit of the script."""
+
+
+def skipped_send(calls: Sequence[Issue]) -> Issue | None:
+    """Returns the send that a rank has left out before its last call, if it made it each time before.
+
+    The call before the last one has occurred earlier. If it was followed by the same send each time, and by something
+    else this time, that send is missing.
+
+    Args:
+        calls: Calls of a rank, ascending; the last one is the one in which it waits.
+    """
+    if len(calls) < 2:
+        return None
+    *earlier, before, last = calls
+    followers = [after for each, after in zip(earlier, [*earlier[1:], before], strict=True) if each == before]
+    if len(followers) < LEAST_REPEATS or any(each != followers[0] for each in followers):
+        return None
+    return followers[0] if followers[0].sends and followers[0] != last else None
