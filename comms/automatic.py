@@ -177,7 +177,7 @@ def _why_not(model: DistributedDataParallel) -> str | None:
         kind = type(model.process_group).__name__
         return f"has a process group of its own, {kind}, that torch.distributed has not made"
     if getattr(model, "skip_all_reduce_unused_params", False):
-        return "skips the all-reduce of unused parameters, so that a step has no end that a hook could see"
+        return "may skip the last bucket of a step (skip_all_reduce_unused_params), by which a hook detects its end"
     if steps_in_backward(model):
         return "has an optimizer that steps in backward, for which DDP registers a hook of its own"
     return None

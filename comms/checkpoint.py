@@ -178,7 +178,7 @@ def refuse_other_kinds(state: Mapping[str, StateValue], kinds: Mapping[str, type
     for key, kind in kinds.items():
         if not isinstance(found := state.get(key), kind):
             raise ValueError(  # noqa: TRY004 - the content of a file is a value, whatever its type
-                f"`state[{key!r}]` is {found!r}, which none has that was saved: it is damaged; {INSTEAD}"
+                f"`state[{key!r}]` is {found!r}, which no saved state holds: the checkpoint is corrupt; {INSTEAD}"
             )
 
 

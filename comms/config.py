@@ -10,6 +10,8 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Self
 
+from gradwire.comms.environment import OFF, ON
+
 if TYPE_CHECKING:
     from gradwire.compressors.registry import Option
     from gradwire.compressors.rules import Rule
@@ -601,9 +603,9 @@ _seconds = _reader(lambda text: timedelta(seconds=float(text)), "a number of sec
 
 
 def _switch(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
+    if text.lower() in ON:
         return True
-    if text.lower() in ("0", "false", "no", "off"):
+    if text.lower() in OFF:
         return False
     raise ValueError("1, true, yes or on; or 0, false, no or off")
 

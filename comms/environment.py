@@ -8,6 +8,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+"""Values of variables that switch something on or off, in lower case."""
+
 WATCH = "GRADWIRE_WATCH"
 
 
@@ -23,7 +26,7 @@ class WatchOptions:
 
 def watch_wanted() -> bool:
     """Whether GRADWIRE_WATCH asks for a watch; what else it may be is looked at when that begins."""
-    return os.environ.get(WATCH, "") not in ("", "0")
+    return os.environ.get(WATCH, "").lower() not in ("", *OFF)
 
 
 def watch_options() -> "WatchOptions":
@@ -32,8 +35,8 @@ def watch_options() -> "WatchOptions":
     Raises:
         ValueError: One of them, or GRADWIRE_WATCH, is not what it should be.
     """
-    if (wanted := os.environ.get(WATCH)) != "1":
-        raise ValueError(f"`{WATCH}` is {wanted!r}; wanted 1, or 0 for none")
+    if (wanted := os.environ.get(WATCH, "")).lower() not in ON:
+        raise ValueError(f"`{WATCH}` is {wanted!r}; wanted {', '.join(ON)}, or one of {', '.join(OFF)}")
     text = os.environ.get(f"{WATCH}_STALL_SECONDS") or "10"
     try:
         seconds = float(text)

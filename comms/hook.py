@@ -222,8 +222,8 @@ class HookState(GradientState[GradientSession]):
             self._elastic.bind(model)
         if getattr(model, "skip_all_reduce_unused_params", False):
             raise ValueError(
-                "`model` skips the all-reduce of unused parameters; wanted skip_all_reduce_unused_params=False: a step "
-                "whose last bucket is left out has no end that the hook could see"
+                "`model` skips the all-reduce of unused parameters; wanted skip_all_reduce_unused_params=False: the "
+                "hook detects the end of a step by its last bucket, which DDP may skip with this option"
             )
         self._connect(parameter.device, model)
         if self._elastic is not None:

@@ -165,7 +165,11 @@ class StepVerdict:
         deadline = time.monotonic() + COPY_SECONDS
         while not copied.query():
             if time.monotonic() > deadline:
-                log.warning("%s takes no copy: what is under way on it may end as if nothing were wrong", self._device)
+                log.warning(
+                    "%s does not respond: results of work in flight may be wrong; save no checkpoint, restart from the "
+                    "last one",
+                    self._device,
+                )
                 return
             time.sleep(COPY_POLL_SECONDS)
 

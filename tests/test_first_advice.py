@@ -1,4 +1,4 @@
-"""Law: what is recommended first is refused, warned of and known to end behind under no optimizer it is meant for.
+"""Law: what is recommended first is refused, warned of or known to reach a higher loss under no optimizer it is for.
 
 Who recommends: `predict`, `advise()`, the end of `make run`, and doctor. Who contradicts:
 the check at the optimizer's first step, its warnings and its log.

@@ -140,8 +140,8 @@ def _job(start: Start, wanted: Wanted) -> JobFacts | None:
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         raise RuntimeError(
-            f"nobody serves the ranks at {start.address}:{start.port}: {first}; is the first node's name right, does "
-            "it run, and does a firewall let this node through?"
+            f"cannot reach the rendezvous store at {start.address}:{start.port} ({first}); check that rank 0 "
+            "runs, that the name of its host is right, and that no firewall blocks the port"
         ) from error
     return examine_job(start, control, wanted)
 

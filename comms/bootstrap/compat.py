@@ -203,8 +203,8 @@ def store_of(group: dist.ProcessGroup) -> Store:
     """
     if not is_known(group):
         raise TypeError(
-            f"`{type(group).__name__}` is a process group that torch.distributed has not made, so its ranks have no "
-            "store to meet at; wanted the default group, or one of torch.distributed.new_group"
+            f"`{type(group).__name__}` was not created by torch.distributed, so it has no store through which its "
+            "ranks connect; wanted the default group, or one of torch.distributed.new_group()"
         )
     _, store = distributed_c10d._world.pg_map[group]
     return store

@@ -334,7 +334,7 @@ class StoreFailureReporter(FailureReporter):
         if missing:
             who = self._who(missing)
         else:
-            who = f"all {self._size} ranks are alive"
+            who = f"none of the {self._size} ranks is missing"
             others = [f"rank {rank} saw {text}" for rank, text in verdict.seen.items() if text != seen]
             cause = "; ".join([*([] if told and others else [cause]), *others])
         return CollectiveError(f"{phase} failed on rank {self.rank}: {who}. Cause: {cause}", missing)

@@ -504,9 +504,9 @@ class _Calls:
         if self._register.state_of(following.rank) == ENDED:
             raise _failure_error(f"the process of rank {following.rank} has ended", HAS_ENDED, following.rank)
         if last and not self._register.has_come(following.rank):
-            raise _failure_error(f"rank {following.rank} has not come", ABSENT)
+            raise _failure_error(f"rank {following.rank} did not join", ABSENT)
         if last and not following.may_be_unreached:
-            raise _failure_error(f"rank {following.rank} cannot be reached", UNREACHED)
+            raise _failure_error(f"rank {following.rank} is unreachable", UNREACHED)
 
     def _find(self, neighbour: _Neighbour) -> bool:
         """Looks for the addresses of a neighbour; whether they are there."""
@@ -813,7 +813,7 @@ class LivenessRing:
                 time.sleep(seconds)
                 if self._register.state_of(rank) != LISTENS:
                     raise _failure_error(ended.format(rank), HAS_ENDED, rank)
-            raise _failure_error(f"the connection to rank {rank} has ended, and its process has not", BROKEN)
+            raise _failure_error(f"lost the connection to rank {rank}, whose process is still running", BROKEN)
         except PeerError:
             raise
         except RuntimeError as error:

@@ -421,8 +421,8 @@ class _Follower(_Rank):
         if not self._generation:
             return self._did_not_join([0])
         return RuntimeError(
-            f"rank 0 of {self._own.size} has begun the start-up and not ended it: rank {self._own.rank} has waited "
-            f"{self._timeout.total_seconds():g} s for it; look at the output of rank 0"
+            f"rendezvous timed out: rank {self._own.rank} of {self._own.size} waited "
+            f"{self._timeout.total_seconds():g} s for rank 0, which started but did not finish; check the log of rank 0"
         )
 
 

@@ -390,7 +390,7 @@ class Membership:
                 return
         if not self._store.check([key]):
             raise RuntimeError(
-                f"each of {generation.view.size} ranks that began to write down who is left was lost over it"
+                f"no agreement on the surviving ranks: all {generation.view.size} leaders failed during the vote"
             )
 
     def _collect(self, generation: "_Generation") -> list[int]:

@@ -393,7 +393,9 @@ class ResilientOps:
             self.communicator.abandon(reason)
             self.communicator.close(LANES_SECONDS)
             if not self.communicator.executor.has_ended:  # it may write to gradients that are to be sent again
-                raise EvictedError(f"what was under way has not ended {LANES_SECONDS:g} s after: {reason}") from error
+                raise EvictedError(
+                    f"communication in flight did not stop within {LANES_SECONDS:g} s after: {reason}"
+                ) from error
             watch.lap("close")
             view = self.membership.next(AGREEMENT_SECONDS)
             watch.lap("agree")

@@ -274,7 +274,9 @@ def _gathered(communicator: Communicator, own: bytes) -> dict[int, bytes] | None
     for rank, (length,) in enumerate(lengths):
         words = -(-int(length) // 8)
         if 8 * (start + words) > MOST_NBYTES and rank:
-            log.warning("of %d ranks the first %d are in the trace: the others' notes are too many", len(lengths), rank)
+            log.warning(
+                "trace truncated: only the first %d of %d ranks fit into %d MiB", rank, len(lengths), MOST_NBYTES >> 20
+            )
             break
         spans[rank] = start, int(length)
         start += words

@@ -431,7 +431,11 @@ class NcclTransport:
         if self._aborting is not None:
             self._aborting.join(max(seconds, ABORT_SECONDS))
             if self._aborting.is_alive():
-                log.warning("NCCL has not given a group of %d ranks up within %g s: left behind", self.size, seconds)
+                log.warning(
+                    "ncclCommAbort of a communicator of %d ranks did not return within %g s: it is left behind",
+                    self.size,
+                    seconds,
+                )
         self._last = ()
 
     def _meet(self, store: PollingStore, deadline: float) -> None:

@@ -144,24 +144,24 @@ def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> 
         if isinstance(density, float) and density < ENOUGH_DENSITY:
             behind = LOW_DENSITY_UNDER_MUON
         return (
-            f"under {kind} is known to end behind: a small transformer by {behind:.2f} bits a byte, because a matrix' "
-            "momentum is made orthogonal, and with it the error in all small directions. Take int8 for "
+            f"under {kind} is known to reach a higher loss: a small transformer by {behind:.2f} bits a byte, because "
+            "a matrix' momentum is made orthogonal, and with it the error in all small directions. Take int8 for "
             "the matrices, by a rule where other parameters may have fewer bits"
         )
     adaptive = any(part in kind.lower() for part in ADAPTIVE)
     if name in BEHIND_UNDER_ADAPTIVE and adaptive:
         return (
-            f"under {kind} is known to end behind: a small transformer by {BEHIND_UNDER_ADAPTIVE[name]:.2f} bits a "
-            "byte. Take waterfill3 or int4"
+            f"under {kind} is known to reach a higher loss: a small transformer by {BEHIND_UNDER_ADAPTIVE[name]:.2f} "
+            "bits a byte. Take waterfill3 or int4"
         )
     if name.partition("+")[0] == "powersgd" and adaptive and isinstance(rank, int) and rank < ENOUGH_RANK:
         return (
-            f"with `rank` {rank} under {kind} is known to end behind: a small transformer by 0.16 bits a byte at rank "
-            f"4, by 0.02 at rank {ENOUGH_RANK}. Take a rank of an eighth of the matrices' shorter side, or int4"
+            f"with `rank` {rank} under {kind} is known to reach a higher loss: a small transformer by 0.16 bits a byte "
+            f"at rank 4, by 0.02 at rank {ENOUGH_RANK}. Take a rank of an eighth of the matrices' shorter side, or int4"
         )
     if name.partition("+")[0] == "dgc" and not adaptive and isinstance(density, float) and density < ENOUGH_DENSITY:
         return (
-            f"with `density` {density:g} is known to end behind in short runs: a small CNN by half a point after 1,900 "
+            f"with `density` {density:g} is known to lose accuracy in short runs: a small CNN half a point after 1,900 "
             f"steps, and not at `density` {ENOUGH_DENSITY:g}. Watch the result against a dense run"
         )
     return ""

@@ -224,7 +224,7 @@ ELASTIC = (
         "who has never come may be unreached",
         _RING,
         "        if last and not self._register.has_come(following.rank):\n"
-        '            raise _failure_error(f"rank {following.rank} has not come", ABSENT)\n',
+        '            raise _failure_error(f"rank {following.rank} did not join", ABSENT)\n',
         "",
         "Who left between an agreement and the next ring is waited for.",
         (_ENDING,),

@@ -123,7 +123,7 @@ def test_a_connection_that_breaks_between_two_that_live_is_nobodys_end(monkeypat
     assert heard[0].told.wait(SECONDS)
     assert isinstance(error := heard[0].error, PeerFailureError)
     assert (error.failure.source, error.missing) == (BROKEN, ())
-    assert str(error) == "the connection to rank 1 has ended, and its process has not"
+    assert str(error) == "lost the connection to rank 1, whose process is still running"
     for each in rings:
         each.close()
 
@@ -541,7 +541,7 @@ def test_a_rank_that_says_why_it_fails_is_repeated_and_not_missed() -> None:
         "PeerError: rank 1 has ended",
     )
     of_0, of_1, of_2 = (f"rank {rank} saw an all-reduce fail: {saw}" for rank, saw in enumerate((ended, full, closed)))
-    assert {rank: (error.missing, str(error).partition("alive. Cause: ")[2]) for rank, error in found.items()} == {
+    assert {rank: (error.missing, str(error).partition("missing. Cause: ")[2]) for rank, error in found.items()} == {
         0: ((), f"{ended}; {of_1}; {of_2}"),
         1: ((), f"{full}; {of_2}; {of_0}"),
         2: ((), f"{closed}; {of_1}; {of_0}"),

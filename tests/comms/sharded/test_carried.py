@@ -383,7 +383,10 @@ def damaged(mesh: DeviceMesh) -> None:
     odd["sums/residual/0"] = two
     for name, value in odd.items():
         assert PREFIX + name in own
-        with pytest.raises(ValueError, match=f"^`state.'{PREFIX}{name}'.` is .*which none has.*: it is damaged; load"):
+        with pytest.raises(
+            ValueError,
+            match=f"^`state.'{PREFIX}{name}'.` is .*which no saved state holds: the checkpoint is corrupt; load",
+        ):
             state.load_state_dict(pack({**own, PREFIX + name: value}, dist.get_rank(), 4, True))
         assert str(state.state_dict()) == str(saved)
     sent = own[PREFIX + "carried/sent/0"]

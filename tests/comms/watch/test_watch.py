@@ -16,7 +16,10 @@ def started(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"GRADWIRE_WATCH": "yes"}, "`GRADWIRE_WATCH` is 'yes'; wanted 1"),
+        (
+            {"GRADWIRE_WATCH": "maybe"},
+            "`GRADWIRE_WATCH` is 'maybe'; wanted 1, true, yes, on, or one of 0, false, no, off",
+        ),
         *(
             ({"GRADWIRE_WATCH": "1", "GRADWIRE_WATCH_STALL_SECONDS": bad}, f"`GRADWIRE_WATCH_STALL_SECONDS` is '{bad}'")
             for bad in ("soon", "-1", "inf")
