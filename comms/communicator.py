@@ -27,9 +27,9 @@ from gradwire.comms.bootstrap.compat import (
     timeout_of,
 )
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError, FailureReporter, StoreFailureReporter
-from gradwire.comms.bootstrap.placement import RankInfo, cluster_of
+from gradwire.comms.bootstrap.placement import PeerInfo, cluster_of
 from gradwire.comms.bootstrap.probe import FindExited, PeerAddress, PeerTable, PeerWait, ProbeServer
-from gradwire.comms.bootstrap.rendezvous import RankInfos, exchange
+from gradwire.comms.bootstrap.rendezvous import PeerInfos, exchange
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import NIC_PER_RANK, Config
 from gradwire.comms.environment import job_is_on_one_host
@@ -63,12 +63,12 @@ class FailurePolicy:
     Attributes:
         reporter: Receives the failures that this communicator sees.
         polling: Wraps a store so that each wait for a key ends when a rank of the communicator fails.
-        rank_infos: Hardware and settings of each rank, if they are known already; None lets the ranks exchange them.
+        peer_infos: Hardware and settings of each rank, if they are known already; None lets the ranks exchange them.
     """
 
     reporter: FailureReporter
     polling: Callable[[Store], PollingStore]
-    rank_infos: RankInfos | None = None
+    peer_infos: PeerInfos | None = None
 
 
 class Communicator:
@@ -127,25 +127,25 @@ class Communicator:
         own = polling(PrefixStore(f"gradwire/{name}", store))
         server: ProbeServer | None = None
         self._leave: Callable[[], object] = lambda: None
-        if failure_policy is not None and failure_policy.rank_infos is not None:
-            rank_infos = failure_policy.rank_infos
+        if failure_policy is not None and failure_policy.peer_infos is not None:
+            peer_infos = failure_policy.peer_infos
         else:
             server = ProbeServer.open()
             try:
-                rank_info = self._rank_info(server, own.host, size)
-                rank_infos = exchange(own, rank_info, config.timeout, server, _met_before(group, global_ranks))
+                peer_info = self._peer_info(server, own.host, size)
+                peer_infos = exchange(own, peer_info, config.timeout, server, _met_before(group, global_ranks))
             except BaseException:
                 server.close()
                 raise
-            self._leave = weakref.finalize(self, _leave, server, rank_infos.generation, rank)
-        self.rank_infos = rank_infos
+            self._leave = weakref.finalize(self, _leave, server, peer_infos.generation, rank)
+        self.peer_infos = peer_infos
         """What every rank has said about itself; `start` names this start of these ranks, and no earlier one's."""
-        self.plain_store = PrefixStore(rank_infos.generation, own.plain)
+        self.plain_store = PrefixStore(peer_infos.generation, own.plain)
         """What the ranks tell each other from here on; without what an earlier start of them has left."""
         store = polling(self.plain_store)
-        cluster = cluster_of(rank_infos, config)
+        cluster = cluster_of(peer_infos, config)
         self.rank_plans = RankPlans(cluster, rank, device.type, config, compressor)
-        directory = None if server is None else _directory(rank_infos, cluster, rank, server)
+        directory = None if server is None else _directory(peer_infos, cluster, rank, server)
         if failure_policy is not None:
             reporter = failure_policy.reporter
         elif reporter is None:
@@ -155,7 +155,7 @@ class Communicator:
         if config.nics == NIC_PER_RANK:
             from gradwire.comms.bootstrap.nics import interface_of  # here: gloo takes one for all, where nobody asks
 
-            interface = interface_of(rank_infos, rank, config)
+            interface = interface_of(peer_infos, rank, config)
         self._groups = Groups(
             store,
             rank,
@@ -177,12 +177,12 @@ class Communicator:
         self._ring = _ring(self.executor, store, rank, size, reporter) if failure_policy is None else None
         self._held = _state_layouts(compressor, loaded=False)
 
-    def _rank_info(self, server: ProbeServer, store_host: str | None, size: int) -> RankInfo:
+    def _peer_info(self, server: ProbeServer, store_host: str | None, size: int) -> PeerInfo:
         config = self.config
         on_one_host = config.hostname is None and self.device.type == "cpu" and job_is_on_one_host()
         needless = (size == 1 or on_one_host) and not config.elastic and config.nics != NIC_PER_RANK
         nobody = Hardware(None, None, None) if needless else None  # whom links would lead to
-        own = RankInfo.here(self.rank, size, config, self.device, known=nobody)
+        own = PeerInfo.here(self.rank, size, config, self.device, known=nobody)
         if self._kernels:
             own = replace(own, shared=own.shared | {"kernels": self._kernels})
         return replace(own, port=server.port, addresses=tuple(own_addresses(store_host)))
@@ -190,12 +190,12 @@ class Communicator:
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        return len(self.rank_infos)
+        return len(self.peer_infos)
 
     @property
     def hostnames(self) -> tuple[str, ...]:
         """Names of the ranks' hosts, as they call themselves."""
-        return tuple(rank_info.host[0] for rank_info in self.rank_infos)
+        return tuple(peer_info.host[0] for peer_info in self.peer_infos)
 
     @property
     def ended(self) -> FindExited | None:
@@ -439,7 +439,7 @@ class Communicator:
         plans = dict.fromkeys(describe_plans(in_use, self.cluster.level_names))
         if self.compressor is not None:
             plans.update(dict.fromkeys(planned(self.compressor).report_lines()))
-        links = (self.rank_plans.links.describe(), *describe_nics(self.rank_infos, self.config))
+        links = (self.rank_plans.links.describe(), *describe_nics(self.peer_infos, self.config))
         totals = self.executor.stats.totals()
         return Report(
             self.cluster.describe(),
@@ -527,10 +527,10 @@ def _check(flat: Tensor, scale: float, device: torch.device) -> None:
         raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
 
 
-def _directory(rank_infos: RankInfos, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
-    addresses = {each.rank: PeerAddress(each.port, each.addresses, each.kernel) for each in rank_infos if each.port}
+def _directory(peer_infos: PeerInfos, cluster: Cluster, rank: int, server: ProbeServer) -> PeerTable:
+    addresses = {each.rank: PeerAddress(each.port, each.addresses, each.kernel) for each in peer_infos if each.port}
     node = next(node for node in cluster.nodes if rank in node)
-    return PeerTable(rank_infos.generation, rank, addresses, node, server)
+    return PeerTable(peer_infos.generation, rank, addresses, node, server)
 
 
 _met: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()

@@ -27,8 +27,8 @@ from torch import Tensor
 from gradwire.bench.studies.tables.page import markdown
 from gradwire.comms import communicator as communicator_module
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.bootstrap.placement import RankInfo
-from gradwire.comms.bootstrap.rendezvous import RankInfos
+from gradwire.comms.bootstrap.placement import PeerInfo
+from gradwire.comms.bootstrap.rendezvous import PeerInfos
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
@@ -223,12 +223,12 @@ def _communicator(
     """Rank 0's communicator of a cluster that is not there, as it would be on CUDA."""
     size = nodes * gpus
 
-    def rank_infos(store: object, own: RankInfo, *arguments: object) -> RankInfos:
+    def peer_infos(store: object, own: PeerInfo, *arguments: object) -> PeerInfos:
         said = [dataclasses.replace(own, rank=rank, host=(f"node{rank // gpus}", "", "")) for rank in range(size)]
-        return RankInfos.of(said, generation="of nobody")
+        return PeerInfos.of(said, generation="of nobody")
 
     made = None if name == "none" else Compression(name, COMPRESSORS[name], (), 0, size).compressor
-    with patch.object(communicator_module, "exchange", rank_infos):
+    with patch.object(communicator_module, "exchange", peer_infos):
         communicator = Communicator(HashStore(), 0, size, device, Config(plan=plan), name="host_cost", compressor=made)
     groups, executor = cast(Any, communicator)._groups, communicator.executor
     groups._make = lambda key, members: NcclTransport(cast(Any, _NoGroup(calls)), members.index(0), len(members))

@@ -7,22 +7,22 @@ Gloo takes one interface for all ranks of a host; with `nics="per_rank"` each ra
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from gradwire.comms.bootstrap.placement import RankInfo
+from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.config import NIC_PER_RANK, Config
 
 UNKNOWN = "?"
 
-Nodes = Sequence[Sequence[RankInfo]]
+Nodes = Sequence[Sequence[PeerInfo]]
 
 
-def describe_nics(infos: Sequence[RankInfo], config: Config) -> tuple[str, ...]:
+def describe_nics(infos: Sequence[PeerInfo], config: Config) -> tuple[str, ...]:
     """A line with the NICs by local rank, and one for each thing to mend; where no NIC is known, why, if that is known.
 
     Args:
         infos: Of all ranks, in rank order.
         config: Says whether gloo uses them.
     """
-    found: dict[object, list[RankInfo]] = defaultdict(list)
+    found: dict[object, list[PeerInfo]] = defaultdict(list)
     for info in infos:
         found[info.location, info.host].append(info)
     nodes = list(found.values())
@@ -36,7 +36,7 @@ def describe_nics(infos: Sequence[RankInfo], config: Config) -> tuple[str, ...]:
     )
 
 
-def interface_of(infos: Sequence[RankInfo], rank: int, config: Config) -> str | None:
+def interface_of(infos: Sequence[PeerInfo], rank: int, config: Config) -> str | None:
     """The interface that gloo is to use on this rank; None where `nics` leaves the choice to gloo.
 
     Args:
@@ -60,7 +60,7 @@ def interface_of(infos: Sequence[RankInfo], rank: int, config: Config) -> str | 
     return infos[rank].hardware.interface
 
 
-def _unknown(infos: Sequence[RankInfo]) -> tuple[str, ...]:
+def _unknown(infos: Sequence[PeerInfo]) -> tuple[str, ...]:
     """Ranks whose NIC is unknown, and why, ranks with the same reason together."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for info in infos:

@@ -26,7 +26,7 @@ INTER_NODE = Link(alpha_seconds=100e-6, bytes_per_second=1.25e9, presumed=True)
 
 
 @dataclass(frozen=True, slots=True)
-class RankInfo:
+class PeerInfo:
     """What a rank says about itself.
 
     Attributes:
@@ -62,7 +62,7 @@ class RankInfo:
     @classmethod
     def here(
         cls, rank: int, size: int, config: Config, device: torch.device, *, known: Hardware | None = None
-    ) -> "RankInfo":
+    ) -> "PeerInfo":
         """This process's.
 
         Args:
@@ -87,7 +87,7 @@ class RankInfo:
         )
 
 
-def cluster_of(infos: Sequence[RankInfo], config: Config) -> Cluster:
+def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
     """Where each rank is, as a cluster with the links' default or configured speeds.
 
     For CUDA the links are those of NCCL: its latencies over NVLink, PCIe and the kind of network, the NICs that the
@@ -144,7 +144,7 @@ def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
     return replace(cluster, levels=tuple(levels))
 
 
-def _node_rates(infos: Sequence[RankInfo], cluster: Cluster) -> list[float]:
+def _node_rates(infos: Sequence[PeerInfo], cluster: Cluster) -> list[float]:
     """What each node sends, as given, else as its topology says; empty where neither is known of all ranks.
 
     Of GPUs only what was given counts: what their topology says of a node depends on which NICs its ranks happen to
@@ -162,7 +162,7 @@ def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) 
     return Cluster(tuple(locations), tuple(map(Level, LEVEL_NAMES, links)))
 
 
-def _assumed(infos: Sequence[RankInfo]) -> tuple[Link, Link]:
+def _assumed(infos: Sequence[PeerInfo]) -> tuple[Link, Link]:
     """The links inside a node and between nodes, with the rates that are known."""
     inside = _slowest([info.hardware.intra_node for info in infos])
     outwards = _slowest([info.nic_bytes_per_second for info in infos]) or _slowest(
@@ -175,7 +175,7 @@ def _assumed(infos: Sequence[RankInfo]) -> tuple[Link, Link]:
 
 
 def _of_gpus(
-    infos: Sequence[RankInfo], cluster: Cluster, fabric: GpuFabric | None, config: Config
+    infos: Sequence[PeerInfo], cluster: Cluster, fabric: GpuFabric | None, config: Config
 ) -> tuple[Link, Link]:
     """The links as NCCL uses them: its latencies, and the NICs that the ranks of the smallest node drive."""
     from gradwire.topology.bandwidth import ALPHA_SECONDS  # here: ranks on CPUs need nothing of GPUs
@@ -201,7 +201,7 @@ def _of_gpus(
     )
 
 
-def _driven_nics(infos: Sequence[RankInfo], node: Sequence[int]) -> tuple[int | None, float]:
+def _driven_nics(infos: Sequence[PeerInfo], node: Sequence[int]) -> tuple[int | None, float]:
     """NICs that the ranks of a node drive, None where that is unknown, and their share of the machine's."""
     ranks = [infos[rank].hardware for rank in node]
     every = min((each.nics for each in ranks if each.nics is not None), default=None)

@@ -29,7 +29,7 @@ from typing import Annotated, Any, get_type_hints, overload
 
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.kernel import own_kernel
-from gradwire.comms.bootstrap.placement import RankInfo
+from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.bootstrap.probe import MOST_PROBES, Backoff, FindExited, PeerAddress, PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
 from gradwire.comms.boundary.messages import Count, MessageError, MessageType, Most, Within, inflated
@@ -81,17 +81,17 @@ class _Table:
     values: Mapping[str, tuple[str, ...]]
 
 
-_RANK_INFO: MessageType[RankInfo] = MessageType(RankInfo)
+_PEER_INFO: MessageType[PeerInfo] = MessageType(PeerInfo)
 _ROUND: MessageType[_Round] = MessageType(_Round)
 _TABLE: MessageType[_Table] = MessageType(_Table, most_nbytes=MOST_TABLE_NBYTES)
 
 
-class RankInfos(Sequence[RankInfo]):
+class PeerInfos(Sequence[PeerInfo]):
     """What all ranks have said, in rank order: a column for each field, with every different value once.
 
     Args:
         generation: A name for this start of these ranks: the same on all of them, and another after a restart.
-        columns: For each field of `RankInfo` but the rank, its values as JSON and the index of each rank's.
+        columns: For each field of `PeerInfo` but the rank, its values as JSON and the index of each rank's.
     """
 
     def __init__(self, generation: str, columns: "dict[str, Column]") -> None:
@@ -100,25 +100,25 @@ class RankInfos(Sequence[RankInfo]):
         self._parsed = {name: [_FIELDS[name].read(text) for text in values] for name, (values, _) in columns.items()}
 
     @classmethod
-    def of(cls, rank_infos: Iterable[RankInfo], generation: str) -> "RankInfos":
+    def of(cls, peer_infos: Iterable[PeerInfo], generation: str) -> "PeerInfos":
         """Those given, in rank order."""
-        return cls(generation, _columns([json.dumps(asdict(info)) for info in rank_infos]))
+        return cls(generation, _columns([json.dumps(asdict(info)) for info in peer_infos]))
 
     def __len__(self) -> int:
         """Number of ranks."""
         return len(next(iter(self._columns.values()))[1])
 
     @overload
-    def __getitem__(self, index: int) -> RankInfo: ...
+    def __getitem__(self, index: int) -> PeerInfo: ...
     @overload
-    def __getitem__(self, index: slice) -> list[RankInfo]: ...
-    def __getitem__(self, index: int | slice) -> RankInfo | list[RankInfo]:
+    def __getitem__(self, index: slice) -> list[PeerInfo]: ...
+    def __getitem__(self, index: int | slice) -> PeerInfo | list[PeerInfo]:
         """What a rank says; with a slice, several ranks."""
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         rank = range(len(self))[index]
         said: Any = {name: values[self._columns[name][1][rank]] for name, values in self._parsed.items()}
-        return RankInfo(rank=rank, **said)
+        return PeerInfo(rank=rank, **said)
 
     def __eq__(self, other: object) -> bool:
         """Whether the ranks have said the same."""
@@ -131,7 +131,7 @@ class RankInfos(Sequence[RankInfo]):
         return _pack(self._columns)
 
     @classmethod
-    def unpack(cls, generation: str, packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> "RankInfos":
+    def unpack(cls, generation: str, packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> "PeerInfos":
         """What `pack` was called on.
 
         Args:
@@ -150,8 +150,8 @@ Column = tuple[list[str], "array[int]"]
 
 
 def exchange(
-    store: Store, own: RankInfo, timeout: timedelta, server: ProbeServer | None = None, ended: FindExited | None = None
-) -> RankInfos:
+    store: Store, own: PeerInfo, timeout: timedelta, server: ProbeServer | None = None, ended: FindExited | None = None
+) -> PeerInfos:
     """Publishes this rank's info and returns every rank's.
 
     Args:
@@ -186,7 +186,7 @@ class _Rank:
     def __init__(
         self,
         store: PollingStore,
-        own: RankInfo,
+        own: PeerInfo,
         timeout: timedelta,
         server: ProbeServer | None,
         ended: FindExited | None,
@@ -247,7 +247,7 @@ class _Rank:
         for rank in ranks:
             if self._generation and self._store.check([f"{self._generation}/rank/{rank}"]):
                 try:
-                    said = _RANK_INFO.read(self._store.read(f"{self._generation}/rank/{rank}"))
+                    said = _PEER_INFO.read(self._store.read(f"{self._generation}/rank/{rank}"))
                 except MessageError as error:
                     log.debug("what rank %d says about itself cannot be read: %s", rank, error)
                     continue
@@ -287,7 +287,7 @@ class _Rank:
 class _Leader(_Rank):
     """Rank 0."""
 
-    def meet(self) -> RankInfos:
+    def meet(self) -> PeerInfos:
         self._say(uuid.uuid4().hex[:GENERATION_NBYTES])
         self._publish(self._generation)
         blocks = [f"{self._generation}/block/{number}" for number in range(-(-self._own.size // BLOCK))]
@@ -313,7 +313,7 @@ class _Leader(_Rank):
                 raise self._has_ended(ended)
             self._warn_once(lambda: self._missing(blocks, MOST_PROBES))
             naps.sleep(self._deadline)
-        found = RankInfos(self._generation, _join([_unpack(block) for block in self._store.multi_get(blocks)]))
+        found = PeerInfos(self._generation, _join([_unpack(block) for block in self._store.multi_get(blocks)]))
         self._store.set(f"{self._generation}/all", found.pack())
         self._say(self._generation, {})
         return found
@@ -349,7 +349,7 @@ class _Leader(_Rank):
 class _Follower(_Rank):
     """Every other rank."""
 
-    def meet(self) -> RankInfos:
+    def meet(self) -> PeerInfos:
         naps, came = self._naps(), False
         while True:
             came = came or self._store.check([ROUND])
@@ -380,7 +380,7 @@ class _Follower(_Rank):
         if not self._generation or self._own.size <= BLOCK or self._own.rank % BLOCK == 1:
             return True
         key = f"{self._generation}/rank/0"
-        return self._store.check([key]) and _RANK_INFO.read(self._store.read(key)).kernel == own_kernel()
+        return self._store.check([key]) and _PEER_INFO.read(self._store.read(key)).kernel == own_kernel()
 
     def _end_without_leader(self) -> None:
         """Says to all, in the place of rank 0, that it has ended, unless it has come to an outcome before.
@@ -408,14 +408,14 @@ class _Follower(_Rank):
         self._publish(word["generation"])
         self._deadline = time.monotonic() + self._timeout.total_seconds() + GRACE_SECONDS + Naps(self._own.size).longest
 
-    def _obey(self, outcome: dict[str, Any]) -> RankInfos:
+    def _obey(self, outcome: dict[str, Any]) -> PeerInfos:
         if "refused" in outcome:
             raise self._refuse(outcome["refused"])
         if "missing" in outcome:
             raise self._did_not_join(outcome["missing"])
         if "ended" in outcome:
             raise self._has_ended(outcome["ended"])
-        return RankInfos.unpack(self._generation, self._store.read(f"{self._generation}/all"))
+        return PeerInfos.unpack(self._generation, self._store.read(f"{self._generation}/all"))
 
     def _nobody_decided(self) -> RuntimeError:
         if not self._generation:
@@ -426,7 +426,7 @@ class _Follower(_Rank):
         )
 
 
-def _misfit(own: RankInfo, word: dict[str, Any]) -> str | None:
+def _misfit(own: PeerInfo, word: dict[str, Any]) -> str | None:
     """What a rank and rank 0 do not agree about, in words."""
     if own.size != word["size"]:
         return _words("world_size", own.rank, own.size, word["size"])
@@ -453,14 +453,14 @@ def _words(name: str, rank: int, here: object, there: object) -> str:
 
 
 def _columns(words: Sequence[str]) -> dict[str, Column]:
-    """RankInfos as JSON, one for each rank, by field.
+    """PeerInfos as JSON, one for each rank, by field.
 
     Raises:
         MessageError: One is something else.
     """
-    said = [asdict(_RANK_INFO.read(word)) for word in words]
+    said = [asdict(_PEER_INFO.read(word)) for word in words]
     found = {}
-    for name in (each.name for each in fields(RankInfo) if each.name != "rank"):
+    for name in (each.name for each in fields(PeerInfo) if each.name != "rank"):
         texts = [json.dumps(one[name]) for one in said]
         numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
         found[name] = (list(numbers), array("I", (numbers[text] for text in texts)))
@@ -526,6 +526,6 @@ def _little(numbers: "array[int]") -> "array[int]":
 
 
 _FIELDS: dict[str, MessageType[Any]] = {
-    name: MessageType(kind) for name, kind in get_type_hints(RankInfo).items() if name != "rank"
+    name: MessageType(kind) for name, kind in get_type_hints(PeerInfo).items() if name != "rank"
 }
-"""Field of a `RankInfo` -> what reads its value, as JSON."""
+"""Field of a `PeerInfo` -> what reads its value, as JSON."""

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, swap_process_group
 from gradwire.comms.bootstrap.nics import interface_of
-from gradwire.comms.bootstrap.placement import RankInfo, cluster_of
+from gradwire.comms.bootstrap.placement import PeerInfo, cluster_of
 from gradwire.comms.bootstrap.store import unprefixed
 from gradwire.comms.communicator import Communicator, FailurePolicy
 from gradwire.comms.config import Config
@@ -26,7 +26,7 @@ from gradwire.comms.elastic.gradient_backup import GradientBackup, agree
 from gradwire.comms.elastic.group import ElasticGroup
 from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key
 from gradwire.comms.elastic.membership import Membership, View
-from gradwire.comms.elastic.peer_info import packed, rank_infos
+from gradwire.comms.elastic.peer_info import packed, peer_infos
 from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
 from gradwire.comms.elastic.resilient_ops import (
     ResilientOps,
@@ -243,7 +243,7 @@ class ElasticTraining:
         session = GradientSession(peers, device, self._state.config, self._state.names)
         self._state._connection = session
         communicator = session.communicator
-        prefix = f"gradwire/elastic/{name}/{communicator.rank_infos.generation}"
+        prefix = f"gradwire/elastic/{name}/{communicator.peer_infos.generation}"
         membership = first_membership(communicator, prefix, self._state.config.timeout, first)
         if self._own.extra_state:
             outside = unprefixed(communicator.plain_store)
@@ -272,7 +272,7 @@ class ElasticTraining:
         assert self.resilient_ops is not None
         _, name, said = newcomer
         membership = self.resilient_ops.membership
-        known = rank_infos([*membership.view.members, name], {**membership.said, name: said})
+        known = peer_infos([*membership.view.members, name], {**membership.said, name: said})
         cluster_of(known, self._state.config)
         interface_of(known, 0, self._state.config)
         check_state(lambda: self._own.given(self._bound()))
@@ -291,10 +291,10 @@ class ElasticTraining:
         name = SessionRanks.name_in(group, "hook")
         store = find_job(address, name, self._state.config.timeout)
         self._requests = self._open_door(store, device)
-        rank_info, own = packed(RankInfo.here(0, 1, self._state.config, device)), described(self._bound().module)
+        peer_info, own = packed(PeerInfo.here(0, 1, self._state.config, device)), described(self._bound().module)
         rehearse()
         for attempt in range(MOST_ATTEMPTS):
-            view, said = ask(store, self._shared(device), self._state.config.timeout, rank_info, own)
+            view, said = ask(store, self._shared(device), self._state.config.timeout, peer_info, own)
             membership = Membership(store, view, self._state.config.timeout, said)
             try:
                 policy = failure_policy_of(view, membership, self._state.config.timeout)

@@ -46,7 +46,7 @@ MOST_OPEN = 256
 MOST_REQUEST_NBYTES = 1 << 24
 """Bytes of a request: the entries of a model with 100,000 parameters, of some 100 characters each."""
 
-MOST_RANK_INFO = 1 << 20
+MOST_PEER_INFO = 1 << 20
 """Characters of what a process says about itself."""
 
 Newcomer = tuple[int, str, str]
@@ -66,7 +66,7 @@ class _Asked:
 
     name: Annotated[str, Most(1000)]
     shared: Mapping[str, object]
-    rank_info: Annotated[str, Most(MOST_RANK_INFO)]
+    peer_info: Annotated[str, Most(MOST_PEER_INFO)]
     model: Mapping[str, str]
 
 
@@ -270,7 +270,7 @@ class Requests:
         """Reads what one asks with; whatever does not fit is refused."""
         try:
             word = _REQUEST.read(self._store.read(f"join/{number}/request"))
-            newcomer = (number, word.name, word.rank_info)
+            newcomer = (number, word.name, word.peer_info)
             for name, value in self._shared.items():
                 if word.shared.get(name) != value:
                     found = word.shared.get(name)
@@ -322,7 +322,7 @@ def find_job(address: str, name: str, timeout: timedelta) -> Store:
 
 
 def ask(
-    store: Store, shared: Mapping[str, str], timeout: timedelta, rank_info: str, model: Mapping[str, str]
+    store: Store, shared: Mapping[str, str], timeout: timedelta, peer_info: str, model: Mapping[str, str]
 ) -> tuple[View, dict[str, str]]:
     """Waits until a running job admits this process.
 
@@ -330,7 +330,7 @@ def ask(
         store: The membership's.
         shared: This process's configuration.
         timeout: Longest wait: for the end of the job's step.
-        rank_info: What this process says about itself, as `packed`.
+        peer_info: What this process says about itself, as `packed`.
         model: This process's, as `described`.
 
     Returns:
@@ -341,7 +341,7 @@ def ask(
     """
     own = PollingStore(store, timeout)
     number, name = own.add("join/count", 1), own_name()
-    word = {"name": name, "shared": dict(shared), "rank_info": rank_info, "model": dict(model)}
+    word = {"name": name, "shared": dict(shared), "peer_info": peer_info, "model": dict(model)}
     own.set(f"join/{number}/request", json.dumps(word))
     log.info("waiting to be admitted to the running job as %s", name)
     deadline = time.monotonic() + timeout.total_seconds()

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from gradwire.comms.bootstrap.placement import RankInfo
-from gradwire.comms.bootstrap.rendezvous import RankInfos
+from gradwire.comms.bootstrap.placement import PeerInfo
+from gradwire.comms.bootstrap.rendezvous import PeerInfos
 from gradwire.comms.boundary.messages import MessageError
 
 MOST_NBYTES = 1 << 20
@@ -16,19 +16,19 @@ START = "start"
 """Name of the start of a generation's ranks, which start once."""
 
 
-def packed(rank_info: RankInfo) -> str:
-    """What a process says about itself, for the others to know once and for all; see `rank_infos`."""
-    return base64.b64encode(RankInfos.of([rank_info], "").pack()).decode()
+def packed(peer_info: PeerInfo) -> str:
+    """What a process says about itself, for the others to know once and for all; see `peer_infos`."""
+    return base64.b64encode(PeerInfos.of([peer_info], "").pack()).decode()
 
 
-def rank_infos(members: Sequence[str], said: Mapping[str, str]) -> RankInfos:
+def peer_infos(members: Sequence[str], said: Mapping[str, str]) -> PeerInfos:
     """What the members of a generation have said about themselves, as `packed`: nobody is asked again."""
     known = (unpacked(said[name]) for name in members)
-    return RankInfos.of([replace(each, rank=rank, size=len(members)) for rank, each in enumerate(known)], START)
+    return PeerInfos.of([replace(each, rank=rank, size=len(members)) for rank, each in enumerate(known)], START)
 
 
 @lru_cache(maxsize=1024)
-def unpacked(said: str) -> RankInfo:
+def unpacked(said: str) -> PeerInfo:
     """What `packed` was called on.
 
     Raises:
@@ -38,7 +38,7 @@ def unpacked(said: str) -> RankInfo:
         packed = base64.b64decode(said, validate=True)
     except ValueError as error:
         raise MessageError(f"what a process says about itself is no base64: {error}") from None
-    found = RankInfos.unpack("", packed, most_nbytes=MOST_NBYTES)
+    found = PeerInfos.unpack("", packed, most_nbytes=MOST_NBYTES)
     if len(found) != 1:
         raise MessageError(f"what a process says about itself is of {len(found)} processes")
     return found[0]
@@ -68,5 +68,5 @@ def next_across(members: Sequence[str], rank: int, said: Mapping[str, str]) -> i
 
 
 def _host(said: str) -> tuple[str, ...]:
-    rank_info = unpacked(said)
-    return (*rank_info.host, rank_info.kernel)
+    peer_info = unpacked(said)
+    return (*peer_info.host, peer_info.kernel)

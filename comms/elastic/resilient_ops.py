@@ -36,7 +36,7 @@ from gradwire.comms.elastic.membership import (
     Membership,
     View,
 )
-from gradwire.comms.elastic.peer_info import packed, rank_infos
+from gradwire.comms.elastic.peer_info import packed, peer_infos
 from gradwire.comms.errors import PeerSystemError
 from gradwire.comms.run.all_reduces import FutureTensor
 
@@ -159,7 +159,7 @@ def first_membership(communicator: Communicator, prefix: str, timeout: timedelta
         first: Failure policy of `communicator`.
     """
     names = tuple(f"rank {rank}" for rank in range(communicator.size))
-    said = {name: packed(each) for name, each in zip(names, communicator.rank_infos, strict=True)}
+    said = {name: packed(each) for name, each in zip(names, communicator.peer_infos, strict=True)}
     place = PrefixStore(prefix, unprefixed(communicator.plain_store))
     return Membership(place, View(0, communicator.rank, names), timeout, said, first.reporter.failures)
 
@@ -182,7 +182,7 @@ def failure_policy_of(view: View, membership: Membership, timeout: timedelta) ->
     return FailurePolicy(
         reporter,
         lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=view.size),
-        rank_infos(view.members, membership.said),
+        peer_infos(view.members, membership.said),
     )
 
 

@@ -96,7 +96,7 @@ class Observer(StepListener):
         on_cuda = communicator.device.type == "cuda"
         store = PollingStore(communicator.plain_store, GET_TIMEOUT)
         shared = PollingStore(PrefixStore(WAITS, unprefixed(communicator.plain_store)), GET_TIMEOUT)
-        waits = Waits(shared, communicator.rank_infos.generation, ranks[communicator.rank])
+        waits = Waits(shared, communicator.peer_infos.generation, ranks[communicator.rank])
         job = WatchedJob(communicator.rank, communicator.hostnames, tuple(ranks), self.contents, on_cuda, waits)
         return StallWatch(store, job, communicator.executor, self._config.stall_seconds)
 

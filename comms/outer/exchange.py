@@ -312,7 +312,7 @@ class OuterExchange:
         word = {
             "steps": saved.steps,
             "begun": saved.begun,
-            "start": self.averaging.communicator.rank_infos.generation,  # one for all ranks with the same shards
+            "start": self.averaging.communicator.peer_infos.generation,  # one for all ranks with the same shards
             "anchors": saved.digest(),
         }
         found = [_WORD.read(each) for each in self.averaging.agreement.gather(json.dumps(word))]

@@ -279,7 +279,7 @@ class Outer(TrainingState[AveragingSession]):
     def _survive(self, first: FailurePolicy) -> None:
         """Has this rank's exchanges go on where others are lost."""
         communicator = self._connected("elastic").communicator
-        prefix = f"gradwire/{ELASTIC}/{communicator.rank_infos.generation}"
+        prefix = f"gradwire/{ELASTIC}/{communicator.peer_infos.generation}"
         membership = first_membership(communicator, prefix, self.config.timeout, first)
         self._resilient_ops = ResilientOps(membership, communicator, unheld(self._rebuild), self.config.timeout)
         weakref.finalize(self, self._resilient_ops.close)

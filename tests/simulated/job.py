@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, Store
-from gradwire.comms.bootstrap.placement import RankInfo
+from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.communicator import FailurePolicy
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.peer_info import packed
@@ -194,7 +194,7 @@ class Job:
     def _said(self, name: str) -> str:
         host = self.hosts[name]
         nothing = Hardware(None, None, None)
-        return packed(RankInfo(0, 1, (host, "", ""), (), "cpu", "", nothing, {}, kernel=host))
+        return packed(PeerInfo(0, 1, (host, "", ""), (), "cpu", "", nothing, {}, kernel=host))
 
     def is_dark(self, name: str) -> bool:
         """Whether a process is on a host of which nobody hears: its connections do not end."""

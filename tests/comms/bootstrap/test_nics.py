@@ -9,7 +9,7 @@ import torch
 from gradwire.comms.bootstrap import placement
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
-from gradwire.comms.bootstrap.placement import RankInfo
+from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.transport import torch_group
@@ -19,9 +19,9 @@ from support.threads import run_ranks
 CARDS = ("nic0", "nic1")
 
 
-def rank_infos(hosts: str, nics: list[str | None], *, device: str = "cuda") -> list[RankInfo]:
+def peer_infos(hosts: str, nics: list[str | None], *, device: str = "cuda") -> list[PeerInfo]:
     """One rank for each letter of `hosts`, each with a NIC; the machines have two."""
-    own = RankInfo.here(0, len(hosts), Config(), torch.device("cpu"))
+    own = PeerInfo.here(0, len(hosts), Config(), torch.device("cpu"))
     return [
         replace(own, rank=rank, host=(host, "boot", "1"), device=device, hardware=Hardware(None, None, nic, nic, CARDS))
         for rank, (host, nic) in enumerate(zip(hosts, nics, strict=True))
@@ -39,12 +39,12 @@ def rank_infos(hosts: str, nics: list[str | None], *, device: str = "cuda") -> l
     ],
 )
 def test_nics_are_reported_by_local_rank(hosts: str, nics: list[str | None], lines: tuple[str, ...]) -> None:
-    assert describe_nics(rank_infos(hosts, nics), Config()) == lines
+    assert describe_nics(peer_infos(hosts, nics), Config()) == lines
 
 
 def test_why_a_nic_is_unknown_is_said_once() -> None:
     why = "`CUDA_VISIBLE_DEVICES` is MIG-1, and nobody knows it"
-    ranks = rank_infos("aabb", ["nic0", None, None, None])
+    ranks = peer_infos("aabb", ["nic0", None, None, None])
     ranks = [
         replace(each, hardware=replace(each.hardware, nic_unknown="" if each.hardware.nic else why)) for each in ranks
     ]
@@ -55,13 +55,13 @@ def test_why_a_nic_is_unknown_is_said_once() -> None:
 
 
 def test_a_shared_nic_beside_an_idle_one_is_named() -> None:
-    head, line = describe_nics(rank_infos("aabb", ["nic0", "nic0", "nic0", "nic1"]), Config())
+    head, line = describe_nics(peer_infos("aabb", ["nic0", "nic0", "nic0", "nic1"]), Config())
     assert head == "NIC by local rank: nic0 for all 2 on node 0; nic0, nic1 on node 1"
     assert line.startswith("node 0: ranks 0, 1 share nic0 while nic1 is idle")
 
 
 def test_gloo_with_several_nics_is_lines_how_to_use_them() -> None:
-    ranks = rank_infos("aab", ["nic0", "nic1", "nic0"], device="cpu")
+    ranks = peer_infos("aab", ["nic0", "nic1", "nic0"], device="cpu")
     said = describe_nics(ranks, Config())[-1]
     assert "node 0: gloo takes the same interface" in said and "bond them" in said and "MPTCP" in said
     for content in (Config(nics="per_rank"), Config(transport="mpi")):
@@ -69,11 +69,11 @@ def test_gloo_with_several_nics_is_lines_how_to_use_them() -> None:
 
 
 def test_an_interface_is_taken_only_where_it_is_asked_for_and_all_have_one() -> None:
-    ranks = rank_infos("aa", ["nic0", "nic1"])
+    ranks = peer_infos("aa", ["nic0", "nic1"])
     assert interface_of(ranks, 1, Config()) is None
     assert interface_of(ranks, 1, Config(nics="per_rank")) == "nic1"
     with pytest.raises(ValueError, match=r"`nics` is per_rank, but no network interface is known for rank 1"):
-        interface_of(rank_infos("aa", ["nic0", None]), 0, Config(nics="per_rank"))
+        interface_of(peer_infos("aa", ["nic0", None]), 0, Config(nics="per_rank"))
 
 
 def test_gloo_listens_where_it_is_lines() -> None:

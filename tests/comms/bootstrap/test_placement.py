@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradwire.comms.bootstrap.kernel import host_identity
-from gradwire.comms.bootstrap.placement import INTER_NODE, RankInfo, cluster_of
+from gradwire.comms.bootstrap.placement import INTER_NODE, PeerInfo, cluster_of
 from gradwire.comms.config import Config
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.topology.fabric import fabric_of
@@ -17,8 +17,8 @@ from gradwire.topology.host_summary import Hardware
 from gradwire.topology.presets import dgx_h100, p4d
 
 
-def rank_infos(hosts: str, locations: list[tuple[str, ...]] | None = None) -> list[RankInfo]:
-    own = RankInfo.here(0, len(hosts), Config(), torch.device("cpu"))
+def peer_infos(hosts: str, locations: list[tuple[str, ...]] | None = None) -> list[PeerInfo]:
+    own = PeerInfo.here(0, len(hosts), Config(), torch.device("cpu"))
     return [
         replace(own, rank=rank, host=(host, "boot", "1"), location=locations[rank] if locations else ())
         for rank, host in enumerate(hosts)
@@ -37,31 +37,31 @@ def rank_infos(hosts: str, locations: list[tuple[str, ...]] | None = None) -> li
     ],
 )
 def test_ranks_of_one_host_are_one_node(hosts: str, nodes: tuple[tuple[int, ...], ...]) -> None:
-    assert cluster_of(rank_infos(hosts), Config()).nodes == nodes
+    assert cluster_of(peer_infos(hosts), Config()).nodes == nodes
 
 
 @pytest.mark.parametrize("field", [0, 1, 2])
 def test_another_hostname_kernel_or_shared_memory_is_another_node(field: int) -> None:
-    here, there = rank_infos("aa")
+    here, there = peer_infos("aa")
     host = list(there.host)
     host[field] += "x"
     assert len(cluster_of([here, replace(there, host=tuple(host))], Config()).nodes) == 2
 
 
 def test_equal_hosts_in_two_racks_are_two_nodes_of_three_levels() -> None:
-    cluster = cluster_of(rank_infos("aabb", [("r1",), ("r1",), ("r2",), ("r2",)]), Config())
+    cluster = cluster_of(peer_infos("aabb", [("r1",), ("r1",), ("r2",), ("r2",)]), Config())
     assert [level.name for level in cluster.levels] == ["intra_node", "inter_node", "inter_rack"]
     assert cluster.nodes == ((0, 1), (2, 3))
 
 
 def test_locations_of_different_depth_are_refused() -> None:
     with pytest.raises(ValueError, match="`location` has"):
-        cluster_of(rank_infos("ab", [(), ("r1",)]), Config())
+        cluster_of(peer_infos("ab", [(), ("r1",)]), Config())
 
 
 def test_the_slowest_known_nic_counts_and_an_unknown_one_makes_it_unknown() -> None:
     fast, slow, unknown = (Hardware(None, rate, None) for rate in (25e9, 3e9, None))
-    here, there = rank_infos("ab")
+    here, there = peer_infos("ab")
     cluster = cluster_of([replace(here, hardware=fast), replace(there, hardware=slow)], Config())
     assert (cluster.levels[1].link.bytes_per_second, cluster.levels[1].unit_rates) == (3e9, (25e9, 3e9))
     silent = cluster_of([replace(here, hardware=fast), replace(there, hardware=unknown)], Config())
@@ -80,17 +80,17 @@ def test_this_host_says_hostname_boot_id_and_shared_memory() -> None:
 
 def gpu_ranks(
     hosts: str, config: Config | None = None, nics: str = "01234567", **changes: Any
-) -> tuple[list[RankInfo], Config]:
+) -> tuple[list[PeerInfo], Config]:
     """Ranks of DGX H100s, in CUDA memory; each drives the NIC with its local number."""
     fabric, config = fabric_of(dgx_h100()), config or Config()
     seen: dict[str, int] = {}
     found = []
-    for rank_info in rank_infos(hosts):
-        local = seen.setdefault(rank_info.host[0], 0)
-        seen[rank_info.host[0]] += 1
+    for peer_info in peer_infos(hosts):
+        local = seen.setdefault(peer_info.host[0], 0)
+        seen[peer_info.host[0]] += 1
         facts = Hardware(370.8e9, 384e9, f"mlx5_{nics[local]}", nics=8, fabric=fabric)
         rate = config.nic_bytes_per_second
-        found.append(replace(rank_info, device="cuda", hardware=replace(facts, **changes), nic_bytes_per_second=rate))
+        found.append(replace(peer_info, device="cuda", hardware=replace(facts, **changes), nic_bytes_per_second=rate))
     return found, config
 
 

@@ -14,9 +14,9 @@ from gradwire.comms.bootstrap import probe, rendezvous
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.kernel import own_kernel
-from gradwire.comms.bootstrap.placement import RankInfo
+from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.bootstrap.probe import PeerTable, ProbeServer
-from gradwire.comms.bootstrap.rendezvous import BLOCK, RankInfos, exchange
+from gradwire.comms.bootstrap.rendezvous import BLOCK, PeerInfos, exchange
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
@@ -28,9 +28,9 @@ from support.threads import run_ranks
 SECONDS = timedelta(seconds=20)
 
 
-def saying(rank: int, size: int) -> RankInfo:
+def saying(rank: int, size: int) -> PeerInfo:
     """What a rank says, different from others in most things and alike in some."""
-    own = RankInfo.here(
+    own = PeerInfo.here(
         rank, size, Config(hostname=f"n{rank // 3}", location=("r", str(rank % 2))), torch.device("cpu")
     )
     facts = Hardware(None, 12.5e9, f"mlx5_{rank % 8}", fastest=("mlx5_0", "mlx5_1"), nics=8)
@@ -52,9 +52,9 @@ def test_what_is_published_is_what_everybody_reads(size: int) -> None:
 def test_a_table_is_unpacked_as_it_was_packed(size: int) -> None:
     own = saying(0, size)
     said = [replace(own, rank=rank, port=rank) for rank in range(size)]
-    table = RankInfos.of(said, "start")
+    table = PeerInfos.of(said, "start")
     packed = table.pack()
-    found = RankInfos.unpack("start", packed)
+    found = PeerInfos.unpack("start", packed)
     assert list(found) == said and found[-1] == said[-1] and found[:2] == said[:2]
     assert found.pack() == packed
 
@@ -63,7 +63,7 @@ def test_a_restart_takes_nothing_of_the_start_before() -> None:
     """Rank 1 comes late to the second start, and finds what the first one has left."""
     store = HashStore()
 
-    def join(rank: int, wait_seconds: float) -> RankInfos:
+    def join(rank: int, wait_seconds: float) -> PeerInfos:
         time.sleep(wait_seconds * rank)
         return exchange(store, replace(saying(rank, 3), port=int(wait_seconds * 1000)), SECONDS)
 
@@ -87,7 +87,7 @@ def test_a_rank_that_follows_an_earlier_start_follows_the_new_one() -> None:
     word = store.get("round").decode()
     store.set("round", word.replace(word[word.index('"outcome"') :], '"outcome": null}'))
 
-    def join(rank: int) -> RankInfos:
+    def join(rank: int) -> PeerInfos:
         time.sleep(0.0 if rank else 0.1)
         return exchange(store, saying(rank, 3), SECONDS)
 
@@ -121,7 +121,7 @@ def test_who_is_late_is_named_long_before_the_time_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(rendezvous, "LATE_SECONDS", 0.2)
     monkeypatch.setattr(rendezvous.log, "warning", warn)
 
-    def join(rank: int) -> RankInfos:
+    def join(rank: int) -> PeerInfos:
         assert rank != late or said.wait(60)
         return exchange(store, saying(rank, 3), SECONDS)
 
@@ -135,7 +135,7 @@ def test_without_rank_0_it_is_named() -> None:
         exchange(HashStore(), saying(1, 2), timedelta(seconds=0.1))
 
 
-def ended(rank: int, size: int) -> RankInfo:
+def ended(rank: int, size: int) -> PeerInfo:
     """What a rank has said whose process has ended since: nobody listens at its port."""
     with closing(listener(1)) as gone:
         return replace(saying(rank, size), port=gone.getsockname()[1], kernel=own_kernel())
@@ -205,7 +205,7 @@ def test_who_is_waited_for_answers_at_his_door_while_he_waits(monkeypatch: pytes
     monkeypatch.setattr(PeerTable, "exited", look)
     servers = [ProbeServer.open() for _ in range(size)]  # one for all threads of this process
 
-    def join(rank: int) -> RankInfos:
+    def join(rank: int) -> PeerInfos:
         time.sleep(2.0 * (rank == 2))
         own = replace(saying(rank, size), port=servers[rank].port, addresses=("127.0.0.1",), kernel=own_kernel())
         return exchange(store, own, SECONDS, servers[rank])
@@ -223,7 +223,7 @@ def test_ranks_give_their_nodes_rates_all_or_none() -> None:
     def run(rank: int) -> str:
         config = Config(hostname=f"n{rank}", nic_bytes_per_second=1e6 if rank else None)
         with pytest.raises(ValueError, match="`nic_bytes_per_second` is") as caught:
-            exchange(store, RankInfo.here(rank, 2, config, torch.device("cpu")), timedelta(seconds=10))
+            exchange(store, PeerInfo.here(rank, 2, config, torch.device("cpu")), timedelta(seconds=10))
         return str(caught.value)
 
     assert all("1000000.0" in text and "None" in text for text in run_ranks(2, run))

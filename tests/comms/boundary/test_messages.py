@@ -18,8 +18,8 @@ from gradwire.bench.doctor import control as doctor_control
 from gradwire.bench.doctor import network as doctor
 from gradwire.comms.bootstrap import agree, failure_reporter, failures, liveness, probe, rendezvous
 from gradwire.comms.bootstrap.failures import FAILED, PeerFailure
-from gradwire.comms.bootstrap.placement import RankInfo
-from gradwire.comms.bootstrap.rendezvous import RankInfos
+from gradwire.comms.bootstrap.placement import PeerInfo
+from gradwire.comms.bootstrap.rendezvous import PeerInfos
 from gradwire.comms.boundary.messages import (
     MOST_DEPTH,
     MessageError,
@@ -140,7 +140,7 @@ FABRIC = GpuFabric(
     compute_capability=90, nvlink=True, nvls=True, ll128=True, amd_cpu=False, network="roce", network_seconds=0.0
 )
 HARDWARE = Hardware(1e9, 2e9, "mlx5_0", fabric=FABRIC, fastest=("a", "b"))
-RANK_INFO = RankInfo(
+PEER_INFO = PeerInfo(
     1, 2, ("h", "b", "1"), ("rack",), "cpu", "2.13.0", HARDWARE, {"compressor": "int8"}, 1e9, 80, ("10.0.0.1",), "k"
 )
 STATUS = RankStatus(
@@ -191,7 +191,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         ).encode(),
     ),
     "a verdict": (failure_reporter._Verdict.unpacked, failure_reporter._Verdict({1}, {2: "it"}).packed().encode()),
-    "a rank info": (rendezvous._RANK_INFO.read, json.dumps(asdict(RANK_INFO)).encode()),
+    "a peer info": (rendezvous._PEER_INFO.read, json.dumps(asdict(PEER_INFO)).encode()),
     "a round": (
         rendezvous._ROUND.read,
         json.dumps(
@@ -205,14 +205,14 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
             }
         ).encode(),
     ),
-    "a table of rank_infos": (lambda said: RankInfos.unpack("", said)[0], RankInfos.of([RANK_INFO] * 3, "").pack()),
+    "a table of peer_infos": (lambda said: PeerInfos.unpack("", said)[0], PeerInfos.of([PEER_INFO] * 3, "").pack()),
     "what a newcomer says of itself": (
         lambda said: peer_info.unpacked(said.decode("latin1")),
-        peer_info.packed(RANK_INFO).encode(),
+        peer_info.packed(PEER_INFO).encode(),
     ),
     "a request to join": (
         joining._REQUEST.read,
-        json.dumps({"name": "h/1/2", "shared": {"a": "b"}, "rank_info": "x", "model": {"w": "float32"}}).encode(),
+        json.dumps({"name": "h/1/2", "shared": {"a": "b"}, "peer_info": "x", "model": {"w": "float32"}}).encode(),
     ),
     "an answer to it": (
         joining._ANSWER.read,

@@ -245,13 +245,13 @@ def test_a_counter_of_a_billion_requests_to_join_is_no_loop() -> None:
 
 
 @pytest.mark.parametrize(
-    "rank_info", [b64encode(zlib.compress(bytes(100 << 20))).decode(), "no base64 \xe9", "AAAA", "x" * (2 << 20)]
+    "peer_info", [b64encode(zlib.compress(bytes(100 << 20))).decode(), "no base64 \xe9", "AAAA", "x" * (2 << 20)]
 )
-def test_a_request_that_would_fill_the_memory_is_refused(rank_info: str) -> None:
+def test_a_request_that_would_fill_the_memory_is_refused(peer_info: str) -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     requests = joining.Requests(store.plain, timedelta(seconds=SECONDS), {}, {})
     store.add("join/count", 1)
-    word = {"name": "h/1/2", "shared": {}, "rank_info": rank_info, "model": {}}
+    word = {"name": "h/1/2", "shared": {}, "peer_info": peer_info, "model": {}}
     store.set("join/1/request", json.dumps(word))
     requests._look()
     assert "refused" in json.loads(store.get("join/1/answer"))

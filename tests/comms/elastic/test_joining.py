@@ -116,17 +116,17 @@ def asked(store: Any, wanted: str, **word: object) -> int:
     """Leaves a request as a process does that is killed, or of another version; its number."""
     number = int(store.add("join/count", 1))
     if wanted == "request":
-        own = {"name": "new", "shared": {"plan": "auto"}, "rank_info": rank_info(), "model": MODEL}
+        own = {"name": "new", "shared": {"plan": "auto"}, "peer_info": peer_info(), "model": MODEL}
         store.set(f"join/{number}/request", json.dumps({**own, **word}))
     return number
 
 
-def rank_info() -> str:
+def peer_info() -> str:
     """What a process says about itself."""
-    from gradwire.comms.bootstrap.placement import RankInfo
+    from gradwire.comms.bootstrap.placement import PeerInfo
     from gradwire.comms.config import Config
 
-    return packed(RankInfo.here(0, 1, Config(), torch.device("cpu")))
+    return packed(PeerInfo.here(0, 1, Config(), torch.device("cpu")))
 
 
 def look(requests: Requests, wanted: Callable[[], bool]) -> int:
@@ -145,7 +145,7 @@ def look(requests: Requests, wanted: Callable[[], bool]) -> int:
     [
         ({"shared": {"plan": "flat"}}, "`plan` is flat here and auto in the running job"),
         ({"shared": 3}, "cannot be read"),
-        ({"rank_info": "no base64"}, ""),
+        ({"peer_info": "no base64"}, ""),
         ({"model": {}}, "`weight` of the model is missing here"),
         ({"model": {"weight": "float32 of [2, 1], trained"}}, "[2, 1], trained here and float32 of [2, 2]"),
     ],
@@ -168,13 +168,13 @@ def test_who_is_killed_between_its_two_writes_keeps_nobody_out() -> None:
 
     def rank(index: int) -> None:
         if index:
-            answered.append(ask(store, {"plan": "auto"}, TIMEOUT, rank_info(), MODEL)[0])
+            answered.append(ask(store, {"plan": "auto"}, TIMEOUT, peer_info(), MODEL)[0])
             return
         listed = look(requests, lambda: False)
         newcomers = requests.listed(listed)
         assert [number for number, _, _ in newcomers] == [3]
         view = View(1, 0, ("rank 0", newcomers[0][1]))
-        requests.answer(newcomers, view, {"rank 0": rank_info(), newcomers[0][1]: newcomers[0][2]})
+        requests.answer(newcomers, view, {"rank 0": peer_info(), newcomers[0][1]: newcomers[0][2]})
 
     run_ranks(2, rank)
     assert (answered[0].rank, answered[0].generation) == (1, 1)
