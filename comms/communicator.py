@@ -179,7 +179,7 @@ class Communicator:
 
     def _peer_info(self, server: ProbeServer, store_host: str | None, size: int) -> PeerInfo:
         config = self.config
-        on_one_host = config.hostname is None and self.device.type == "cpu" and job_is_on_one_host()
+        on_one_host = config.host is None and self.device.type == "cpu" and job_is_on_one_host()
         needless = (size == 1 or on_one_host) and not config.elastic and config.nics != NIC_PER_RANK
         nobody = Hardware(None, None, None) if needless else None  # whom links would lead to
         own = PeerInfo.here(self.rank, size, config, self.device, known=nobody)

@@ -20,6 +20,8 @@ log = logging.getLogger("gradwire")
 
 PLANS = ("auto", "flat", "hierarchical", "leader")
 BUCKET, AUTO_FUSION, DELAYED = FUSIONS = ("bucket", "auto", "delayed")
+CUTS_SUFFIX = ".json"
+"""End of the name of a file that `fusion` keeps cuts in: tells it from a misspelt word."""
 SAMPLES = "samples"
 REDUCTIONS = ("sum", SAMPLES)
 SUM_DTYPES = ("own", "float32")
@@ -146,10 +148,9 @@ class Planning:
     in: torch's defaults are 10 minutes for NCCL and 30 for gloo."""
 
     hostname: str | None = None
-    """Overrides this host's name in the placement (own on every rank): ranks with equal names share a node."""
-
-    location: tuple[str, ...] = ()
-    """Units above the node that this rank is in, outermost first: `("region1", "rack7")` (own on every rank)."""
+    """Name of the node that this rank is on (own on every rank): ranks with equal names share a node. Units above it
+    come first, outermost first: `region1/rack7/node3`; with a slash at the end, `region1/rack7/`, and with None, the
+    node has its host's name."""
 
     nic_bytes_per_second: float | None = None
     """Bandwidth of this rank's node towards the others, one direction (own on every rank, given on all or on none).
@@ -172,10 +173,22 @@ class Planning:
             raise ValueError(
                 f"`timeout` is {self.timeout}; wanted a positive duration, or 0 for that of the process group"
             )
-        if len(self.location) > 2:
-            raise ValueError(f"`location` is {self.location}; wanted at most two names: region, rack")
+        if self.hostname is not None and (len(self.location) > 2 or not all(self.location)):
+            raise ValueError(
+                f"`hostname` is {self.hostname!r}; wanted a name, with at most two units before it: region/rack/name"
+            )
         if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
             raise ValueError(f"`nic_bytes_per_second` is {self.nic_bytes_per_second}; wanted a number > 0, or None")
+
+    @property
+    def host(self) -> str | None:
+        """Name of the node without the units above it; None takes the host's."""
+        return (self.hostname or "").rpartition("/")[2] or None
+
+    @property
+    def location(self) -> tuple[str, ...]:
+        """Units above the node that this rank is in, outermost first: `("region1", "rack7")`."""
+        return tuple((self.hostname or "").split("/")[:-1])
 
     @property
     def transport_name(self) -> str:
@@ -200,8 +213,8 @@ class Measuring:
     """True measures latency and bandwidth of every level before the first step (two to five seconds on 200 Mbit/s), and
     plans go by it: their last bits may then differ from run to run. None takes a quick look (0.1 to 0.9 s where links
     have 10 Mbit/s or more, 1.1 to 2.7 at 1 Mbit/s) at links between nodes of CPUs that nobody knows, which prices plans
-    and gives nodes their shares, and changes no bit; not with `elastic`. False sends nothing to measure. `tune`
-    and `fusion="auto"` measure in any case."""
+    and gives nodes their shares, and changes no bit; not with `elastic`. False sends nothing to measure.
+    `fusion="auto"` measures in any case."""
 
     def __post_init__(self) -> None:
         if self.probe is not None and not isinstance(self.probe, bool):
@@ -251,35 +264,22 @@ class Fusing:
     fusion: str | float = BUCKET
     """Which gradients travel together: `bucket` sends each of DDP's buckets alone; a number joins them until they hold
     so many MiB (for models wrapped with small buckets, see `gradwire.wrap`). `auto` watches when gradients arrive for
-    the first steps and then, once, cuts where the last transfer ends first; `auto:25` joins 25 MiB until then.
-    `delayed` sends all gradients of a dtype in one all-reduce when
-    backward is through (Apex: `delay_allreduce`)."""
-
-    tune: str | None = None
-    """JSON file in which what `fusion="auto"` finds is kept, and read by the next run in place of looking (own on every
-    rank; rank 0's counts). It implies `fusion="auto"`. See docs/how-to/tune.md."""
+    the first steps and then, once, cuts where the last transfer ends first; a file, `cuts.json`, does so and keeps the
+    cuts for the next run, which reads them in place of looking (own on every rank; rank 0's counts). `auto:25` and
+    `cuts.json:25` join 25 MiB until then. `delayed` sends all gradients of a dtype in one all-reduce when backward is
+    through (Apex: `delay_allreduce`). See docs/how-to/tune.md."""
 
     def __post_init__(self) -> None:
-        if self.tune is not None and (not isinstance(self.tune, str) or not self.tune):
-            raise TypeError(
-                f"`tune` is {self.tune!r} ({type(self.tune).__name__}); wanted a file for the cuts, such as "
-                '"cuts.json", or None: fusion="auto" finds them without one'
-            )
         if isinstance(self.fusion, str):
             _check_fusion(self.fusion)
         elif isinstance(self.fusion, bool) or not 0 <= self.fusion < float("inf"):
             raise ValueError(f"`fusion` is {self.fusion}; wanted a number of MiB >= 0")
-        if self.fusion == DELAYED and self.tune:
-            raise ValueError(
-                "`fusion` is delayed, and `tune` is set, which cuts the step's gradients otherwise; wanted one of them "
-                "alone"
-            )
 
     @property
     def fusion_mb(self) -> float:
         """MiB that buckets are joined up to, as long as nothing better is known."""
-        text = str(self.fusion).rpartition(":")[2]
-        return 0.0 if text in FUSIONS else float(text)
+        _, mebibytes = _fusion_parts(self.fusion)
+        return float(mebibytes or 0) if isinstance(self.fusion, str) else float(self.fusion)
 
     @property
     def fuses(self) -> bool:
@@ -289,7 +289,13 @@ class Fusing:
     @property
     def learns_cuts(self) -> bool:
         """Whether the first steps are measured to find what should travel together."""
-        return self.tune is not None or str(self.fusion).startswith(AUTO_FUSION)
+        return self.cuts_file is not None or str(self.fusion).startswith(AUTO_FUSION)
+
+    @property
+    def cuts_file(self) -> str | None:
+        """JSON file that keeps the cuts for the next run; None keeps none."""
+        kind, _ = _fusion_parts(self.fusion)
+        return kind if kind.endswith(CUTS_SUFFIX) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +411,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
         Every field has a variable: `GRADWIRE_<NAME>`, and `GRADWIRE_TIMEOUT_SECONDS` for `timeout`. An empty one counts
         as unset.
-        Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; `location` is `region/rack`;
+        Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`;
         `compressor_options` is a JSON object and `rules` a JSON list of objects.
 
         Raises:
@@ -490,9 +496,12 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
-        own, switches = {"hostname", "location", "nic_bytes_per_second"}, {"tune", "elastic"}
+        own = {"hostname", "nic_bytes_per_second"}
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name not in own}
-        return {name: _plain(bool(value) if name in switches else value) for name, value in values.items()}
+        values["elastic"] = bool(self.elastic)
+        if self.cuts_file is not None:  # each rank may name another file
+            values["fusion"] = f"a file:{self.fusion_mb}"
+        return {name: _plain(value) for name, value in values.items()}
 
 
 _warned: set[str] = set()
@@ -526,17 +535,24 @@ def _nearest(name: str, known: Sequence[str]) -> str | None:
     return next(iter(near or [each for each in known if name.startswith(f"{each}_")]), None)
 
 
+def _fusion_parts(fusion: str | float) -> tuple[str, str]:
+    """The word or file of `fusion`, and the MiB that buckets are joined up to meanwhile; empty where there is none."""
+    kind, _, mebibytes = str(fusion).partition(":")
+    return kind, mebibytes
+
+
 def _check_fusion(fusion: str) -> None:
-    kind, separator, mebibytes = fusion.partition(":")
-    if separator and kind == AUTO_FUSION:
-        try:
-            fits = 0 <= float(mebibytes) < float("inf")
-        except ValueError:
-            fits = False
-        if fits:
-            return
-    if fusion not in FUSIONS:
-        raise ValueError(f"`fusion` is {fusion!r}; wanted one of {', '.join(FUSIONS)}, or a number of MiB")
+    kind, mebibytes = _fusion_parts(fusion)
+    looks = kind == AUTO_FUSION or (kind.endswith(CUTS_SUFFIX) and kind != CUTS_SUFFIX)
+    try:
+        fits = not mebibytes or (looks and 0 <= float(mebibytes) < float("inf"))
+    except ValueError:
+        fits = False
+    if not fits or not (looks or fusion in FUSIONS) or fusion.endswith(":"):
+        raise ValueError(
+            f"`fusion` is {fusion!r}; wanted one of {', '.join(FUSIONS)}, a number of MiB, or a file for the cuts "
+            f"whose name ends with {CUTS_SUFFIX}"
+        )
 
 
 def asks(name: str, value: object) -> bool:
@@ -637,10 +653,6 @@ def _trace(text: str) -> "str | tuple[str, int] | None":
     return (file, int(steps)) if file and steps.isascii() and steps.isdecimal() else text or None
 
 
-def _units(text: str) -> tuple[str, ...]:
-    return tuple(text.split("/")) if text else ()
-
-
 def _compressor_options(text: str) -> dict[str, object]:
     wanted = 'a JSON object such as {"rank": 2}'
     found = _json(text, wanted)
@@ -674,11 +686,9 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "FUSION": ("fusion", _number_or_word),
     "REDUCTION": ("reduction", _reduction),
     "PROBE": ("probe", _none_or_switch),
-    "TUNE": ("tune", str),
     "ELASTIC": ("elastic", _switch_or_address),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),
-    "LOCATION": ("location", _units),
     "NIC_BYTES_PER_SECOND": ("nic_bytes_per_second", _number),
     "NICS": ("nics", str),
     "STRAGGLER_EVERY": ("straggler_every", _whole_number),

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/tune.py
     torchrun --standalone --nproc-per-node 2 examples/tune.py --profile cuts.json
 
-The first probes the links and computes the cuts once (`fusion="auto"`). The second keeps them in a file (`tune`):
+The first probes the links and computes the cuts once (`fusion="auto"`). The second keeps them in a file (`cuts.json`):
 a second run of it takes them from there.
 Each process here calls itself a node of its own.
 """
@@ -28,7 +28,7 @@ def main() -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    tuning = {"fusion": "auto:1"} | ({"tune": options.profile} if options.profile else {})
+    tuning = {"fusion": f"{options.profile or 'auto'}:1"}
     # DDP's buckets are 0.25 MiB; gradwire joins them into transfers of up to 1 MiB until it knows better.
     model, state = gradwire.wrap(nn.Sequential(*layers), base_bucket_mb=0.25, hostname=f"node{rank}", **tuning)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

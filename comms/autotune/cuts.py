@@ -171,7 +171,7 @@ class LearnsCuts(StepListener):
         self._fusion = fusion
         self._clock = clock or HostClock()
         self._unread: deque[tuple[tuple[int, ...], Sequence[Mark]]] = deque()
-        self._file = Path(config.tune) if config.tune is not None and communicator.rank == 0 else None
+        self._file = Path(config.cuts_file) if config.cuts_file and communicator.rank == 0 else None
         self._key: dict[str, object] = {
             "model": model,
             "world": communicator.size,
@@ -192,7 +192,7 @@ class LearnsCuts(StepListener):
             fusion.plan,
             lambda sizes, arrivals: best_cuts(communicator.cluster, chooser.plan_name, sizes, arrivals),
             consensus,
-            keeps=config.tune is not None,
+            keeps=config.cuts_file is not None,
             known=load(self._file, self._key) if self._file else None,
             found=self._keep,
         )
@@ -226,14 +226,14 @@ class LearnsCuts(StepListener):
             self._fusion.change(plan)
 
     def _keep(self, plan: FusionPlan) -> None:
-        """Writes the cuts to the file of `tune`; a file that cannot be written ends no training."""
+        """Writes the cuts to the file of `fusion`; a file that cannot be written ends no training."""
         if self._file is None:
             return
         try:
             save(self._file, self._key, plan)
         except OSError as error:
             log.warning(
-                "gradwire: `tune` is %s, and rank 0 cannot write it (%s): the cuts are used, and not kept; name a "
+                "gradwire: `fusion` is %s, and rank 0 cannot write it (%s): the cuts are used, and not kept; name a "
                 "file in a folder that is there",
                 self._file,
                 error.strerror,

@@ -75,7 +75,7 @@ class PeerInfo:
         return cls(
             rank,
             size,
-            host_identity(config.hostname),
+            host_identity(config.host),
             config.location,
             device.type,
             torch.__version__,
@@ -95,7 +95,9 @@ def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
     """
     depth = {len(info.location) for info in infos}
     if len(depth) > 1:
-        raise ValueError(f"`location` has {sorted(depth)} names on different ranks; wanted the same number on all")
+        raise ValueError(
+            f"`hostname` has {sorted(depth)} units before the name on different ranks; wanted the same number on all"
+        )
     numbers: dict[tuple[object, ...], int] = {}
     locations = []
     for info in infos:

@@ -11,7 +11,7 @@ EXACT, NONE = "exact", "none"
 INSIDE = (EXACT, NONE, *LEVEL_NAMES[:-1])
 """What `inside` may be; the levels are those that have one above."""
 
-INSIDE_ONLY = ("fusion", "tune", "probe", "trace", "reduction", "straggler_every")
+INSIDE_ONLY = ("fusion", "probe", "trace", "reduction", "straggler_every")
 """Options of the hook that averages gradients inside a worker; exchanges between workers have no use for them."""
 
 OF_EXCHANGES = (*PLANNING, *COMPRESSION, "elastic", "stall_seconds")

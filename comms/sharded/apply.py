@@ -86,7 +86,7 @@ def apply(
         config: The configuration; by default what the environment gives.
         **options: Fields of `Config` by name: `compressor`, `compressor_options`, `rules`, `plan`, ...; they win over
             the environment. Of `rules`, those that leave a parameter dense hold for `shards` and `weights` too, by its
-            whole shape; vectors and the smallest matrices are always dense. Refused are `fusion`, `tune`
+            whole shape; vectors and the smallest matrices are always dense. Refused are `fusion`
             and `probe`, because FSDP2 says what travels together, by its parameter groups; what becomes of the sum
             (`average`, `reduction`, ...); `elastic` and `join`: a lost rank's shards are lost.
 
@@ -221,7 +221,7 @@ class ShardLinks:
             flat = self._config.plan == "flat"
             nodes = None
             if self._few_bits:
-                nodes = find_nodes(group, self._config.hostname, flat, communicator, self._torchs)
+                nodes = find_nodes(group, self._config.host, flat, communicator, self._torchs)
             plans = communicator is not None and not isinstance(group, SerializesLaunches)
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
             loaded = {}

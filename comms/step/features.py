@@ -103,7 +103,7 @@ def watch_steps(
 
 
 def learn_cuts(listeners: Listeners, communicator: Communicator, fusion: "Fusion", name: str, model: object) -> None:
-    """Learns in the first steps what should travel together (with `fusion="auto"` or `tune`).
+    """Learns in the first steps what should travel together (with `fusion="auto"` or a file).
 
     Args:
         listeners: Of the communicator.

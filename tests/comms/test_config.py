@@ -36,11 +36,9 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
     "fusion": ("GRADWIRE_FUSION", "12.5", 12.5),
     "reduction": ("GRADWIRE_REDUCTION", '{"average": false}', Reduction(average=False)),
     "probe": ("GRADWIRE_PROBE", "1", True),
-    "tune": ("GRADWIRE_TUNE", "tuned.json", "tuned.json"),
     "elastic": ("GRADWIRE_ELASTIC", "host:29500", "host:29500"),
     "timeout": ("GRADWIRE_TIMEOUT_SECONDS", "7.5", timedelta(seconds=7.5)),
     "hostname": ("GRADWIRE_HOSTNAME", "node7", "node7"),
-    "location": ("GRADWIRE_LOCATION", "eu/rack7", ("eu", "rack7")),
     "nic_bytes_per_second": ("GRADWIRE_NIC_BYTES_PER_SECOND", "3.125e9", 3.125e9),
     "nics": ("GRADWIRE_NICS", "per_rank", "per_rank"),
     "straggler_every": ("GRADWIRE_STRAGGLER_EVERY", "20", 20),
@@ -81,7 +79,8 @@ def test_defaults_ask_for_nothing() -> None:
         ({"transport": "gloo:"}, "`transport` is 'gloo:'"),
         ({"transport": "mpi:2"}, "`transport` is 'mpi:2'"),
         ({"timeout": timedelta(seconds=-1)}, "`timeout` is -1 day, 23:59:59"),
-        ({"location": ("a", "b", "c")}, "`location` is"),
+        ({"hostname": "a/b/c/d"}, "`hostname` is 'a/b/c/d'; wanted a name, with at most two units before it"),
+        ({"hostname": "/d"}, "`hostname` is '/d'"),
         ({"nic_bytes_per_second": 0.0}, "`nic_bytes_per_second` is 0"),
         ({"straggler_every": -1}, "`straggler_every` is -1; wanted a number of steps, or 0 for never"),
         ({"stall_seconds": float("inf")}, "`stall_seconds` is inf"),
@@ -98,7 +97,9 @@ def test_defaults_ask_for_nothing() -> None:
         ({"reduction": {"sparse_as_dense": "no"}}, "`sparse_as_dense` is 'no'; wanted auto, True or False"),
         ({"reduction": {"predivide": 0.0}}, "`predivide` is 0.0; wanted a number > 0, or None"),
         ({"reduction": {"predivide": 2.0, "average": False}}, "`predivide` is given and `average` is off"),
-        ({"fusion": "delayed", "tune": "cuts.json"}, "`fusion` is delayed, and `tune` is set"),
+        ({"fusion": "cuts.json:many"}, "`fusion` is 'cuts.json:many'; wanted one of bucket"),
+        ({"fusion": "delayed:25"}, "`fusion` is 'delayed:25'"),
+        ({"fusion": ".json"}, "`fusion` is '.json'"),
         (
             {"reduction": {"sum_dtype": "float32"}, "compressor": "int8"},
             "`sum_dtype` is float32 and `compressor` is int8",
@@ -129,7 +130,7 @@ def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("compresor", "compressor"), ("fusion_mb", "fusion"), ("tune_profil", "tune"), ("trace_steps", "trace")],
+    [("compresor", "compressor"), ("fusion_mb", "fusion"), ("trace_steps", "trace")],
 )
 def test_an_unknown_option_is_refused_with_the_nearest_one(name: str, near: str) -> None:
     with pytest.raises(TypeError, match=f"`{name}` is no option of gradwire; did you mean `{near}`\\? It is one of "):
@@ -139,7 +140,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_one(name: str, near: str)
 def test_variables_are_read_and_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_PLAN", "leader")
     monkeypatch.setenv("GRADWIRE_TIMEOUT_SECONDS", "7.5")
-    monkeypatch.setenv("GRADWIRE_LOCATION", "eu/rack7")
+    monkeypatch.setenv("GRADWIRE_HOSTNAME", "eu/rack7/")
     config = Config.from_env(plan="flat")
     assert (config.plan, config.timeout, config.location) == ("flat", timedelta(seconds=7.5), ("eu", "rack7"))
 
@@ -220,13 +221,11 @@ def test_the_reference_lists_every_field_with_its_variable() -> None:
 
 
 def test_what_is_own_to_a_rank_is_not_compared() -> None:
-    assert Config(hostname="a", location=("x",)).shared() == Config(hostname="b", location=("y",)).shared()
+    assert Config(hostname="x/a").shared() == Config(hostname="y/b").shared()
     assert Config(plan="flat").shared() != Config().shared()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("chunks", "x"), ("chunks", True), ("timeout", 5), ("probe", "yes"), ("tune", True)]
-)
+@pytest.mark.parametrize(("name", "value"), [("chunks", "x"), ("chunks", True), ("timeout", 5), ("probe", "yes")])
 def test_a_value_of_another_type_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"`{name}` is .*wanted"):
         Config(**{name: value})  # type: ignore[arg-type]
@@ -267,4 +266,23 @@ def test_the_variable_says_which_job_an_elastic_script_joins(monkeypatch: pytest
 
 def test_what_one_rank_is_told_is_no_difference() -> None:
     assert Config(elastic="host:1").shared() == Config(elastic=True).shared()
-    assert Config(tune="mine.json").shared() == Config(tune="yours.json").shared() != Config().shared()
+    assert Config(fusion="mine.json").shared() == Config(fusion="yours.json").shared() != Config().shared()
+    assert Config(fusion="mine.json").shared() != Config(fusion="mine.json:25").shared()
+
+
+def test_a_file_keeps_the_cuts_that_fusion_finds() -> None:
+    assert Config(fusion="cuts.json").cuts_file == "cuts.json" and Config(fusion="cuts.json").fusion_mb == 0
+    kept = Config(fusion="a/cuts.json:25")
+    assert (kept.cuts_file, kept.fusion_mb, kept.learns_cuts, kept.fuses) == ("a/cuts.json", 25.0, True, True)
+    assert Config(fusion="auto:25").cuts_file is None and Config(fusion=25).cuts_file is None
+
+
+@pytest.mark.parametrize(
+    ("hostname", "host", "location"),
+    [(None, None, ()), ("node3", "node3", ()), ("eu/rack7/node3", "node3", ("eu", "rack7")), ("eu/", None, ("eu",))],
+)
+def test_units_come_before_the_name_of_a_node(
+    hostname: str | None, host: str | None, location: tuple[str, ...]
+) -> None:
+    config = Config(hostname=hostname)
+    assert (config.host, config.location) == (host, location)

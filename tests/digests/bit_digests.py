@@ -16,7 +16,7 @@ Ranks are processes of this machine, nodes are logical. DDP is real, its buckets
 too, but gradients are given: the loss is the sum of parameter times gradient, and the gradients come from integer
 hashes and powers of two, so that no matrix product, library or processor has a say in them.
 
-Not here: `tune=True` and `probe=True`, whose choices depend on a clock; CUDA, NCCL and MPI; a compressor together with
+Not here: `fusion="auto"`, `probe=True`, whose choices depend on a clock; CUDA, NCCL and MPI; a compressor together with
 a plan other than `auto` and `hierarchical`; torch.compile; sparse gradients.
 """
 

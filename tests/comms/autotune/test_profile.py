@@ -60,7 +60,7 @@ def test_an_edited_profile_is_ignored(profile: Path, caplog: pytest.LogCaptureFi
 
 def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     missing = tmp_path / "missing" / "profile.json"
-    communicator = Communicator(HashStore(), 0, 1, torch.device("cpu"), Config(tune=str(missing)), name="job")
+    communicator = Communicator(HashStore(), 0, 1, torch.device("cpu"), Config(fusion=str(missing)), name="job")
     try:
         learning = LearnsCuts(communicator, Fusion(FusionPlan()), communicator.plain_store, "job", "model")
         for _ in range(2):
@@ -68,4 +68,4 @@ def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path: Path, caplo
     finally:
         communicator.close()
     record, _ = caplog.records
-    assert record.getMessage().startswith(f"gradwire: `tune` is {missing}, and rank 0 cannot write it ")
+    assert record.getMessage().startswith(f"gradwire: `fusion` is {missing}, and rank 0 cannot write it ")

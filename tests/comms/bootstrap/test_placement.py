@@ -55,7 +55,7 @@ def test_equal_hosts_in_two_racks_are_two_nodes_of_three_levels() -> None:
 
 
 def test_locations_of_different_depth_are_refused() -> None:
-    with pytest.raises(ValueError, match="`location` has"):
+    with pytest.raises(ValueError, match="`hostname` has"):
         cluster_of(peer_infos("ab", [(), ("r1",)]), Config())
 
 

@@ -30,9 +30,7 @@ SECONDS = timedelta(seconds=20)
 
 def saying(rank: int, size: int) -> PeerInfo:
     """What a rank says, different from others in most things and alike in some."""
-    own = PeerInfo.here(
-        rank, size, Config(hostname=f"n{rank // 3}", location=("r", str(rank % 2))), torch.device("cpu")
-    )
+    own = PeerInfo.here(rank, size, Config(hostname=f"r/{rank % 2}/n{rank // 3}"), torch.device("cpu"))
     facts = Hardware(None, 12.5e9, f"mlx5_{rank % 8}", fastest=("mlx5_0", "mlx5_1"), nics=8)
     if rank % 5 == 0:
         facts = replace(facts, fabric=fabric_of(dgx_h100()))

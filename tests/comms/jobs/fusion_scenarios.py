@@ -84,7 +84,7 @@ def main() -> None:
     found["joined_again"], _ = train(10, batches=4 + RANK, fusion=25)
     found["calculated"], _ = train(12, fusion="auto:0.05", plan="hierarchical")
     found["not_calculated"], _ = train(12, fusion=0.05, plan="hierarchical")
-    kept: dict[str, Any] = {"fusion": 0.05, "tune": str(FOLDER / f"profile{RANK}.json"), "plan": "hierarchical"}
+    kept: dict[str, Any] = {"fusion": f"{FOLDER}/profile{RANK}.json:0.05", "plan": "hierarchical"}
     found["searched"], _ = train(12, **kept)
     found["kept"], state = train(12, **kept)
     if RANK == 0:  # each compressor is timed on this machine, for seconds

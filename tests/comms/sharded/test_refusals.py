@@ -40,7 +40,7 @@ def refusals(rank: int) -> list[str]:
         refused("`compressor` is 'int8'.*`replicas` is not given", sharded(mesh["shard"]), compressor="int8")
         refused("`fusion` is 25", sharded(mesh["shard"]), replicas=replicas, fusion=25.0)
         refused("`reduction` is 'samples'", sharded(mesh["shard"]), replicas=replicas, reduction="samples")
-        refused("`tune` is 'cuts.json'; FSDP2 says", sharded(mesh["shard"]), tune="cuts.json")
+        refused("`fusion` is 'cuts.json'", sharded(mesh["shard"]), fusion="cuts.json")
         sparse = {"sparse_as_dense": True}
         refused(r"`reduction` is \{'sparse_as_dense'", sharded(mesh["shard"]), replicas=replicas, reduction=sparse)
         for between in (None, replicas):

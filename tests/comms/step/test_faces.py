@@ -41,7 +41,7 @@ def test_a_base_class_has_only_what_its_subclasses_have() -> None:
     assert not any(hasattr(gradwire.Outer, name) for name in OF_GRADIENTS)
 
 
-ASKED = {"fusion": 25.0, "tune": "cuts.json", "probe": True, "reduction": {"average": False}, "elastic": True}
+ASKED = {"fusion": 25.0, "probe": True, "reduction": {"average": False}, "elastic": True}
 
 
 def test_each_face_declares_its_options_and_refuses_the_others() -> None:
