@@ -299,12 +299,7 @@ def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[],
 
 
 def make_gloo(
-    store: Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    interfaces: Sequence[str] = (),
-    threads: int | None = None,
+    store: Store, rank: int, size: int, timeout: timedelta, interfaces: Sequence[str] = (), threads: int | None = None
 ) -> TorchGroup:
     """A gloo group of its own, outside torch's registry: only its members take part in making it.
 
@@ -535,11 +530,7 @@ def steps_in_backward(model: torch.nn.Module) -> bool:
     return any(hasattr(each, "_in_backward_optimizers") for each in parameters)
 
 
-SHARDED = {
-    "FullyShardedDataParallel": "FSDP",
-    "FSDPModule": "FSDP2",
-    "DeepSpeedEngine": "DeepSpeed",
-}
+SHARDED = {"FullyShardedDataParallel": "FSDP", "FSDPModule": "FSDP2", "DeepSpeedEngine": "DeepSpeed"}
 """Class of a model whose gradients DDP does not average -> how its users call it."""
 
 

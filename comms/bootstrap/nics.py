@@ -28,12 +28,7 @@ def describe_nics(infos: Sequence[PeerInfo], config: Config) -> tuple[str, ...]:
     nodes = list(found.values())
     if all(info.hardware.nic is None for info in infos):
         return _unknown(infos)
-    return (
-        _by_local_rank(nodes),
-        *_unknown(infos),
-        *_shared(nodes),
-        *_unused_by_gloo(nodes, config),
-    )
+    return (_by_local_rank(nodes), *_unknown(infos), *_shared(nodes), *_unused_by_gloo(nodes, config))
 
 
 def interface_of(infos: Sequence[PeerInfo], rank: int, config: Config) -> str | None:

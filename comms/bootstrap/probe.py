@@ -176,11 +176,7 @@ class ProbeServer:
 
     def _missing_nbytes(self, received: bytes) -> int:
         """Return how many bytes of a request are still to be read; 0 if it is complete or not for this process."""
-        digest, kind, nbytes = (
-            received[:DIGEST_NBYTES],
-            received[_HEAD_NBYTES - 1 :][:1],
-            received[_HEAD_NBYTES:][:4],
-        )
+        digest, kind, nbytes = (received[:DIGEST_NBYTES], received[_HEAD_NBYTES - 1 :][:1], received[_HEAD_NBYTES:][:4])
         if not kind:
             return _HEAD_NBYTES - len(received)
         # Invariant: nothing but the head is read from a client that does not know the digest of a registered rank.

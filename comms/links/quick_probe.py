@@ -178,8 +178,7 @@ class Meeting:
         if partner is not None and self._rail is not None:
             rail, other = self._rail, partner
             seen = self._run(
-                f"swapping with node {other}",
-                lambda: rail.listening(lambda: swaps(rail, other, nbytes, DRAIN_NBYTES)),
+                f"swapping with node {other}", lambda: rail.listening(lambda: swaps(rail, other, nbytes, DRAIN_NBYTES))
             )
             table[communicator.rank] = _numbers(*seen)
         table = _told(communicator, table)

@@ -82,10 +82,7 @@ class Observer(StepListener):
 
         contents = self.contents
         return StragglerWatch(
-            self._communicator,
-            self._config.straggler_every,
-            lambda index: contents.get(index, (0, ()))[1],
-            ranks,
+            self._communicator, self._config.straggler_every, lambda index: contents.get(index, (0, ()))[1], ranks
         )
 
     def _watch_for_stalls(self, ranks: Sequence[int]) -> "StallWatch":

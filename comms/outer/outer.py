@@ -21,11 +21,7 @@ from gradwire.comms.bootstrap.compat import PrefixStore, Store, timeout_of
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from gradwire.comms.checkpoint import JOB, OUTER, Checkpoint, normalize, refuse_other_owner, unpack
 from gradwire.comms.communicator import Communicator, FailurePolicy, meet
-from gradwire.comms.config import (
-    ENVIRONMENT_PREFIX,
-    NVTX,
-    Config,
-)
+from gradwire.comms.config import ENVIRONMENT_PREFIX, NVTX, Config
 from gradwire.comms.elastic.membership import View
 from gradwire.comms.elastic.resilient_ops import ResilientOps, first_failure_policy, first_membership, unheld
 from gradwire.comms.hook import HookState
@@ -145,12 +141,7 @@ class Outer(TrainingState[AveragingSession]):
         said = {"every": every, "fragments": fragments, "delay": delay}
         given = {name: value for name, value in said.items() if value is not None}
         self.settings = provisional(
-            given,
-            lr=lr,
-            momentum=momentum,
-            nesterov=nesterov,
-            warmup_steps=warmup_steps,
-            warmup_every=warmup_every,
+            given, lr=lr, momentum=momentum, nesterov=nesterov, warmup_steps=warmup_steps, warmup_every=warmup_every
         )
         if inside not in INSIDE:
             raise ValueError(f"`inside` is {inside!r}; wanted one of {', '.join(INSIDE)}")
@@ -185,10 +176,7 @@ class Outer(TrainingState[AveragingSession]):
         store = PrefixStore(SessionRanks.name_in(world, COUNCIL), ranks.plain_store)
         agreement = agreement_of(store, ranks.rank, ranks.size, config.timeout, ranks.peer_wait().exited_among)
         facts = facts_of(self.settings, inside, model, trained) | {name: repr(value) for name, value in said.items()}
-        agreement.compare(
-            facts,
-            "make the same model and optimizer everywhere, and give Outer the same arguments",
-        )
+        agreement.compare(facts, "make the same model and optimizer everywhere, and give Outer the same arguments")
         group, own_worker = peers_of(model, trained, inside, agreement)
         if own_worker is not None or inside == NONE:
             refuse_idle(chosen, "no gradients are averaged by Outer here")

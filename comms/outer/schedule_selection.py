@@ -75,11 +75,7 @@ class OuterLink:
 
 
 def choose(
-    link: OuterLink,
-    step_seconds: float,
-    parameters: int,
-    given: Mapping[str, int] | None = None,
-    least_every: int = 1,
+    link: OuterLink, step_seconds: float, parameters: int, given: Mapping[str, int] | None = None, least_every: int = 1
 ) -> tuple[int, int, int]:
     """Chooses `every`, `fragments` and `delay`.
 

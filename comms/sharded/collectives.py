@@ -39,14 +39,7 @@ from gradwire.comms.sharded.layout import NamedShard, RowRuns, ShardNames, runs_
 from gradwire.comms.sharded.nodes import Members, ShardNodes
 from gradwire.comms.sharded.ordered_launches import OrderedCollective, TorchGroups
 from gradwire.comms.sharded.param_groups import ShardedParamGroup
-from gradwire.comms.sharded.rows import (
-    add_payload,
-    decode_rows,
-    encode_row,
-    gather_runs,
-    payload_nbytes,
-    scatter_runs,
-)
+from gradwire.comms.sharded.rows import add_payload, decode_rows, encode_row, gather_runs, payload_nbytes, scatter_runs
 from gradwire.compressors.codecs.base import FusedCodec
 from gradwire.compressors.codecs.cast import CastCodec
 from gradwire.compressors.codecs.quantize import QuantizeCodec

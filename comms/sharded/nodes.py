@@ -128,9 +128,7 @@ class LinkedMembers:
     def _run(self, op: str, issue: Callable[[Transport], Work]) -> None:
         where = "inside the node" if self._step == "inside" else "between nodes"
         self._communicator.run_collective(
-            f"{op} {where} (of shards)",
-            lambda: issue(self._communicator.transport(self._lane, self.ranks)),
-            self.ranks,
+            f"{op} {where} (of shards)", lambda: issue(self._communicator.transport(self._lane, self.ranks)), self.ranks
         )
 
 

@@ -70,6 +70,5 @@ class OrderedCollective:
     ) -> Any:
         """Carries it out; returns what is to be waited for, if anything is."""
         return self._groups.issue(
-            group,
-            lambda: self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options),
+            group, lambda: self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
         )

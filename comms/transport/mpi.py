@@ -172,8 +172,7 @@ class MpiGroup:
         sizes = [stop - start for start, stop in pairwise(bounds)]
         sent, buffer = _bytes(flat), _bytes(received)
         request = self._first.Ialltoallv(
-            [sent, _counted(sizes, width), self._mpi.BYTE],
-            [buffer, _counted([own] * self.size, width), self._mpi.BYTE],
+            [sent, _counted(sizes, width), self._mpi.BYTE], [buffer, _counted([own] * self.size, width), self._mpi.BYTE]
         )
         arrived = _Request(request, (sent, buffer), "reduce_scatter", self._seconds)
         target = flat[bounds[self.rank] : bounds[self.rank + 1]]

@@ -139,14 +139,7 @@ class StreamListener:
 
 
 def connect(
-    family: int,
-    address: str,
-    port: int,
-    token: int,
-    rank: int,
-    count: int,
-    deadline: float,
-    alarm: Alarm | None,
+    family: int, address: str, port: int, token: int, rank: int, count: int, deadline: float, alarm: Alarm | None
 ) -> list[socket.socket]:
     """Opens connections to a rank that listens; all of them are under way together.
 

@@ -20,11 +20,7 @@ FOLDERS = (
     (SAVING, ("/torch/serialization", "/torch/distributed/checkpoint/")),
     (
         COLLECTIVE,
-        (
-            "/torch/distributed/distributed_c10d",
-            "/torch/distributed/_functional_collectives",
-            "/comms/watch/messages",
-        ),
+        ("/torch/distributed/distributed_c10d", "/torch/distributed/_functional_collectives", "/comms/watch/messages"),
     ),
     (OPTIMIZER, ("/torch/optim/",)),
     (BACKWARD, ("/torch/autograd/",)),

@@ -248,14 +248,7 @@ class MessageNotes:
         tensor = tensors[0]
         with self._lock:
             channel.issued += 1
-            message = _Message(
-                channel,
-                channel.issued,
-                tensor.shape,
-                tensor.dtype,
-                _users_line(),
-                time.time(),
-            )
+            message = _Message(channel, channel.issued, tensor.shape, tensor.dtype, _users_line(), time.time())
             channel.last.append(message)
             if sends:
                 channel.passed(message.number, time.monotonic())
