@@ -13,6 +13,11 @@ from gradwire.topology.visible import given_gpus
 TCP_ALPHA_SECONDS = 30e-6
 """One small TCP message between two hosts on one Ethernet switch; an assumption, to be replaced by a measurement."""
 
+TCP_SHARE = 0.94
+"""Share of an Ethernet NIC's rate that TCP leaves for payload at an MTU of 1500: 1448 bytes of a packet that takes 1538
+on the wire, with preamble, gap, checksum and headers. Source: IEEE 802.3 clause 4; RFC 7323 section 3.2 (time stamps).
+"""
+
 NETWORK_SECONDS = {
     "infiniband": 0.0,
     "roce": 0.0,

@@ -8,6 +8,8 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
+from gradwire.topology.fabric import TCP_SHARE
+
 R = TypeVar("R")
 
 DEFAULT_GRADIENT_NBYTES = 100_000_000
@@ -15,9 +17,6 @@ DEFAULT_GRADIENT_NBYTES = 100_000_000
 
 BUCKET_NBYTES = 25 << 20
 """DDP's default bucket, each of which waits for the network once. Source: DistributedDataParallel, bucket_cap_mb."""
-
-TCP_SHARE = 0.94
-"""Share of a NIC's rate for payload: Ethernet, IP and TCP headers at an MTU of 1500. Source: RFC 6691's sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

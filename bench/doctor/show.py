@@ -16,6 +16,7 @@ from gradwire.bench.doctor.checks.words import nbytes, rate, seconds
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
 from gradwire.bench.terminal import right_columns
 from gradwire.comms.plan import overlap
+from gradwire.comms.plan.machine_cluster import payload_share
 from gradwire.topology.nccl_variables import WANTED_HERE
 
 MOST_PAIRS = 15
@@ -178,7 +179,9 @@ def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
     """
     counts = [len(node) for node in facts.nodes]
     ranks = counts[0] if len(set(counts)) == 1 else ",".join(str(each) for each in counts)
-    nics = [f"{max(1, round(8 * each / 1e6))}mbit" for each in mended_rates(facts, found)]
+    # The command wants a NIC's rate, and takes what TCP leaves of it for nodes without GPUs; payload was measured.
+    share = payload_share(has_gpus=facts.has_gpus)
+    nics = [f"{max(1, round(8 * each / share / 1e6))}mbit" for each in mended_rates(facts, found)]
     nic = nics[0] if len(set(nics)) == 1 else ",".join(nics)
     trip = 2 * max(pair.latency_seconds for pair in facts.pairs)
     far = ""

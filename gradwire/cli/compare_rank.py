@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     if configuration in TORCH_HOOKS:
         _register_on_all_models(TORCH_HOOKS[configuration])
 
-    def report(step: int, nbytes: int) -> None:
+    def report(step: int, nbytes: int, unused_nbytes: int) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             # The step is over when the device is done with it.
             torch.cuda.synchronize()

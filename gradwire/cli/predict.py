@@ -23,7 +23,7 @@ from gradwire.comms.links.distance import MOST_ROUND_TRIP_SECONDS
 from gradwire.comms.plan.advise import ANY_OPTIMIZER, Advice, Candidate, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.cost import EXACT
-from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
+from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of, payload_share
 from gradwire.comms.plan.overlap import FORWARD_SHARE
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.compressors import registry
@@ -96,8 +96,8 @@ class Question:
         if len(self.options.ranks_per_node) > 1:
             counts = self.options.ranks_per_node[:nodes]
             whole = replace(whole, locations=tuple((node,) for node, count in enumerate(counts) for _ in range(count)))
-        cards = self.options.nics_per_node or 1
-        return with_node_rates(whole, [rate / 8 * cards for rate in rates] if len(set(rates)) > 1 else [])
+        share = (self.options.nics_per_node or 1) * payload_share(has_gpus=bool(self.machine.gpus))
+        return with_node_rates(whole, [rate / 8 * share for rate in rates] if len(set(rates)) > 1 else [])
 
     def _rates(self) -> list[int]:
         """Bits per second of a card: of each node, of all alike, or none."""

@@ -287,10 +287,11 @@ def table_of(*headings: str) -> Table:
 def describe_cluster(cluster: Cluster) -> str:
     """Its nodes and ranks, and what a node has towards the others."""
     nic = cluster.levels[-1].link
-    cards = f"{nic.nics} card{'s' if nic.nics > 1 else ''}"
-    rates = [f"{rate * 8 / 1e9:g}" for rate in cluster.levels[-1].unit_rates]
-    shown = f"{', '.join(rates)} Gbit/s by node" if rates else f"{nic.bytes_per_second * 8 / 1e9:g} Gbit/s a node"
-    return f"{cluster.describe()}, {shown} through {cards}"
+    rates = [f"{rate * 8 / 1e9:.3g}" for rate in cluster.levels[-1].unit_rates]
+    shown = (
+        f"{', '.join(rates) or f'{nic.bytes_per_second * 8 / 1e9:.3g}'} Gbit/s of data {'by' if rates else 'a'} node"
+    )
+    return f"{cluster.describe()}, {shown} through {nic.nics} NIC{'s' * (nic.nics > 1)}"
 
 
 def describe_effort(planning_seconds: float, left_out: int) -> str:

@@ -6,13 +6,13 @@ from statistics import median
 from gradwire.bench.doctor.checks.words import listed, rate, seconds, verb
 from gradwire.bench.doctor.facts import (
     BUCKET_NBYTES,
-    TCP_SHARE,
     Diagnosis,
     JobFacts,
     NetworkInterface,
     PairRates,
     RankFacts,
 )
+from gradwire.topology.fabric import TCP_SHARE
 
 SLOW = 0.7
 """A link below this share of what it should give is named. TCP alone reaches 94 %; on a busy machine of two cores the

@@ -12,6 +12,7 @@ from gradwire.bench.doctor import command, show
 from gradwire.bench.doctor.checks import REMARK_SHARE, diagnose
 from gradwire.bench.doctor.facts import BackendTime, ForeignTraffic, InterfaceRate, JobFacts, ScriptRun, UnreachedPair
 from gradwire.bench.terminal import STDOUT
+from gradwire.topology.fabric import TCP_SHARE
 from support.doctor import everywhere, healthy, recorded, slowed
 
 MBIT = 1e6 / 8
@@ -182,7 +183,7 @@ def test_the_command_at_the_end_is_of_the_mended_links_with_the_way_as_measured(
     found = diagnose(facts)
     assert [each.key for each in found] == ["wrong_interface"]
     line, typed = show.verdict(facts, found)
-    assert "833 Mbit/s" in line and "--nic 833mbit" in typed
+    assert "833 Mbit/s" in line and f"--nic {round(833 / TCP_SHARE)}mbit" in typed
     far = replace(
         facts,
         others=(),

@@ -14,6 +14,7 @@ from gradwire.comms.links.distance import (
     ramp_seconds,
 )
 from gradwire.topology.cluster import Link
+from gradwire.topology.fabric import TCP_SHARE
 
 LINK = Link(30e-6, 12.5e6)
 
@@ -87,6 +88,6 @@ def test_predict_prices_the_round_trip(capsys: pytest.CaptureFixture[str]) -> No
         return found
 
     near, far, lossy = seconds(), seconds("--rtt", "80ms"), seconds("--rtt", "80ms", "--loss", "1%")
-    assert near == pytest.approx(16e6 / 12.5e6, rel=0.02)
+    assert near == pytest.approx(16e6 / (TCP_SHARE * 12.5e6), rel=0.02)
     assert near + 0.04 < far < near + 0.2
     assert lossy > far
