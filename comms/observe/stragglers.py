@@ -18,13 +18,12 @@ Without a reason there is a breakdown every `every` steps. Everything is sent in
 for.
 
 **When a rank is named.** Over the last `WINDOW` steps, the rank's longest wait, without its `OUTLIERS` longest ones,
-must be shorter than the shortest wait of the median rank, without its `OUTLIERS` shortest ones, by more than the
-threshold T (`SHARE` of a step, at least `FLOOR_SECONDS`). So in at least six of eight steps the rank was later than the
-median rank by T. If p is the share of steps in which that happens by chance, eight steps give a false alarm with a
-probability of less than 28 p^6, and the two breakdowns in a row that are required with 784 p^12: below 1e-9 at p = 0.1,
-3e-6 at p = 0.2. A rank that is behind by `STRONG_SHARE` of a step, at least `STRONG_SECONDS`, is named after one
-breakdown, because p is tiny there. A rank is no longer named after two breakdowns without it. Source: the tail of the
-binomial distribution, C(8, 6) p^6 (1 - p)^2 + ... <= 28 p^6.
+must be shorter than the shortest wait of the median rank, without its `OUTLIERS` shortest ones, by more than the margin
+`WEAK`. So in at least six of eight steps the rank was later than the median rank by that margin. If p is the share of
+steps in which that happens by chance, eight steps give a false alarm with a probability of less than 28 p^6, and two
+breakdowns in a row, which are required, with 784 p^12: below 1e-9 at p = 0.1, 3e-6 at p = 0.2. A rank that is behind by
+more than the margin `STRONG` is named after one breakdown, because p is tiny there. A rank is no longer named after two
+breakdowns without it. Source: the tail of the binomial distribution, C(8, 6) p^6 (1 - p)^2 + ... <= 28 p^6.
 
 **When a link is named.** Transfers of a step are compared in the same way with those of the other links, or of earlier
 steps, in two breakdowns in a row. Links are compared when all ranks wait longer; a link that is slow from the first
@@ -42,6 +41,7 @@ from math import ceil
 from operator import sub
 
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.observe.diagnosis import STRONG, Margin, behind_median, median_rank
 from gradwire.comms.observe.share import Shared
 from gradwire.comms.report import COMPUTES_LATE, SLOW_LINK, Straggler
 from gradwire.comms.run.all_reduces import Times
@@ -59,11 +59,9 @@ SUMMARY_SECONDS = 0.24
 """And at least so long: an exchange takes some 0.3 to 0.4 ms of a rank's own thread on a busy machine, and faster steps
 should not pay more of it a second than slower ones. Figures: docs/results/diagnosis.md."""
 
-FLOOR_SECONDS, SHARE = 5e-3, 0.05
-"""Less than this, of less than this share of a step, is not worth a name: what a scheduler's time slice takes."""
-
-STRONG_SECONDS, STRONG_SHARE = 0.05, 0.25
-"""More than both is named after one breakdown."""
+WEAK = Margin(5e-3, 0.05)
+"""Margin above which a rank is behind: a time slice of the kernel's scheduler, and a twentieth of a step. The larger
+margin `STRONG` suffices in one breakdown."""
 
 LONG_SECONDS = 1.0
 """A single wait so much longer than usual is explained, too."""
@@ -223,11 +221,6 @@ def _median(ordered: Sequence[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def threshold(step_seconds: float) -> float:
-    """Seconds of delay that are worth a name."""
-    return max(FLOOR_SECONDS, SHARE * step_seconds)
-
-
 def late_ranks(breakdowns: Sequence[Breakdown]) -> list[Late]:
     """The ranks that are late in nearly every step of the window, the latest first; the rule is on top of this file.
 
@@ -235,9 +228,9 @@ def late_ranks(breakdowns: Sequence[Breakdown]) -> list[Late]:
         breakdowns: Of all ranks, in their order.
     """
     step_seconds = statistics.median(breakdown.step_seconds for breakdown in breakdowns)
-    least, much = threshold(step_seconds), max(STRONG_SECONDS, STRONG_SHARE * step_seconds)
+    least, much = WEAK.of(step_seconds), STRONG.of(step_seconds)
     columns = min(len(breakdown.low) for breakdown in breakdowns)
-    reference = [_reference(breakdowns, column) for column in range(columns)]
+    reference = [median_rank([each.middle[column] for each in breakdowns]) for column in range(columns)]
     found = []
     for rank, breakdown in enumerate(breakdowns):
         behind = [breakdowns[reference[column]].middle[column] - breakdown.middle[column] for column in range(columns)]
@@ -254,12 +247,7 @@ def late_ranks(breakdowns: Sequence[Breakdown]) -> list[Late]:
 
 def _is_slow(seconds: float, usual: float, length: float, ratio: float = SLOW_LINK_RATIO) -> bool:
     """Whether a step's transfers take much longer than usual."""
-    return seconds > ratio * usual and seconds - usual > threshold(length)
-
-
-def _reference(breakdowns: Sequence[Breakdown], column: int) -> int:
-    """The rank in the middle; of two the one that waits."""
-    return sorted(range(len(breakdowns)), key=lambda rank: breakdowns[rank].middle[column])[len(breakdowns) // 2]
+    return seconds > ratio * usual and seconds - usual > WEAK.of(length)
 
 
 def late_once(breakdowns: Sequence[Breakdown]) -> Late | None:
@@ -290,10 +278,9 @@ def summaries_differ(summaries: Sequence[Summary], known: frozenset[int]) -> boo
     """
     if any(summary.wait_seconds < 0 for summary in summaries):
         return False
-    least = threshold(statistics.median(summary.step_seconds for summary in summaries))
-    middle = sorted(summary.wait_seconds for summary in summaries)[len(summaries) // 2]
-    less = {rank for rank, summary in enumerate(summaries) if middle - summary.wait_seconds > least}
-    return less != known
+    least = WEAK.of(statistics.median(summary.step_seconds for summary in summaries))
+    delays = behind_median([summary.wait_seconds for summary in summaries])
+    return {rank for rank, delay in enumerate(delays) if delay > least} != known
 
 
 class _OwnSteps:

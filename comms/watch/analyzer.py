@@ -13,10 +13,10 @@ from pathlib import Path
 from gradwire.comms.observe.diagnosis import Stuck, continues
 from gradwire.comms.report import duration
 from gradwire.comms.watch.collective import one_in_words, sender_of
-from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
 from gradwire.comms.watch.links import LinkWatch, SlowLink
 from gradwire.comms.watch.rank import RankStatus
 from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport, late_in_words
+from gradwire.comms.watch.stragglers import StragglerFinder, WatchStraggler, longest_waited_in
 from gradwire.comms.watch.timeline_writer import RESPONSE_SECONDS, TimelineWriter
 from gradwire.comms.watch.trouble import (
     find_absent,
@@ -92,7 +92,7 @@ class Analyzer:
         self._began = time.monotonic()
         self._members: dict[str, tuple[int, ...]] = {}
         self._hosts: dict[int, str] = {}
-        self._late: Lateness | None = None
+        self._late: StragglerFinder | None = None
         self._beats: dict[int, tuple[int, float]] = {}
         """Rank -> number of its newest status, and the monotonic time at which it was first read."""
         self._request: OpenRequest | None = None
@@ -143,7 +143,7 @@ class Analyzer:
         self._hosts = {rank: host for rank, (host, _) in found.items()}
         members = {name: ranks for _, groups in found.values() for name, ranks in groups.items()}
         if members != self._members:
-            self._members, self._late = members, Lateness(members)
+            self._members, self._late = members, StragglerFinder(members)
 
     def _summarize(self, now: float) -> None:
         """Updates the summary of each group in the report."""
@@ -157,7 +157,7 @@ class Analyzer:
                 ended = max(state.ended for state in states.values())
                 self.report.groups.append(GroupSummary(name, ranks, ended, waited))
 
-    def _update_late(self, late: list[LateRank], now: float) -> None:
+    def _update_late(self, late: list[WatchStraggler], now: float) -> None:
         """Begins and ends episodes of late ranks."""
         open_ = {each.late.rank: each for each in self.report.late if each.ended is None}
         for each in late:

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, field
 from gradwire.comms.observe.wording import ranks_in_words
 from gradwire.comms.report import duration
 from gradwire.comms.watch.collective import IssuedCollective, in_words, sender_of
-from gradwire.comms.watch.late import LateRank
 from gradwire.comms.watch.links import LinkSummary, SlowLink
+from gradwire.comms.watch.stragglers import WatchStraggler
 
 MOST_LINKS = 8
 """Most of a report for people, the busiest first."""
 
 
-def late_in_words(late: LateRank, host: str, how: str, longest_in: str = "") -> str:
+def late_in_words(late: WatchStraggler, host: str, how: str, longest_in: str = "") -> str:
     """`rank 2 on node1 is late, from 14 s on: ranks 0, 1 and 3 of the default group wait for it 12% of the time; ...`.
 
     Args:
@@ -44,7 +44,7 @@ class Episode:
         asked: How often all ranks were asked for that.
     """
 
-    late: LateRank
+    late: WatchStraggler
     host: str
     began: float
     ended: float | None = None

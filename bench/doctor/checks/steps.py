@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median_low
 
 from gradwire.bench.doctor.checks.words import nbytes, seconds
 from gradwire.bench.doctor.facts import BUCKET_NBYTES, Diagnosis, JobFacts, ScriptRun
+from gradwire.comms.observe.diagnosis import Margin, behind_median, excesses
 
 LOADER, SAVING = "the data loader", "saving a checkpoint"
 """As gradwire/comms/watch/activity.py names them; not imported, because that needs torch."""
@@ -16,11 +17,11 @@ MANY = 1.5
 """Multiple of the all-reduces that the gradients need, above which a script makes too many. One more, for a logged
 loss, is no fault."""
 
-LATE_SHARE = 0.15
-"""Share of a step for which the others wait for a rank, before it is named."""
 LOADER_SHARE, SAVING_SHARE = 0.15, 0.1
 LEAST_SECONDS = 5e-3
 """Least seconds of a step that are named: what is seen every 5 ms says little of less."""
+LATE = Margin(LEAST_SECONDS, 0.15)
+"""Margin of the wait for a rank above which it is named."""
 GPU_STEP_SECONDS = 1.0
 """torch learns of the end of NCCL's collectives ten times a second: shorter steps are not split there."""
 
@@ -84,15 +85,10 @@ def late_rank(facts: JobFacts) -> Iterator[Diagnosis]:
         return
     times = [each or 0.0 for each in under]
     late = min(range(len(times)), key=times.__getitem__)
-    # Of two ranks the one waits for the other; of more the usual one waits for the last.
-    waits = sorted(times)[len(times) // 2] - times[late]
-    if waits < LATE_SHARE * facts.step_seconds or waits < LEAST_SECONDS:
+    waits = behind_median(times)[late]
+    if waits < LATE.of(facts.step_seconds):
         return
-    others = [run for rank, run in enumerate(runs) if rank != late]
-    excess = {
-        kind: runs[late].activity.get(kind, 0.0) - median(run.activity.get(kind, 0.0) for run in others)
-        for kind in _kinds(runs)
-    }
+    excess = excesses({rank: run.activity for rank, run in enumerate(runs)}, late)
     kind = max(excess, key=excess.__getitem__)
     busy = excess[kind] > 0.3 * waits
     line = runs[late].lines.get(kind)

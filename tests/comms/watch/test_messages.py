@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from gradwire.comms.watch.collective import IssuedCollective, channel_name, in_words, one_in_words, sender_of
-from gradwire.comms.watch.late import Lateness, LateRank
 from gradwire.comms.watch.messages import _Channel, _Group
 from gradwire.comms.watch.rank import QUIET_POINTS, GroupState, RankStatus
+from gradwire.comms.watch.stragglers import StragglerFinder, WatchStraggler
 from gradwire.comms.watch.trouble import find_all_stuck, find_disagreement, stuck_in_words
 
 MICRO_BATCHES = 4
@@ -71,14 +71,14 @@ class Pipeline:
         return statuses
 
 
-def named(late: int | None, steps: int, seed: int) -> list[LateRank]:
+def named(late: int | None, steps: int, seed: int) -> list[WatchStraggler]:
     """Who is named first in a pipeline of four stages of 10 to 12 ms, one of which takes 50 ms longer each time."""
     drawn = random.Random(seed)
     rows = (
         [drawn.uniform(0.010, 0.012) + (0.05 if stage == late else 0.0) for stage in range(4)] for _ in range(steps)
     )
     pipeline = Pipeline(4)
-    lateness = Lateness(pipeline.members)
+    lateness = StragglerFinder(pipeline.members)
     for statuses in pipeline.steps(rows):
         if found := lateness.receive(statuses):
             return found

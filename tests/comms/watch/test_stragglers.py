@@ -9,9 +9,9 @@ import pytest
 
 from gradwire.comms.watch.activity import QUEUE
 from gradwire.comms.watch.collective import IssuedCollective
-from gradwire.comms.watch.late import Lateness, LateRank, longest_waited_in
 from gradwire.comms.watch.rank import RankStatus
 from gradwire.comms.watch.report import WatchReport, late_in_words
+from gradwire.comms.watch.stragglers import StragglerFinder, WatchStraggler, longest_waited_in
 from support.watched import Collective, SimulatedJob
 
 DATA_PARALLEL = [("default", (0, 1, 2, 3))] * 4
@@ -32,10 +32,10 @@ def compute_times(
 
 def first_named(
     step: Sequence[Collective], times: Iterator[Sequence[float]], steps: int
-) -> tuple[int | None, list[LateRank]]:
+) -> tuple[int | None, list[WatchStraggler]]:
     """The step in which somebody is named first, and who."""
     job = SimulatedJob(4, step)
-    lateness = Lateness(job.members)
+    lateness = StragglerFinder(job.members)
     for number, statuses in enumerate(job.steps(itertools.islice(times, steps))):
         if statuses is not None and (found := lateness.receive(statuses)):
             return number, found
@@ -60,7 +60,7 @@ def test_a_job_that_ends_too_early_has_suspects_and_is_not_decided(
     """A rank that is 150 ms late in steps of a second, for which 13 s are too short to name it."""
     for seed in range(5):
         job = SimulatedJob(4, step)
-        lateness, last = Lateness(job.members), None
+        lateness, last = StragglerFinder(job.members), None
         for statuses in job.steps(itertools.islice(compute_times(4, 1.0, 0.02, seed, 2, delay), 11)):
             if statuses is not None:
                 assert not lateness.receive(statuses)
@@ -72,7 +72,7 @@ def test_a_job_that_ends_too_early_has_suspects_and_is_not_decided(
 def test_a_report_does_not_claim_what_too_few_steps_cannot_show() -> None:
     short = WatchReport(13.0)
     assert "too little was seen to say that no rank was late, nothing hung" in str(short)
-    (said,) = short.suspects = [late_in_words(LateRank(2, "default", 0.12, (0, 1, 3)), "node1", "may be late")]
+    (said,) = short.suspects = [late_in_words(WatchStraggler(2, "default", 0.12, (0, 1, 3)), "node1", "may be late")]
     assert said in str(short) and "no rank was late, " not in str(short)
     assert "no rank was late, nothing hung" in str(WatchReport(60.0, decided=True))
 
@@ -97,7 +97,7 @@ def test_what_a_late_rank_does_longer_than_the_others_is_said() -> None:
 
 def test_a_rank_that_recovers_is_no_longer_late() -> None:
     job = SimulatedJob(4, DATA_PARALLEL)
-    lateness = Lateness(job.members)
+    lateness = StragglerFinder(job.members)
     times = itertools.chain(
         itertools.islice(compute_times(4, 0.05, 0.1, 1, 3, 0.2), 30),
         itertools.islice(compute_times(4, 0.05, 0.1, 2), 90),
@@ -116,7 +116,7 @@ def test_who_has_waited_for_a_late_rank_is_not_named_when_that_one_recovers(stal
         for step, late in enumerate(late_in)
     ]
     job = SimulatedJob(4, TENSOR_AND_DATA)
-    lateness, heard, named = Lateness(job.members), dict[int, RankStatus](), set[int]()
+    lateness, heard, named = StragglerFinder(job.members), dict[int, RankStatus](), set[int]()
     for late, statuses in zip(late_in, job.steps(iter(times)), strict=True):
         if statuses is None:
             continue
@@ -129,8 +129,8 @@ def test_who_has_waited_for_a_late_rank_is_not_named_when_that_one_recovers(stal
 
 def test_a_rank_that_waits_for_a_processor_is_said_to() -> None:
     job = SimulatedJob(4, DATA_PARALLEL)
-    lateness, waited = Lateness(job.members), 0.0
-    found: list[LateRank] = []
+    lateness, waited = StragglerFinder(job.members), 0.0
+    found: list[WatchStraggler] = []
     for statuses in job.steps(itertools.islice(compute_times(4, 0.05, 0.1, 1, 3, 0.2), 60)):
         if statuses is not None:
             waited += 0.3
