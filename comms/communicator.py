@@ -41,7 +41,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor
 from gradwire.comms.run.executor import Executor
 from gradwire.comms.transport.groups import Groups, Transport, check_transport
-from gradwire.comms.transport.torch_group import Waiting, wait_in_slices
+from gradwire.comms.transport.works import Waiting, wait_in_slices
 from gradwire.compressors.base import Compressor, Layout, Work, planned
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.host_summary import Hardware

@@ -67,7 +67,7 @@ def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> Non
 
     import gradwire
     from gradwire.comms.bootstrap.compat import HashStore
-    from gradwire.comms.transport.torch_group import connections
+    from gradwire.comms.transport.gloo_sockets import connections
 
     def cut(number: int, frame: object) -> None:
         for connection in sorted(connections(), key=lambda each: each.descriptor)[:1]:

@@ -25,7 +25,7 @@ from gradwire.comms.backend.strided import Packing, tensors_in
 from gradwire.comms.backend.work import FutureWork, PackedWork, WatchedWork
 from gradwire.comms.bootstrap.compat import BackendWork, outside_graphs
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.transport.torch_group import WAIT_MARGIN, Waiting
+from gradwire.comms.transport.works import WAIT_MARGIN, Waiting
 
 MESSAGES = ("send", "recv", "recv_anysource")
 """Their waits are not cut into slices: after one that times out gloo closes all connections of the group. They end

@@ -40,7 +40,7 @@ from gradwire.comms.bootstrap.compat import (
 from gradwire.comms.config import PLANNING, Config
 from gradwire.comms.plan.collectives import BROADCAST
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
-from gradwire.comms.transport.torch_group import GlooSockets
+from gradwire.comms.transport.gloo_sockets import GlooSockets
 
 _retired: list[object] = []
 """Backends of groups that were shut down, kept until the next group is made or the process ends.

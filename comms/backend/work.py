@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.comms.errors import UnfinishedError
 from gradwire.comms.streams import IssuedWork
-from gradwire.comms.transport.torch_group import WAIT_MARGIN
+from gradwire.comms.transport.works import WAIT_MARGIN
 
 FutureTensors = torch.futures.Future[list[Tensor]]
 

@@ -27,7 +27,9 @@ from gradwire.comms.links.probe import line_up, probe_phases
 from gradwire.comms.links.unit_rates import pairings, relative_rates
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.transport.groups import MeetsInPairs
-from gradwire.comms.transport.torch_group import Done, GlooTransport, sums_as_rings
+from gradwire.comms.transport.sum_order import sums_as_rings
+from gradwire.comms.transport.torch_group import GlooTransport
+from gradwire.comms.transport.works import Done
 from gradwire.compressors.base import Work
 
 Result = TypeVar("Result")

@@ -20,7 +20,8 @@ from gradwire.comms.run.all_reduces import RunningAllReduce
 from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.streams import Mark
 from gradwire.comms.transport.groups import Groups, IssuesTogether, Transport, way_back
-from gradwire.comms.transport.torch_group import Works
+from gradwire.comms.transport.sum_order import RingOrder
+from gradwire.comms.transport.works import Works
 from gradwire.compressors.base import Collective, Compressor, Layout, Member, Request, Work, weighted_bounds
 from gradwire.topology.cluster import Cluster
 
@@ -209,7 +210,7 @@ class Programs:
             return group.all_reduce(view, scale)
         if rings:
             shifted = tuple((start - transfer.start, stop - transfer.start) for start, stop in rings)
-            return _sums_as_rings(group).reduce_scatter(view, transfer.bounds, scale, shifted)
+            return _with_sum_order(group).reduce_scatter(view, transfer.bounds, scale, RingOrder(shifted))
         return group.reduce_scatter(view, transfer.bounds, scale)
 
     def _by_owners(self, steps: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
@@ -253,13 +254,13 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
     return works[0] if len(works) == 1 else Works(works)
 
 
-def _sums_as_rings(transport: Transport) -> "GlooTransport":
+def _with_sum_order(transport: Transport) -> "GlooTransport":
     """The same transport.
 
     Raises:
         TypeError: It cannot sum in the order of gloo's rings, and other bits would come of another order.
     """
-    if not getattr(transport, "sums_as_rings", False):
+    if not getattr(transport, "takes_sum_order", False):
         raise TypeError(
             f"`transport` is a {type(transport).__name__}, and the plan sums in the order of gloo's rings; wanted a "
             "GlooTransport: leave `probe` False with other transports"
@@ -273,7 +274,8 @@ def _issue_one(transport: Transport, collective: Collective) -> Work:
         return cast(Work, issue(*collective.tensors))
     if collective.as_ring and collective.op == REDUCE_SCATTER:
         (flat,) = collective.tensors
-        return _sums_as_rings(transport).reduce_scatter(flat, collective.bounds, rings=((0, flat.numel()),))
+        order = RingOrder(((0, flat.numel()),))
+        return _with_sum_order(transport).reduce_scatter(flat, collective.bounds, order=order)
     if collective.op in (REDUCE_SCATTER, ALL_GATHER_SLICES):
         return cast(Work, issue(*collective.tensors, collective.bounds))
     output, source = collective.tensors

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.works import Done
 from gradwire.compressors.base import Member
 
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from gradwire.comms.plan.plan import REDUCE_SCATTER, Exchange, Message
 from gradwire.comms.transport.groups import Transport
-from gradwire.comms.transport.torch_group import SlicesToSum, Then, TorchTransport
+from gradwire.comms.transport.sum_order import SlicesToSum
+from gradwire.comms.transport.torch_group import TorchTransport
+from gradwire.comms.transport.works import Then
 from gradwire.compressors.base import Work
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from gradwire.comms.bootstrap.probe import FindExited, PeerWait
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
-from gradwire.comms.transport.torch_group import CLOSE_SECONDS, Alarm, GlooTransport, connect_gloo
+from gradwire.comms.transport.torch_group import GlooTransport, connect_gloo
+from gradwire.comms.transport.works import CLOSE_SECONDS, Alarm
 from gradwire.compressors.base import Collective, Work
 
 if TYPE_CHECKING:  # each is loaded where ranks are connected by it

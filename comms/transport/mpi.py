@@ -21,7 +21,9 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.mpi_launch import load_mpi
 from gradwire.comms.errors import PeerError
-from gradwire.comms.transport.torch_group import SlicesToSum, Then, scale_in_place
+from gradwire.comms.transport.sum_order import SlicesToSum
+from gradwire.comms.transport.torch_group import scale_in_place
+from gradwire.comms.transport.works import Then
 from gradwire.compressors.base import Work, even_bounds
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.errors import OverdueError, PeerError
 from gradwire.comms.transport.launch_order import LaunchSerializer
-from gradwire.comms.transport.torch_group import CLOSE_SECONDS, Works
+from gradwire.comms.transport.works import CLOSE_SECONDS, Works
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
 log = logging.getLogger("gradwire")

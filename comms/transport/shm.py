@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.errors import MismatchError, PeerError
 from gradwire.comms.transport.segment import open_group
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.works import Done
 from gradwire.compressors.compiled import native
 
 BLOCK_NBYTES = 512 << 10

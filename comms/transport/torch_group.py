@@ -12,11 +12,9 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -28,7 +26,6 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import (
     ALL_GATHER_SINGLE,
     ALL_TO_ALL_SINGLE,
-    GLOO_SEGMENT_NBYTES,
     AllgatherOptions,
     BackendWork,
     PairwiseGroup,
@@ -38,12 +35,14 @@ from gradwire.comms.bootstrap.compat import (
     knows_gloo_sums,
     make_gloo,
 )
-from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
-from gradwire.comms.bootstrap.kernel import TcpInfo, tcp_sockets
+from gradwire.comms.bootstrap.kernel import TcpInfo
 from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.bootstrap.threads import in_thread, outcome_of
 from gradwire.comms.environment import gloo_interfaces
-from gradwire.comms.errors import OverdueError, PeerError
+from gradwire.comms.errors import PeerError
+from gradwire.comms.transport.gloo_sockets import Connection, GlooSockets
+from gradwire.comms.transport.sum_order import RANK_ORDER, SlicesToSum, SumOrder, ring_numel, sums_as_rings
+from gradwire.comms.transport.works import SLICE, Alarm, Then, Waiting, Works
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
 if TYPE_CHECKING:
@@ -51,19 +50,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-Alarm = Callable[[], str | None]
-"""Returns why another rank has given up; None while all is well."""
-
-SLICE = timedelta(seconds=1)
-"""How long a wait goes on before it asks the alarm: one look at the store a second and lane, which costs nothing."""
-
-WAIT_MARGIN = timedelta(seconds=30)
-"""How long a wait outlasts the group's time-out at most: what waits below it ends by that time-out, and then asks the
-other ranks who is missing (`failure.PATIENCE` and more), whose answer says more than this wait can."""
-
-MAKING_MARGIN = timedelta(seconds=5)
-"""How long the wait for one of torch's works outlasts the time-out: gloo's own error, which names a connection, is
-first unless its threads are all busy."""
 
 LARGE_NBYTES = 256 << 10
 """Messages from here on go through two groups. At 200 Mbit/s two groups were ahead at 128 KiB between two nodes and
@@ -80,60 +66,10 @@ OPENING_NBYTES = 32 << 10
 _PLACE = "iiIQ48s"
 """What ranks tell each other of where they listen: connections wanted, family, port, token, address."""
 
-Rings = tuple[tuple[int, int], ...]
-"""Runs of elements (start, stop), each of which one all_reduce of gloo would sum."""
-
-
-def ring_numel(numel: int, element_nbytes: int, size: int) -> int:
-    """Elements of each rank's part in gloo's all_reduce: what is beyond `size` of them is in none, the last is shorter.
-
-    Source: gloo, gloo/allreduce.cc, `ring`: segments of at most a mebibyte, as many for each rank, at least two.
-    """
-    nbytes = numel * element_nbytes
-    most = max(1, GLOO_SEGMENT_NBYTES // element_nbytes) * element_nbytes
-    segments = -(-max(-(-nbytes // most), 2 * size) // size)  # for each rank
-    return segments * -(-nbytes // (segments * size * element_nbytes))
-
-
-@lru_cache(maxsize=4096)
-def ring_runs(rings: Rings, start: int, stop: int, size: int, element_nbytes: int) -> tuple[tuple[int, int], ...]:
-    """Who is last in the sum of each element from `start` to `stop`, where gloo's ring sums.
-
-    In the ring a part's sum begins at the rank before its owner, and goes down the ranks until it is there.
-
-    Args:
-        rings: What one all_reduce each would sum; ascending, and all of `start` to `stop` is in them.
-        start: First element.
-        stop: One past the last.
-        size: Ranks.
-        element_nbytes: Of one element.
-
-    Returns:
-        (elements, rank) of each run: what rank - 1, rank - 2, ... and at last rank itself contribute is added in this
-        order.
-    """
-    found = []
-    for low, high in rings:
-        part = ring_numel(high - low, element_nbytes, size)
-        for rank in range(size):
-            first, last = (min(max(low + place * part, start), high, stop) for place in (rank, rank + 1))
-            if first < last:
-                found.append((last - first, rank))
-    return tuple(found)
-
-
-RING_TRIALS = ((torch.float32, 1 << 10), (torch.bfloat16, 1021))
-"""Elements of the sums that show in which order gloo's ring adds: parts of equal size, and a shorter last one."""
-
 
 TOGETHER_NBYTES = 64 << 10
 """Collectives of two ranks that send less than this in all travel in one message. Each of gloo's own takes a processor
 0.25 ms in its threads and the kernel (2-core EPYC VM, 2026-11-22), and copying this much 0.01."""
-
-
-CLOSE_SECONDS = 5.0
-"""How long transports, where they are closed, wait for what is under way, and for the other ranks to be through: far
-longer than a bucket takes, and than ranks that leave a step together are apart."""
 
 
 class TorchTransport:
@@ -181,7 +117,9 @@ class TorchTransport:
         issue = getattr(self._group, ALL_GATHER_SINGLE)
         return self._waiting(issue(output.view(-1), source.view(-1), AllgatherOptions()))
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0, rings: Rings = ()) -> Work:
+    def reduce_scatter(
+        self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0, order: SumOrder = RANK_ORDER
+    ) -> Work:
         """See `Transport.reduce_scatter`. Every rank sends each slice to its owner, which sums in rank order.
 
         One message for each peer and (size - 1)/size of the tensor sent: the lower bound. Gloo's own reduce_scatter
@@ -191,8 +129,7 @@ class TorchTransport:
             tensor: As for `Transport.reduce_scatter`.
             bounds: Likewise.
             scale: Likewise.
-            rings: Runs of elements, counted from the first of `tensor`, that hold all of it: the sums get the bits that
-                an all_reduce of each of these runs gives.
+            order: Order in which the contributions to each element are added.
         """
         sizes = [stop - start for start, stop in pairwise(bounds)]
         own = sizes[self.rank]
@@ -203,10 +140,7 @@ class TorchTransport:
         )  # not before all memory is taken: where there is none, the gradient stays as it is
         work = self.exchange(received, tensor, [own] * self.size, sizes, max(sizes) * tensor.element_size())
         start, stop = bounds[self.rank], bounds[self.rank + 1]
-        if not rings:
-            return Then(work, lambda: rows.sum(tensor[start:stop]))
-        runs = ring_runs(rings, start, stop, self.size, tensor.element_size())
-        return Then(work, lambda: rows.sum_as_rings(tensor[start:stop], runs))
+        return Then(work, lambda: order.sum(rows, tensor[start:stop], start, self.size))
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Transport.all_gather_slices`: one all_gather of equal slices, a broadcast where one rank has all.
@@ -266,7 +200,7 @@ class GlooTransport(TorchTransport):
     """The collectives of `Transport` on gloo, with large exchanges at full duplex.
 
     Attributes:
-        sums_as_rings: Whether `reduce_scatter` can sum in the order of gloo's rings.
+        takes_sum_order: True: `reduce_scatter` takes a `SumOrder`.
 
     Args:
         connect: Connects the same ranks under a name; called for the second group at the first large exchange.
@@ -278,7 +212,7 @@ class GlooTransport(TorchTransport):
         timeout: That the groups are made with, and for what those connections carry.
     """
 
-    sums_as_rings = True
+    takes_sum_order = True
 
     def __init__(
         self,
@@ -616,195 +550,6 @@ def _within(timeout: timedelta, peer_wait: PeerWait, connect: Callable[[], Torch
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """A TCP connection of this process.
-
-    Attributes:
-        descriptor: Its file descriptor.
-        inode: Its socket's number, which no later socket has under the same descriptor.
-    """
-
-    descriptor: int
-    inode: int
-
-    def leave_to_parent(self) -> None:
-        """Closes its copy, if it is still there (in a forked child)."""
-        with suppress(OSError):  # closed before the fork
-            if os.fstat(self.descriptor).st_ino == self.inode:
-                replace_descriptor(self.descriptor)
-
-    def shut_down(self) -> None:
-        """Ends it, for both ends, if it is still there; the descriptor stays its owner's."""
-        try:
-            copy = os.dup(self.descriptor)
-        except OSError:  # closed by its owner
-            return
-        if os.fstat(copy).st_ino != self.inode:  # something else by now
-            os.close(copy)
-            return
-        with socket.socket(fileno=copy) as connection, suppress(OSError):  # its other end has been faster
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-class GlooSockets:
-    """The sockets of groups of gloo's.
-
-    Attributes:
-        connections: That they have.
-    """
-
-    def __init__(self) -> None:
-        self.connections: list[Connection] = []
-        self._listening: list[Connection] = []
-        leave_to_parent(self)
-
-    def opened_by(self, make: Callable[[], Result]) -> Result:
-        """Takes in what is opened while a group is made, and returns that."""
-        before, listening = set(connections()), set(listeners())
-        made = make()
-        self.connections += [connection for connection in connections() if connection not in before]
-        self._listening += [each for each in listeners() if each not in listening]
-        return made
-
-    def shut_down(self) -> None:
-        """Ends the connections: what is under way on them fails at once, here and at their other ends. Any thread.
-
-        Gloo itself cannot be told to give up (`abort` does nothing): a collective waits until its time-out, and so does
-        the destructor of its group, as long as the process at the other end lives. So the sockets are shut down.
-        """
-        for connection in list(self.connections):
-            connection.shut_down()
-
-    def leave_to_parent(self) -> None:
-        """Closes a forked child's copies of gloo's sockets, which would hide the end of the parent from its peers."""
-        for connection in (*self.connections, *self._listening):
-            connection.leave_to_parent()
-
-
-def connections() -> Iterator[Connection]:
-    """The TCP connections of this process that have a time-out for sending, as all of gloo's have; on Linux."""
-    return _sockets(lambda each: any(each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)))
-
-
-def listeners() -> Iterator[Connection]:
-    """The sockets at which this process listens for TCP connections; on Linux."""
-    return _sockets(lambda each: bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
-
-
-def _sockets(wanted: Callable[[socket.socket], bool]) -> Iterator[Connection]:
-    """Those of TCP that are wanted."""
-    for descriptor, connection in tcp_sockets():
-        if wanted(connection):
-            yield Connection(descriptor, os.fstat(connection.fileno()).st_ino)
-
-
-class Done:
-    """A work that is done when it is returned."""
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-
-class Works:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Waits for all of them, in order."""
-        for work in self._works:
-            work.wait()
-
-
-class Waiting:
-    """A torch Work under gradwire's protocol.
-
-    Args:
-        work: Gloo's.
-        alarm: See `TorchTransport`. None: the wait is not cut into slices, and hears no alarm.
-        timeout: The group's, for every collective.
-    """
-
-    def __init__(self, work: BackendWork, alarm: Alarm | None, timeout: timedelta) -> None:
-        self._work = work
-        self._alarm = alarm
-        self._timeout = timeout
-
-    def wait(self) -> None:
-        """See `Work.wait`.
-
-        Raises:
-            RuntimeError: What gloo raised; or the time-out and `MAKING_MARGIN` are over.
-            PeerError: Another rank has given up.
-        """
-        if self._alarm is None:
-            self._work.wait(self._timeout)
-            return
-        limit = self._timeout + MAKING_MARGIN
-        if not wait_in_slices(self._work, limit, self._alarm):
-            raise OverdueError(
-                f"a collective of gloo was not done within `timeout` ({self._timeout.total_seconds():g} s): a rank is "
-                "late, or has issued another collective"
-            )
-
-
-def wait_in_slices(work: BackendWork, limit: timedelta, alarm: Alarm) -> bool:
-    """Waits for a work, and asks the alarm once a second.
-
-    Args:
-        work: Gloo's.
-        limit: How long, at most; a wait that gloo does not cut short (reduce_scatter's) ends by gloo's own time-out.
-        alarm: See `TorchTransport`.
-
-    Returns:
-        Whether it is done.
-
-    Raises:
-        RuntimeError: What gloo raised.
-        PeerError: Another rank has given up.
-    """
-    deadline = time.monotonic() + limit.total_seconds()
-    while True:
-        began = time.monotonic()
-        part = min(SLICE.total_seconds(), max(deadline - began, 0.001))
-        try:
-            work.wait(timedelta(seconds=part))
-            return True
-        except RuntimeError:
-            # A work that has failed raises at once when it is asked again. Not all of gloo's say that they have ended.
-            if work.is_completed() or time.monotonic() - began < part / 2:
-                work.wait(timedelta(seconds=part))  # raises what it has raised, unless it is done by now
-                return True
-            if reason := alarm():
-                raise PeerError(reason) from None
-            if time.monotonic() >= deadline:
-                return False
-
-
-class Then:
-    """A work, and what follows it inside of the first `wait`; a sum in place must not be made again.
-
-    Args:
-        work: Comes first.
-        follow: What is done once with what has arrived; None: nothing.
-        held: What the work reads: alive as long as this is.
-    """
-
-    def __init__(self, work: Work, follow: Callable[[], None] | None = None, held: Tensor | None = None) -> None:
-        self._work = work
-        self._follow = follow
-        self._held = held
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        self._work.wait()
-        follow, self._follow = self._follow, None
-        if follow is not None:
-            follow()
-
-
 _FOR_PEER: dict[str, Callable[[Tensor, int], Tensor]] = {
     ALL_REDUCE: lambda flat, peer: flat,
     ALL_GATHER: lambda flat, peer: flat,
@@ -836,78 +581,7 @@ def _hand_out(received: Tensor, collectives: Sequence[Collective], rank: int) ->
             (first if rank else second).copy_(arrived)
 
 
-class SlicesToSum:
-    """What all ranks send of one slice, and the memory for its sum.
-
-    Args:
-        received: (ranks, elements of the slice), or a row for each rank, not filled yet.
-    """
-
-    def __init__(self, received: Tensor | Sequence[Tensor]) -> None:
-        first = received[0]
-        narrow = first.is_floating_point() and first.element_size() < 4
-        self._received = received
-        self._wide = torch.empty_like(first, dtype=torch.float32) if narrow else None
-
-    def sum_as_rings(self, target: Tensor, runs: Sequence[tuple[int, int]]) -> None:
-        """Sums in the order of gloo's rings, and rounds after each addition, as they do.
-
-        Args:
-            target: As for `sum`.
-            runs: As of `ring_runs`, for all of the slice.
-        """
-        at, size = 0, len(self._received)
-        for numel, rank in runs:
-            first, *others = (self._received[(rank - back) % size][at : at + numel] for back in range(1, size + 1))
-            for contribution in others:
-                torch.add(contribution, first, out=first)
-            target[at : at + numel] = first
-            at += numel
-
-    def sum(self, target: Tensor) -> None:
-        """Sums in rank order, narrow types in float32 and rounded once.
-
-        Args:
-            target: 1-D, elements of the slice, dtype of `received`; takes the sum, and may be one of the rows.
-                `received` is overwritten.
-        """
-        first, *others = self._received
-        total = first if self._wide is None else self._wide.copy_(first)
-        for contribution in others:
-            total += contribution
-        target.copy_(total)
-
-
 def scale_in_place(tensor: Tensor, scale: float) -> None:
     """Multiplies `tensor` by `scale`, unless that is 1: integers have no other."""
     if scale != 1.0:
         tensor.mul_(scale)
-
-
-def adds_as_ring(rail: TorchTransport, dtype: torch.dtype, numel: int) -> bool:
-    """Whether a sum over a transport's ranks, all of which call this, has the bits that the order of `ring_runs` gives.
-
-    Args:
-        rail: The transport.
-        dtype: Of what is summed.
-        numel: Elements: so few that a ring of gloo's sums them, over however many connections large sums go.
-    """
-    size = rail.size
-    generators = [torch.Generator().manual_seed(rank) for rank in range(size)]
-    drawn = [torch.randn(numel, generator=each, dtype=torch.float32, device="cpu") for each in generators]
-    rows = torch.stack(drawn).to(dtype)
-    total = rows[rail.rank].clone()
-    rail.all_reduce(total).wait()
-    lengths, lasts = zip(*ring_runs(((0, numel),), 0, numel, size, dtype.itemsize), strict=True)
-    last = torch.tensor(lasts, device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))  # of each element
-    back = torch.arange(1, size + 1, device="cpu")[:, None]
-    first, *others = rows.gather(0, (last - back) % size)
-    for contribution in others:
-        first = contribution + first
-    return torch.equal(total, first)
-
-
-def sums_as_rings(rail: TorchTransport) -> bool:
-    """Whether the sums of all trials do, as this rank sees them; every rank makes all of them, whatever it sees."""
-    seen = [adds_as_ring(rail, *each) for each in RING_TRIALS]
-    return all(seen)

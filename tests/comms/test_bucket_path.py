@@ -32,6 +32,7 @@ EXACT = (
     "comms.lanes",
     "comms.transport.shm",
     "comms.transport.torch_group",
+    "comms.transport.works",
 )
 """From the top to the bottom: inside the node through shared memory, between the nodes through gloo."""
 

@@ -16,7 +16,7 @@ from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
 from gradwire.comms.run.all_reduces import AllReduce, Bucket, FutureTensor, Pool, finish
 from gradwire.comms.run.lane_executor import LaneExecutor, _ChunkJob
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.works import Done
 from gradwire.topology.cluster import Link
 from support.simulate import two_level_cluster
 

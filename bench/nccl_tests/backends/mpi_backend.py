@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.bench.nccl_tests.backends.backend import REDUCTIONS, Issue, copy_after
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES
 from gradwire.comms.bootstrap.mpi_launch import load_mpi
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.works import Done
 from gradwire.compressors.base import Work
 
 _DONE = Done()

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradwire.bench.nccl_tests.backends.backend import REDUCTIONS, Issue
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.works import Done
 
 _DONE = Done()
 _TYPES = (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.bench.nccl_tests.backends.backend import REDUCTIONS, Issue, copy_first
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, NO_ARITHMETIC
-from gradwire.comms.transport.torch_group import Done, Works
+from gradwire.comms.transport.works import Done, Works
 from gradwire.compressors.base import Work
 
 _OPERATIONS = {

@@ -15,7 +15,7 @@ from gradwire.bench.nccl_tests.collectives import COLLECTIVES, Counts
 from gradwire.bench.nccl_tests.options import parse
 from gradwire.bench.nccl_tests.rows import IterationTimes, Timer
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.works import Done
 
 
 @pytest.fixture

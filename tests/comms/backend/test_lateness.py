@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.transport.torch_group import WAIT_MARGIN
+from gradwire.comms.transport.works import WAIT_MARGIN
 from support import calls
 from support.processes import Processes
 

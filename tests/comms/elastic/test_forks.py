@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.transport.torch_group import connections
+from gradwire.comms.transport.gloo_sockets import connections
 from support.processes import Processes
 
 

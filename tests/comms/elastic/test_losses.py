@@ -29,9 +29,10 @@ from gradwire.comms.observe.observer import Observer
 from gradwire.comms.observe.stall import StallWatch
 from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.run.lane_executor import LaneExecutor
+from gradwire.comms.transport.gloo_sockets import connections
 from gradwire.comms.transport.groups import Groups
 from gradwire.comms.transport.shm import ShmGroup
-from gradwire.comms.transport.torch_group import GlooTransport, connections
+from gradwire.comms.transport.torch_group import GlooTransport
 from support.processes import Processes
 
 STEPS = 12

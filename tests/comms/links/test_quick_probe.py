@@ -32,7 +32,7 @@ from gradwire.comms.links.quick_probe import (
     TRIAL_NBYTES,
     quick_probe,
 )
-from gradwire.comms.transport import torch_group
+from gradwire.comms.transport import sum_order
 from gradwire.comms.transport.torch_group import GlooTransport, connect_gloo
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.routed import make_routed
@@ -67,7 +67,7 @@ def test_unequal_owners_sum_in_the_order_of_gloos_ring(size: int) -> None:
             for start, stop in rings:
                 group.all_reduce(expected[start:stop], 0.5).wait()
             bounds = (0, *(numel * (place + 1) // (size + 2) for place in range(size - 1)), numel)
-            work = group.reduce_scatter(own, bounds, 0.5, rings)
+            work = group.reduce_scatter(own, bounds, 0.5, sum_order.RingOrder(rings))
             work.wait()
             work.wait()  # which adds nothing again
             mine = slice(bounds[rank], bounds[rank + 1])
@@ -207,7 +207,7 @@ def test_its_bytes_follow_the_links(
     ("place", "name", "replacement", "measured"),
     [
         (module, "knows_gloo_sums", lambda: False, True),
-        (torch_group, "ring_runs", lambda rings, start, stop, size, element_nbytes: ((stop - start, 0),), True),
+        (sum_order, "ring_runs", lambda rings, start, stop, size, element_nbytes: ((stop - start, 0),), True),
         (module, "MeetsInPairs", type(None), False),
     ],
 )

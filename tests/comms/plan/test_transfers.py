@@ -24,7 +24,7 @@ from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.comms.plan.rank_plans import RankPlans
 from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.comms.run.lane_executor import LaneExecutor
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.works import Done
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from support.simulate import simulate, transfers_of, two_level_cluster
 from support.threads import ThreadGroup, run_ranks

@@ -12,7 +12,8 @@ from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart, RankPlan
 from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.comms.run.lane_executor import LaneExecutor
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.sum_order import RANK_ORDER, SumOrder
+from gradwire.comms.transport.works import Done
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.registry import make
 from gradwire.topology.cluster import Link
@@ -27,7 +28,7 @@ CLUSTER = two_level_cluster([0, 1, 2], Link(4e-6, 5e9), Link(30e-6, 25e6))
 class Counting:
     """One rank's end of a group of threads, which counts what that rank sends."""
 
-    sums_as_rings = True
+    takes_sum_order = True
 
     def __init__(self, group: ThreadGroup) -> None:
         self._group = group
@@ -41,7 +42,7 @@ class Counting:
         return self._group.all_reduce(tensor)
 
     def reduce_scatter(
-        self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0, rings: Sequence[tuple[int, int]] = ()
+        self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0, order: SumOrder = RANK_ORDER
     ) -> Done:
         return self._group.reduce_scatter(tensor, bounds)
 

@@ -33,7 +33,7 @@ from gradwire.comms.transport.nccl import (
     equal_slices,
     multiplies_exactly,
 )
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.works import Done
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, even_bounds
 from gradwire.compressors.registry import make
 from gradwire.topology.cluster import Cluster, GpuFabric, Level, Link, uniform_cluster

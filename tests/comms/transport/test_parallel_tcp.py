@@ -19,7 +19,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
 from gradwire.comms.links.distance import FIRST_WINDOW_NBYTES, connections_for
 from gradwire.comms.plan.rank_plans import RankPlans
-from gradwire.comms.transport import parallel_tcp, torch_group
+from gradwire.comms.transport import parallel_tcp, sum_order
 from gradwire.comms.transport.parallel_tcp import (
     HEADER,
     LEAST_CHUNK_NBYTES,
@@ -29,13 +29,7 @@ from gradwire.comms.transport.parallel_tcp import (
     Streams,
     chunk_nbytes,
 )
-from gradwire.comms.transport.torch_group import (
-    FAR_NBYTES,
-    LARGE_NBYTES,
-    OPENING_NBYTES,
-    GlooTransport,
-    connect_gloo,
-)
+from gradwire.comms.transport.torch_group import FAR_NBYTES, LARGE_NBYTES, OPENING_NBYTES, GlooTransport, connect_gloo
 from gradwire.compressors.base import Work
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link
 from support.threads import run_ranks
@@ -101,7 +95,7 @@ def test_sums_of_three_ranks_travel_over_the_connections() -> None:
         transport.all_reduce(contribution(transport.rank, NUMEL)).wait()
         return sum(tensor.nbytes for tensor in sent)
 
-    part = torch_group.ring_numel(NUMEL, 4, 3)
+    part = sum_order.ring_numel(NUMEL, 4, 3)
     own = [part, part, NUMEL - 2 * part]
     # A ring sends 2 (n - 1)/n of it; here each rank sends the others' parts, and its own sum to both.
     assert on_transports(3, 5, body) == [4 * (NUMEL - each + 2 * each) for each in own]
@@ -161,8 +155,8 @@ def test_a_first_window_holds_each_connections_part_of_a_small_message() -> None
 
 def test_where_gloos_order_is_another_its_ring_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank that sees another order is enough."""
-    real = torch_group.adds_as_ring
-    monkeypatch.setattr(torch_group, "adds_as_ring", lambda rail, *given: real(rail, *given) and rail.rank != 1)
+    real = sum_order.adds_as_ring
+    monkeypatch.setattr(sum_order, "adds_as_ring", lambda rail, *given: real(rail, *given) and rail.rank != 1)
 
     def body(transport: GlooTransport) -> bool:
         transport.all_reduce(contribution(transport.rank, NUMEL)).wait()

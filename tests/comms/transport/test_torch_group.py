@@ -17,7 +17,8 @@ from gradwire.comms.bootstrap.probe import PeerWait
 from gradwire.comms.errors import PeerError
 from gradwire.comms.run.programs import issue_together
 from gradwire.comms.transport import torch_group
-from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo, connections, listeners
+from gradwire.comms.transport.gloo_sockets import connections, listeners
+from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective
 from support.nccl import NoAllocation
 from support.threads import run_ranks

@@ -11,8 +11,8 @@ from gradwire.comms.backend import work as backend_work
 from gradwire.comms.backend.work import FutureWork, WatchedWork
 from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.errors import OverdueError, PeerError
-from gradwire.comms.transport import torch_group
-from gradwire.comms.transport.torch_group import Waiting
+from gradwire.comms.transport import works
+from gradwire.comms.transport.works import Waiting
 
 REFUSAL = "Invalid scalar type"
 
@@ -41,11 +41,11 @@ class Unfinished:
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLICE", "MAKING_MARGIN"):
-        monkeypatch.setattr(torch_group, name, timedelta(milliseconds=10))
+        monkeypatch.setattr(works, name, timedelta(milliseconds=10))
     monkeypatch.setattr(backend_work, "WAIT_MARGIN", timedelta(milliseconds=10))
 
 
-def waiting(work: BackendWork, alarm: torch_group.Alarm | None) -> Waiting:
+def waiting(work: BackendWork, alarm: works.Alarm | None) -> Waiting:
     return Waiting(work, alarm, timedelta(milliseconds=30))
 
 

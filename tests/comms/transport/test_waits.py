@@ -29,10 +29,10 @@ ENDED_BY = {
         comms/run/sparse.py: transport.all_to_all(got_values, values).wait
         comms/run/sparse.py: work.wait
         comms/transport/mpi.py: self._gather(self._second, flat, bounds).wait
-        comms/transport/torch_group.py: rail.all_reduce(total).wait
-        comms/transport/torch_group.py: self._work.wait
+        comms/transport/sum_order.py: rail.all_reduce(total).wait
+        comms/transport/works.py: self._work.wait
         comms/transport/torch_group.py: super().all_gather(output, source).wait
-        comms/transport/torch_group.py: work.wait
+        comms/transport/works.py: work.wait
     """,
     "the future of a launch: a lane completes it, whatever happens, and all that lanes wait for has a deadline": """
         comms/communicator.py: ranks.all_reduce(both).wait

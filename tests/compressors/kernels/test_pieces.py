@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.torch_group import Done
+from gradwire.comms.transport.works import Done
 from gradwire.compressors.codecs.base import PieceCodec, in_pieces
 from gradwire.compressors.kernels import reference
 from gradwire.compressors.optim.peers import run_requests
