@@ -1,8 +1,9 @@
-"""One transport for each set of ranks and each lane, connected when it is first asked for.
+"""This module makes and holds the transports of one rank: one for each lane and each set of ranks; see `Groups`.
 
-A transport is made inside the ordered sequence of its lane, so all its members make it at the same point; the store's
-keys are named after lane and members, so no two collide. `connect` makes those of a full bucket before the first one,
-in one order for all ranks: the process that serves the store may have ended by then.
+A *lane* is a pipeline stage with its own worker thread and communicators (see comms/lanes.py). A transport is made when
+it is first used, inside the ordered sequence of its lane, so all its members make it at the same point. Keys in the
+store contain lane and members, so no two transports share one. `Groups.connect` makes the transports of a full bucket
+in advance: the process that serves the store may have ended before the first bucket.
 """
 
 import time
@@ -23,7 +24,7 @@ from gradwire.comms.transport.torch_group import GlooTransport, connect_gloo
 from gradwire.comms.transport.works import CLOSE_SECONDS, Alarm
 from gradwire.compressors.base import Collective, Work
 
-if TYPE_CHECKING:  # each is loaded where ranks are connected by it
+if TYPE_CHECKING:  # at run time loaded only if it is used
     from gradwire.comms.transport.nccl import NcclGroups, NcclTransport
 
 
@@ -43,46 +44,52 @@ class Transport(Protocol):
         """Number of ranks."""
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """Sum of `scale * tensor` over the ranks, in place; the same bits on all of them.
+        """Replace `tensor` by the sum of `scale * tensor` over the ranks, with the same bits on all ranks.
 
-        The scaling happens in the same pass, or once the memory that the sum needs is there.
+        If the memory for the sum cannot be allocated, `tensor` is left as it was.
         """
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
-        """Sums `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
+        """Sum `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
 
         Args:
-            tensor: 1-D; what it holds outside this rank's slice is undefined afterwards.
+            tensor: 1-D; undefined outside this rank's slice afterwards.
             bounds: `size + 1` ascending offsets from 0 to `tensor.numel()`; empty slices are fine.
             scale: Factor on every rank's contribution.
         """
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """The inverse of `reduce_scatter`: in place, every rank's slice ends up on all ranks."""
+        """Copy every rank's slice to all ranks, in place; the inverse of `reduce_scatter`."""
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """Sends the r-th of `size` equal parts of `source` (along dim 0) to rank r; `output` has the same shape."""
+        """Send the r-th of `size` equal parts of `source` (along dim 0) to rank r; `output` has the same shape."""
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
+        """Fill `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Copies `tensor` of rank `root` to all ranks, in place."""
+        """Copy `tensor` of rank `root` to all ranks, in place."""
 
 
 class IssuesTogether(Protocol):
-    """A transport that knows a better way for several collectives than one after the other."""
+    """A transport that can merge several collectives into fewer messages or kernels."""
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
-        """Issues them as one; None where these are better issued one after the other, and nothing was issued."""
+        """Issue the collectives as one; None, with nothing issued, if issuing them one by one is better."""
 
 
 @runtime_checkable
 class Abortable(Protocol):
-    """A transport in which a rank that waits can be woken."""
+    """A transport whose waits can be ended by another thread."""
 
     def abort(self, reason: str) -> None:
-        """Wakes who waits, and gives the reason. Any thread."""
+        """End all waits with an error.
+
+        Thread safety: may be called from any thread.
+
+        Args:
+            reason: Text of the error.
+        """
 
 
 @runtime_checkable
@@ -94,54 +101,60 @@ class MeetsInPairs(Protocol):
         """Number of ranks."""
 
     def connect_both_ways(self) -> object:
-        """Connects all members a second time, for messages to lower ranks; all of them call it."""
+        """Connect all members a second time, for messages to lower ranks; all of them call it."""
 
     def connect_for(self, nbytes: int) -> None:
-        """Connects the second time if messages of `nbytes` would do so; all members call it with the same number."""
+        """Connect the second time if messages of `nbytes` would do so; all members call it with the same number."""
 
 
 @runtime_checkable
 class OfOneNode(Abortable, Protocol):
-    """A transport of ranks of one host, through what they share there."""
+    """A transport of the ranks of one node, through shared memory."""
 
     def close(self) -> None:
-        """Releases it."""
+        """Release the shared memory."""
 
 
 FIRST_LANE: Lane = (0, 0)
 RETURN_LANE: Lane = (0, -1)
-"""Lane on CUDA of what owners of unequal parts send back. A node with a slow link owns little: it sends in one stage
-and receives in the other, so its link is busy in both directions only where stages of different chunks overlap, and a
-communicator of NCCL runs one collective after the other."""
+"""Lane on CUDA of the all-gathers by owners of unequal parts, which have a communicator of their own.
+
+A node with a slow link owns little, so it mostly sends in the reduce-scatter and mostly receives in the all-gather. Its
+link is busy in both directions only if the two overlap, for different chunks, and a communicator of NCCL runs one
+collective after the other."""
 
 
 def way_back(lane: Lane) -> Lane:
-    """Where owners of unequal parts have the groups through which they send back what they have summed.
+    """Return the lane whose transports owners of unequal parts use to send their sums to the other ranks.
 
     Args:
-        lane: In which they do so, its step above 0: the order of what is issued is that lane's.
+        lane: Lane that issues the all-gather, with a step above 0. Its order of issue stays.
     """
     return lane[0], -lane[1]
 
 
 RETURN_THREADS = 16
-"""Gloo's threads for what owners of unequal parts send back: so many collectives are under way together. A receiver
-tells its sender that it is ready over its own link, behind what it sends there itself; with two under way the way to a
-node with a slow link stood idle meanwhile. The first step keeps two: what is further ahead there only delays the chunk
-that the others wait for. 8 nodes, one at 50 Mbit/s and the others at 200, 8 MB in 32 chunks: 1.60 s with 2 threads,
-1.54 with 16; in 48 chunks 1.56 and 1.53 (2-core EPYC VM, another job beside it, 2026-11-22)."""
+"""Number of gloo's threads, and so of collectives in flight, for all-gathers by owners of unequal parts.
+
+A receiver tells its sender that it is ready over its own link, queued behind the data that it sends itself. With two
+collectives in flight the path to a node with a slow link was idle meanwhile. Reduce-scatters keep torch's two threads:
+more in flight would only delay the chunk that the other ranks wait for. Measured on 8 nodes, one at 50 Mbit/s and the
+others at 200, with 8 MB in 32 chunks: 1.60 s with 2 threads, 1.54 with 16; in 48 chunks 1.56 and 1.53 (2-core EPYC VM,
+another job running, 2026-11-22)."""
 
 
 def check_transport(transport: str, device: torch.device | None = None) -> None:
-    """Refuses what this process cannot have. Before the ranks meet: the first to be refused may take the store along.
+    """Check that this process can use a transport.
+
+    Called before the ranks connect: a rank that raises later may be the one that serves the store.
 
     Args:
-        transport: Without a number of connections.
-        device: Of the gradients, where it is known yet.
+        transport: `auto`, `gloo`, `nccl` or `mpi`.
+        device: Device of the gradients; None if it is not known yet.
 
     Raises:
-        ValueError: It does not go with the device.
-        RuntimeError: It is mpi, and mpi4py cannot be loaded, or MPI refuses threads.
+        ValueError: The transport does not support the device.
+        RuntimeError: `transport` is mpi, and mpi4py cannot be loaded or MPI does not support threads.
     """
     if device is not None:
         if device.type not in ("cpu", "cuda"):
@@ -162,15 +175,16 @@ def check_transport(transport: str, device: torch.device | None = None) -> None:
 
 
 class _GivenUp:
-    """Returns why this rank, or another one, has given up; None if none has. Every wait asks once a second.
+    """Returns the reason why this rank or another one has aborted; None if none has. Waits call it once a second.
 
-    Transports hold it and not their `Groups`: that circle would keep both until the next collection of garbage.
+    Transports hold this object and not their `Groups`: a reference cycle would keep both until the next garbage
+    collection.
 
     Args:
-        alarm: Returns why another rank has given up.
+        alarm: Returns the reason why another rank has aborted.
 
     Attributes:
-        own: Why this rank has.
+        own: Reason why this rank has aborted; None if it has not.
     """
 
     def __init__(self, alarm: Alarm) -> None:
@@ -182,23 +196,26 @@ class _GivenUp:
 
 
 class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
-    """The transports of one rank: `groups[lane, members]`, members being global ranks, this one among them.
+    """The transports of one rank: `groups[lane, members]` with the global ranks of the members, this one included.
 
-    What owners of unequal parts send back has groups of its own (`way_back`). On CUDA everything is issued in one
-    order, so all lanes of a set of ranks share one communicator of NCCL, and all ways back another one
-    (`RETURN_LANE`). The set of all ranks is served by the user's own group where that is one of NCCL.
+    All-gathers by owners of unequal parts have transports of their own (`way_back`). On CUDA all collectives are issued
+    in one order, so all lanes of a set of ranks share one NCCL communicator, and those all-gathers another one
+    (`RETURN_LANE`). The set of all ranks uses the user's own process group if that is one of NCCL.
+
+    Thread safety: `abort` and `disconnect` may be called from any thread. A lane's thread makes only transports of that
+    lane.
 
     Args:
-        store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
-        rank: This rank.
-        device: Where the tensors are.
-        same_node: Whether a set of ranks shares memory.
+        store: Store that all ranks share, with a prefix of its own; its waits do not block other threads.
+        rank: Global rank of this process.
+        device: Device of the tensors.
+        same_node: Returns True if a set of ranks shares memory.
         transport: `auto`, `gloo`, `nccl` or `mpi`, as in `Config`.
-        timeout: For every collective.
-        alarm: Returns why another rank has given up; None while none has.
-        interface: Network interface that gloo is to use; None leaves it to gloo.
+        timeout: Time-out of every collective, and of connecting.
+        alarm: Returns the reason why another rank has aborted; None while none has.
+        interface: Network interface for gloo; None leaves the choice to gloo.
         nccl_groups: Names, global ranks and the user's own group, for CUDA.
-        connections: As for `GlooTransport`.
+        connections: See `GlooTransport`.
         ended: Says which ranks have ended, for those that wait for them to connect.
     """
 
@@ -232,7 +249,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._nccl = nccl_groups
         self._connecting: NcclTransport | None = None
         self._users: NcclTransport | None = None
-        """Transport on the user's own group, which plans need not use and the user does: aborted all the same."""
+        """Transport on the user's own group. Plans may not use it; `abort` aborts it in any case."""
         if self._nccl is not None and self._nccl.backend is not None:
             from gradwire.comms.transport import nccl
 
@@ -259,7 +276,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         return PeerWait(members, members.index(self._rank), self.ended, self._given_up)
 
     def connect(self, wanted: Mapping[tuple[Lane, tuple[int, ...]], bool], nbytes: int) -> None:
-        """Makes the transports that buckets need, one after the other, if this rank is a member.
+        """Connect the transports that buckets need and this rank is a member of, one after the other.
 
         Args:
             wanted: (Lane, global ranks) -> True if the members send each other parts of a bucket. The same on all
@@ -290,10 +307,15 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         return RETURN_LANE if lane[1] < 0 else FIRST_LANE
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks that wait for this one in shared memory or in NCCL, and gives them the reason. Any thread.
+        """End the waits of this rank, and of ranks that wait for it in shared memory or in NCCL.
 
-        NCCL's groups are aborted all at once, and this returns before they are gone. Who waits for one to connect gives
-        up waiting: NCCL itself goes on in a thread that is left behind.
+        NCCL's communicators are aborted all at once, in the background. A wait for one to connect ends, too; NCCL's own
+        thread continues in the background.
+
+        Thread safety: may be called from any thread.
+
+        Args:
+            reason: Reason, for the errors of the waits.
         """
         self._given_up.own = reason
         for group in [*self.values(), self._connecting, self._users]:
@@ -301,22 +323,26 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 group.abort(reason)
 
     def disconnect(self) -> None:
-        """Ends gloo's connections: what is under way on them fails at once, at both ends. Any thread."""
+        """Shut down gloo's connections, so that collectives in flight on them fail at once, at both ends.
+
+        Thread safety: may be called from any thread.
+        """
         for group in list(self.values()):
             if isinstance(group, GlooTransport):
                 group.disconnect()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Releases shared memory and connections; none is made any more.
+        """Release shared memory and connections. Later uses of a new (lane, members) raise a RuntimeError.
 
-        NCCL's groups are ended in the order in which they were made, which is that of all ranks; each when all members
-        are through with it, unless something has failed.
+        NCCL's communicators are closed in the order in which they were made, which is the same on all ranks; each after
+        all members have finished with it, unless a collective has failed.
 
         Args:
-            seconds: For what is under way in them, in all.
+            seconds: Longest wait for collectives in flight, in all.
         """
         self._closed = True
-        if self._given_up.own is not None:  # or gloo's destructors would wait for what is under way
+        # After a failure gloo's destructors would wait for collectives in flight.
+        if self._given_up.own is not None:
             self.disconnect()
         deadline = time.monotonic() + seconds
         for (lane, members), group in list(self.items()):
@@ -360,7 +386,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         return f"{lane[0]}.{lane[1]}/{'-'.join(map(str, members))}"
 
     def _make_nccl(self, name: str, lane: Lane, members: tuple[int, ...]) -> "NcclTransport":
-        """A connected NCCL transport. While it connects, `abort` reaches it already."""
+        """Return a connected NCCL transport. `abort` reaches it while it still connects."""
         from gradwire.comms.transport import nccl
         from gradwire.comms.transport.launch_order import devices
 
@@ -383,7 +409,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             )
         self._connecting = made
         try:
-            if self._given_up.own is not None:  # looked at behind the line above, so that an `abort` is not missed
+            # Only after `_connecting` is set: an `abort` in between has seen it, one before is seen here.
+            if self._given_up.own is not None:
                 raise PeerError(self._given_up.own)
             made.connect(self._device, self._timeout)
         except BaseException as error:

@@ -1,14 +1,16 @@
-"""Several communicators of NCCL on one GPU: in which order their kernels start.
+"""This module keeps the kernels of several NCCL communicators on one GPU from waiting for each other for ever.
 
-Two communicators can wait for each other for ever: one GPU runs the one's kernel first, another the other's, and
-neither has room for both. gradwire issues on all of them from one thread, in an order that is the same on all ranks,
-but each communicator has a stream of its own, and a GPU need not keep that order across streams. So one of three things
-has to be so:
+Two communicators deadlock if one GPU runs the first one's kernel, another GPU runs the second one's, and neither GPU
+has room for both. gradwire issues on all communicators from one thread, in an order that is the same on all ranks, but
+each communicator has a stream of its own, and a GPU need not keep the order across streams. `Devices` therefore makes
+sure that one of three conditions holds:
 
-- NCCL keeps the order: with NCCL_LAUNCH_ORDER_IMPLICIT=1, from NCCL 2.26 on. It reads the variable once in a process,
-  before its first collective.
-- There is room for all kernels: each takes a known number of thread blocks, and each block at most one multiprocessor.
-- They run one after the other, by events: `LaunchSerializer`.
+- NCCL keeps the order. It does with NCCL_LAUNCH_ORDER_IMPLICIT=1, from NCCL 2.26 on, and reads the variable once in a
+  process, before its first collective.
+- All kernels fit on the GPU: each takes a known number of thread blocks, and each block at most one multiprocessor.
+- Kernels run one after the other, ordered by events; see `LaunchSerializer`.
+
+Thread safety: there is no lock, because gradwire issues on the communicators of a GPU from one thread at a time.
 
 Source: NCCL's user guide, "Using multiple NCCL communicators concurrently".
 """
@@ -26,51 +28,65 @@ from gradwire.comms.environment import LAUNCH_ORDER, launch_order, set_launch_or
 log = logging.getLogger("gradwire")
 
 KEPT_FROM = (2, 26)
-"""The first NCCL that knows the variable."""
+"""First version of NCCL that reads NCCL_LAUNCH_ORDER_IMPLICIT."""
 
 
 class Issued(Protocol):
-    """A collective that has been issued, or an event behind it."""
+    """A collective that has been issued, or an event after it."""
 
     def wait(self) -> object:
-        """Has the current stream wait for it."""
+        """Make the current stream wait for it."""
 
 
 class Issuer(Protocol):
-    """A transport on a communicator, or a group that torch itself issues on."""
+    """An object that issues collectives on one communicator: a transport of gradwire, or a group of torch.
+
+    Attributes:
+        ctas: Largest number of thread blocks that one of its kernels takes.
+        serializer: Orders its kernels after those of other communicators; None if that is not necessary.
+    """
 
     ctas: int
     serializer: "LaunchSerializer | None"
 
     @property
     def communicator(self) -> object:
-        """What stands for the communicator: transports of one are counted once."""
+        """Identity of the communicator. Issuers of one communicator are counted once."""
 
 
 @runtime_checkable
 class SerializesLaunches(Protocol):
-    """A group that issues by plans and in turn with others by itself: it is used as it is."""
+    """A process group of gradwire, which orders its launches itself; callers issue on it directly."""
 
     serializes_launches: bool
 
 
 class LaunchSerializer:
-    """Has the collectives of several communicators of one device run one after the other, in the order of issue.
+    """Makes the collectives of several communicators on one device run one after the other, in the order of issue.
 
-    A collective waits on its stream for the last one of another communicator; the host waits for nothing.
+    The stream of a collective waits for the last collective of another communicator. The host does not wait.
     """
 
     def __init__(self) -> None:
         self._last: tuple[object, Sequence[Issued]] | None = None
 
     def wait_for_others(self, communicator: object) -> None:
-        """Puts the current stream behind what another communicator has issued last."""
+        """Make the current stream wait for the last collective, if another communicator issued it.
+
+        Args:
+            communicator: The one that issues next; None waits in any case.
+        """
         if self._last is not None and self._last[0] is not communicator:
             for work in self._last[1]:
                 work.wait()
 
     def took(self, communicator: object, works: Sequence[Issued]) -> None:
-        """Notes what has been issued last."""
+        """Record the collectives that were issued last.
+
+        Args:
+            communicator: The one that issued them.
+            works: Works of the collectives.
+        """
         self._last = communicator, works
 
 
@@ -78,11 +94,11 @@ Result = TypeVar("Result", bound=Issued | None)
 
 
 class TorchIssuer:
-    """A communicator of torch's own, on which collectives are issued beside those of gradwire's transports.
+    """Issues collectives on a communicator of torch, in order with those of gradwire's transports.
 
     Args:
-        communicator: The NCCL backend of the group.
-        ctas: Thread blocks that its kernels may take.
+        communicator: NCCL backend of torch's group.
+        ctas: Largest number of thread blocks that one of its kernels takes.
     """
 
     def __init__(self, communicator: object, ctas: int) -> None:
@@ -96,27 +112,27 @@ class TorchIssuer:
         return self._communicator
 
     def issue(self, collective: Callable[[], Result]) -> Result:
-        """Issues a collective of torch's from the current stream, in its turn where there are turns.
+        """Issue a collective of torch from the current stream, and return what `collective` returns.
 
         Args:
-            collective: Returns its work, or None where the current stream waits for it.
+            collective: Issues it, and returns its work, or None if the current stream already waits for it.
         """
         if self.serializer is None:
             return collective()
         self.serializer.wait_for_others(self._communicator)
         work = collective()
-        behind: Issued = torch.cuda.current_stream().record_event() if work is None else work
-        self.serializer.took(self._communicator, [behind])
+        issued: Issued = torch.cuda.current_stream().record_event() if work is None else work
+        self.serializer.took(self._communicator, [issued])
         return work
 
 
 def multiprocessors(device: torch.device) -> int:
-    """The number of a CUDA device's multiprocessors."""
+    """Return the number of multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class Devices:
-    """The communicators that gradwire issues on, by device, in this process."""
+    """The communicators of this process that gradwire issues on, by device."""
 
     def __init__(self) -> None:
         self._issuers: dict[int, WeakSet[Issuer]] = {}
@@ -124,10 +140,10 @@ class Devices:
         self._kept: bool | None = None
 
     def prepare(self, several: bool) -> None:
-        """Has NCCL keep the order, where it will still read that (before the first communicator of a state is made).
+        """Ask NCCL to keep the order, if it has not read the variable yet. Call it before a communicator is made.
 
         Args:
-            several: Whether more than one is going to be in flight on one device.
+            several: True if collectives of more than one communicator will be in flight on one device.
         """
         if self._kept is None and several:
             known = nccl_version() >= KEPT_FROM
@@ -136,11 +152,11 @@ class Devices:
             self._kept = known and launch_order() is True
 
     def join(self, issuer: Issuer, device: torch.device) -> None:
-        """Counts a communicator in. From where there is no room for all of them, they take turns.
+        """Add a communicator. Once the kernels of all of them do not fit on the device, they run one after the other.
 
         Args:
-            issuer: On the communicator.
-            device: A CUDA device, with its index.
+            issuer: Issues on the communicator.
+            device: CUDA device with an index.
         """
         issuers = self._issuers.setdefault(device.index, WeakSet())
         issuers.add(issuer)
@@ -166,23 +182,23 @@ class Devices:
             each.serializer = serializer
 
     def serves(self, device: torch.device) -> bool:
-        """Whether communicators are counted in on a CUDA device, given with its index."""
+        """Return True if gradwire has a communicator on `device`, a CUDA device with an index."""
         return bool(self._issuers.get(device.index))
 
     def wait_for_last(self, device: torch.device) -> None:
-        """Puts the current stream behind what has been issued last, where communicators take turns.
+        """Make the current stream wait for the last collective, if communicators run one after the other here.
 
-        For what torch is about to issue by itself on a group of its own, and the current stream will wait for.
+        Needed before torch issues a collective on a group of its own that the current stream will wait for.
 
         Args:
-            device: A CUDA device, with its index.
+            device: CUDA device with an index.
         """
         serializer = self._serializers.get(device.index)
         if serializer is not None:
             serializer.wait_for_others(None)
 
     def leave(self, issuer: Issuer) -> None:
-        """A communicator is closed."""
+        """Remove an issuer whose communicator is closed."""
         issuer.serializer = None
         for index, issuers in self._issuers.items():
             issuers.discard(issuer)
@@ -191,4 +207,4 @@ class Devices:
 
 
 devices = Devices()
-"""This process's communicators, by device."""
+"""The one `Devices` of this process."""
