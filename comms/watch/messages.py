@@ -30,14 +30,14 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import BackendWork, Work, group_members, wrap_method
 from gradwire.comms.observe.stack import line_in_words
 from gradwire.comms.watch.collective import IssuedCollective, MessageCount, channel_name, title_of
-from gradwire.comms.watch.rank import QUIET_POINTS, GroupState, QuietPoint
+from gradwire.comms.watch.rank import END_POINTS, EndPoint, GroupState
 from gradwire.compressors.callers import users_frame
 
 KEPT = 256
 """Number of messages of a channel that are kept for comparisons between ranks."""
 
 SPAN_SECONDS = 5.0
-"""Least time that the quiet points of a channel cover: statuses of two ranks may be published half a second apart, and
+"""Least time that the end points of a channel cover: statuses of two ranks may be published half a second apart, and
 one may be missed."""
 
 Line = tuple[str, int, str]
@@ -96,8 +96,8 @@ class _Channel:
         issued: Number of the last message that was issued.
         ended: Number of the last message that was handed over (sender) or waited for (receiver).
         blocked: Number of the message for which a thread waits, and the monotonic time since when; None without one.
-        quiet: Moments that both ranks know; see `QuietPoint`.
-        stride: Interval of the numbers of the quiet points that are kept. Both ranks keep multiples of a power of two,
+        ends: Moments that both ranks know; see `EndPoint`.
+        stride: Interval of the numbers of the end points that are kept. Both ranks keep multiples of a power of two,
             so that one has all points that the other one keeps with a larger stride.
         last: Messages, newest last.
     """
@@ -109,7 +109,7 @@ class _Channel:
     issued: int = 0
     ended: int = 0
     blocked: tuple[int, float] | None = None
-    quiet: deque[QuietPoint] = field(default_factory=lambda: deque(maxlen=QUIET_POINTS))
+    ends: deque[EndPoint] = field(default_factory=lambda: deque(maxlen=END_POINTS))
     stride: int = 1
     last: deque[_Message] = field(default_factory=lambda: deque(maxlen=KEPT))
 
@@ -119,20 +119,20 @@ class _Channel:
         if number % self.stride:
             return
         # Thin the points out if they would cover less than the time in which a status may be missed.
-        if len(self.quiet) == QUIET_POINTS and now - self.quiet[0].seconds < SPAN_SECONDS:
+        if len(self.ends) == END_POINTS and now - self.ends[0].seconds < SPAN_SECONDS:
             self.stride *= 2
-            kept = [point for point in self.quiet if not point.number % self.stride]
-            self.quiet.clear()
-            self.quiet.extend(kept)
-        self.quiet.append(QuietPoint(number, round(self.group.waited, 4), round(now, 4)))
+            kept = [point for point in self.ends if not point.number % self.stride]
+            self.ends.clear()
+            self.ends.extend(kept)
+        self.ends.append(EndPoint(number, round(self.group.waited, 4), round(now, 4)))
 
     def state(self, now: float) -> GroupState:
         """Returns the state of the channel on this rank at monotonic time `now`."""
         blocked = self.blocked
         if blocked is None:
-            return GroupState(self.issued, self.issued, 0.0, self.group.waited, tuple(self.quiet))
+            return GroupState(self.issued, self.issued, 0.0, self.group.waited, tuple(self.ends))
         number, since = blocked
-        return GroupState(self.issued, number - 1, now - since, self.group.waited, tuple(self.quiet))
+        return GroupState(self.issued, number - 1, now - since, self.group.waited, tuple(self.ends))
 
 
 class MessageNotes:

@@ -1,4 +1,4 @@
-"""What one rank notes of itself, and says to the rank that judges."""
+"""Record of one rank: how long each of its groups had collectives in flight, and the status that it publishes."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -7,57 +7,60 @@ from dataclasses import dataclass, field
 from gradwire.comms.watch.flight import Progress
 from gradwire.comms.watch.links import LINKS_SECONDS, LinkState, connection_states
 
-QUIET_POINTS = 128
-"""Most quiet points of a group that a rank says at a time; each status repeats the one before, so one may be missed."""
+END_POINTS = 128
+"""Most end points of a group in a status. They cover several statuses, so that one may be missed."""
 
 
 @dataclass(frozen=True, slots=True)
-class QuietPoint:
-    """A moment in which a group had nothing under way on one rank.
+class EndPoint:
+    """A moment of a group that is the same on all of its ranks: the collective with this number has ended.
 
     Attributes:
-        number: Of the last collective, which had ended; the same moment of the job on every rank.
-        waited_seconds: For how long the group had something under way until then, all in all.
-        seconds: When it was, by this rank's clock.
+        number: Number of the collective that has ended.
+        waited_seconds: Time for which the group had something in flight until then, since the watch began.
+        seconds: Time of the poll that saw the end, by this rank's monotonic clock.
+        quiet: Whether nothing was in flight. If so, `waited_seconds` is exact; otherwise it is too long by the time
+            from the end to the poll, one interval between polls at most.
     """
 
     number: int
     waited_seconds: float
     seconds: float
+    quiet: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """What a rank says of one group.
+    """State of one group, or channel of messages, on one rank.
 
     Attributes:
-        issued: Collectives issued.
-        ended: Of these ended.
-        still_seconds: For how long nothing has moved though something is under way.
-        waited_seconds: As in `QuietPoint`, until now.
-        quiet: Its last quiet points, ascending.
+        issued: Number of the last collective that was issued.
+        ended: Number of the last collective up to which all have ended.
+        still_seconds: Time without progress while something is in flight; 0 otherwise.
+        waited_seconds: Time for which something was in flight until now, as in `EndPoint`.
+        ends: Last end points, ascending.
     """
 
     issued: int
     ended: int
     still_seconds: float
     waited_seconds: float
-    quiet: tuple[QuietPoint, ...] = ()
+    ends: tuple[EndPoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank says now and then.
+    """Status that a rank publishes.
 
     Attributes:
-        beat: Counts its statuses; a rank whose beat stands still is frozen, or lost.
-        seconds: Its clock.
-        groups: Name -> state.
-        activity: What its main thread does -> seconds so far.
-        lines: What its main thread does -> the line where it does that most.
-        at: The line where it is.
-        leaves: It is about to end with this error; None while it runs.
-        links: What its connections with other hosts have sent: `own address>peer's` -> state.
+        beat: Number of the status. If it stays the same, the rank is frozen or has failed.
+        seconds: Time by the rank's monotonic clock.
+        groups: Group or channel -> its state.
+        activity: Activity of the main thread -> seconds so far.
+        lines: Activity -> line of the training script in which it was seen most often.
+        at: Line in which the main thread is; None if it is not known.
+        leaves: Error with which the rank is about to end; None while it runs.
+        links: `own address>peer's` -> what the connections with that host have sent.
     """
 
     beat: int
@@ -72,17 +75,28 @@ class RankStatus:
 
 @dataclass(slots=True)
 class _Group:
+    """Record of one group.
+
+    Attributes:
+        progress: Progress at the last poll.
+        moved: Time of the last change of the progress.
+        waited: Seconds for which something was in flight.
+        ends: Last end points.
+    """
+
     progress: Progress
     moved: float
     waited: float = 0.0
-    quiet: deque[QuietPoint] = field(default_factory=lambda: deque(maxlen=QUIET_POINTS))
+    ends: deque[EndPoint] = field(default_factory=lambda: deque(maxlen=END_POINTS))
 
 
 class RankLog:
-    """Notes how long each group has something under way on this rank.
+    """Records how long each group has something in flight on this rank.
 
-    Two ranks of a group end a collective at nearly the same moment; so the one whose time under way grows less has come
-    later, by the difference, whatever their clocks say.
+    Two ranks of a group end a collective at nearly the same moment. So the one whose time in flight grows less has
+    arrived later, by the difference, whatever their clocks show.
+
+    Thread safety: `note` is called by the polling thread, the others under the lock of `Session`.
     """
 
     def __init__(self) -> None:
@@ -93,15 +107,15 @@ class RankLog:
 
     @property
     def waits(self) -> bool:
-        """Whether any group had something under way at the last look."""
+        """Whether any group had something in flight at the last poll."""
         return any(group.progress.waits for group in self._groups.values())
 
     def note(self, seconds: float, progress: Mapping[str, Progress]) -> None:
-        """Takes in one look.
+        """Records one poll.
 
         Args:
-            seconds: When it was taken.
-            progress: Group's name -> how far it was.
+            seconds: Time of the poll.
+            progress: Group -> its progress.
         """
         passed = 0.0 if self._last is None else seconds - self._last
         self._last = seconds
@@ -111,16 +125,18 @@ class RankLog:
                 group = self._groups[name] = _Group(now, seconds)
             elif group.progress.waits:
                 group.waited += passed
+            ended = now.ended != group.progress.ended
             if now != group.progress:
                 group.progress, group.moved = now, seconds
-            if not now.waits and (not group.quiet or group.quiet[-1].number != now.ended):
-                group.quiet.append(QuietPoint(now.ended, round(group.waited, 4), round(seconds, 4)))
+            if (ended or not now.waits) and (not group.ends or group.ends[-1].number != now.ended):
+                point = EndPoint(now.ended, round(group.waited, 4), round(seconds, 4), not now.waits)
+                group.ends.append(point)
 
     def links(self, seconds: float) -> Mapping[str, LinkState]:
-        """What this process's connections with other hosts have sent, as of the last second.
+        """Returns what this process's connections with other hosts have sent, read once a second.
 
         Args:
-            seconds: Now.
+            seconds: Present time.
         """
         if seconds >= self._next_links:
             self._next_links = seconds + LINKS_SECONDS
@@ -128,8 +144,8 @@ class RankLog:
         return self._links
 
     def states(self) -> Iterator[tuple[str, GroupState]]:
-        """Yields (name, state) for each group, as of the last look."""
+        """Yields (group, its state at the last poll)."""
         for name, group in self._groups.items():
             now, last = group.progress, self._last or 0.0
             still = last - group.moved if now.waits else 0.0
-            yield name, GroupState(now.issued, now.ended, still, group.waited, tuple(group.quiet))
+            yield name, GroupState(now.issued, now.ended, still, group.waited, tuple(group.ends))

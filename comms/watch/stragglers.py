@@ -2,7 +2,7 @@
 
 A collective ends on all ranks at nearly the same moment. So of two ranks, the one that had collectives in flight for
 less time arrived later. The difference is summed over slices of at least `SLICE_SECONDS`, between moments that are the
-same for all ranks: see `QuietPoint`. The comparison with the median rank is that of `comms/observe/diagnosis.py`.
+same for all ranks: see `EndPoint`. The comparison with the median rank is that of `comms/observe/diagnosis.py`.
 
 **When a rank is named.** In all of the last `STRONG_SLICES` slices it waited less than the median rank by more than the
 margin `STRONG`; or in all but one of the last `SLICES` by more than `WEAK`. If p is the chance that one rank of a
@@ -23,10 +23,12 @@ from dataclasses import dataclass, replace
 from gradwire.comms.observe.diagnosis import STRONG, Margin, behind_median, excesses, is_behind
 from gradwire.comms.watch.activity import QUEUE
 from gradwire.comms.watch.collective import IssuedCollective
-from gradwire.comms.watch.rank import QuietPoint, RankStatus
+from gradwire.comms.watch.rank import EndPoint, RankStatus
 
 SLICE_SECONDS = 0.5
 """Least length of a slice: 25 polls, so that the poll interval is a small part of it."""
+BUSY_SLICE_SECONDS = 2 * SLICE_SECONDS
+"""Least length of a slice whose end is not quiet on all ranks: it is used if no quiet one comes earlier."""
 SLICES, STRONG_SLICES = 12, 4
 """Slices of the two rules in the module's header."""
 WEAK = Margin(10e-3, 0.05)
@@ -113,19 +115,19 @@ class GroupWaits:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
-        self._points: list[dict[int, QuietPoint]] = [{} for _ in ranks]
+        self._points: list[dict[int, EndPoint]] = [{} for _ in ranks]
         self._slices: deque[_Slice] = deque(maxlen=2 * SLICES)  # those of another group may be twice as long
         self._from = -1
 
-    def add(self, rank: int, quiet: Sequence[QuietPoint]) -> None:
-        """Adds the quiet points that a rank has published; points that are known already are repeated.
+    def add(self, rank: int, ends: Sequence[EndPoint]) -> None:
+        """Adds the end points that a rank has published; points that are known already are repeated.
 
         Args:
             rank: Rank in the default group.
-            quiet: Its last quiet points, ascending.
+            ends: Its last end points, ascending.
         """
         known = self._points[self.ranks.index(rank)]
-        known.update((point.number, point) for point in quiet if point.number >= self._from)
+        known.update((point.number, point) for point in ends if point.number >= self._from)
         newest = max((point.seconds for point in known.values()), default=0.0)
         for number in [number for number, point in known.items() if point.seconds < newest - LONGEST_SECONDS]:
             del known[number]
@@ -139,7 +141,8 @@ class GroupWaits:
         for number in common[1:]:
             begin, end = ([points[each] for points in self._points] for each in (first, number))
             seconds = end[0].seconds - begin[0].seconds
-            if seconds >= SLICE_SECONDS:
+            quiet = all(point.quiet for point in end)
+            if seconds >= (SLICE_SECONDS if quiet else BUSY_SLICE_SECONDS):
                 waited = tuple(b.waited_seconds - a.waited_seconds for a, b in zip(begin, end, strict=True))
                 self._slices.append(_Slice(seconds, tuple(point.seconds for point in end), waited))
                 first = number
@@ -220,7 +223,7 @@ class StragglerFinder:
         for name, group in self._groups.items():
             for rank in group.ranks:
                 if rank in statuses and name in statuses[rank].groups:
-                    group.add(rank, statuses[rank].groups[name].quiet)
+                    group.add(rank, statuses[rank].groups[name].ends)
             group.cut()
         self._activity.append({rank: (status.seconds, status.activity) for rank, status in statuses.items()})
         found = self._found(statuses)

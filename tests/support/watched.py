@@ -29,7 +29,7 @@ class SimulatedJob:
         self._progress: list[dict[str, Progress]] = [
             {name: Progress(0, 0) for name in self.members} for _ in range(size)
         ]
-        self._looked = [0.0] * size
+        self._looked = [POLL_SECONDS * rank / size for rank in range(size)]
         self._activity = [{"the forward pass": 0.0} for _ in range(size)]
         self._spoken = 0.0
         self._beats = 0

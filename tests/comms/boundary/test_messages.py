@@ -35,7 +35,7 @@ from gradwire.comms.transport import segment
 from gradwire.comms.watch import watch_store
 from gradwire.comms.watch.collective import IssuedCollective, TimelinePart
 from gradwire.comms.watch.links import LinkState
-from gradwire.comms.watch.rank import GroupState, QuietPoint, RankStatus
+from gradwire.comms.watch.rank import EndPoint, GroupState, RankStatus
 from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.host_summary import Hardware
 
@@ -146,7 +146,7 @@ PEER_INFO = PeerInfo(
 STATUS = RankStatus(
     3,
     1.5,
-    {"default": GroupState(4, 3, 0.5, 1.0, (QuietPoint(3, 0.1, 1.0),))},
+    {"default": GroupState(4, 3, 0.5, 1.0, (EndPoint(3, 0.1, 1.0),))},
     {"backward": 1.0},
     {"backward": "train.py:3"},
     links={"10.0.0.1>10.0.0.2": LinkState(0.1, 5, 6, 7)},

@@ -7,7 +7,7 @@ import pytest
 
 from gradwire.comms.watch.collective import IssuedCollective, channel_name, in_words, one_in_words, sender_of
 from gradwire.comms.watch.messages import _Channel, _Group
-from gradwire.comms.watch.rank import QUIET_POINTS, GroupState, RankStatus
+from gradwire.comms.watch.rank import END_POINTS, GroupState, RankStatus
 from gradwire.comms.watch.stragglers import StragglerFinder, WatchStraggler
 from gradwire.comms.watch.trouble import find_all_stuck, find_disagreement, stuck_in_words
 
@@ -100,10 +100,10 @@ def test_quiet_points_are_those_that_both_sides_keep_however_many_messages_there
     for number in range(1, 5000):
         for channel, late in zip(channels, (0.0, 0.3), strict=True):
             channel.passed(number, number * 1e-3 + late)
-    points = [{point.number for point in channel.quiet} for channel in channels]
-    assert all(len(each) <= QUIET_POINTS for each in points)
-    assert len(points[0] & points[1]) > QUIET_POINTS // 4
-    span = channels[0].quiet[-1].seconds - channels[0].quiet[0].seconds
+    points = [{point.number for point in channel.ends} for channel in channels]
+    assert all(len(each) <= END_POINTS for each in points)
+    assert len(points[0] & points[1]) > END_POINTS // 4
+    span = channels[0].ends[-1].seconds - channels[0].ends[0].seconds
     assert span > 2.0  # statuses of two ranks are half a second apart, and repeat what was said before
 
 

@@ -31,10 +31,10 @@ def compute_times(
 
 
 def first_named(
-    step: Sequence[Collective], times: Iterator[Sequence[float]], steps: int
+    step: Sequence[Collective], times: Iterator[Sequence[float]], steps: int, transfer_seconds: float = 0.002
 ) -> tuple[int | None, list[WatchStraggler]]:
     """The step in which somebody is named first, and who."""
-    job = SimulatedJob(4, step)
+    job = SimulatedJob(4, step, transfer_seconds)
     lateness = StragglerFinder(job.members)
     for number, statuses in enumerate(job.steps(itertools.islice(times, steps))):
         if statuses is not None and (found := lateness.receive(statuses)):
@@ -75,6 +75,15 @@ def test_a_report_does_not_claim_what_too_few_steps_cannot_show() -> None:
     (said,) = short.suspects = [late_in_words(WatchStraggler(2, "default", 0.12, (0, 1, 3)), "node1", "may be late")]
     assert said in str(short) and "no rank was late, " not in str(short)
     assert "no rank was late, nothing hung" in str(WatchReport(60.0, decided=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_late_rank_is_named_where_the_others_always_have_something_under_way(seed: int) -> None:
+    """They issue the next collectives, asynchronously, milliseconds after the last ones: no look sees them idle."""
+    number, _ = first_named(DATA_PARALLEL[:1], compute_times(4, 0.003, 1.0, seed), 2000, transfer_seconds=0.05)
+    assert number is None
+    number, found = first_named(DATA_PARALLEL[:1], compute_times(4, 0.003, 1.0, seed, 2, 0.25), 40)
+    assert number is not None and [each.rank for each in found] == [2]
 
 
 def test_a_small_delay_in_long_steps_is_named_too() -> None:
