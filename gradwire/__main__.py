@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("gradwire.bench.nccl_tests.command", "time collectives (flags of nccl-tests), kernels and codecs"),
     "compare": ("gradwire.cli.compare", "compare plain DDP, torch's hooks and gradwire, also with your script"),
     "emulate": ("gradwire.bench.emulation.command", "run a command on an emulated cluster (network namespaces)"),
-    "plot": ("gradwire.bench.plot.command", "draw the JSON output of bench, compare, predict and traces"),
+    "plot": ("gradwire.bench.plot.command", "draw the JSON output of bench, compare and traces"),
 }
 """Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""
 

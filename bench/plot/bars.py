@@ -1,4 +1,4 @@
-"""Bars of seconds with the speed-up written beside them: what `compare --json` and `hook_speed --json` wrote."""
+"""Draws bars of seconds with the speed-up written beside them, from what `compare --json` and `make run` wrote."""
 
 import textwrap
 from dataclasses import dataclass
@@ -91,28 +91,6 @@ def draw_training(record: PlotRecord, output: Path) -> None:
 
 _TRAINED = {"plain": "plain DDP", "gradwire": "gradwire, exact"}
 """What a bar is called; `gradwire:int8` is so called."""
-
-
-def draw_hook_speed(record: PlotRecord, output: Path) -> None:
-    """Draws seconds for one bucket on each cluster as bars, from `hook_speed --json`."""
-    rows = [each for each in record["results"] if each["name"] != "gloo all_reduce"][::-1]
-    bars = [
-        Bar(
-            f"{each['case']}: {each['name']}",
-            each["seconds"],
-            f"{each['seconds']:.3g} s   {each['speed_up']:.2f}x   {each['limit_share']:.0%} of the limit",
-        )
-        for each in rows
-    ]
-    _draw(
-        bars,
-        f"one bucket of {record['megabytes']:g} MB through the DDP hook; nodes x ranks behind {record['nic']}",
-        "seconds, lower is better\nbeside the bars: seconds, speed-up over plain DDP on the same cluster, share of "
-        "what "
-        "the link allows",
-        [record["machine"]],
-        output,
-    )
 
 
 def _draw(bars: list[Bar], title: str, axis: str, notes: list[str], output: Path) -> None:

@@ -1,8 +1,8 @@
-"""`gradwire plot FILE.json...`: pictures of what `bench -J`, `compare --json`, `hook_speed --json` and traces hold.
+"""`gradwire plot FILE.json...`: draws what `bench -J`, `compare --json`, `make run` and `HookState.trace` wrote.
 
-Files of `bench` become two pictures, bus bandwidth over size and time over size, one line for each file and block; a
-file of `compare`, `hook_speed` or `make run` becomes bars of seconds with the speed-up written on them. Of a trace that
-`HookState.trace` wrote, one step of all ranks is drawn.
+Files of `bench` become two pictures, bus bandwidth over size and time over size, with one line for each file and block.
+A file of `compare` or `make run` becomes bars of seconds with the speed-up written on them. A trace becomes a picture
+of one step of all ranks.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gradwire.bench.arguments import CommandParser, check_output, check_picture, read_input
 from gradwire.bench.pipe import reader_may_leave
-from gradwire.bench.plot.bars import draw_compare, draw_hook_speed, draw_training
+from gradwire.bench.plot.bars import draw_compare, draw_training
 from gradwire.bench.plot.sizes import draw_sizes
 from gradwire.bench.plot.style import PlotRecord
 from gradwire.bench.plot.timeline import draw_timeline, is_trace
@@ -23,14 +23,14 @@ _MOST_NBYTES = 1 << 28
 """Most bytes of a file; a trace of 20 steps on 64 ranks has some 20 MB."""
 
 
-_DRAWN = {"compare": draw_compare, "hook_speed": draw_hook_speed, "main_job": draw_training}
-"""Kind of a file that is drawn by itself -> who draws it."""
+_DRAWN = {"compare": draw_compare, "main_job": draw_training}
+"""Kind of a file that is drawn by itself -> function that draws it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = CommandParser(
-        prog="gradwire plot", description="Draws what bench, compare and hook_speed measured, or a step of a trace."
+        prog="gradwire plot", description="Draw what bench, compare and make run measured, or a step of a trace."
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     parser.add_argument(
@@ -57,7 +57,7 @@ def read(file: Path) -> PlotRecord:
     if not ours:
         raise ValueError(
             f"`FILE.json` {file} is none of gradwire's; wanted the output of `gradwire bench -J`, `gradwire "
-            "compare --json`, `hook_speed --json`, `make run` with `--json` or `HookState.trace`"
+            "compare --json`, `make run` with `--json` or `HookState.trace`"
         )
     return record
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PlotRecord = dict[str, Any]
-"""What `bench -J`, `compare --json` or `hook_speed --json` wrote."""
+"""JSON that `bench -J`, `compare --json`, `make run` or a trace wrote, read."""
 
 OURS, PEERS, BASELINE = "#0b6e4f", "#8d99ae", "#c1440e"
 """gradwire, the others, and what speed-ups are measured against."""
