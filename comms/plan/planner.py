@@ -152,7 +152,8 @@ def plan_all_reduce(
     than = "a flat ring" if rival is flat else "NCCL's tree"
     if assumed:
         # Beside it a report has the rates that were seen since: a plan that a clock has chosen would vary bits.
-        return with_reason(taken, f"Faster than {than} by assumed rates; rates seen since choose no plan.")
+        kept = "Rates measured since do not change the plan, so that results can be repeated."
+        return with_reason(taken, f"Predicted faster than {than} at assumed rates. {kept}")
     return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
 
 

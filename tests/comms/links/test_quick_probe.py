@@ -119,7 +119,7 @@ def test_a_plan_for_an_assumed_rate_says_why_the_measured_one_beside_it_does_not
 
     for said in run_ranks(4, run):
         assert "8 Mbit/s inter_node (probed)" in said
-        assert "why: Faster than a flat ring by assumed rates; rates seen since choose no plan." in said
+        assert "why: Predicted faster than a flat ring at assumed rates." in said
 
 
 CASES: list[tuple[str, dict[str, Any], bool]] = [
