@@ -125,7 +125,7 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, (OutOfResourcesError, torch.OutOfMemoryError))
 
 
-class EpochFailureReporter(FailureReporter):
+class GenerationFailureReporter(FailureReporter):
     """Where a failure of one generation's communicator is told: the membership finds out who is left.
 
     Args:
@@ -145,7 +145,7 @@ class EpochFailureReporter(FailureReporter):
 
 def first_failure_policy(rank: int, size: int, timeout: timedelta) -> FailurePolicy:
     """Returns the failure policy of the first communicator; the membership, made later, shares its `failures`."""
-    reporter = EpochFailureReporter(rank, Failures())
+    reporter = GenerationFailureReporter(rank, Failures())
     return FailurePolicy(reporter, lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=size))
 
 
@@ -178,7 +178,7 @@ def unheld(rebuild: Rebuild) -> Rebuild:
 
 def failure_policy_of(view: View, membership: Membership, timeout: timedelta) -> FailurePolicy:
     """Returns the failure policy of the communicator that the members of `view` make."""
-    reporter = EpochFailureReporter(view.rank, membership.failures)
+    reporter = GenerationFailureReporter(view.rank, membership.failures)
     return FailurePolicy(
         reporter,
         lambda store: GenerationStore(store, timeout, reporter.abort_reason, ranks=view.size),

@@ -16,7 +16,7 @@ from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.communicator import FailurePolicy
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.peer_info import packed
-from gradwire.comms.elastic.resilient_ops import EpochFailureReporter, ResilientOps
+from gradwire.comms.elastic.resilient_ops import GenerationFailureReporter, ResilientOps
 from gradwire.topology.host_summary import Hardware
 from simulated.simulation import LATENCY_SECONDS, Process, Simulation
 
@@ -215,7 +215,7 @@ class Job:
         diary = self.diaries[name]
         try:
             membership = Membership(self.store, view, TIMEOUT, said)
-            first = self._communicator(view, EpochFailureReporter(view.rank, membership.failures))
+            first = self._communicator(view, GenerationFailureReporter(view.rank, membership.failures))
             diary.views.append(view)
 
             def rebuild(view: View, store: Store, failure_policy: FailurePolicy) -> Any:

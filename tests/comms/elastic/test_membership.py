@@ -21,7 +21,7 @@ from gradwire.comms.elastic.membership import (
     Membership,
     View,
 )
-from gradwire.comms.elastic.resilient_ops import EpochFailureReporter
+from gradwire.comms.elastic.resilient_ops import GenerationFailureReporter
 from gradwire.comms.errors import PeerError
 from support.threads import run_ranks
 
@@ -135,7 +135,7 @@ def test_a_lost_member_leaves_its_note() -> None:
 def test_a_failure_ends_the_epoch_for_all_and_its_store_says_why() -> None:
     store = HashStore()
     made = members(store, 2)
-    reporter, failures = EpochFailureReporter(0, made[0].failures), [each.failures for each in made]
+    reporter, failures = GenerationFailureReporter(0, made[0].failures), [each.failures for each in made]
     told = GenerationStore(store, TIMEOUT, reporter.abort_reason)
     assert not told.check(["anything"])
     reporter.signal_abort("a connection broke")
