@@ -1,8 +1,11 @@
-"""Tells a rank that is late from one that waits in another model: ranks that run their models in another order.
+"""Detection of ranks that run their models in different orders, which otherwise look like stragglers.
 
-Each hooked model has a communicator, a stall watch and a store prefix of its own, so that the watch of one model sees
-only that the other rank has not come. A rank that waits therefore leaves one word under a prefix that all communicators
-of a job share.
+Each hooked model has a communicator, a stall watch and a store prefix of its own. So the watch of one model sees only
+that the other rank has not reached a bucket, and not that it waits in another model. Each waiting rank therefore
+publishes its wait under a prefix that all communicators of a job share.
+
+Pairs of ranks suffice: a rank that waits in a model waits for every rank of it that has not reached the bucket, so of
+ranks that run the same models in different orders, two always wait for each other.
 """
 
 import json
@@ -17,22 +20,22 @@ from gradwire.comms.boundary.messages import MessageType
 
 
 class CountsLaunches(Protocol):
-    """A stall watch, as far as it is asked here."""
+    """The part of a stall watch that is needed here."""
 
     @property
     def launches(self) -> int:
-        """The number of all-reduces that this rank has started in the watched model."""
+        """Number of all-reduces that this rank has started in the watched model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a rank of the job waits in.
+    """Wait of a rank in a model.
 
     Attributes:
-        start: The name of its communicator's start; the same on all of its ranks.
-        model: The place of the model among those that the rank has hooked, from 0.
-        number: The launch that it waits in.
-        bucket: The bucket of that launch, in words.
+        start: Name of the start of the communicator; the same on all of its ranks.
+        model: Place of the model among those that the rank has hooked, from 0.
+        number: Number of the launch in which it waits, from 0.
+        bucket: Bucket of that launch, with its parameters.
     """
 
     start: str
@@ -43,16 +46,19 @@ class Wait:
 
 _WAIT: MessageType[Wait] = MessageType(Wait)
 _models: dict[int, "count[int]"] = {}
+"""Rank in the default group -> counter of the models that it has hooked."""
 _watches: "WeakValueDictionary[tuple[str, int], CountsLaunches]" = WeakValueDictionary()
-"""The living watches of this process, by their communicator's start and the rank in the default group."""
+"""(Name of the communicator's start, rank in the default group) -> stall watch of this process."""
 
 
 class Waits:
-    """What one rank tells the job of its waits in one model, and what it hears of other ranks' waits.
+    """Waits of one rank in one model, as it publishes them to the other ranks of the job.
+
+    Thread safety: none. The thread of the model's stall watch calls it.
 
     Args:
-        store: A store that all communicators of the job share.
-        start: The name of the communicator's start.
+        store: Store that all communicators of the job share.
+        start: Name of the start of the model's communicator.
         rank: This rank in the default group.
     """
 
@@ -61,40 +67,39 @@ class Waits:
         self._start = start
         self._rank = rank
         self._model = next(_models.setdefault(rank, count()))
-        self._said: Wait | None = None
+        self._published: Wait | None = None
 
-    def know(self, watch: CountsLaunches) -> None:
-        """Notes which watch of this process looks at the model's launches."""
+    def register(self, watch: CountsLaunches) -> None:
+        """Registers the stall watch of this model, so that those of other models can ask for its launches."""
         _watches[self._start, self._rank] = watch
 
-    def say(self, number: int, bucket: str) -> None:
-        """Tells the job that this rank waits in a launch of this model; the latest word of a rank counts."""
-        said = Wait(self._start, self._model, number, bucket)
-        if said != self._said:
-            self._store.set(str(self._rank), json.dumps(asdict(said)))
-            self._said = said
+    def publish(self, number: int, bucket: str) -> None:
+        """Publishes that this rank waits in a launch of this model, in place of its previous wait."""
+        wait = Wait(self._start, self._model, number, bucket)
+        if wait != self._published:
+            self._store.set(str(self._rank), json.dumps(asdict(wait)))
+            self._published = wait
 
-    def take_back(self) -> None:
-        """Removes the word, unless one about another model has taken its place."""
-        said, self._said = self._said, None
-        if said is not None and self._of(self._rank) == said:
+    def withdraw(self) -> None:
+        """Deletes the published wait, unless one in another model has replaced it."""
+        wait, self._published = self._published, None
+        if wait is not None and self._of(self._rank) == wait:
             self._store.delete_key(str(self._rank))
 
-    def disorder(self, late: Sequence[int]) -> str | None:
-        """Says that a rank waits for this one in another model, if one that this rank waits for does.
+    def find_disorder(self, late: Sequence[int]) -> str | None:
+        """Returns a sentence about two ranks that wait for each other in different models; None if there are none.
 
         Args:
-            late: Ranks in the default group that this rank waits for.
-
-        Returns:
-            The sentence; None where the ranks' order is not what is wrong.
+            late: Ranks in the default group for which this rank waits.
         """
-        own = self._said
+        own = self._published
         for rank in late:
             other = self._of(rank)
             if own is None or other is None or other.start == own.start:
                 continue
-            watch = _watches.get((other.start, self._rank))  # None: of an earlier start, or not of this rank's models
+            # None if the other wait is from an earlier start, or in a model that this rank does not have.
+            watch = _watches.get((other.start, self._rank))
+            # The other rank waits for this one only if this one has not started that launch.
             if watch is not None and watch.launches <= other.number:
                 (one, first), (two, second) = sorted({self._rank: own, rank: other}.items())
                 return (

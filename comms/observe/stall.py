@@ -35,18 +35,19 @@ from gradwire.comms.run.executor import Executor
 log = logging.getLogger("gradwire")
 
 POLLS, SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 4, 0.02, 5.0
-"""Looks of the thread in the time after which it warns, and their limits."""
+"""Polls of the thread in the time after which it warns, and the limits of the interval between two of them."""
 
 PASSES = 3
-"""How often all reports are read, a look apart, until all ranks have left one."""
+"""Polls in which the collector reads the reports, until all ranks have published one: others may poll later than it."""
 
 CLOSE_SECONDS = 1.0
-"""How long `close` waits for the thread, which may be in a call of the store."""
+"""Longest time for which `close` waits for the thread, which may be in a request to the store."""
 
 MOST_FAILURES = 3
-"""The most failures of the store, in one stall; then the thread ends."""
+"""Failed requests to the store in one stall after which the thread ends."""
 
 COLLECTOR, DIAGNOSIS = "stall/collector", "stall/diagnosis"
+"""Keys of the rank that reads the reports, and of the sentence that it has logged."""
 
 Contents = Mapping[int, tuple[int, tuple[str, ...]]]
 """Bucket -> (elements, names of its parameters)."""
@@ -54,15 +55,15 @@ Contents = Mapping[int, tuple[int, tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class StallReport:
-    """What a rank without progress says.
+    """Report of a rank without progress.
 
     Attributes:
-        launches: How many it has started.
-        seconds: For how long it has made no progress.
-        number: The launch that it waits in; None where it waits in none, or does not know.
-        phase: What that is: `reduce_scatter intra_node`.
-        bucket: Which bucket that is, in words.
-        where: What its own thread is doing: `train.py:88 in load`.
+        launches: Number of launches that it has started.
+        seconds: Time without progress.
+        number: Launch in which it waits, from 0; None if it waits in none, or does not know (on CUDA).
+        phase: Phase of that launch: `reduce_scatter intra_node`.
+        bucket: Bucket of that launch, with its parameters.
+        where: Line in which its training thread is: `train.py:88 in load`.
     """
 
     launches: int
@@ -151,13 +152,13 @@ def positions_of(reports: Mapping[int, StallReport], *, on_cuda: bool) -> dict[i
 
 @dataclass(slots=True)
 class Stall:
-    """A time without progress in which this rank has left a report.
+    """A stall for which this rank has published a report.
 
     Attributes:
-        report: Which.
-        collects: This rank reads all reports.
-        passes: Looks that are left for the reports, or for the diagnosis.
-        warned: The diagnosis is there.
+        report: The report.
+        collects: Whether this rank reads all reports and diagnoses them.
+        passes: Polls that are left for the reports, or for the diagnosis of the collector.
+        warned: Whether the diagnosis exists.
     """
 
     report: StallReport
@@ -166,17 +167,34 @@ class Stall:
     warned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedJob:
-    """Whom a rank watches.
+@dataclass(slots=True)
+class _Progress:
+    """Progress of this rank at the last poll.
 
     Attributes:
-        rank: This one.
-        hostnames: Names of all ranks' hosts.
-        ranks: All ranks' places in the default group.
-        contents: What each bucket holds.
-        on_cuda: The gradients are on a CUDA device.
-        waits: This rank's waits in the models of the job; None if they are not published.
+        launches: Number of launches that it has started.
+        waits_in: Number and phase of the launch in which it waits; None if it waits in none.
+        since: Monotonic time of the last change.
+        ended_stall: Length of a stall that has ended, in seconds, until a new launch shows that training continues.
+    """
+
+    launches: int
+    waits_in: tuple[int, str] | None
+    since: float
+    ended_stall: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedJob:
+    """The ranks that a stall watch diagnoses.
+
+    Attributes:
+        rank: This rank, in the communicator.
+        hostnames: Host of each rank.
+        ranks: Rank in the default group of each rank; messages name these.
+        contents: Contents of each bucket.
+        on_cuda: Whether the gradients are on CUDA devices.
+        waits: Waits of this rank in all models of the job; None if they are not published.
     """
 
     rank: int
@@ -188,17 +206,19 @@ class WatchedJob:
 
 
 class StallWatch:
-    """One rank's thread that notices when there is no progress.
+    """Thread of one rank that notices, reports and diagnoses a stall.
+
+    Thread safety: the thread alone changes the state; `last` and `count` may be read from any thread.
 
     Args:
-        store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
-        job: Whom it watches.
-        executor: Whose launches are watched.
-        seconds: Without progress, until the first report.
+        store: Store of all ranks, with a prefix of its own. Requests to it must not block other threads' requests.
+        job: Ranks to diagnose.
+        executor: Executor whose launches are watched.
+        seconds: Time without progress until the first report.
 
     Attributes:
-        last: What the last warning said, here or on the rank that gave it; None before one.
-        count: How many there were.
+        last: Last diagnosis, of this rank or of the collector; None before the first one.
+        count: Number of diagnoses.
     """
 
     def __init__(self, store: Store, job: WatchedJob, executor: Executor, seconds: float) -> None:
@@ -210,21 +230,18 @@ class StallWatch:
         self._seconds = seconds
         self._watched = threading.get_ident()
         self._closed = threading.Event()
-        self._progress: tuple[int, tuple[int, str] | None] = (0, None)
-        self._since = time.monotonic()
+        self._progress = _Progress(0, None, time.monotonic())
         self._next = seconds
         self._stall: Stall | None = None
-        self._ended_stall: float | None = None
-        """Seconds of a stall that has ended, until it is known that training continues."""
-        self._all_here_said = False
+        self._all_reached = False
         self._failures = 0
         if job.waits is not None:
-            job.waits.know(self)
+            job.waits.register(self)
         poll_seconds = min(max(seconds / POLLS, SHORTEST_POLL_SECONDS), LONGEST_POLL_SECONDS)
         self._thread = BackgroundThread(
             f"gradwire stall watch {job.rank}",
             partial(self._run, poll_seconds),
-            without=f"rank {job.rank} neither says nor hears what hangs",
+            without=f"stalls are not diagnosed on rank {job.rank}",
             on_failure=lambda error: self._closed.set(),
             end=self._closed.set,
         )
@@ -232,7 +249,7 @@ class StallWatch:
 
     @property
     def launches(self) -> int:
-        """How many launches this rank has started."""
+        """Number of launches that this rank has started."""
         return self._executor.launches
 
     def close(self) -> None:
@@ -244,39 +261,44 @@ class StallWatch:
     def _run(self, poll_seconds: float) -> None:
         while not self._closed.wait(poll_seconds):
             try:
-                self._look()
-            except RuntimeError as error:  # a key is gone again, or the store: whoever waits will hear of that
+                self._poll()
+            except RuntimeError as error:
+                # The store is gone, which the training thread will report, or a key was deleted meanwhile.
                 self._failures += 1
-                log.debug("rank %d cannot say or hear what hangs: %s", self._job.rank, error)
+                log.debug("rank %d cannot reach the store to diagnose a stall: %s", self._job.rank, error)
                 if self._failures == MOST_FAILURES:
                     return
-            except (ValueError, TypeError, KeyError) as error:  # a report that another version, or a stranger, has left
+            except (ValueError, TypeError, KeyError) as error:
+                # The report of another version, or of another program.
                 self._failures += 1
-                log.debug("rank %d cannot read what another one says of a stall: %r", self._job.rank, error)
+                log.debug("rank %d cannot read another one's report of a stall: %r", self._job.rank, error)
                 if self._failures == MOST_FAILURES:
                     raise
 
-    def _look(self) -> None:
-        waiting = self._executor.oldest()
-        where = None if waiting is None else (waiting.number, waiting.phase)
-        progress = (self._executor.launches, where)
-        if progress != self._progress:
-            idle, started = time.monotonic() - self._since, progress[0] > self._progress[0]
-            self._progress, self._since = progress, time.monotonic()
-            self._go_on(idle)
-            # A launch that fails ends as well: only a new launch shows that training continues.
-            if started and self._ended_stall is not None:
-                log.warning("stall: training continues after a stall of %s", duration(self._ended_stall))
-                self._ended_stall = None
+    def _poll(self) -> None:
+        """Compares the progress with that of the last poll; reports, collects or reads the diagnosis as needed."""
+        waiting, launches, was = self._executor.oldest(), self._executor.launches, self._progress
+        waits_in = None if waiting is None else (waiting.number, waiting.phase)
+        # With progress: end the stall. A launch that fails ends, too, so only a new one shows that training continues.
+        if (launches, waits_in) != (was.launches, was.waits_in):
+            now = time.monotonic()
+            self._progress = _Progress(launches, waits_in, now, was.ended_stall)
+            self._end_stall(now - was.since)
+            ended = self._progress.ended_stall
+            if launches > was.launches and ended is not None:
+                self._progress.ended_stall = None
+                log.warning("stall: training continues after a stall of %s", duration(ended))
             return
-        if self._executor.launches == 0:
+        if launches == 0:
             return
-        passed = time.monotonic() - self._since
+        # Without progress: publish the wait for ranks in other models, then the report, and again after twice the time.
+        passed = time.monotonic() - was.since
         if self._job.waits is not None and waiting is not None and passed >= self._seconds / 2:
-            self._job.waits.say(waiting.number, self._bucket_name(waiting.bucket.index))
+            self._job.waits.publish(waiting.number, self._bucket_name(waiting.bucket.index))
         if passed >= self._next:
             self._next = 2 * passed
-            self._say(passed)
+            self._publish(passed)
+        # Collect all reports, or read what the collector has made of them.
         stall = self._stall
         if stall is None or not stall.passes or (stall.report.number is None and not self._job.on_cuda):
             return
@@ -287,15 +309,16 @@ class StallWatch:
             stall.passes -= 1
             if self._store.check([DIAGNOSIS]):
                 stall.warned = True
-                self._heard(self._store.get(DIAGNOSIS).decode())
+                self._note(self._store.get(DIAGNOSIS).decode())
 
-    def _heard(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         self.last = text
         self.count += 1
 
-    def _say(self, passed: float) -> None:
-        """Leaves this rank's report, and finds out who reads them."""
-        from gradwire.comms.observe.stack import line_of_thread  # here: most jobs hang nowhere
+    def _publish(self, passed: float) -> None:
+        """Publishes the report of this rank; the first waiting rank that does becomes the collector."""
+        # Imported here, because most jobs have no stall.
+        from gradwire.comms.observe.stack import line_of_thread
 
         waiting = self._executor.oldest()
         launches, where = self._executor.launches, line_of_thread(self._watched)
@@ -315,7 +338,7 @@ class StallWatch:
         stall.warned = False
 
     def _collect(self, stall: Stall, passed: float) -> None:
-        """Reads all reports, and says what they mean once all ranks have spoken, or have had the time to."""
+        """Reads all reports, and diagnoses them once all ranks have published one or had the time to."""
         job = self._job
         reports = {job.rank: replace(stall.report, seconds=passed)}
         for rank in range(len(job.hostnames)):
@@ -334,40 +357,41 @@ class StallWatch:
         found = diagnose(reports, job.hostnames, job.ranks, on_cuda=job.on_cuda)
         if found is None:
             return
-        if self._job.waits is not None and (text := self._job.waits.disorder([job.ranks[rank] for rank in found.late])):
+        # A rank that waits for this one in another model is not a straggler.
+        if job.waits is not None and (text := job.waits.find_disorder([job.ranks[rank] for rank in found.late])):
             found = StallDiagnosis(text)
-        repeated = not found.late and self._all_here_said
+        # A slow link is logged as a warning once: it may make every step stall.
+        repeated = not found.late and self._all_reached
         log.log(logging.INFO if repeated else logging.WARNING, "stall: %s", found.text)
-        self._all_here_said |= not found.late
+        self._all_reached |= not found.late
         stall.warned = True
-        self._heard(found.text)
+        self._note(found.text)
         self._store.set(DIAGNOSIS, found.text)
 
     def _with_buckets(self, reports: Mapping[int, StallReport]) -> dict[int, StallReport]:
-        """Names the bucket that the last rank has not come to, where this one has (on CUDA)."""
+        """Adds the bucket that the last rank has not reached, if this rank has (on CUDA)."""
         behind = self._executor.launches - min(report.launches for report in reports.values())
         carried = list(self._executor.carried)
         if not 0 < behind <= len(carried):
             return dict(reports)
-        index = carried[-behind]
-        named = self._bucket_name(index)
+        named = self._bucket_name(carried[-behind])
         return {rank: replace(report, bucket=named) for rank, report in reports.items()}
 
     def _bucket_name(self, index: int) -> str:
         return bucket_words(index, self._job.contents.get(index, (0, ()))[1])
 
-    def _go_on(self, idle: float) -> None:
-        """Takes this rank's report back."""
+    def _end_stall(self, seconds: float) -> None:
+        """Deletes what this rank has published about a stall of so many seconds."""
         self._next = self._seconds
         self._failures = 0
         if self._job.waits is not None:
-            self._job.waits.take_back()
+            self._job.waits.withdraw()
         stall, self._stall = self._stall, None
         if stall is None:
             return
         self._store.delete_key(f"stall/{self._job.rank}")
         if stall.collects:
             if stall.warned:
-                self._ended_stall = idle
+                self._progress.ended_stall = seconds
                 self._store.delete_key(DIAGNOSIS)
             self._store.delete_key(COLLECTOR)

@@ -1,6 +1,7 @@
 """A real DDP job of four processes: the hook names the late rank with the parameter, and traces its steps."""
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -54,3 +55,32 @@ def test_a_job_names_its_late_rank_and_is_traced(processes: Processes, tmp_path:
         buckets = [event["args"] for event in events if event["pid"] == rank and event["cat"] == "buckets"]
         assert {each["parameters"][0] for each in buckets} == {f"{layer}.weight" for layer in range(4)}
         assert len(buckets) == 2 * 4
+
+
+def run_in_another_order(rank: int) -> str | None:
+    """Runs two models, on each rank first the one that the other runs last; then the missing one as well."""
+    dist.init_process_group("gloo")
+    models = [DistributedDataParallel(nn.Linear(4, 4, bias=False)) for _ in range(2)]
+    states = [gradwire.HookState(model, stall_seconds=0.2, straggler_every=0) for model in models]
+    for model, state in zip(models, states, strict=True):
+        model.register_comm_hook(state, gradwire.comm_hook)
+        model(torch.ones(2, 4)).sum().backward()
+    first = threading.Thread(target=lambda: models[rank](torch.ones(2, 4)).sum().backward())
+    first.start()
+    until = time.monotonic() + 60
+    while (found := states[rank].report().stall) is None or "another order" not in found:
+        if time.monotonic() > until:
+            return found
+        time.sleep(0.05)
+    models[1 - rank](torch.ones(2, 4)).sum().backward()
+    first.join()
+    dist.destroy_process_group()
+    return found
+
+
+def test_processes_that_run_two_models_in_another_order_are_told_so(processes: Processes) -> None:
+    for found in processes(2, run_in_another_order):
+        assert found == (
+            "rank 0 waits in bucket 0 (`weight`) of model 0, rank 1 in bucket 0 (`weight`) of model 1: the ranks run "
+            "their models in another order"
+        )

@@ -149,11 +149,11 @@ def test_ranks_that_run_their_models_in_another_order_are_told_so_and_none_is_bl
             watches[start, rank] = watch
     for watch in watches.values():
         watch.close()  # its looks are taken here
-        watch._look()
-        watch._since, watch._next = time.monotonic() - 2e6, 1.0
+        watch._poll()
+        watch._progress.since, watch._next = time.monotonic() - 2e6, 1.0
     for _ in range(2):  # all have left their reports in the first round
         for watch in watches.values():
-            watch._look()
+            watch._poll()
     for start, rank in (("first", 0), ("second", 1)):
         said = watches[start, rank].last
         assert said is not None
@@ -161,7 +161,7 @@ def test_ranks_that_run_their_models_in_another_order_are_told_so_and_none_is_bl
         assert ", rank 1 in bucket 0 (`second.weight`) of model " in said
         assert said.endswith(": the ranks run their models in another order")
     for watch in watches.values():
-        watch._go_on(0.0)
+        watch._end_stall(0.0)
     assert job_store.num_keys() == 0
 
 
@@ -174,16 +174,16 @@ def test_training_continues_with_the_next_launch_and_not_where_the_one_waited_fo
     job = stall.WatchedJob(0, ("a", "b"), (0, 1), {})
     watch = stall.StallWatch(HashStore(), job, executor, 1e6)  # type: ignore[arg-type]
     watch.close()  # its looks are taken here
-    watch._look()
-    watch._since, watch._next = time.monotonic() - 2e6, 1.0
+    watch._poll()
+    watch._progress.since, watch._next = time.monotonic() - 2e6, 1.0
     for _ in range(stall.PASSES + 1):
-        watch._look()
+        watch._poll()
     assert watch.last is not None and watch.last.startswith("rank 1 on b does not respond")
     executor.waits = None  # it has failed: nothing is under way
-    watch._look()
+    watch._poll()
     assert not any("training continues" in record.getMessage() for record in caplog.records)
     executor.launches = 4
-    watch._look()
+    watch._poll()
     assert any("training continues after a stall of 2e+06 s" in record.getMessage() for record in caplog.records)
 
 
@@ -191,13 +191,13 @@ def test_a_rank_that_waits_for_a_third_one_in_another_model_is_late() -> None:
     """This rank has started the launch that the late one waits in: it is another rank that both wait for."""
     store = HashStore()
     this, other = Waits(store, "A", 0), Waits(store, "B", 1)
-    this.say(3, BUCKET)
-    other.say(3, BUCKET)
+    this.publish(3, BUCKET)
+    other.publish(3, BUCKET)
     watch = SimpleWatch(launches=4)
-    Waits(store, "B", 0).know(watch)
-    assert this.disorder([1]) is None
+    Waits(store, "B", 0).register(watch)
+    assert this.find_disorder([1]) is None
     watch.launches = 3
-    assert this.disorder([1]) is not None
+    assert this.find_disorder([1]) is not None
 
 
 class SimpleWatch(SimpleNamespace):
