@@ -3,7 +3,8 @@
 import statistics
 import textwrap
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,12 @@ COLOURS = {
     "codec": CODEC,
     "wait": WAIT,
 }
+
+WAITS_FOR = "wait for "
+"""Begins the name of an event in which a lane waits for a transfer, before its collective and level."""
+
+CLOSE = 0.015
+"""Share of the picture's width below which the numbers of two buckets would overlap."""
 
 _ROWS = {"step": "backward", "arrivals": "buckets"}
 """What rows are called that are no lane's."""
@@ -89,7 +96,36 @@ def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineB
             what = next((each for each in COLOURS if name.startswith(each)), None)
             if what is not None:
                 found[rank][track].append(TimelineBar(max(began, first), min(ended, last), what, what == "codec"))
+    for rank, track, bar in _in_flight(record):
+        if bar.ended > first and bar.began < last:
+            found[rank][track].append(replace(bar, began=max(bar.began, first), ended=min(bar.ended, last)))
     return found
+
+
+def _in_flight(record: PlotRecord) -> Iterator[tuple[int, str, TimelineBar]]:
+    """Yield (rank, row, bar) of transfers that no lane carries: those that run while the next lane waits for them.
+
+    A chunk's transfer is issued when the lane before it is done with the chunk, and has ended when the wait for it has.
+    Chunks go through each lane in one order, so the n-th wait of an all-reduce belongs to the n-th chunk.
+    """
+    events = sorted((each for each in record["traceEvents"] if each["ph"] == "X"), key=lambda each: each["ts"])
+    done: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for event in events:
+        rank, launch, name, track = (
+            int(event["pid"]),
+            event["args"].get("launch"),
+            str(event["name"]),
+            str(event["cat"]),
+        )
+        if launch is None or not track.startswith("lane "):
+            continue
+        lane, ended = int(track.removeprefix("lane ").partition(".")[0]), (event["ts"] + event["dur"]) / 1e6
+        op, _, level = name.removeprefix(WAITS_FOR).partition(" ")
+        if not name.startswith(WAITS_FOR):
+            done[rank, launch, lane].append(ended)
+        # The phase of the transfer has the number between the two lanes.
+        elif op in COLOURS and (chunks := done[rank, launch, lane - 2]):
+            yield rank, f"lane {lane - 1}, {level}", TimelineBar(chunks.pop(0), ended, op)
 
 
 def spans_of(record: PlotRecord) -> dict[int, tuple[float, float]]:
@@ -140,7 +176,7 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
     }
     ranks = shown_ranks(rows)
     lines = [(rank, track) for rank in ranks for track in _tracks(rows[rank])]
-    scale, unit = (1e3, "ms") if last - first < 2 else (1.0, "s")
+    scale, unit = (1e3, "ms") if last - first < 1 else (1.0, "s")
     figure, axes = pyplot.subplots(figsize=(11, 1.4 + 0.27 * len(lines) + 0.1 * len(ranks)), layout="constrained")
     heights, at = {}, 0.0
     for place, (rank, track) in enumerate(lines):
@@ -150,7 +186,8 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
         heights[rank, track] = at
         at += 1.0
     for (rank, track), height in heights.items():
-        for bar in rows[rank][track]:
+        bars = rows[rank][track] if track != "arrivals" else _readable(rows[rank][track], CLOSE * (last - first))
+        for bar in bars:
             _draw_bar(axes, bar, height, first, scale, track)
     late = [bar for rank in rows for bar in rows[rank]["arrivals"]]
     for number in sorted({bar.text for bar in late}, key=int):
@@ -162,7 +199,7 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
         axes.text(
             -0.135,
             (min(own) + max(own)) / 2,
-            textwrap.fill(names[rank].replace(", ", "\n"), 18, replace_whitespace=False),
+            textwrap.fill(names[rank].replace(", node ", "\n"), 18, replace_whitespace=False),
             transform=axes.get_yaxis_transform(),
             fontsize=8,
             ha="center",
@@ -202,6 +239,20 @@ def shown_ranks(rows: dict[int, dict[str, list[TimelineBar]]]) -> list[int]:
     if len(ranks) > MOST_RANKS:
         ranks = [ranks[round(place * (len(ranks) - 1) / (MOST_RANKS - 1))] for place in range(MOST_RANKS)]
     return sorted(set(ranks))
+
+
+def _readable(bars: Sequence[TimelineBar], apart: float) -> list[TimelineBar]:
+    """Join the numbers of buckets that arrive within `apart` seconds of each other into one text: `0,1,2`."""
+    found: list[TimelineBar] = []
+    labelled = 0
+    for bar in sorted(bars, key=lambda each: each.began):
+        if found and bar.began - found[labelled].began < apart:
+            found[labelled] = replace(found[labelled], text=f"{found[labelled].text},{bar.text}")
+            found.append(replace(bar, text=""))
+        else:
+            labelled = len(found)
+            found.append(bar)
+    return found
 
 
 def _tracks(rows: dict[str, list[TimelineBar]]) -> list[str]:

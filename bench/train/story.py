@@ -1,36 +1,30 @@
-"""What a comparison of trainings came to, in plain sentences: saved, on which link, what would save more, quality."""
+"""Describes what a comparison of trainings showed, in plain sentences: what was saved, on which link, the quality."""
 
 from gradwire.bench.emulation.rate import format_rate
 from gradwire.bench.train.train import TrainingResult
-from gradwire.comms.plan.advise import LEAST_DISTORTION_FIRST, MOST_OF_IT
-
-WORTH_NAMING = 0.05
-"""Another setting is named where it is predicted to save more than this share of the fastest measured step."""
 
 
 def tell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
-    """The story of a run; every figure is of the run itself, and what is predicted says so.
+    """Return the sentences about a run; every figure was measured in it.
 
     Args:
         results: Plain DDP first, which the others are compared with.
-        bits_per_second: Of each node's link.
+        bits_per_second: Rate of each node's link.
     """
     plain, *others = results
     if not others:
         return ["Only one setting ran: there is nothing to compare it with."]
     lines = [_speed(plain, others[0], bits_per_second)]
     lines += [_against(plain, others[0], other) for other in others[1:]]
-    if more := _more(plain, others):
-        lines.append(more)
     return [*lines, _quality(plain, others)]
 
 
 def foretell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
-    """The story of a run whose links could not be made slow: bytes counted, seconds predicted, none measured.
+    """Return the sentences about a run whose links could not be made slow: bytes are counted, seconds predicted.
 
     Args:
         results: Plain DDP first, which the others are compared with.
-        bits_per_second: Of each node's link, as the predictions have it.
+        bits_per_second: Rate of each node's link that the predictions assume.
     """
     plain, *others = results
     if not others:
@@ -58,10 +52,10 @@ def foretell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
 
 
 def predicted_seconds(results: list[TrainingResult]) -> dict[str, float]:
-    """The backward pass with its communication, as predicted, by hook; what nothing is predicted for is left out.
+    """Return hook -> predicted seconds of the backward pass with its communication; hooks without one are left out.
 
     Args:
-        results: Of one run.
+        results: Results of one run.
     """
     source = next((one for one in results if one.predicted_seconds and one.predicted_plain_seconds), None)
     if source is None or source.predicted_seconds is None or source.predicted_plain_seconds is None:
@@ -72,7 +66,7 @@ def predicted_seconds(results: list[TrainingResult]) -> dict[str, float]:
 
 
 def setting(hook: str) -> str:
-    """A hook as a user writes it: `gradwire:int8` is what `compressor="int8"` sets."""
+    """Return a hook as a user writes it: `gradwire:int8` is what `compressor="int8"` sets."""
     name, _, compressor = hook.partition(":")
     return f'{name} with compressor="{compressor}"' if compressor else name
 
@@ -106,28 +100,6 @@ def _sent(plain: TrainingResult, other: TrainingResult) -> str:
     return (
         f"; a node's link carried {after / 1e6:.2f} MB a step instead of {before / 1e6:.2f}, {share:.0%} "
         f"{'less' if after <= before else 'more'}"
-    )
-
-
-def _more(plain: TrainingResult, others: list[TrainingResult]) -> str:
-    """Which setting that did not run would save more; empty where nothing was predicted."""
-    predicted = next((one.predicted_seconds for one in others if one.predicted_seconds), None)
-    if predicted is None:
-        return ""
-    fastest = min([plain, *others], key=lambda one: one.seconds_per_step)
-    ran = {one.hook.partition(":")[2] or "none" for one in others if one.hook.startswith("gradwire")}
-    here = predicted.get(fastest.hook.partition(":")[2] or "none", predicted["none"])
-    gains = {name: here - seconds for name, seconds in predicted.items() if name not in ran}
-    most = max(gains.values(), default=0.0)
-    # As `advise` has it: of those that save most of that, the one that changes the gradient least.
-    close = [name for name in gains if gains[name] >= MOST_OF_IT * most]
-    best = min(close, key=LEAST_DISTORTION_FIRST.index, default="")
-    basis = "predicted from the links' rate and this run's backward passes, not run"
-    if not best or gains[best] <= WORTH_NAMING * fastest.seconds_per_step:
-        return f"No other setting would save much more than {setting(fastest.hook)} ({basis})."
-    return (
-        f'compressor="{best}" would save another {gains[best]:.3f} s a step ({basis}); it is lossier, so check '
-        "the loss of a whole training."
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.bench.plot import command as plot
+from gradwire.bench.plot import timeline
 from gradwire.bench.plot.bars import draw_compare
 from gradwire.bench.plot.style import PlotRecord, load_pyplot
 
@@ -175,7 +176,7 @@ def test_a_step_of_a_trace_is_drawn_and_one_that_is_not_in_it_refused(tmp_path: 
     file.write_text(json.dumps({"traceEvents": events, "otherData": about}))
     (drawn,) = plot.draw([file], tmp_path / "step.svg")
     text = drawn.read_text()
-    for words in ("rank 1", "node n1", "step 6", "clocks aligned to 0.1 ms", "all_reduce", "waiting"):
+    for words in ("rank 1", "n1", "step 6", "clocks aligned to 0.1 ms", "all_reduce", "waiting"):
         assert words in text, words
     with pytest.raises(ValueError, match=r"`--step` is 7; the trace holds steps 6 to 6"):
         plot.draw([file], tmp_path / "step.svg", 7)
@@ -183,3 +184,34 @@ def test_a_step_of_a_trace_is_drawn_and_one_that_is_not_in_it_refused(tmp_path: 
     other.write_text(json.dumps(bench_record()))
     with pytest.raises(ValueError, match="no trace to take it from"):
         plot.draw([other], None, 7)
+
+
+def _event(lane: int, name: str, began: float, ended: float) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "pid": 0,
+        "cat": f"lane {lane}.0",
+        "name": name,
+        "ts": began * 1e6,
+        "dur": (ended - began) * 1e6,
+        "args": {"launch": 7},
+    }
+
+
+def test_a_transfer_that_no_lane_carries_is_drawn_from_its_issue_to_the_end_of_the_wait() -> None:
+    step = {"ph": "X", "pid": 0, "cat": "step", "name": "step 6: backward", "ts": 0, "dur": 9e6, "args": {"step": 6}}
+    events = [
+        _event(0, "reduce_scatter intra_node", 0.0, 1.0),
+        _event(0, "reduce_scatter intra_node", 1.0, 2.0),
+        _event(2, "wait for all_reduce inter_node", 1.5, 4.0),
+        _event(2, "all_gather intra_node", 4.0, 4.5),
+        _event(2, "wait for all_reduce inter_node", 4.5, 7.0),
+    ]
+    rows = timeline.rows_of({"traceEvents": [step, *events]}, 6)[0]
+    found = [(bar.began, bar.ended, bar.kind) for bar in rows["lane 1, inter_node"]]
+    assert found == [(1.0, 4.0, "all_reduce"), (2.0, 7.0, "all_reduce")]
+
+
+def test_numbers_of_buckets_that_would_overlap_stand_together() -> None:
+    bars = [timeline.TimelineBar(began, 9.0, "backward", text=str(index)) for index, began in enumerate([0, 0.1, 5])]
+    assert [bar.text for bar in timeline._readable(bars, 0.5)] == ["0,1", "", "2"]
