@@ -597,7 +597,7 @@ def _executor(
 ) -> Executor:
     """The executor of a device: streams on CUDA, lanes otherwise. Nobody asks again which of them it is."""
     if device.type == "cuda":
-        from gradwire.comms.bootstrap.liveness import Deadline
+        from gradwire.comms.bootstrap.deadline import Deadline
         from gradwire.comms.run.stream_executor import StreamExecutor
         from gradwire.comms.streams import DeviceClock, SideStreams
 

@@ -255,7 +255,8 @@ def test_a_lost_rank_is_noticed_by_one_mechanism() -> None:
     """Each module that detects failures makes a `PeerFailure` of them, and is in the table of failures.py."""
     failures = "gradwire.comms.bootstrap.failures"
     head = ast.get_docstring(ast.parse((ROOT / "comms/bootstrap/failures.py").read_text())) or ""
-    asks = {failures, "gradwire.comms.bootstrap.kernel.listener_state", "gradwire.comms.bootstrap.liveness.rank_state"}
+    package = "gradwire.comms.bootstrap"
+    asks = {failures, f"{package}.kernel.listener_state", f"{package}.ring_connections.rank_state"}
     found = {str(file.relative_to(ROOT / "comms")) for file in FILES if asks & set(imports(file))}
     unnamed = [each for each in found if each.removeprefix("bootstrap/") not in head]
     assert len(found) >= 5 and not unnamed, f"{unnamed} have something to say of lost ranks, and failures.py names none"

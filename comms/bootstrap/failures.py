@@ -5,12 +5,12 @@ one `PeerFailure`, whatever detects it and however it is sent:
 
 | source | who knows | detected by |
 |---|---|---|
-| `ended` | a kernel: nobody listens on the rank's port, or its connection was closed | liveness.py, probe.py |
+| `ended` | a kernel: port not listening, or connection closed | liveness.py, ring_connections.py, probe.py |
 | `broken` | a kernel: a connection has ended, though the process at its other end has not | liveness.py |
-| `left` | the rank itself, which shut down before an operation that needs it | liveness.py |
+| `left` | the rank itself, which shut down before an operation that needs it | ring_connections.py |
 | `silent` | a neighbour that has received nothing for long, while all ranks wait | liveness.py |
-| `absent`, `unreached` | a neighbour of a rank that has not joined, or that cannot be connected to | liveness.py |
-| `overdue` | a timeout, of work on a device or of connecting | liveness.py: `Deadline`; transport/nccl.py |
+| `absent`, `unreached` | a neighbour of a rank that has not joined, or is unreachable | ring_connections.py |
+| `overdue` | a timeout, of work on a device or of connecting | deadline.py; transport/nccl.py |
 | `failed` | an operation of this rank that raised | run/failure_handler.py, elastic/resilient_ops.py |
 | `over` | the ranks, which have agreed to continue with other members | elastic/membership.py |
 

@@ -7,16 +7,16 @@ nodes on one kernel are distinguished exactly where they cannot share memory.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
-from gradwire.comms.bootstrap.hardware import hardware
 from gradwire.comms.bootstrap.kernel import host_identity, own_kernel
 from gradwire.comms.boundary.messages import Addresses, Count, Kernel, Port, Rank
 from gradwire.comms.config import Config
-from gradwire.comms.environment import local_rank
+from gradwire.comms.environment import local_rank, visibility
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
-from gradwire.topology.host_summary import Hardware
+from gradwire.topology.host_summary import Hardware, host_summary
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
 """Link inside a node where the topology does not say, until it is measured: shared memory of a small host."""
@@ -85,6 +85,18 @@ class PeerInfo:
             kernel=own_kernel(),
             nvls_possible=_nvls_possible(device),
         )
+
+
+@lru_cache(maxsize=8)
+def hardware(local_rank: int | None, device_type: str) -> Hardware:
+    """Read this host's topology, once a process: bandwidth inside and outwards, and the nearest NIC. Measures nothing.
+
+    Args:
+        local_rank: Index of this rank on its host; None if the launcher did not set it.
+        device_type: `cpu` or `cuda`: type of the gradients' device.
+    """
+    host = host_summary(local_rank, visibility())
+    return host if device_type == "cuda" else replace(host, intra_node=None, fabric=None)
 
 
 def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:

@@ -24,7 +24,8 @@ from functools import partial
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failures import OVER, UNREACHED, Failures, PeerFailure
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
-from gradwire.comms.bootstrap.liveness import LivenessRing, rank_state
+from gradwire.comms.bootstrap.liveness import LivenessRing
+from gradwire.comms.bootstrap.ring_connections import rank_state
 from gradwire.comms.bootstrap.store import PollingStore, Result
 from gradwire.comms.bootstrap.threads import call_each
 from gradwire.comms.boundary.messages import MessageError, MessageType, Rank

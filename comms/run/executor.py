@@ -22,7 +22,7 @@ from gradwire.comms.run.programs import Programs
 from gradwire.compressors.base import Layout
 
 if TYPE_CHECKING:  # each is loaded where it is asked for
-    from gradwire.comms.bootstrap.liveness import Deadline
+    from gradwire.comms.bootstrap.deadline import Deadline
     from gradwire.comms.streams import IssuedWork
 
 CLOSING_SECONDS = 5.0

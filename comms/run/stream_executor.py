@@ -27,7 +27,7 @@ from gradwire.compressors.base import Compressor, Request, Work
 from gradwire.topology.cluster import Cluster
 
 if TYPE_CHECKING:  # loaded where it is asked for
-    from gradwire.comms.bootstrap.liveness import Deadline
+    from gradwire.comms.bootstrap.deadline import Deadline
 
 log = logging.getLogger("gradwire")
 

@@ -87,7 +87,7 @@ def test_thirty_steps(plan: str, nodes: str, chunks: int) -> None:
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
 def test_every_step_is_watched(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that are issued without an event of gradwire's: a rank that hangs is to be noticed in each."""
-    deadline = first_module("gradwire.comms.bootstrap.liveness").Deadline
+    deadline = first_module("gradwire.comms.bootstrap.deadline").Deadline
     real, watched = deadline.watch, []
 
     def watch(own: Any, query: Any) -> None:

@@ -3,6 +3,7 @@
 from mutations.mutation import Mutation
 
 _RING = "comms/bootstrap/liveness.py"
+_DIAL = "comms/bootstrap/ring_connections.py"
 _MEMBERS = "comms/elastic/membership.py"
 _RESILIENT = "comms/elastic/resilient_ops.py"
 _FAILURE = "comms/bootstrap/failure_reporter.py"
@@ -214,24 +215,24 @@ ELASTIC = (
     ),
     Mutation(
         "a member that never comes is waited for",
-        _RING,
-        "        if not following.is_due():\n            return\n",
+        _DIAL,
+        "        if not following.checks or time.monotonic() < following.checks[0][0]:\n            return\n",
         "        return\n",
         "A newcomer that ends before it is reached holds up all.",
         ("tests/comms/elastic/test_membership.py::test_who_joins_is_among_the_members_of_all_or_of_none",),
     ),
     Mutation(
         "who has never come may be unreached",
-        _RING,
-        "        if last and not self._register.has_come(following.rank):\n"
-        '            raise _failure_error(f"rank {following.rank} did not join", ABSENT)\n',
+        _DIAL,
+        "        if last and not self._records.has_joined(following.rank):\n"
+        '            raise failure_error(f"rank {following.rank} did not join", ABSENT)\n',
         "",
         "Who left between an agreement and the next ring is waited for.",
         (_ENDING,),
     ),
     Mutation(
         "who has come and is not reached is given up for that",
-        _RING,
+        _DIAL,
         "        if last and not following.may_be_unreached:\n",
         "        if last:\n",
         "Ranks that only one connection parts agree again and again, and never train.",
@@ -240,7 +241,7 @@ ELASTIC = (
     Mutation(
         "a connection that ends is no failure",
         _RING,
-        "            if not heard and peer.known:\n                self._miss(_sure(peer.rank), ended)\n",
+        "            if not received and peer.known:\n                self._report_closed(_sure(peer.rank), ended)\n",
         "",
         "A rank that is lost while the others compute is noticed by nobody.",
         (_LIVENESS, _LOSSES),
@@ -248,7 +249,7 @@ ELASTIC = (
     Mutation(
         "a broken connection is an end",
         _RING,
-        "                if self._register.state_of(rank) != LISTENS:\n",
+        "                if self._records.state_of(rank) != LISTENS:\n",
         "                if True:\n",
         "A rank that lives is missed.",
         (_LIVENESS, _NETWORK),
@@ -256,8 +257,8 @@ ELASTIC = (
     Mutation(
         "who leaves in order is missed",
         _RING,
-        "        if rank in self._register.left:\n            return\n        try:\n"
-        "            if self._register.has_left(rank):\n                return\n",
+        "        if rank in self._records.left:\n            return\n        try:\n"
+        "            if self._records.has_left(rank):\n                return\n",
         "        try:\n",
         "The end of the training is an alarm.",
         (_LIVENESS,),
@@ -265,14 +266,14 @@ ELASTIC = (
     Mutation(
         "who leaves says nothing",
         _RING,
-        "                if self._orderly:\n                    self._say_goodbye()\n",
+        "                if self._orderly:\n                    self._send_shutdown()\n",
         "",
         "The end of the training is an alarm.",
         (_LIVENESS, _LOSSES),
     ),
     Mutation(
         "who has left early is not missed",
-        _RING,
+        _DIAL,
         "            if started > launches:\n",
         "            if False:\n",
         "A rank waits for one that has come to its end.",
@@ -281,14 +282,14 @@ ELASTIC = (
     Mutation(
         "what a neighbour saw goes no further",
         _RING,
-        "                            self._pass_on(error)\n",
+        "                            self._forward(error)\n",
         "                            pass\n",
         "Where the store is gone, two ranks of many hear of a failure.",
         (_LIVENESS,),
     ),
     Mutation(
         "a stranger is a neighbour",
-        _RING,
+        _DIAL,
         '        if not hmac.compare_digest(proof, peer.proof_of("caller")):\n',
         "        if False:\n",
         "A port scanner's end is the end of a rank.",
@@ -321,7 +322,7 @@ ELASTIC = (
     Mutation(
         "nobody says that it is there",
         _RING,
-        "                self._ends.tell(connection, HERE)\n",
+        "                self._connections.send(connection, ALIVE)\n",
         "                pass\n",
         "Ranks that wait for a slow one take each other for stopped.",
         (f"{_LAWS}::test_a_rank_that_computes_for_long_is_waited_for",),

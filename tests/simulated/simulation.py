@@ -5,6 +5,7 @@ minutes take milliseconds, and a history that fails can be played again. Faked a
 waits, sockets, what a kernel knows of its own processes, and how long a store takes to answer.
 """
 
+import errno
 import random
 import selectors
 import socket
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any, Self
 from unittest.mock import patch
 
-from gradwire.comms.bootstrap import kernel, liveness, pending_connections, store
+from gradwire.comms.bootstrap import kernel, liveness, pending_connections, ring_connections, store
 from gradwire.comms.bootstrap.store import StoreUnreachableError
 from gradwire.comms.elastic import membership, resilient_ops
 
@@ -23,7 +24,7 @@ LATENCY_SECONDS = 0.0005
 """Of a message, and of the store's answer."""
 
 BROKEN_SECONDS = 11.0
-"""After that long without a way between two hosts TCP's keep-alive breaks a connection; see `liveness.KEEPALIVE`."""
+"""After that long without a way between two hosts TCP's keep-alive breaks a connection; see `KEEPALIVE`."""
 
 NAP_SECONDS = 0.1
 """Between two looks, where a rank looks again and again: each costs a change of threads, and decides nothing."""
@@ -265,6 +266,9 @@ class SimSocket:
         self.port = port
         self.peer: SimSocket | None = None
         self.closed = False
+        self.dialling: tuple[str, int] | None = None
+        """Where an attempt to connect is under way to: it ends a latency after there is a way."""
+        self.dialled_at = self.simulation.now
         self._came: list[tuple[float, Any]] = []
         """(moment, what): bytes, a connection, b"" for the end, an OSError for a broken one."""
         process.sockets.add(self)
@@ -273,7 +277,10 @@ class SimSocket:
         return any(moment <= self.simulation.now for moment in self.moments())
 
     def moments(self) -> list[float]:
-        """When the first thing arrives."""
+        """When the first thing arrives, or an attempt to connect has ended."""
+        if self.dialling is not None:
+            reached = self.simulation.reaches(self.process.host, self.dialling[0])
+            return [max(self.dialled_at + LATENCY_SECONDS, self.simulation.now)] if reached else []
         broken = self._broken()
         if broken is not None and broken <= self.simulation.now:
             return [broken]
@@ -344,9 +351,21 @@ class SimSocket:
 
     def setsockopt(self, *option: int) -> None: ...
 
+    def getsockopt(self, *option: int) -> int:
+        """Ends the attempt to connect that made this end: 0, or the number of its error."""
+        host, port = self.dialling or ("", 0)
+        self.dialling = None
+        listening = self.simulation.listeners.get(port)
+        if listening is None or listening.closed or not self.simulation.reaches(self.process.host, host):
+            return errno.ECONNREFUSED
+        theirs = SimSocket(listening.process)
+        self.peer, theirs.peer = theirs, self
+        listening._came.append((self.simulation.now + LATENCY_SECONDS, theirs))
+        return 0
+
 
 class _Selector:
-    EVENT_READ = 1
+    EVENT_READ, EVENT_WRITE = 1, 2
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -359,6 +378,8 @@ class _Selector:
 
     def register(self, watched: SimSocket, event: int) -> None:
         self._watched[watched] = None
+
+    def modify(self, watched: SimSocket, event: int) -> None: ...
 
     def unregister(self, watched: SimSocket) -> None:
         del self._watched[watched]
@@ -461,21 +482,10 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         simulation.listeners[made.port] = made
         return made
 
-    def connect(place: tuple[str, int], seconds: float) -> SimSocket:
-        host, port = place
-        own = simulation.process
-        if not simulation.reaches(own.host, host):
-            simulation.block(lambda: simulation.reaches(own.host, host), seconds)
-            if not simulation.reaches(own.host, host):
-                raise TimeoutError("no way")
-        simulation.block(None, LATENCY_SECONDS)
-        listening = simulation.listeners.get(port)
-        if listening is None or listening.closed or not simulation.reaches(own.host, host):
-            raise ConnectionRefusedError(f"{host}:{port}")
-        ours, theirs = SimSocket(own), SimSocket(listening.process)
-        ours.peer, theirs.peer = theirs, ours
-        listening._came.append((simulation.now + LATENCY_SECONDS, theirs))
-        return ours
+    def start_connecting(host: str, port: int) -> SimSocket:
+        made = SimSocket(simulation.process)
+        made.dialling = host, port
+        return made
 
     def socketpair() -> tuple[SimSocket, SimSocket]:
         one, other = SimSocket(simulation.process), SimSocket(simulation.process)
@@ -517,24 +527,29 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         "current_thread": lambda: simulation.thread,
     }
     with ExitStack() as stack:
-        for module in (liveness, membership, pending_connections, resilient_ops, store):
+        for module in (liveness, membership, pending_connections, resilient_ops, ring_connections, store):
             stack.enter_context(patch.object(module, "time", _Names(module.time, **clock)))
-        for module in (liveness, membership):
+        for module in (liveness, membership, ring_connections):
             stack.enter_context(patch.object(module, "threading", _Names(threading, **threads)))
         thread = partial(_Thread, simulation)
         stack.enter_context(patch.object(liveness, "BackgroundThread", thread))
-        sockets = _Names(socket, socket=SimSocket, create_connection=connect, socketpair=socketpair)
-        stack.enter_context(patch.object(liveness, "socket", sockets))
-        waits = _Names(selectors, DefaultSelector=lambda: _Selector(simulation))
-        stack.enter_context(patch.object(liveness, "selectors", waits))
-        stack.enter_context(patch.object(liveness, "listener", listener))
-        stack.enter_context(patch.object(liveness, "listener_state", listener_state))
-        stack.enter_context(patch.object(liveness, "own_kernel", lambda: simulation.process.host))
-        stack.enter_context(patch.object(liveness, "own_addresses", lambda *toward: [simulation.process.host]))
-        stack.enter_context(patch.object(liveness, "to_call", lambda name, addresses: list(addresses)))
+        sockets = _Names(socket, socket=SimSocket, socketpair=socketpair)
+        waits = _Names(selectors, DefaultSelector=lambda: _Selector(simulation), EVENT_READ=1, EVENT_WRITE=2)
+        for module in (liveness, ring_connections):
+            stack.enter_context(patch.object(module, "socket", sockets))
+            stack.enter_context(patch.object(module, "selectors", waits))
+        for name, replacement in {
+            "start_connecting": start_connecting,
+            "listener": listener,
+            "listener_state": listener_state,
+            "own_kernel": lambda: simulation.process.host,
+            "own_addresses": lambda *toward: [simulation.process.host],
+            "to_call": lambda name, addresses: list(addresses),
+            "FIRST_NAP_SECONDS": NAP_SECONDS,
+        }.items():
+            stack.enter_context(patch.object(ring_connections, name, replacement))
         stack.enter_context(patch.object(membership, "call_each", partial(_call_each, simulation)))
         stack.enter_context(patch.object(store.PollingStore, "_ask", ask))
         stack.enter_context(patch.object(membership, "NAP_SECONDS", NAP_SECONDS))
-        stack.enter_context(patch.object(liveness, "FIRST_NAP_SECONDS", NAP_SECONDS))
         stack.enter_context(patch.object(resilient_ops, "_trim_heap", lambda: None))
         yield

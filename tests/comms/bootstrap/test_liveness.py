@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradwire.comms.bootstrap import addresses, failure_reporter, kernel, liveness, probe
+from gradwire.comms.bootstrap import addresses, failure_reporter, kernel, liveness, probe, ring_connections
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import HashStore, store_of
+from gradwire.comms.bootstrap.deadline import Deadline
 from gradwire.comms.bootstrap.failure_reporter import CollectiveError, StoreFailureReporter
 from gradwire.comms.bootstrap.failures import BROKEN, FAILED, OVERDUE, Failures, PeerFailure, PeerFailureError, Source
-from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
+from gradwire.comms.bootstrap.liveness import LivenessRing
 from gradwire.comms.bootstrap.probe import PeerTable, ProbeServer
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import OverdueError, PeerError
@@ -95,7 +96,7 @@ def ring(
     ]
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and not any(each.told.is_set() for each in heard):
-        if all(sum(peer.known for peer in list(each._ends.peers.values())) == 2 for each in rings):
+        if all(sum(peer.known for peer in list(each._connections.peers.values())) == 2 for each in rings):
             break
         time.sleep(0.01)
     return rings, heard
@@ -117,8 +118,10 @@ def test_both_neighbours_name_a_rank_that_has_ended(size: int) -> None:
 
 def test_a_connection_that_breaks_between_two_that_live_is_nobodys_end(monkeypatch: pytest.MonkeyPatch) -> None:
     rings, heard = ring(3)
-    monkeypatch.setattr(rings[1], "_miss", lambda rank, ended: None)  # or its port could close before it is looked at
-    connection = next(each for each, peer in list(rings[0]._ends.peers.items()) if peer.rank == 1)
+    monkeypatch.setattr(
+        rings[1], "_report_closed", lambda rank, ended: None
+    )  # or its port could close before it is looked at
+    connection = next(each for each, peer in list(rings[0]._connections.peers.items()) if peer.rank == 1)
     connection.shutdown(socket.SHUT_RDWR)
     assert heard[0].told.wait(SECONDS)
     assert isinstance(error := heard[0].error, PeerFailureError)
@@ -139,9 +142,11 @@ def test_a_rank_that_leaves_in_order_is_not_missed() -> None:
 def test_a_goodbye_that_only_the_store_has_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said last to a neighbour is lost where its kernel resets the connection."""
     rings, heard = ring(3)
-    monkeypatch.setattr(rings[1]._ends, "tell", lambda connection, said: None)
+    monkeypatch.setattr(rings[1]._connections, "send", lambda connection, said: None)
     rings[1].close()
-    until(lambda: all(sum(peer.known for peer in list(rings[rank]._ends.peers.values())) == 1 for rank in (0, 2)))
+    until(
+        lambda: all(sum(peer.known for peer in list(rings[rank]._connections.peers.values())) == 1 for rank in (0, 2))
+    )
     assert not any(each.told.wait(0.5) for each in heard)
     for each in rings:
         each.close()
@@ -163,17 +168,17 @@ def test_a_rank_that_came_late_and_ended_before_it_was_reached_is_missed(
     left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its neighbour has looked for it often enough by then, and its own connections have come to nobody."""
-    monkeypatch.setattr(liveness, "COMING_SECONDS", (0.01,))
+    monkeypatch.setattr(ring_connections, "JOIN_CHECK_SECONDS", (0.01,))
     store, heard = PollingStore(HashStore(), timedelta(seconds=SECONDS)), Heard()
     reporter = StoreFailureReporter(store, 0, 2)
     alone = LivenessRing(store, 0, 2, reporter.failures, heard, waited=lambda: 0.0)
-    until(lambda: not alone._calls.next.looks)
+    until(lambda: not alone._dialer.next.checks)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     if left:
         store.set("left/1", "0")
     store.set("alive/1", json.dumps([port, ["127.0.0.1"], kernel.own_kernel(), "00" * 16]))
-    until(lambda: alone._calls.next.reached)
+    until(lambda: alone._dialer.next.reached)
     assert heard.told.wait(0.5 if left else SECONDS) != left
     if not left:
         assert isinstance(heard.error, PeerFailureError) and heard.error.missing == (1,)
@@ -291,7 +296,7 @@ def test_the_ring_listens_on_ipv6_where_there_is_any() -> None:
     rings, _ = ring(2)
     if socket.has_dualstack_ipv6():
         try:
-            socket.create_connection(("::1", rings[0]._ends.listener.getsockname()[1]), 5.0).close()
+            socket.create_connection(("::1", rings[0]._connections.listener.getsockname()[1]), 5.0).close()
         except OSError as error:
             assert error.errno == errno.EADDRNOTAVAIL  # ::1 is switched off
     for each in rings:
@@ -362,7 +367,7 @@ def test_an_error_of_the_device_is_told_to_the_others() -> None:
         one.close()
 
 
-HELLO = liveness.GREETING + (1).to_bytes(4, "big") + bytes(16)
+HELLO = ring_connections.GREETING + (1).to_bytes(4, "big") + bytes(16)
 """What rank 1 says first; a proof follows, which zeros are not."""
 
 
@@ -370,7 +375,7 @@ HELLO = liveness.GREETING + (1).to_bytes(4, "big") + bytes(16)
 @pytest.mark.parametrize("said", [b"", b"SSH-2.0-strangers", b"." + bytes(8), bytes(40), HELLO, HELLO + bytes(32)])
 def test_strangers_are_turned_away(said: bytes) -> None:
     rings, heard = ring(2)
-    with socket.create_connection(("127.0.0.1", rings[0]._ends.listener.getsockname()[1]), SECONDS) as stranger:
+    with socket.create_connection(("127.0.0.1", rings[0]._connections.listener.getsockname()[1]), SECONDS) as stranger:
         stranger.sendall(said)
     time.sleep(0.1)
     assert not any(each.told.is_set() for each in heard)
@@ -380,7 +385,7 @@ def test_strangers_are_turned_away(said: bytes) -> None:
 
 
 def test_a_crowd_that_calls_while_the_ring_is_busy_keeps_no_neighbour_out() -> None:
-    ends = liveness._Ends(0, 2)
+    ends = ring_connections.RingConnections(0, 2)
     with ExitStack() as closing, selectors.DefaultSelector() as ends.selector:
         closing.callback(ends.close)
         ends.listen()
@@ -396,7 +401,7 @@ def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: py
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
     with socket.create_server(("127.0.0.1", 0)) as service:
-        where = [service.getsockname()[1], ["127.0.0.1"], kernel.own_kernel(), "ab" * liveness.TOKEN_NBYTES]
+        where = [service.getsockname()[1], ["127.0.0.1"], kernel.own_kernel(), "ab" * ring_connections.TOKEN_NBYTES]
         store.set("alive/1", json.dumps(where))
         alone = LivenessRing(store, 0, 2, Failures(), heard)
         accepted, _ = service.accept()
@@ -635,29 +640,29 @@ def test_a_process_that_was_held_up_gives_its_neighbours_their_time_anew(monkeyp
     clock = [100.0]
     monkeypatch.setattr(liveness, "FROZEN_SECONDS", 1.0)
     monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    ends = liveness._Ends(0, 2)
+    ends = ring_connections.RingConnections(0, 2)
     here, there = socket.socketpair()
     there.settimeout(SECONDS)
-    ends.peers[here] = liveness._Peer(1, True, ends.token, 0.0, known=True, last=clock[0])
-    pulse = liveness._Pulse(0, ends, 0.05, lambda: 10 * SECONDS)
+    ends.peers[here] = ring_connections.PeerConnection(1, True, ends.token, 0.0, known=True, last=clock[0])
+    heartbeat = liveness.Heartbeat(0, ends, 0.05, lambda: 10 * SECONDS)
 
     def goes_by(seconds: float) -> None:
-        """The clock goes on, and the pulse has seen it: what it says twice, it has said once after that."""
+        """The clock goes on, and the heartbeat has seen it: what it says twice, it has said once after that."""
         clock[0] += seconds
         there.setblocking(False)
         with suppress(BlockingIOError):
             there.recv(1 << 16)
         there.settimeout(SECONDS)
-        assert there.recv(1) + there.recv(1) == 2 * liveness.HERE
+        assert there.recv(1) + there.recv(1) == 2 * liveness.ALIVE
 
     goes_by(2.0)
-    pulse.miss_silent()
+    heartbeat.raise_if_silent()
     while clock[0] < 103.0:
-        pulse.miss_silent()
+        heartbeat.raise_if_silent()
         goes_by(0.099)
     goes_by(0.099)
     with pytest.raises(PeerFailureError, match="rank 1 has said nothing for 1 s: its process is stopped"):
-        pulse.miss_silent()
-    pulse.end()
+        heartbeat.raise_if_silent()
+    heartbeat.end()
     ends.close()
     there.close()

@@ -225,10 +225,10 @@ def test_strangers_neither_fill_a_ring_nor_keep_it_from_leaving(callers: Callers
         return note
 
     rings = [LivenessRing(store, rank, 2, Failures(), hear(rank)) for rank in range(2)]
-    port = rings[0]._ends.listener.getsockname()[1]
+    port = rings[0]._connections.listener.getsockname()[1]
     silent = callers.crowd(port, 3 * few)
     assert all(is_turned_away(each) for each in silent[: 2 * few])
-    assert len(rings[0]._ends.peers) <= few + 4
+    assert len(rings[0]._connections.peers) <= few + 4
     assert not any(lost)
     rings[1].close(orderly=False)
     assert told[0].wait(SECONDS)

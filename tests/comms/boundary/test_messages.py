@@ -16,7 +16,7 @@ import pytest
 
 from gradwire.bench.doctor import control as doctor_control
 from gradwire.bench.doctor import network as doctor
-from gradwire.comms.bootstrap import agree, failure_reporter, failures, liveness, probe, rendezvous
+from gradwire.comms.bootstrap import agree, failure_reporter, failures, probe, rendezvous, ring_connections
 from gradwire.comms.bootstrap.failures import FAILED, PeerFailure
 from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.bootstrap.rendezvous import PeerInfos
@@ -182,8 +182,8 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         probe.PeerAddress.unpacked,
         probe.PeerAddress(4000, ("10.0.0.1", "fe80::1"), "kernel").packed().encode(),
     ),
-    "a ring's place": (liveness._ALIVE.read, json.dumps([4000, ["10.0.0.1"], "kernel", "ab" * 16]).encode()),
-    "launches of a rank that has left": (liveness._LAUNCHES.read, b"17"),
+    "a ring's place": (ring_connections._RECORD.read, json.dumps([4000, ["10.0.0.1"], "kernel", "ab" * 16]).encode()),
+    "launches of a rank that has left": (ring_connections._LAUNCHES.read, b"17"),
     "a survivor's word": (
         failure_reporter._WORD.read,
         json.dumps(

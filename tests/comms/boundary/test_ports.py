@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 
 from gradwire.bench.doctor import network as doctor
-from gradwire.comms.bootstrap import liveness, pending_connections
+from gradwire.comms.bootstrap import pending_connections, ring_connections
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failures import FAILED, Failures, PeerFailure
 from gradwire.comms.bootstrap.liveness import LivenessRing
@@ -125,7 +125,7 @@ def test_who_does_not_know_the_name_is_no_door(until: ExitStack) -> None:
 def two_rings(store: PollingStore) -> tuple[list[LivenessRing], list[list[Exception]]]:
     lost: list[list[Exception]] = [[], []]
     rings = [LivenessRing(store, rank, 2, Failures(), lost[rank].append) for rank in (0, 1)]
-    wait_until(lambda: all(sum(each.known for each in ring._ends.peers.values()) == 2 for ring in rings))
+    wait_until(lambda: all(sum(each.known for each in ring._connections.peers.values()) == 2 for ring in rings))
     return rings, lost
 
 
@@ -135,43 +135,43 @@ def test_a_rank_that_is_connected_cannot_be_claimed_again_nor_by_a_replay(until:
     for each in rings:
         until.callback(each.close)
     port, _, _, token = json.loads(store.get("alive/0"))
-    hello = liveness.GREETING + (1).to_bytes(4, "big") + bytes(16)
+    hello = ring_connections.GREETING + (1).to_bytes(4, "big") + bytes(16)
     # Somebody who has read the secret in the store claims to be rank 1, which is connected.
     with socket.create_connection(("127.0.0.1", port), SECONDS) as claims:
         claims.sendall(hello)
         assert is_closed(claims)
     for rank in (0, 2, 1 << 31):  # itself, and ranks that there are not
         with socket.create_connection(("127.0.0.1", port), SECONDS) as claims:
-            claims.sendall(liveness.GREETING + rank.to_bytes(4, "big") + bytes(16))
+            claims.sendall(ring_connections.GREETING + rank.to_bytes(4, "big") + bytes(16))
             assert is_closed(claims)
-    assert len(bytes.fromhex(token)) == liveness.TOKEN_NBYTES
+    assert len(bytes.fromhex(token)) == ring_connections.TOKEN_NBYTES
     assert not any(lost) and all(each.thread.is_alive() for each in rings)
 
 
 def test_a_captured_introduction_to_a_ring_proves_nothing_in_another_connection() -> None:
     token = bytes(range(16))
-    called, caller = liveness._Ends(0, 3), liveness._Ends(1, 3)
+    called, caller = ring_connections.RingConnections(0, 3), ring_connections.RingConnections(1, 3)
     try:
         told: list[bytes] = []
         called.token = token
-        called.tell = lambda connection, said: told.append(said)  # type: ignore[method-assign]
-        caller.tell = lambda connection, said: told.append(said)  # type: ignore[method-assign]
-        hello = liveness.GREETING + (1).to_bytes(4, "big") + bytes(16)
+        called.send = lambda connection, data: told.append(data)  # type: ignore[method-assign]
+        caller.send = lambda connection, data: told.append(data)  # type: ignore[method-assign]
+        hello = ring_connections.GREETING + (1).to_bytes(4, "big") + bytes(16)
         connection = called.listener
-        theirs = liveness._Peer(None, False, token, 0.0, heard=hello)
-        mine = liveness._Peer(0, True, token, 0.0, hello=hello)
-        assert called.meet(connection, theirs) and not theirs.known
-        mine.heard = told.pop()
-        assert caller.meet(connection, mine) and mine.known
-        theirs.heard += (proof := told.pop())
-        assert called.meet(connection, theirs) and theirs.known and theirs.rank == 1
-        again = liveness._Peer(None, False, token, 0.0, heard=hello + proof)
-        assert not called.meet(connection, again) and not again.known
+        theirs = ring_connections.PeerConnection(None, False, token, 0.0, received=hello)
+        mine = ring_connections.PeerConnection(0, True, token, 0.0, hello=hello)
+        assert called.handshake(connection, theirs) and not theirs.known
+        mine.received = told.pop()
+        assert caller.handshake(connection, mine) and mine.known
+        theirs.received += (proof := told.pop())
+        assert called.handshake(connection, theirs) and theirs.known and theirs.rank == 1
+        again = ring_connections.PeerConnection(None, False, token, 0.0, received=hello + proof)
+        assert not called.handshake(connection, again) and not again.known
         # The reply of one connection is none in another, and somebody without the secret has none.
-        other = liveness._Peer(
-            0, True, token, 0.0, hello=hello[:-1] + b"x", heard=theirs.reply + theirs.proof_of("called")
+        other = ring_connections.PeerConnection(
+            0, True, token, 0.0, hello=hello[:-1] + b"x", received=theirs.reply + theirs.proof_of("called")
         )
-        assert not caller.meet(connection, other) and not other.known
+        assert not caller.handshake(connection, other) and not other.known
         assert token not in hello + theirs.reply + proof
     finally:
         for each in (called, caller):

@@ -98,7 +98,7 @@ def test_another_rank_leads_where_the_leader_is_lost(monkeypatch: pytest.MonkeyP
     def die(leader: Membership, generation: Any) -> list[int]:
         if not dead:  # the first one that leads ends before it has written down who is left
             dead.append(leader)
-            generation.ring._ends.listener.close()
+            generation.ring._connections.listener.close()
             generation.ring._pass_on = lambda error: None
             raise EvictedError("lost")
         return collect(leader, generation)
@@ -160,7 +160,9 @@ def test_who_waits_for_the_store_is_not_taken_for_frozen(
     rings = [each._current.ring for each in made]
     for each in made:
         each.waited = lambda: SECONDS
-    until(lambda: all(ring and sum(peer.known for peer in list(ring._ends.peers.values())) == 2 for ring in rings))
+    until(
+        lambda: all(ring and sum(peer.known for peer in list(ring._connections.peers.values())) == 2 for ring in rings)
+    )
     answers, asking = threading.Event(), set()
 
     def stall(rank: int, check: Callable[[list[str]], bool], keys: list[str]) -> bool:
@@ -176,7 +178,7 @@ def test_who_waits_for_the_store_is_not_taken_for_frozen(
     time.sleep(0.3)
     assert [each.failures.first for each in made] == [None] * 4
     assert rings[2] is not None
-    monkeypatch.setattr(rings[2]._ends, "tell", lambda *said: None)
+    monkeypatch.setattr(rings[2]._connections, "send", lambda *said: None)
     failures = made[0].failures
     until(lambda: failures.first is not None and "rank 2 has said nothing" in failures.first.reason)
     # It may have heard of it in the store, which names nobody, before the ring, which does, and from a neighbour of the

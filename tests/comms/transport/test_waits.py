@@ -58,7 +58,7 @@ ENDED_BY = {
         comms/run/stream_executor.py: bucket.result().wait
         comms/sharded/state.py: future.wait
     """,
-    "a device: `liveness.Deadline` and NCCL's time-out end what waits on it": """
+    "a device: `deadline.Deadline` and NCCL's time-out end what waits on it": """
         comms/backend/work.py: self._passed.synchronize
         comms/links/probe.py: torch.cuda.synchronize
         comms/observe/share.py: self._copied.synchronize
@@ -79,7 +79,8 @@ ENDED_BY = {
         comms/backend/work.py: self.wait
         comms/backend/work.py: work.wait
         comms/bootstrap/threads.py: each.get
-        comms/bootstrap/liveness.py: self._ends.accept
+        comms/bootstrap/failure_reporter.py: self.failures.poll
+        comms/bootstrap/liveness.py: self._connections.accept
         comms/bootstrap/threads.py: each.get
         comms/elastic/resilient_ops.py: self.synchronize
         comms/outer/outer.py: self.exchange.synchronize
