@@ -1,4 +1,9 @@
-"""TCP sockets that gloo has opened, found in this process: ended when a job fails, closed in forked children."""
+"""This module finds the TCP sockets that gloo opens in this process.
+
+Gloo offers no way to abort a collective and none to leave its sockets out of a forked child. `GlooSockets` records the
+sockets of a group while it is made, shuts them down when a job fails, and closes their copies in forked children. On
+other systems than Linux it finds none.
+"""
 
 import os
 import socket
@@ -18,37 +23,37 @@ class Connection:
     """A TCP connection of this process.
 
     Attributes:
-        descriptor: Its file descriptor.
-        inode: Its socket's number, which no later socket has under the same descriptor.
+        descriptor: File descriptor.
+        inode: Number of the socket: it tells this socket from a later one with the same descriptor.
     """
 
     descriptor: int
     inode: int
 
     def leave_to_parent(self) -> None:
-        """Closes its copy, if it is still there (in a forked child)."""
+        """Close this process's copy of the connection, in a forked child."""
         with suppress(OSError):  # closed before the fork
             if os.fstat(self.descriptor).st_ino == self.inode:
                 replace_descriptor(self.descriptor)
 
     def shut_down(self) -> None:
-        """Ends it, for both ends, if it is still there; the descriptor stays its owner's."""
+        """Shut down the connection for both ends, unless it is closed. The descriptor stays open for its owner."""
         try:
             copy = os.dup(self.descriptor)
         except OSError:  # closed by its owner
             return
-        if os.fstat(copy).st_ino != self.inode:  # something else by now
+        if os.fstat(copy).st_ino != self.inode:  # the descriptor has been reused
             os.close(copy)
             return
-        with socket.socket(fileno=copy) as connection, suppress(OSError):  # its other end has been faster
+        with socket.socket(fileno=copy) as connection, suppress(OSError):  # the other end was faster
             connection.shutdown(socket.SHUT_RDWR)
 
 
 class GlooSockets:
-    """The sockets of groups of gloo's.
+    """The sockets of one transport's gloo groups.
 
     Attributes:
-        connections: That they have.
+        connections: Connections of the groups to other ranks.
     """
 
     def __init__(self) -> None:
@@ -57,7 +62,7 @@ class GlooSockets:
         leave_to_parent(self)
 
     def opened_by(self, make: Callable[[], Result]) -> Result:
-        """Takes in what is opened while a group is made, and returns that."""
+        """Call `make`, record the sockets that are opened meanwhile, and return its result."""
         before, listening = set(connections()), set(listeners())
         made = make()
         self.connections += [connection for connection in connections() if connection not in before]
@@ -65,32 +70,34 @@ class GlooSockets:
         return made
 
     def shut_down(self) -> None:
-        """Ends the connections: what is under way on them fails at once, here and at their other ends. Any thread.
+        """Shut down the connections, so that collectives in flight on them fail at once, here and at the other ends.
 
-        Gloo itself cannot be told to give up (`abort` does nothing): a collective waits until its time-out, and so does
-        the destructor of its group, as long as the process at the other end lives. So the sockets are shut down.
+        Gloo itself cannot be aborted (`abort` does nothing): a collective waits until its time-out, and so does the
+        destructor of its group, while the process at the other end lives.
+
+        Thread safety: may be called from any thread.
         """
         for connection in list(self.connections):
             connection.shut_down()
 
     def leave_to_parent(self) -> None:
-        """Closes a forked child's copies of gloo's sockets, which would hide the end of the parent from its peers."""
+        """Close a forked child's copies of the sockets: with them open, peers would not notice the parent's exit."""
         for connection in (*self.connections, *self._listening):
             connection.leave_to_parent()
 
 
 def connections() -> Iterator[Connection]:
-    """The TCP connections of this process that have a time-out for sending, as all of gloo's have; on Linux."""
+    """Return the TCP connections of this process that have a send time-out, as all of gloo's have; on Linux."""
     return _sockets(lambda each: any(each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)))
 
 
 def listeners() -> Iterator[Connection]:
-    """The sockets at which this process listens for TCP connections; on Linux."""
+    """Return the sockets at which this process listens for TCP connections; on Linux."""
     return _sockets(lambda each: bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
 
 
 def _sockets(wanted: Callable[[socket.socket], bool]) -> Iterator[Connection]:
-    """Those of TCP that are wanted."""
+    """Yield the TCP sockets of this process for which `wanted` is true."""
     for descriptor, connection in tcp_sockets():
         if wanted(connection):
             yield Connection(descriptor, os.fstat(connection.fileno()).st_ino)

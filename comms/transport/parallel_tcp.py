@@ -1,14 +1,18 @@
-"""Messages between two ranks over as many TCP connections as a long path needs.
+"""This module sends messages between two ranks over several TCP connections, for paths with a long round trip.
 
-One connection carries a window of data in each round trip. After a lost packet the window shrinks, and after a pause it
-starts at ten segments again, so over 80 ms and 0.1 % loss one connection gets 8 of 100 Mbit/s. Of many connections one
-at a time loses. A message is cut into chunks, and each goes to whichever connection takes more: a slow one holds up a
-chunk, not its share of the message. The more is left, the larger is a chunk, and what the kernel may hold of it: on a
-busy machine the thread here comes late to a connection that has run empty. Chunks are written to where they belong, so
-no bit depends on how they travelled.
+One connection carries one window of data in each round trip. The window shrinks after a lost packet and starts at ten
+segments again after a pause, so over 80 ms and 0.1 % loss one connection gets 8 of 100 Mbit/s. With many connections a
+lost packet slows down only one of them. `Streams` cuts a message into chunks and gives each chunk to the connection
+that can take more: a slow connection delays one chunk, not a fixed part of the message. Chunks are larger while more
+bytes are left, and so is the amount that the kernel buffers, because on a busy machine the thread here may come late to
+a connection whose buffer has run empty. Each chunk carries its offset and is received in place, so the bits of a
+message do not depend on the connections.
 
-Gloo's own messages wait for a word from the receiver, which travels behind its data; here the receiver's memory is
-announced by nothing: what comes before its time waits in the kernel.
+Gloo waits for a ready message of the receiver, which is queued behind the receiver's own data. Here a sender does not
+wait: a chunk that arrives before the receiver has posted its memory stays in the kernel's buffer.
+
+Thread safety: `Streams.exchange`, `exchange_twice` and `close` may be called from any thread. One background thread
+does all reading and writing; everything but the queue of submitted messages belongs to it.
 
 Source: Mathis et al. (1997) for the window at a given loss; RFC 2861 and RFC 6928 for the window after a pause;
 Polychronopoulos and Kuck, "Guided self-scheduling", IEEE Transactions on Computers 36 (1987), for the size of chunks;
@@ -35,46 +39,46 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, new_nonce, proof_of
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.pacing import Pacing
+from gradwire.comms.transport.works import Alarm
 from gradwire.compressors.base import Work
 
 LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 2 << 10, 256 << 10
-"""A chunk is the power of two below half a connection's even share of what is left, within these. With 16 KiB
-throughout, four connections got 0.18 of a link of 100 Mbit/s and 20 ms where gloo got 0.42: at a load of 22 on two
-cores the thread here was waiting for a processor for 0.8 of 1 s. With up to 256 KiB they got 0.34, in turns with
-those (4 MB, 2026-11-23); larger chunks in larger buffers gave no more. Of a small message all connections have a part:
-16 KiB are more than a first window, and took one of them two round trips."""
+"""Smallest and largest size of a chunk; in between it is the power of two below half of a connection's even share of
+the bytes that are left.
+
+Measured with 4 MB over a link of 100 Mbit/s and 20 ms, at a load of 22 on two cores, where the thread here waited for a
+processor 0.8 of the time: four connections with chunks of 16 KiB got 0.18 of the link and gloo 0.42; with up to 256 KiB
+they got 0.34, and larger ones gave no more (2026-11-23). The smallest chunk is small so that every connection gets a
+part of a small message: 16 KiB exceed the first window and took one connection two round trips."""
 
 LEAST_UNSENT_NBYTES = 16 << 10
-"""A connection takes a chunk while less than that, or than a chunk, waits unsent in its kernel's buffer: with more slow
-ones would hoard them, with less they run empty where the thread here waits for a processor."""
+"""Unsent bytes in the kernel's buffer below which a connection takes a chunk, unless a chunk is larger. With more, slow
+connections would hold many chunks; with less, a buffer runs empty while the thread here waits for a processor."""
 
 LEAST_RATE = 12.5e6
-"""Bytes per second, where a link's rate was measured: a look of some tens of kilobytes over a long path sees the
-windows of TCP and not the link."""
+"""Lower limit of a measured link rate, in bytes per second, when the number of connections is chosen. A probe of some
+tens of kilobytes over a long path measures TCP's windows and not the link."""
 
 UNSEEN_RATE = 25e6
-"""Bytes per second, where nobody has said or measured a link's rate. With 125e6, 64 connections to each of two other
-nodes over 20 ms got 0.3 to 0.5 of links of 100 Mbit/s (sums of 4 MB), 17 got 0.9 and gloo 0.7: the pace of one of many
-is so low that the last chunks take long. Of 400 Mbit/s 35 connections between two nodes got what 64 did, 0.80 and 0.81
-(2026-11-24)."""
+"""Link rate that is assumed if none is given or measured, in bytes per second. With 125e6 instead, 64 connections to
+each of two other nodes over 20 ms got 0.3 to 0.5 of links of 100 Mbit/s (sums of 4 MB), while 17 connections got 0.9
+and gloo 0.7: each of many connections is so slow that the last chunks take long. On 400 Mbit/s, 35 connections between
+two nodes got as much as 64: 0.80 and 0.81 (2026-11-24)."""
 
 HEADER = struct.Struct("!QQQ")
-"""Number of the message, offset and bytes of the chunk."""
+"""Header of a chunk: number of its message, its offset in the message, its bytes."""
 _HELLO = struct.Struct(f"!I{PROOF_NBYTES}s")
-"""Rank of who connects, and its proof that it knows the token of who listens, which greets it with a nonce."""
+"""First bytes from a rank that connects: its rank, and its proof for the listener's nonce that it knows the token."""
 _TCP_NOTSENT_LOWAT = 25
-"""Number of the socket option. Source: Linux include/uapi/linux/tcp.h."""
-
-Alarm = Callable[[], str | None]
-"""As in `gradwire.comms.transport.torch_group`."""
+"""Number of the socket option TCP_NOTSENT_LOWAT. Source: Linux include/uapi/linux/tcp.h."""
 
 
 def chunk_nbytes(left_nbytes: int, connections: int) -> int:
-    """Bytes of the next chunk: see `LEAST_CHUNK_NBYTES`.
+    """Return the size of the next chunk in bytes; see `LEAST_CHUNK_NBYTES`.
 
     Args:
-        left_nbytes: That no connection has been given yet.
-        connections: That share them.
+        left_nbytes: Bytes that no connection has been given yet.
+        connections: Number of connections to the receiver.
     """
     nbytes = LEAST_CHUNK_NBYTES
     while nbytes < MOST_CHUNK_NBYTES and 4 * nbytes * connections <= left_nbytes:
@@ -83,17 +87,21 @@ def chunk_nbytes(left_nbytes: int, connections: int) -> int:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, as they lie; holds the tensor's memory."""
+    """Return the bytes of a contiguous CPU tensor as a view, which keeps the tensor's memory alive."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class StreamListener:
-    """Where other ranks connect to this one.
+    """A listening socket to which other ranks connect.
 
     Args:
         family: AF_INET or AF_INET6.
-        address: Of this rank, on the interface that gloo uses.
-        backlog: Connections that may wait.
+        address: Address of this rank, on the interface that gloo uses.
+        backlog: Largest number of connections that wait to be accepted.
+
+    Attributes:
+        port: Port of the socket.
+        token: Secret of 64 bits; a connection that does not prove that it knows it is closed.
     """
 
     def __init__(self, family: int, address: str, backlog: int) -> None:
@@ -102,19 +110,18 @@ class StreamListener:
         self._socket.listen(backlog)
         self.port: int = self._socket.getsockname()[1]
         self.token = int.from_bytes(os.urandom(8))
-        """What a connection proves that it knows; another program's is closed."""
 
     def accept(self, wanted: Mapping[int, int], deadline: float, alarm: Alarm | None) -> dict[int, list[socket.socket]]:
-        """Waits for connections.
+        """Wait for connections, and return them by rank.
 
         Args:
-            wanted: Rank -> connections.
-            deadline: Monotonic seconds.
-            alarm: Asked about once a second.
+            wanted: Rank -> number of connections.
+            deadline: Latest time, of `time.monotonic`.
+            alarm: Returns the reason why another rank has aborted; called about once a second.
 
         Raises:
-            PeerError: Another rank has given up.
-            RuntimeError: They did not come in time.
+            PeerError: Another rank has aborted.
+            RuntimeError: A rank did not connect in time.
         """
         found: dict[int, list[socket.socket]] = {rank: [] for rank in wanted}
         with (
@@ -134,29 +141,29 @@ class StreamListener:
         return found
 
     def close(self) -> None:
-        """Takes no further connections."""
+        """Close the listening socket."""
         self._socket.close()
 
 
 def connect(
     family: int, address: str, port: int, token: int, rank: int, count: int, deadline: float, alarm: Alarm | None
 ) -> list[socket.socket]:
-    """Opens connections to a rank that listens; all of them are under way together.
+    """Open several connections to a rank that listens, all at once.
 
     Args:
         family: AF_INET or AF_INET6.
-        address: Of the other rank.
-        port: Of its `StreamListener`.
-        token: Of its `StreamListener`.
-        rank: This one.
-        count: Connections.
-        deadline: Monotonic seconds.
-        alarm: As for `StreamListener.accept`.
+        address: Address of the other rank.
+        port: Port of its `StreamListener`.
+        token: Token of its `StreamListener`.
+        rank: This rank.
+        count: Number of connections.
+        deadline: Latest time, of `time.monotonic`.
+        alarm: Returns the reason why another rank has aborted; called about once a second.
 
     Raises:
-        PeerError: Another rank has given up.
+        PeerError: Another rank has aborted.
         RuntimeError: The other rank was not reached in time.
-        OSError: It refuses.
+        OSError: The connection was refused.
     """
     made = [socket.socket(family, socket.SOCK_STREAM) for _ in range(count)]
     try:
@@ -181,10 +188,10 @@ def connect(
 
 
 def _greeting(connection: socket.socket, deadline: float, alarm: Alarm | None) -> bytes:
-    """The nonce that who listens says at first.
+    """Receive the nonce that a listener sends first.
 
     Raises:
-        OSError: Another program listens there, or has hung up.
+        OSError: The listener has closed the connection; it may be another program.
     """
     heard = b""
     waiting = select.poll()
@@ -193,7 +200,7 @@ def _greeting(connection: socket.socket, deadline: float, alarm: Alarm | None) -
         while not waiting.poll(1000):
             _check_on(deadline, alarm)
         if not (more := connection.recv(NONCE_NBYTES - len(heard))):
-            raise OSError(errno.ECONNRESET, "who listens at the port of a rank has hung up")
+            raise OSError(errno.ECONNRESET, "the program that listens at the port of a rank has closed the connection")
         heard += more
     return heard
 
@@ -216,7 +223,19 @@ def _check_on(deadline: float, alarm: Alarm | None) -> None:
 
 
 class StreamedMessage:
-    """What goes to one rank and comes from it in one exchange; the order of exchanges is the same on both."""
+    """The bytes that are sent to one rank and received from it in one exchange.
+
+    Args:
+        peer: The other rank.
+        number: Index of the message. Both ranks number their messages to each other in the same order.
+        sent: Bytes to send.
+        received: Memory for the bytes that arrive.
+        exchange: Exchange that this message is part of.
+
+    Attributes:
+        to_come: Bytes of `received` whose chunk has not begun to arrive.
+        handed_out: Bytes of `sent` that have been given to a connection.
+    """
 
     def __init__(
         self, peer: int, number: int, sent: memoryview, received: memoryview, exchange: "StreamedExchange"
@@ -224,30 +243,32 @@ class StreamedMessage:
         self.peer = peer
         self.number = number
         self.to_come = len(received)
-        """Bytes of `received` whose chunk has not begun to come."""
         self.sent = sent
         self.received = received
         self.exchange = exchange
         self.handed_out = 0
-        """Bytes of `sent` that are with some connection."""
 
     @property
     def left(self) -> int:
-        """Bytes that no connection has been given."""
+        """Bytes of `sent` that no connection has been given."""
         return len(self.sent) - self.handed_out
 
     def next_chunk(self, nbytes: int) -> tuple[int, int]:
-        """Hands out (start, stop) of at most so many bytes."""
+        """Return (start, stop) of the next at most `nbytes` bytes to send, and count them as handed out."""
         start, self.handed_out = self.handed_out, min(self.handed_out + nbytes, len(self.sent))
         return start, self.handed_out
 
 
 class StreamedExchange:
-    """Is done when all its bytes have been taken by the kernel, and all others have arrived.
+    """An exchange in flight; done when the kernel has taken all bytes to send and all others have arrived.
 
     Args:
-        nbytes: Of all its messages.
-        then: Called in the thread that moves the bytes, when the last of them has.
+        nbytes: Bytes of all its messages, sent and received.
+        then: Called in the background thread when the last byte has been sent or received.
+
+    Attributes:
+        left: Bytes that have not been sent or received; above 0 after `done` if the exchange failed.
+        done: Set when the exchange is done or has failed.
     """
 
     def __init__(self, nbytes: int, then: Callable[[], None] | None = None) -> None:
@@ -258,17 +279,29 @@ class StreamedExchange:
             self.done.set()
 
     def book(self, nbytes: int) -> None:
-        """Counts bytes that have been sent or have come; the last of them end it."""
+        """Count bytes that have been sent or received; the last ones set `done`."""
         self.left -= nbytes
         if self.left == 0:
             if self._then is not None:
                 self._then()
-                self._then = None  # with what it holds
+                self._then = None  # releases the tensors that it refers to
             self.done.set()
 
 
 class StreamConnection:
-    """One connection: what is left of the chunk that it sends, and of the one that it receives."""
+    """One TCP connection to another rank: the rest of the chunk that it sends, and of the one that it receives.
+
+    Attributes:
+        outgoing: Rest of the header and payload that are being sent.
+        sending: Exchange of the chunk that is being sent; None if there is none.
+        payload_left: Payload bytes of that chunk, booked when all of it is sent.
+        header: Header of the chunk that arrives; `have` of its bytes are there.
+        target: Memory for the rest of the chunk that arrives; None until its header and its message are known.
+        receiving: Exchange of the chunk that arrives.
+        is_open: False once the other end has closed the connection.
+        unsent_nbytes: TCP_NOTSENT_LOWAT as last set: the kernel asks for more below that many unsent bytes.
+        parked: True while the next chunk belongs to a message that this rank has not submitted yet.
+    """
 
     def __init__(self, opened: socket.socket, peer: int) -> None:
         self.socket = opened
@@ -282,34 +315,43 @@ class StreamConnection:
         self.receiving: StreamedExchange | None = None
         self.is_open = True
         self.unsent_nbytes = 0
-        """Unsent bytes below which the kernel asks for more: its TCP_NOTSENT_LOWAT, as it was last told."""
         self.parked = False
-        """Its next chunk is of a message that this rank has not asked for yet."""
 
 
 class StreamedPeer:
-    """The messages to and from one rank."""
+    """The messages in flight to and from one rank.
+
+    Attributes:
+        numbered: Messages that have been numbered.
+        taken_up: Number of the next message that the background thread has not received yet.
+        outgoing: Messages with bytes to send, in order.
+        incoming: Number -> message with bytes to receive.
+    """
 
     def __init__(self) -> None:
         self.numbered = 0
         self.taken_up = 0
-        """The number of the next message that the thread has not heard of."""
         self.outgoing: deque[StreamedMessage] = deque()
         self.incoming: dict[int, StreamedMessage] = {}
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether something is left to be sent to it, or to come from it."""
+        """True if bytes are left to be sent to this rank, or to arrive from it."""
         return bool(self.outgoing or self.incoming)
 
 
 class Streams:
-    """Exchanges with other ranks over many connections; a thread moves the bytes.
+    """Exchanges with other ranks over several connections to each; a background thread sends and receives.
 
     Args:
-        connections: Rank -> connected sockets, as many at its end.
-        timeout: For an exchange.
-        alarm: Asked about once a second while an exchange is waited for.
+        connections: Rank -> connected sockets, the same number at the other end.
+        timeout: Time-out of an exchange.
+        alarm: Returns the reason why another rank has aborted; called about once a second while an exchange is waited
+            for.
+
+    Attributes:
+        error: Reason why exchanges fail from now on; None while they work.
+        by_descriptor: File descriptor -> connection.
     """
 
     def __init__(
@@ -325,16 +367,14 @@ class Streams:
             allow_unsent(connection, LEAST_UNSENT_NBYTES)
         self._submitted: deque[StreamedMessage] = deque()
         self._under_way: list[StreamedExchange] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards: self._submitted, self._under_way, self.error, StreamedPeer.numbered.
         self._bell = socket.socketpair()
-        """Rung at one end, by any thread, for the thread at the other one."""
+        """A byte sent to the first end wakes the background thread, which polls the second one."""
         self._bell[1].setblocking(False)
         self._closed = False
         self.error: str | None = None
-        """Why no exchange gets through any more; None while they do."""
         self._poll = select.poll()
         self.by_descriptor = {connection.socket.fileno(): connection for connection in self._connections}
-        """All connections, for who ends them from outside."""
         self._pacing = Pacing()
         BackgroundThread(
             "gradwire streams",
@@ -348,21 +388,21 @@ class Streams:
 
     @property
     def count(self) -> int:
-        """Connections to each rank."""
+        """Number of connections to each rank."""
         return len(self._connections) // max(1, len(self._peers))
 
     def exchange(self, pieces: Sequence[tuple[int, Tensor, Tensor]]) -> Work:
-        """Sends tensors to other ranks and receives from them, all at once.
+        """Send tensors to other ranks and receive tensors from them, all at once.
 
         Args:
-            pieces: (rank, what it is sent, what takes its), contiguous CPU tensors of any dtype and length; the other
-                rank calls with the same lengths the other way round, in the same order of calls.
+            pieces: (Rank, tensor to send, tensor to receive into): contiguous CPU tensors of any dtype and length. The
+                other rank calls with the same lengths in the opposite order, and both make their calls in one order.
 
         Returns:
-            A work; both tensors of each piece are left alone until it is done.
+            A work; neither tensor of a piece may be changed or read before it is done.
 
         Raises:
-            RuntimeError: A connection has been lost before.
+            RuntimeError: A connection was lost earlier.
         """
         views = views_of(pieces)
         exchange = StreamedExchange(nbytes_of(views))
@@ -377,22 +417,24 @@ class Streams:
         between: Callable[[], None],
         second: Sequence[tuple[int, Tensor, Tensor]],
     ) -> Work:
-        """Exchanges, does something with what has come, and exchanges again, all by itself.
+        """Exchange tensors, call a function, and exchange again, without the caller's thread in between.
 
-        What the second exchange receives may lie where the first one sends from, if no rank sends it before it has had
-        that. All of `first` together is not empty.
+        The memory that the second exchange receives into may be the memory that the first one sends from, if no rank
+        sends to it before it has received that.
 
         Args:
-            first: As for `exchange`.
-            between: Called once all of `first` has been sent and received, in the thread that moves the bytes.
-            second: As for `exchange`; what it sends is read after `between`.
+            first: Pieces of the first exchange, see `exchange`; not all of them empty.
+            between: Function that is called in the background thread when all of `first` has been sent and received.
+            second: Pieces of the second exchange; tensors to send are read after `between`.
 
         Returns:
-            A work; all tensors are left alone until it is done.
+            A work; no tensor may be changed or read before it is done.
 
         Raises:
-            RuntimeError: A connection has been lost before.
+            RuntimeError: A connection was lost earlier.
         """
+        # The second exchange is submitted in two halves: memory to receive into now, because the other ranks may be
+        # faster, and bytes to send when the first exchange is done.
         early, late = views_of(first), views_of(second)
         after = StreamedExchange(nbytes_of(late))
 
@@ -400,7 +442,7 @@ class Streams:
             try:
                 between()
             except Exception as error:
-                raise Ended(f"what has come cannot be worked on: {error}") from error
+                raise Ended(f"the bytes that arrived cannot be processed: {error}") from error
             for each in answers:
                 self._peers[each.peer].outgoing.append(each)
                 self._check_reaches(each.peer)
@@ -442,16 +484,17 @@ class Streams:
         return _Pending(self, exchanges, time.monotonic() + self._timeout.total_seconds())
 
     def close(self) -> None:
-        """Ends the thread and the connections; any thread, more than once."""
+        """End the thread and close the connections. May be called from any thread, more than once."""
         self._closed = True
         self._nudge()
 
     def _nudge(self) -> None:
-        with suppress(OSError):  # the thread has ended and closed it
+        with suppress(OSError):  # raised once the thread has ended and closed the pair
             self._bell[0].send(b"w")
 
     def _run(self) -> None:
-        torch.set_flush_denormal(False)  # sums between two exchanges are made on every rank: as in lanes
+        # Sums between two exchanges run in this thread on every rank; lanes set the same mode.
+        torch.set_flush_denormal(False)
         try:
             self._move()
             self._fail("the connections to other ranks were closed")
@@ -472,7 +515,7 @@ class Streams:
                 each.done.set()
 
     def _move(self) -> None:
-        """Moves bytes until it is told to end."""
+        """Send and receive until `close` is called."""
         self._poll.register(self._bell[1], select.POLLIN)
         for connection in self._connections:
             self._poll.register(connection.socket, select.POLLIN)
@@ -484,7 +527,7 @@ class Streams:
                     self._serve(self.by_descriptor[descriptor], events)
 
     def _serve(self, connection: StreamConnection, events: int) -> None:
-        """Receives and sends what a connection is ready for."""
+        """Receive and send what a connection is ready for."""
         if connection.parked and events & (select.POLLHUP | select.POLLERR):
             raise Ended(closed_by(connection.peer))
         if events & (select.POLLIN | select.POLLHUP | select.POLLERR) and not connection.parked:
@@ -493,7 +536,7 @@ class Streams:
             self._send(connection)
 
     def _take_up(self) -> None:
-        """Takes what was submitted, and wakes the connections that it concerns."""
+        """Take the messages that were submitted, and poll their connections for sending and receiving."""
         with suppress(BlockingIOError):
             while self._bell[1].recv(4096):
                 pass
@@ -539,7 +582,7 @@ class Streams:
             connection.sending = None
 
     def _load(self, connection: StreamConnection) -> bool:
-        """Gives a connection its next chunk; whether there was one."""
+        """Give a connection its next chunk; return False if there is none."""
         peer = self._peers[connection.peer]
         if not peer.outgoing:
             return False
@@ -574,7 +617,7 @@ class Streams:
         receiving.book(nbytes)
 
     def _begin(self, connection: StreamConnection) -> None:
-        """Finds where a chunk belongs whose header has come; else has the connection wait for that."""
+        """Find the memory for a chunk whose header has arrived; park the connection if its message is not there yet."""
         number, start, nbytes = HEADER.unpack(connection.header)
         peer = self._peers[connection.peer]
         message = peer.incoming.get(number)
@@ -602,12 +645,12 @@ class Streams:
         return nbytes
 
     def _close(self, connection: StreamConnection) -> None:
-        """The other end is through with a connection: it has all that it asked for, and has sent all it had.
+        """Handle the end of a connection: the other rank has received all that it waits for, and sent all that it had.
 
-        That may be known before what it sent over the other connections is here.
+        Chunks that it sent over other connections may still be on their way.
 
         Raises:
-            Ended: Something that this rank waits for cannot come any more.
+            Ended: Bytes that this rank waits for cannot arrive any more.
         """
         self._poll.unregister(connection.socket)
         connection.is_open = False
@@ -621,7 +664,7 @@ class Streams:
 
 
 def pace(pacing: Pacing, connections: Sequence[StreamConnection], peers: Mapping[int, StreamedPeer]) -> None:
-    """Has the connections that have something to send share the rate of the path."""
+    """Make the connections that have bytes to send share the rate of the path."""
     sending = [
         connection.socket for connection in connections if connection.is_open and peers[connection.peer].outgoing
     ]
@@ -630,33 +673,33 @@ def pace(pacing: Pacing, connections: Sequence[StreamConnection], peers: Mapping
 
 
 def allow_unsent(connection: StreamConnection, unsent_nbytes: int) -> None:
-    """Says how much a connection's kernel may hold unsent and still ask for more."""
+    """Set how many unsent bytes the kernel may hold of a connection and still ask for more."""
     if connection.unsent_nbytes != unsent_nbytes:
         connection.socket.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_nbytes)
         connection.unsent_nbytes = unsent_nbytes
 
 
 def views_of(pieces: Sequence[tuple[int, Tensor, Tensor]]) -> list[tuple[int, memoryview, memoryview]]:
-    """The bytes of what `Streams.exchange` is given."""
+    """Return the pieces of `Streams.exchange` as bytes."""
     return [(rank, raw(sent), raw(received)) for rank, sent, received in pieces]
 
 
 def nbytes_of(views: Sequence[tuple[int, memoryview, memoryview]]) -> int:
-    """Bytes of an exchange, both ways."""
+    """Return the bytes of an exchange, sent and received."""
     return sum(len(sent) + len(received) for _, sent, received in views)
 
 
 def closed_by(rank: int) -> str:
-    """What an exchange ends with whose peer has ended."""
+    """Return the error text for a connection that `rank` has closed."""
     return f"Connection closed by peer: rank {rank} of the group has ended or given up"
 
 
 class Ended(Exception):
-    """A connection is of no use any more; the text says why."""
+    """Raised in the background thread when a connection cannot be used any more; the text is the reason."""
 
 
 class _Pending:
-    """Exchanges under way."""
+    """A work for exchanges in flight."""
 
     def __init__(self, streams: Streams, exchanges: Sequence[StreamedExchange], deadline: float) -> None:
         self._streams = streams

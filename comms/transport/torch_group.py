@@ -1,10 +1,14 @@
-"""Transports on torch's own process groups for CPU tensors: gloo.
+"""This module implements `Transport` on process groups of torch for CPU tensors, with gloo.
 
-Gloo informs a sender that its receiver is ready through the connection that carries the receiver's own data. Of two
-ranks that exchange something the later one finds the other ready and begins to send at once, and its own readiness
-waits behind all of that: one direction after the other, in twice the time. So a large exchange goes to higher ranks
-through one group and to lower ranks through another. Two nodes of one rank, 200 Mbit/s, 2 MiB in each direction: 172 ms
-in one group, 88 ms in two; the wire alone takes 84 (2-core EPYC VM, 2026-11-21).
+`TorchTransport` has the collectives of any such group, `GlooTransport` adds what gloo alone is slow at: exchanges of
+large messages in both directions, many small messages between two ranks, and paths with a long round trip.
+
+Gloo sends the ready message of a receiver over the connection that carries the receiver's own data. When two ranks
+exchange tensors, the later one finds its peer ready and begins to send at once, and its own ready message is queued
+behind that data: the two directions run one after the other, in twice the time. A large exchange therefore sends to
+higher ranks through one group and to lower ranks through another. Measured between two nodes of one rank at 200 Mbit/s
+with 2 MiB in each direction: 172 ms in one group, 88 ms in two; the wire alone takes 84 ms (2-core EPYC VM,
+2026-11-21).
 """
 
 import os
@@ -52,36 +56,37 @@ Result = TypeVar("Result")
 
 
 LARGE_NBYTES = 256 << 10
-"""Messages from here on go through two groups. At 200 Mbit/s two groups were ahead at 128 KiB between two nodes and
-behind between four, where the second collective costs more; at 512 KiB they were ahead between both."""
+"""Smallest message, in bytes, that is exchanged through two groups. At 200 Mbit/s two groups were faster than one at
+128 KiB between two nodes and slower between four, where the second collective costs more; at 512 KiB they were faster
+in both cases."""
 
 FAR_NBYTES = 4 << 10
-"""Messages from here on travel over a long path by connections of gradwire's own, once there are some: gloo's wait a
-round trip for a word from the receiver, so that int8 sums of 4 MB in two chunks, 128 KiB a message, took three of 150
-ms (2026-11-25)."""
+"""Smallest message, in bytes, that is sent over gradwire's own connections on a long path, once they are open. Gloo
+waits a round trip for the receiver's ready message, so that int8 sums of 4 MB in two chunks, 128 KiB a message, took
+three round trips of 150 ms (2026-11-25)."""
 
 OPENING_NBYTES = 32 << 10
-"""The first message of so many has all ranks look whether the path is a long one."""
+"""Size in bytes from which the first message makes all ranks measure whether the path is a long one."""
 
 _PLACE = "iiIQ48s"
-"""What ranks tell each other of where they listen: connections wanted, family, port, token, address."""
+"""Struct format by which ranks publish where they listen: connections wanted, family, port, token, address."""
 
 
 TOGETHER_NBYTES = 64 << 10
-"""Collectives of two ranks that send less than this in all travel in one message. Each of gloo's own takes a processor
-0.25 ms in its threads and the kernel (2-core EPYC VM, 2026-11-22), and copying this much 0.01."""
+"""Bytes below which several collectives of two ranks are sent as one message. A collective of gloo takes 0.25 ms of a
+processor in gloo's threads and the kernel, copying this many bytes 0.01 ms (2-core EPYC VM, 2026-11-22)."""
 
 
 class TorchTransport:
     """The collectives of `Transport` on a torch process group.
 
     Args:
-        group: Made by `make_gloo`.
+        group: Process group, made by `make_gloo`.
         rank: This rank's index in the group.
         size: Number of ranks.
-        alarm: Asked about once a second while a work is waited for; what it returns, another rank has given up for.
-            A broken connection shows only to its two ends, and gloo cannot wake the others.
-        timeout: That the group was made with.
+        alarm: Returns the reason why another rank has aborted; called about once a second while a work is waited for.
+            Only the two ends of a broken connection see that it is broken, and gloo cannot wake the other ranks.
+        timeout: Time-out that the group was made with.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class TorchTransport:
         self._timeout = timeout
 
     def _waiting(self, work: BackendWork) -> Work:
-        """A work of the group, whose wait hears the alarm and has a deadline."""
+        """Return a work of the group with a deadline, whose wait ends if another rank aborts."""
         return Waiting(work, self._alarm or (lambda: None), self._timeout)
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
@@ -120,32 +125,31 @@ class TorchTransport:
     def reduce_scatter(
         self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0, order: SumOrder = RANK_ORDER
     ) -> Work:
-        """See `Transport.reduce_scatter`. Every rank sends each slice to its owner, which sums in rank order.
+        """See `Transport.reduce_scatter`. Every rank sends each slice to its owner, which adds all of them.
 
         One message for each peer and (size - 1)/size of the tensor sent: the lower bound. Gloo's own reduce_scatter
         needs equal slices and measured slower.
 
         Args:
-            tensor: As for `Transport.reduce_scatter`.
-            bounds: Likewise.
-            scale: Likewise.
+            tensor: 1-D; undefined outside this rank's slice afterwards.
+            bounds: `size + 1` ascending offsets of the slices.
+            scale: Factor on every rank's contribution.
             order: Order in which the contributions to each element are added.
         """
         sizes = [stop - start for start, stop in pairwise(bounds)]
         own = sizes[self.rank]
         received = tensor.new_empty(own * self.size)
         rows = SlicesToSum(received.view(self.size, own))
-        scale_in_place(
-            tensor, scale
-        )  # not before all memory is taken: where there is none, the gradient stays as it is
+        # Only after all memory is allocated: a failed allocation leaves the gradient as it was.
+        scale_in_place(tensor, scale)
         work = self.exchange(received, tensor, [own] * self.size, sizes, max(sizes) * tensor.element_size())
         start, stop = bounds[self.rank], bounds[self.rank + 1]
         return Then(work, lambda: order.sum(rows, tensor[start:stop], start, self.size))
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """See `Transport.all_gather_slices`: one all_gather of equal slices, a broadcast where one rank has all.
+        """See `Transport.all_gather_slices`. Equal slices take one all_gather, a single slice takes a broadcast.
 
-        Else every rank sends its slice to each of the others, and nothing on behalf of others.
+        In all other cases every rank sends its slice to each other rank, and forwards nothing.
         """
         numel = bounds[1] - bounds[0]
         if (
@@ -164,7 +168,7 @@ class TorchTransport:
         return Then(self.exchange(tensor[: bounds[-1]], source, sizes, splits, largest), held=source)
 
     def _gather_equal(self, tensor: Tensor, numel: int, stop: int) -> Work:
-        """One all_gather for slices of `numel` elements, and a broadcast for what the last one has beyond that."""
+        """All-gather slices of `numel` elements, and broadcast what the last slice has beyond that, up to `stop`."""
         even = numel * self.size
         own = tensor[self.rank * numel : (self.rank + 1) * numel].clone()
         works: list[Work] = [self.all_gather(tensor[:even], own)]
@@ -181,14 +185,14 @@ class TorchTransport:
     def exchange(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
     ) -> Work:
-        """Sends runs of a flat tensor to the other ranks, as many elements to each as both ends say.
+        """Send runs of a flat tensor to the other ranks, and receive one from each.
 
         Args:
-            output: 1-D; takes what arrives, in the order of the ranks.
-            source: 1-D; what is sent, in the order of the ranks.
-            output_splits: Elements that arrive from each rank; from this one as many as `source` has for it.
-            source_splits: Elements for each rank, this one among them.
-            largest_nbytes: Of the largest message of any rank; the same on all of them.
+            output: 1-D; takes the runs that arrive, in rank order.
+            source: 1-D; the runs to send, in rank order.
+            output_splits: Elements that arrive from each rank, this one included.
+            source_splits: Elements for each rank, this one included.
+            largest_nbytes: Bytes of the largest message of any rank; the same number on all ranks.
         """
         if len({*output_splits, *source_splits}) == 1:
             output_splits = source_splits = []  # equal parts
@@ -199,17 +203,17 @@ class TorchTransport:
 class GlooTransport(TorchTransport):
     """The collectives of `Transport` on gloo, with large exchanges at full duplex.
 
-    Attributes:
-        takes_sum_order: True: `reduce_scatter` takes a `SumOrder`.
-
     Args:
-        connect: Connects the same ranks under a name; called for the second group at the first large exchange.
+        connect: Makes a gloo group of the same ranks with a given name; called again for the second group.
         rank: This rank's index in the group.
         size: Number of ranks.
         alarm: See `TorchTransport`.
-        connections: From the round trip in seconds between the farthest two ranks, how many connections large messages
-            between two of them travel over; the largest answer of all ranks counts. Below 2 they are gloo's. None: 1.
-        timeout: That the groups are made with, and for what those connections carry.
+        connections: Maps the round trip in seconds between the two most distant ranks to a number of TCP connections
+            for large messages; the largest result of all ranks counts. Below 2, gloo sends all messages. None: 1.
+        timeout: Time-out of the groups, and of messages over those connections.
+
+    Attributes:
+        takes_sum_order: True, because `reduce_scatter` takes a `SumOrder`.
     """
 
     takes_sum_order = True
@@ -231,18 +235,18 @@ class GlooTransport(TorchTransport):
         self._choose = connections
         self._streams: Streams | None = None
         self._adds_as_ring = False
-        """Whether gloo's ring was seen to add in the order of `ring_runs`; alike on all ranks."""
+        """True if a trial showed that gloo's ring adds in the order of `ring_runs`; the same on all ranks."""
 
     def disconnect(self) -> None:
-        """Ends the connections; see `GlooSockets.shut_down`."""
+        """Shut down the connections; see `GlooSockets.shut_down`."""
         self._sockets.shut_down()
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """See `Transport.all_reduce`. Over long paths two ranks swap all they have, and both add it up.
+        """See `Transport.all_reduce`. On long paths the same bytes take fewer round trips than gloo's ring.
 
-        That is as many bytes as the ring of two sends, in one round trip in place of two; a + b = b + a, so the bits
-        are those of the ring. Of more ranks each sums its part of the ring, in the ring's order, and sends it to all:
-        again as many bytes, in two round trips in place of 2 (n - 1).
+        Two ranks exchange their tensors and both add them: one round trip instead of two, the same bits as a + b = b + a. Of
+        more ranks, each sums the part that it owns in the ring, in the ring's order, and sends the sum to all: two
+        round trips instead of 2 (n - 1).
         """
         if self.size == 1 or (found := self._streams_for(tensor.nbytes)) is None:
             return super().all_reduce(tensor, scale)
@@ -264,7 +268,7 @@ class GlooTransport(TorchTransport):
         to_sum = SlicesToSum(rows)
         scale_in_place(tensor, scale)
         others = [rank for rank in range(self.size) if rank != own]
-        # An owner sends its sum once it has all contributions, so what arrives is not read here any more.
+        # An owner sends its sum after it has all contributions, so slices that sums arrive in have been sent before.
         work = found.exchange_twice(
             [(rank, slices[rank], rows[rank]) for rank in others],
             lambda: to_sum.sum_as_rings(slices[own], [(slices[own].numel(), own)]),
@@ -273,14 +277,14 @@ class GlooTransport(TorchTransport):
         return Then(work, held=tensor)
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
-        """Issues small collectives of two ranks as one: each sends the other what is for it, in one message.
+        """Issue small collectives of two ranks as one exchange of one message in each direction.
 
         Args:
-            collectives: The same on both ranks, in the same order.
+            collectives: Collectives to issue; the same on both ranks, in the same order.
 
         Returns:
-            None where they do not fit, and nothing was issued: more ranks, unequal parts, or so many bytes that a
-            message of their own is no loss.
+            The work of all of them; None, with nothing issued, if there are more ranks or unequal parts, or so many
+            bytes that separate messages cost no more.
         """
         if (
             len(collectives) < 2
@@ -299,7 +303,7 @@ class GlooTransport(TorchTransport):
         return Then(work, lambda: _hand_out(received, widest_first, self.rank), sent)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """See `Transport.all_gather`. Of gloo's ring through two ranks both directions are one connection, too."""
+        """See `Transport.all_gather`. Two ranks exchange one message, because gloo's ring would send two."""
         found = self._streams_for(source.nbytes) if self.size > 1 else None
         if found is None and (self.size != 2 or not source.numel()):
             return super().all_gather(output, source)
@@ -308,7 +312,6 @@ class GlooTransport(TorchTransport):
         if found is not None:
             others = [rank for rank in range(self.size) if rank != self.rank]
             return Then(found.exchange([(rank, own, places[rank]) for rank in others]), held=source)
-        # In place of gloo's ring, which would send two messages.
         splits = [own.numel() * (rank != self.rank) for rank in range(2)]
         return Then(self.exchange(places[1 - self.rank], own, splits, splits, own.nbytes), held=source)
 
@@ -322,14 +325,15 @@ class GlooTransport(TorchTransport):
         return self._both_ways(output, source, output_splits, source_splits, found)
 
     def sendrecv(self, other: int, received: Tensor, sent: Tensor) -> Work:
-        """Exchanges a tensor with one other rank, and no word with the rest, at full duplex: for measurements.
+        """Exchange a tensor with one other rank at full duplex, without the rest of the ranks: for measurements.
 
-        All ranks have called `connect_both_ways` before. Its wait hears no alarm: see `listening`.
+        All ranks have called `connect_both_ways` before. The wait of the work does not react to an alarm; see
+        `listening`.
 
         Args:
-            other: Index of the other rank, which calls it too.
-            received: Takes what the other one has sent; as large as that.
-            sent: What is sent.
+            other: Index of the other rank, which makes the same call.
+            received: Tensor for what the other rank sends; of the same size.
+            sent: Tensor to send.
         """
         upwards, downwards = (cast(PairwiseGroup, group) for group in (self._group, self.connect_both_ways()))
         sending, receiving = (upwards, downwards) if other > self.rank else (downwards, upwards)
@@ -338,18 +342,18 @@ class GlooTransport(TorchTransport):
         return Works([Waiting(each, None, self._timeout) for each in (sent_work, coming)])
 
     def listening(self, call: Callable[[], Result]) -> Result:
-        """What `call` returns, which swaps and knows no alarm: it runs in a thread, and this one asks the alarm.
+        """Run `call` in another thread, call the alarm meanwhile, and return what `call` returns.
 
-        Where the wait for a single message times out, gloo gives up the connection, so that wait cannot be cut short
-        as those for collectives are. Once another rank has given up these connections are ended, which wakes it; after
-        two seconds, so that the ranks at their other ends have heard the reason, too.
+        Gloo closes a connection when the wait for a single message times out, so that wait cannot be cut into slices as
+        those for collectives are. If another rank aborts, the connections are shut down, which ends `call`: two seconds
+        later, so that the ranks at the other ends learn the reason first.
 
         Args:
-            call: Issues its work on this transport.
+            call: Function that uses `sendrecv` of this transport.
 
         Raises:
-            PeerError: Another rank has given up.
-            BaseException: What `call` has raised.
+            PeerError: Another rank has aborted.
+            BaseException: Whatever `call` has raised.
         """
         told = in_thread(call, "gradwire swaps")
         while True:
@@ -365,7 +369,7 @@ class GlooTransport(TorchTransport):
         self.disconnect()
 
     def connect_both_ways(self) -> TorchGroup:
-        """Connects the group of what goes to lower ranks, where no large exchange has done so; every rank calls it."""
+        """Connect the group for messages to lower ranks, unless it is connected; every rank calls it."""
         if self._downwards is None:
             self._downwards = self._sockets.opened_by(lambda: self._connect("downwards"))
         return self._downwards
@@ -383,9 +387,9 @@ class GlooTransport(TorchTransport):
         source_splits: list[int],
         found: "Streams | None",
     ) -> Work:
-        """Exchanges over the connections that were found; without, all that goes upwards takes the first group.
+        """Exchange over gradwire's own connections, if there are any.
 
-        What goes to lower ranks takes the second one.
+        Otherwise messages to higher ranks go through the first group, and messages to lower ranks through the second.
         """
         lower_out, own_out, higher_out = self._sections(output, output_splits)
         lower_in, own_in, higher_in = self._sections(source, source_splits)
@@ -404,7 +408,7 @@ class GlooTransport(TorchTransport):
     def _pieces(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """(rank, what it is sent, what takes its) of each other rank."""
+        """Return (rank, tensor to send, tensor to receive into) for each other rank."""
         sent, taken = (
             [flat[stop - numel : stop] for numel, stop in zip(splits, accumulate(splits), strict=True)]
             for flat, splits in ((source, source_splits), (output, output_splits))
@@ -412,12 +416,12 @@ class GlooTransport(TorchTransport):
         return [(rank, sent[rank], taken[rank]) for rank in range(self.size) if rank != self.rank]
 
     def _streams_for(self, nbytes: int) -> "Streams | None":
-        """The connections for a message, opened at the first one of size; None where gloo's own will do.
+        """Return the connections for a message, opened at the first large one; None if gloo sends it.
 
         Every rank calls it at the same point of the sequence of collectives.
 
         Args:
-            nbytes: Of the message, the largest of all ranks.
+            nbytes: Bytes of the largest message of any rank.
         """
         if self._choose is not None and nbytes >= OPENING_NBYTES:
             choose, self._choose = self._choose, None
@@ -430,7 +434,7 @@ class GlooTransport(TorchTransport):
         return self._streams if nbytes >= FAR_NBYTES else None
 
     def _opened(self, choose: Callable[[float], int]) -> "Streams | None":
-        """Tells all ranks the round trip, the choice and where to connect; and connects, if it is to be several."""
+        """Agree with all ranks on a number of connections, and open them if it is at least two; else return None."""
         from gradwire.comms.links.distance import MOST_CONNECTIONS
         from gradwire.comms.transport import parallel_tcp  # here: most networks have short round trips
 
@@ -438,7 +442,7 @@ class GlooTransport(TorchTransport):
         listener = None if own is None else parallel_tcp.StreamListener(*own, backlog=MOST_CONNECTIONS * self.size)
         try:
             trips = sorted(each for (each, *_) in self._told(struct.pack("d", trip), "d"))
-            # Each pair's is seen at both of its ends, one of which may have looked at a busy moment.
+            # Both ends of a pair measure its round trip, and a busy moment inflates one of them: the second largest.
             count = choose(trips[-2])
             address = "" if own is None else own[1]
             port, token = (0, 0) if listener is None else (listener.port, listener.token)
@@ -460,7 +464,7 @@ class GlooTransport(TorchTransport):
         return parallel_tcp.Streams(found, self._timeout, self._alarm)
 
     def _farthest(self) -> tuple[tuple[int, str] | None, float]:
-        """This rank's family and address on gloo's interface, and the longest of the round trips to the others."""
+        """Return this rank's address family and address on gloo's interface, and its longest round trip in seconds."""
         own, trip = None, 0.0
         for connection in self._sockets.connections:
             with suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as copy:
@@ -469,14 +473,14 @@ class GlooTransport(TorchTransport):
         return own, trip
 
     def _told(self, own: bytes, form: str) -> list[tuple[Any, ...]]:
-        """What every rank says, by rank."""
+        """All-gather `own`, and return each rank's values by the struct format `form`, in rank order."""
         source = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         output = source.new_empty(self.size * len(own))
         super().all_gather(output, source).wait()
         return list(struct.iter_unpack(form, output.numpy().tobytes()))
 
     def _sections(self, flat: Tensor, splits: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """What belongs to lower ranks, to this one, and to higher ones."""
+        """Return the runs of lower ranks, of this rank, and of higher ranks."""
         start = sum(splits[: self.rank])
         stop = start + splits[self.rank]
         return flat[:start], flat[start:stop], flat[stop : sum(splits)]
@@ -499,19 +503,19 @@ def connect_gloo(
     connections: Callable[[float], int] | None = None,
     peer_wait: Callable[[], PeerWait] | None = None,
 ) -> GlooTransport:
-    """Connects `size` ranks over TCP; returns when all of them have joined.
+    """Connect `size` ranks over TCP; returns when all of them have joined.
 
-    Gloo listens on the interface given, else on the one that GLOO_SOCKET_IFNAME names, else on the one that the
-    hostname resolves to.
+    Gloo listens on `interface`, else on the one that GLOO_SOCKET_IFNAME names, else on the one that the hostname
+    resolves to.
 
     Args:
-        store: A store with a prefix of its own for this group.
+        store: Store with a prefix of its own for this group.
         rank: This rank's index in the group.
         size: Number of ranks.
-        timeout: For the connection and for every collective.
+        timeout: Time-out of connecting and of every collective.
         alarm: See `TorchTransport`.
-        interface: Name of a network interface of this host, `eth0`.
-        threads: Collectives that may be under way at a time; None leaves it to torch, which has two.
+        interface: Name of a network interface of this host, such as `eth0`.
+        threads: Number of collectives that may be in flight at a time; None leaves it to torch, which has two.
         connections: See `GlooTransport`.
         peer_wait: Makes the liveness check while the other ranks connect; None checks the abort signal alone.
 
@@ -530,14 +534,15 @@ def connect_gloo(
 
 
 def _within(timeout: timedelta, peer_wait: PeerWait, connect: Callable[[], TorchGroup]) -> TorchGroup:
-    """Has a thread connect, and waits no longer for it than the time-out, or until another rank has given up or ended.
+    """Connect in another thread, until the time-out or until another rank has aborted or exited.
 
     Once all addresses are in the store, gloo waits five time-outs for a connection (`Pair::waitUntil` in its tcp
-    transport): a rank that has left its address and died there would hold up the others as long. Nothing can wake gloo
-    in that, so its thread is left to it; whatever it still makes is released at once.
+    transport), so a rank that published its address and died would delay the others as long. Gloo cannot be interrupted
+    there: its thread is abandoned, and what it still makes is released at once.
     """
     made = in_thread(connect, "gradwire connects")
-    deadline = time.monotonic() + (timeout + SLICE).total_seconds()  # the store's own error, which knows more, is first
+    # One slice after the time-out: the store's own error says more and comes first.
+    deadline = time.monotonic() + (timeout + SLICE).total_seconds()
     while True:
         with suppress(Empty):
             return outcome_of(made.get(timeout=SLICE.total_seconds()))
@@ -555,21 +560,21 @@ _FOR_PEER: dict[str, Callable[[Tensor, int], Tensor]] = {
     ALL_GATHER: lambda flat, peer: flat,
     ALL_TO_ALL: lambda flat, peer: flat.view(2, flat.numel() // 2)[peer],
 }
-"""What one of two ranks sends the other of its last tensor."""
+"""Op -> function that returns the part of a flat tensor that one of two ranks sends to the other."""
 
 
 def _hand_out(received: Tensor, collectives: Sequence[Collective], rank: int) -> None:
-    """Puts the peer's part of each of several collectives, which came in one message, where that one wants it.
+    """Complete several collectives of two ranks with the peer's parts, which arrived in one message.
 
     Args:
         received: 1-D uint8: the parts, end to end.
-        collectives: Whose parts they are, in this order.
-        rank: This one of two.
+        collectives: Collectives that the parts belong to, in this order.
+        rank: This rank, 0 or 1.
     """
     start = 0
     for each in collectives:
         output, source = each.tensors[0].view(-1), each.tensors[-1].view(-1)
-        own = _FOR_PEER[each.op](source, rank)  # what this rank would send itself
+        own = _FOR_PEER[each.op](source, rank)  # this rank's own contribution
         stop = start + own.nbytes
         arrived = received[start:stop].view(source.dtype)
         start = stop
@@ -577,11 +582,11 @@ def _hand_out(received: Tensor, collectives: Sequence[Collective], rank: int) ->
             torch.add(*((arrived, own) if rank else (own, arrived)), out=output)
         else:
             first, second = output.chunk(2) if output.numel() else (output, output)
-            (second if rank else first).copy_(own)  # which may lie there already
+            (second if rank else first).copy_(own)  # a no-op if it is there already
             (first if rank else second).copy_(arrived)
 
 
 def scale_in_place(tensor: Tensor, scale: float) -> None:
-    """Multiplies `tensor` by `scale`, unless that is 1: integers have no other."""
+    """Multiply `tensor` by `scale`, unless that is 1, which is the only factor for integers."""
     if scale != 1.0:
         tensor.mul_(scale)

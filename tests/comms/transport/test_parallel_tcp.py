@@ -175,7 +175,7 @@ def test_what_fails_between_two_exchanges_ends_them_by_its_words() -> None:
 
     work = mine.exchange_twice([(1, first, torch.empty_like(first))], fail, [(1, first, second)])
     peers = other.exchange_twice([(0, second, torch.empty_like(second))], lambda: None, [(0, second, first)])
-    with pytest.raises(RuntimeError, match="what has come cannot be worked on: of no use"):
+    with pytest.raises(RuntimeError, match="the bytes that arrived cannot be processed: of no use"):
         work.wait()
     with pytest.raises(RuntimeError, match=r"rank 0 of the group has ended|a connection to another rank was lost"):
         peers.wait()
