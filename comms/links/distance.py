@@ -1,12 +1,13 @@
-"""What a round trip and lost packets make of a link between nodes of CPUs: connections, their rate, and latency.
+"""This module models TCP over a link between CPU nodes with a long round trip or lost packets; see `over_distance`.
 
-A connection of TCP sends a window of W bytes in each round trip R. Packets lost with probability p leave it
-W = MSS sqrt(3 / (2 p)) on average; after a pause it begins with ten packets and doubles them in each round trip until
-the path of B bytes per second is full. So n connections lose, against a link that is full at once,
+A TCP connection sends a window of W bytes in each round trip R. If packets are lost with probability p, the window is
+W = MSS sqrt(3 / (2 p)) on average. After a pause a connection starts with W_0 = ten packets and doubles its window in
+each round trip, until the path of B bytes per second is full. Compared with a link that is full at once, n connections
+therefore lose
 
-    k R - (2^k - 1) n W_0 / B    with k = log2(B R / (n W_0)), where that is positive;
+    k R - (2^k - 1) n W_0 / B    with k = log2(B R / (n W_0)), if that is positive.
 
-as many connections are opened as make that nothing, up to a limit.
+`connections_for` returns the number of connections that makes this loss zero, up to a limit.
 
 Source: Mathis et al., "The macroscopic behavior of the TCP congestion avoidance algorithm", CCR 27 (1997), equation 3;
 RFC 6928 for the ten packets W_0; RFC 2861 for the pause.
@@ -18,33 +19,35 @@ from dataclasses import replace
 from gradwire.topology.cluster import Link
 
 LEAST_ROUND_TRIP_SECONDS = 0.005
-"""Shortest round trip for which connections are opened: below it one in each direction fills a link of 1 Gbit/s."""
+"""Shortest round trip for which several connections are opened. Below it, one in each direction fills 1 Gbit/s."""
 
 MOST_CONNECTIONS = 64
+"""Largest number of connections between two ranks; more cost file descriptors and slow down the last chunks."""
 
 SEGMENT_NBYTES = 1448
-"""Bytes of payload in a packet: MTU 1500 with TCP's time stamps."""
+"""Payload of a packet in bytes, with an MTU of 1500 and TCP's time stamps."""
 
 FIRST_SEGMENTS = 10
 """Segments in TCP's initial window. Source: RFC 6928."""
 
 FIRST_WINDOW_NBYTES = FIRST_SEGMENTS * SEGMENT_NBYTES
-"""What a connection may have under way after a pause, and what it is trusted with: a bucket ends before many round
-trips have passed. Over 20 ms and 0.01 % loss connections of 64 KiB each got 0.77 of 100 Mbit/s, of this 0.91."""
+"""Bytes that a connection may have in flight after a pause. `connections_for` counts no more for each connection,
+because a bucket ends before many round trips have passed: over 20 ms and 0.01 % loss, 64 KiB for each connection got
+0.77 of 100 Mbit/s, this many bytes 0.91."""
 
 MOST_ROUND_TRIP_SECONDS = 10.0
-"""Longest round trip that makes sense to ask for: fifty times around the earth."""
+"""Longest round trip that `over_distance` accepts; light in a fibre circles the earth fifty times meanwhile."""
 
 
 def connections_for(round_trip_seconds: float, bytes_per_second: float) -> int:
-    """How many connections fill a path in one direction.
+    """Return how many connections fill a path in one direction.
 
     Args:
-        round_trip_seconds: Between the two ranks.
-        bytes_per_second: Of the link.
+        round_trip_seconds: Round trip between the two ranks.
+        bytes_per_second: Rate of the link.
 
     Returns:
-        1 where the round trip is short; else as many first windows as there are bytes under way on a full path, at most
+        1 if the round trip is short; else the bytes in flight on a full path divided by the first window, at most
         `MOST_CONNECTIONS`.
     """
     if round_trip_seconds < LEAST_ROUND_TRIP_SECONDS:
@@ -53,10 +56,10 @@ def connections_for(round_trip_seconds: float, bytes_per_second: float) -> int:
 
 
 def connection_rate(round_trip_seconds: float, loss: float) -> float:
-    """Bytes per second that one connection carries on average; infinite without loss.
+    """Return the average rate of one connection in bytes per second; infinite without loss.
 
     Args:
-        round_trip_seconds: Between its ends.
+        round_trip_seconds: Round trip between its ends.
         loss: Probability that a packet is lost.
     """
     if not loss or not round_trip_seconds:
@@ -65,16 +68,17 @@ def connection_rate(round_trip_seconds: float, loss: float) -> float:
 
 
 def carried_together(bytes_per_second: float, connections: int, round_trip_seconds: float, loss: float) -> float:
-    """Bytes per second that connections carry of a link, each of which loses packets at moments of its own.
+    """Return the rate of several connections on one link together, in bytes per second.
 
-    Well below the link they carry n times the rate of one, well above it the link's; between, some have just lost and
-    the others do not make up for all of it: L / sqrt(1 + (L / n r)^2), which has both limits, and is within 0.05 of the
-    shares 0.92, 0.72 and 0.51 that were measured for 64 connections at 0.1 % and 1 % over 80 ms and 1 % over 150 ms.
+    With n connections of rate r on a link of rate L it is L / sqrt(1 + (L / n r)^2): close to n r if that is far below
+    L, and close to L if it is far above. In between, some connections have just lost a packet and the others do not
+    make up for all of it. The formula is within 0.05 of the measured shares 0.92, 0.72 and 0.51 of 64 connections at
+    0.1 % and 1 % over 80 ms and at 1 % over 150 ms.
 
     Args:
-        bytes_per_second: Of the link.
-        connections: That share it.
-        round_trip_seconds: Of the path.
+        bytes_per_second: Rate of the link.
+        connections: Number of connections that share it.
+        round_trip_seconds: Round trip of the path.
         loss: Probability that a packet is lost.
     """
     together = connections * connection_rate(round_trip_seconds, loss)
@@ -82,12 +86,12 @@ def carried_together(bytes_per_second: float, connections: int, round_trip_secon
 
 
 def ramp_seconds(round_trip_seconds: float, bytes_per_second: float, connections: int) -> float:
-    """What a message after a pause takes longer than on a path that is full at once.
+    """Return the extra seconds of a message after a pause, compared with a path that is full at once.
 
     Args:
-        round_trip_seconds: Of the path.
-        bytes_per_second: Of the link.
-        connections: That share the message.
+        round_trip_seconds: Round trip of the path.
+        bytes_per_second: Rate of the link.
+        connections: Number of connections that share the message.
     """
     first, full = FIRST_WINDOW_NBYTES * connections, round_trip_seconds * bytes_per_second
     if full <= first:
@@ -96,19 +100,20 @@ def ramp_seconds(round_trip_seconds: float, bytes_per_second: float, connections
 
 
 def over_distance(link: Link, nodes: int, round_trip_seconds: float, loss: float = 0.0) -> Link:
-    """A link between nodes of CPUs over a round trip: what sums and exchanges of large buckets get of it.
+    """Return a copy of a link between CPU nodes with the latency and rates that large buckets get over a round trip.
 
-    Two nodes swap what they have in half a round trip; more of them exchange twice. Where a round trip is too short for
-    connections of gradwire's own, a message of gloo takes a whole one: its receiver says that it is ready.
+    Two nodes exchange their tensors in half a round trip, and more nodes exchange twice. If the round trip is too short
+    for gradwire's own connections, gloo sends the messages, and each takes a whole round trip, because the receiver
+    first says that it is ready.
 
     Args:
-        link: Without a round trip.
-        nodes: That exchange over it.
-        round_trip_seconds: Between two of them.
+        link: Link without the round trip.
+        nodes: Number of nodes that exchange over it.
+        round_trip_seconds: Round trip between two of them.
         loss: Probability that a packet is lost.
 
     Raises:
-        ValueError: A number makes no sense.
+        ValueError: A number is out of range.
     """
     if not 0 <= round_trip_seconds <= MOST_ROUND_TRIP_SECONDS:
         raise ValueError(f"`rtt` is {round_trip_seconds:g} s; wanted 0 to {MOST_ROUND_TRIP_SECONDS:g} s")

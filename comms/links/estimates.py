@@ -1,14 +1,14 @@
-"""What each link between ranks gives, where that is known from, and what it may decide.
+"""This module holds the estimated rates of the links between ranks, and which decisions may use them.
 
-| origin | found out by | when | decides |
+| origin | source | when | used for |
 |---|---|---|---|
-| `assumed` | nobody | | plans; reports say that it is assumed |
-| `given`, `topology` | bootstrap/placement.py | as ranks meet | plans |
-| `probed` | probe.py, unit_rates.py: `probe=True` | before the first step | plans and bits, in place of all else |
-| `probed` | quick_probe.py | before the first step | predictions; shares in plans whose bits stay |
-| `transfers` | first_steps.py | behind the first steps | predictions |
+| `assumed` | a default | | plans; reports mark it as assumed |
+| `given`, `topology` | bootstrap/placement.py | when ranks connect | plans |
+| `probed` | probe.py, unit_rates.py: `probe=True` | before the first step | plans and bits, instead of all others |
+| `probed` | quick_probe.py | before the first step | predictions; shares in plans whose bits do not change |
+| `transfers` | first_steps.py | after the first steps | predictions |
 
-A clock must change no bit: what was measured without being asked for prices plans, and chooses none.
+Invariant: a measurement that the user has not asked for changes no bit of a sum. It is used for predictions only.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,18 @@ GIVEN, TOPOLOGY, PROBED, TRANSFERS, ASSUMED = "given", "topology", "probed", "tr
 
 
 class Links:
-    """The links of one communicator's ranks.
+    """Estimated rates of the links between one communicator's ranks.
 
     Args:
-        cluster: The ranks, with the links as they are known before the ranks connect.
+        cluster: The ranks, with the link rates that are known before they connect.
 
     Attributes:
-        cluster: The ranks, with the links that plans are chosen by.
-        priced: With the links that predictions are made for.
-        shares: With the rates that owners' shares go by in plans whose bits do not; None where links are alike.
-        origin: Where the rates come from that are not assumed.
-        decided: Whether measured links have replaced all others.
+        cluster: The ranks, with the link rates that choose plans.
+        priced: The ranks, with the link rates for predictions.
+        shares: The ranks, with the rates that owners' shares follow in plans whose bits do not depend on them; None if
+            links are alike.
+        origin: Origin of the rates that are not assumed, as in the table above.
+        decided: True if measured rates have replaced all others.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -42,24 +43,28 @@ class Links:
 
     @property
     def learned(self) -> bool:
-        """Whether predictions are made for other links than those that plans are chosen by."""
+        """True if predictions use other rates than the choice of plans."""
         return self.priced is not self.cluster
 
     def decide(self, levels: Sequence[Level]) -> None:
-        """Takes these links for everything: what NCCL says of its own gives way to them."""
+        """Use measured rates for plans and predictions, instead of all other rates and of NCCL's own model.
+
+        Args:
+            levels: Levels of the cluster with the measured links.
+        """
         self.cluster = self.priced = replace(self.cluster, levels=tuple(levels), fabric=None)
         self.shares, self.origin, self.decided = None, PROBED, True
 
     def learn(self, levels: Sequence[Level], *, at_start: bool) -> None:
-        """Takes these links for predictions.
+        """Use measured rates for predictions.
 
         Args:
-            levels: With the links as they were seen.
-            at_start: Nothing has travelled yet: shares go by them, too, where units' rates differ.
+            levels: Levels of the cluster with the measured links.
+            at_start: True before the first bucket: owners' shares then follow the rates, too, if nodes' rates differ.
         """
         self.priced = replace(self.cluster, levels=tuple(levels))
         if at_start:
-            # A latency that was seen while the processors were busy would make chunks too few: it prices plans alone.
+            # A latency that was measured on busy processors would make chunks too few: it is for predictions only.
             assumed = [
                 replace(level, link=replace(level.link, alpha_seconds=before.link.alpha_seconds))
                 for level, before in zip(levels, self.cluster.levels, strict=True)
@@ -70,13 +75,13 @@ class Links:
             self.origin = PROBED if at_start else TRANSFERS
 
     def priced_for(self, plan: Plan) -> Cluster:
-        """The cluster that a plan is priced for: where owners are equal, all links are as fast as the slowest."""
+        """Return the cluster for the prediction of a plan. With equal owners the slowest link decides."""
         if any(phase.shares for phase in plan.phases):
             return self.priced
         return replace(self.priced, levels=tuple(replace(level, unit_rates=()) for level in self.priced.levels))
 
     def describe(self) -> str:
-        """The rates that plans are predicted with, in one line, each with one word for where it comes from."""
+        """Return one line with the rates for predictions, each with its origin."""
         rates = ", ".join(
             f"{_rates(level)} {level.name} ({ASSUMED if level.link.presumed else self.origin})"
             for level in map(self.priced.levels.__getitem__, self.cluster.wide_levels)

@@ -1,9 +1,8 @@
-"""What the links give, seen from the first steps' own transfers: nothing is sent for it, and nothing else is done.
+"""This module estimates link rates from the transfers of the first training steps; it sends nothing itself.
 
-Where nobody has said or measured the links' rates, plans are made for assumed ones. Their predictions are worth little
-(what `quick_probe` has seen at the start) or nothing until training itself has shown what a link carries. Rates from
-here on price plans and advice; they choose nothing, because a plan that a clock has chosen would give other last bits
-in every run.
+If link rates are neither given nor measured, plans are made for assumed rates, and their predicted times mean little.
+`FirstSteps` measures what the transfers of a few steps reach, and later predictions and advice use these rates. They do
+not choose plans: a plan chosen by a clock would give other last bits in every run.
 """
 
 from collections.abc import Iterable
@@ -17,14 +16,15 @@ from gradwire.comms.step.listeners import StepListener
 from gradwire.topology.cluster import Cluster
 
 FIRST_WATCHED, STEPS_WATCHED = 1, 3
-"""Not the first step: connections are made in it, and DDP has other buckets. One of three may be disturbed."""
+"""First step that is measured, and number of measured steps. In step 0 connections are made and DDP has other buckets;
+one of three steps may be disturbed."""
 
 LEAST_NBYTES = 4 << 20
-"""Least bytes over the outermost link in all watched steps: below that messages' latency is most of what is seen."""
+"""Least bytes over the outermost link in all measured steps. With fewer, latency is most of the time."""
 
 
 def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds for which at least one of some spans was under way.
+    """Return the total time that is covered by at least one span, in seconds.
 
     Args:
         spans: (began, ended) of each.
@@ -37,7 +37,7 @@ def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _link_seconds(cluster: Cluster, level: int, plan: Plan) -> float:
-    """How long the slowest link of a level is busy with a plan, at the units' rates."""
+    """Return the predicted seconds that the slowest link of a level is busy with a plan."""
     model = CostModel.of(cluster, plan.phases)
     costs = [model.phase(phase) for phase in plan.phases if phase.level == level]
     most = sum(float(cost.egress.nbytes[level].max()) for cost in costs)
@@ -46,17 +46,17 @@ def _link_seconds(cluster: Cluster, level: int, plan: Plan) -> float:
 
 
 class FirstSteps(StepListener):
-    """Watches the first steps of a job whose links are unknown, and then prices its plans by what they have reached.
+    """Measures the transfers of a job's first steps, and then predicts its plans with the rates that they reached.
 
-    Where nodes' links were seen to differ at the start, their rates keep their proportions.
-
-    Every rank makes one and calls it at the same points. Only on CPUs, and not where the number of ranks may change.
-    Until it is over no exponents are packed: how much shorter that makes payloads is not known beforehand, and the time
-    of packing would count as the link's.
+    If nodes' links were found to differ at the start, their rates keep their proportions. Every rank makes one object
+    and calls it at the same points. It is for CPUs, and for a fixed number of ranks.
 
     Args:
-        communicator: Whose transfers are watched.
-        consensus: All its ranks'.
+        communicator: Communicator whose transfers are measured.
+        consensus: Agreement of all its ranks.
+
+    Attributes:
+        is_over: True if there is nothing left to measure.
     """
 
     def __init__(self, communicator: Communicator, consensus: Agreement) -> None:
@@ -70,13 +70,12 @@ class FirstSteps(StepListener):
             or communicator.size == 1
             or not cluster.levels[self._outermost].link.presumed
         )
-        """Whether there is nothing left to watch."""
 
     def step_began(self, steps: int) -> None:
-        """Every rank, at the beginning of each step, with nothing in flight.
+        """Start or end the measurement. Every rank calls it at the beginning of each step, with nothing in flight.
 
         Args:
-            steps: That have ended.
+            steps: Number of steps that have ended.
         """
         if self.is_over:
             return
@@ -99,7 +98,7 @@ class FirstSteps(StepListener):
         own = [busy_seconds((each.began, each.ended) for each in ended), self._gathering_seconds() - self._before]
 
         def fastest(ranks: list[object]) -> object:
-            # Whose gradients come last waits for nobody: what it sees is the transfer alone.
+            # The rank whose gradients are last does not wait for another one: it measures the transfer alone.
             return [min(column) for column in zip(*(each for each in ranks if isinstance(each, list)), strict=True)]
 
         seconds = self._consensus.decide(own, fastest)
@@ -126,7 +125,7 @@ class FirstSteps(StepListener):
         communicator.rank_plans.learned(levels)
 
     def _gathering_seconds(self) -> float:
-        """Seconds of all-gathers inside the node so far: shared memory, where the last to come waits for nobody."""
+        """Return the seconds of all-gathers in shared memory inside the node so far."""
         name = self._communicator.cluster.levels[0].name
         rows = self._communicator.executor.stats.phase_seconds().items()
         return sum(seconds for (_, op, level), (seconds, _, _) in rows if op == ALL_GATHER and level == name)

@@ -1,9 +1,9 @@
-"""Alpha and beta of every level, measured at start-up on the groups that training will use.
+"""This module measures latency and bandwidth of every level at start-up, on the groups that training will use.
 
-Each level gets a small and a large all-reduce; the model's own formula, read backwards, turns the two times into a
-latency and a bandwidth. The outer levels run below a reduce_scatter, as in a hierarchical plan, so that all NICs and
-flows of a node are in use; what the inner levels take is subtracted. All ranks measure at once, so the threads that
-pass a collective on, and the cores that the ranks of a machine share, are in the latency.
+`probe` times a small and a large all-reduce at each level, and solves the cost model's formula for the latency and the
+bandwidth. The outer levels run after a reduce_scatter inside the node, as in a hierarchical plan, so that all NICs and
+flows of a node are in use; the time of the inner levels is subtracted. All ranks measure at once, so the latency
+includes the threads that forward a collective, and the cores that the ranks of a machine share.
 """
 
 import math
@@ -21,54 +21,59 @@ from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Pha
 from gradwire.topology.cluster import Cluster, Level, Link, Unit
 
 SMALL_NBYTES = 16 << 10
-"""Bytes small enough to be latency alone, also where a traffic shaper lets the first 64 kB pass unshaped."""
+"""Size of the small all-reduce in bytes: its time is latency alone, also if a shaper lets 64 kB pass at once."""
 
 LARGE_NBYTES = 4 << 20
-"""Most bytes of the large size: latency is then a small part on 10 Gbit/s."""
+"""Largest size of the large all-reduce in bytes: latency is a small part of its time on 10 Gbit/s."""
 
 LEAST_LARGE_NBYTES, LARGE_SECONDS = 1 << 20, 0.05
-"""Fewer bytes where they would take longer than that; but pieces of an exchange between four ranks on two nodes stay as
-large as training's, which gloo sends over two connections."""
+"""Smallest size of the large all-reduce in bytes, and the seconds that it may take before it is made smaller. Pieces of
+an exchange between four ranks on two nodes stay as large as in training, where gloo sends them over two connections."""
 
 INSIDE_NBYTES = 16 << 20
-"""Bytes in place of it inside a node: more than the caches of its ranks hold, as a model's gradients are."""
+"""Size of the large all-reduce inside a node in bytes: more than the caches of its ranks hold, as in training."""
 
 ROUNDS, WARM_UP_ROUNDS = (9, 3), (3, 1)
-"""Rounds that count, and those before them, of SMALL_NBYTES and of more. What is short is disturbed more easily; the
-first rounds make connections and threads."""
+"""Timed rounds and warm-up rounds, each for the small and the large size. Short rounds are disturbed more easily, and
+the first rounds make connections and threads."""
 
 MANY, FEW = 8, 4
-"""Chunks: of the small size each, and of the large one together."""
+"""Number of chunks: of the small size each, and of the large size together."""
 
 LARGEST_HIDDEN = 0.75
-"""No more of an exchange than this is taken to be idle, whatever a disturbed measurement says."""
+"""Largest share of an exchange that is taken to be idle; a disturbed measurement may give more."""
 
 BARRIER_NUMEL = 64
-"""Elements for each rank: so that every rank has a part in it, and none can leave before all have arrived."""
+"""Elements of the barrier for each rank: every rank owns a part, so none can leave before all have arrived."""
 
 _known: dict[tuple[tuple[Unit, ...], str], tuple[Level, ...]] = {}
+"""(Placement of the ranks, device type) -> levels as measured in this process."""
 
 
 def probe(communicator: Communicator, consensus: Agreement) -> tuple[Level, ...]:
-    """Measures all levels and has the communicator plan with them; every rank, before anything else is in flight.
+    """Measure the links of all levels, make the communicator plan with them, and return the levels.
 
-    Results are kept for the same placement and device in this process.
+    Every rank calls it, with nothing in flight. Results are reused for the same placement and device in this process.
 
     Args:
-        communicator: Whose groups are measured.
-        consensus: All its ranks'.
+        communicator: Communicator whose groups are measured.
+        consensus: Agreement of all its ranks.
     """
+    # Reuse an earlier result only if all ranks have one.
     place = (communicator.cluster.locations, communicator.device.type)
     known = consensus.decide(place in _known, all)
     if not known:
         cluster = communicator.cluster
         wide = cluster.wide_levels
+        # One trial on the outermost level shows how large the large size may be.
         trial: list[Run] = [(probe_phases(cluster, number), LEAST_LARGE_NBYTES, 1) for number in wide[-1:] if number]
         took = _measure(communicator, consensus, trial) if trial else {}
         large_nbytes = _affordable(max(took.values(), default=0.0))
         sizes = {number: large_nbytes if number else INSIDE_NBYTES for number in wide}
+        # Time all runs before the links are fitted.
         runs = [run for number in wide for run in _runs(cluster, number, sizes[number], outermost=number == wide[-1])]
         took |= _measure(communicator, consensus, [run for run in runs if run not in took])
+        # Fit level by level, from the inside: each needs the links of the levels inside it.
         levels = [replace(level, unit_rates=()) for level in cluster.levels]
         for number in wide:
             measured = replace(cluster, levels=tuple(levels))
@@ -85,11 +90,11 @@ def probe(communicator: Communicator, consensus: Agreement) -> tuple[Level, ...]
 
 
 Run = tuple[tuple[Phase, ...], int, int]
-"""What is timed: phases, bytes of the bucket (of a chunk, where they are SMALL_NBYTES), chunks."""
+"""A timed run: its phases, bytes of the bucket (of each chunk for SMALL_NBYTES), and number of chunks."""
 
 
 def _affordable(seconds: float) -> int:
-    """Bytes to measure a bandwidth with, where LEAST_LARGE_NBYTES take so long."""
+    """Return the size of the large all-reduce in bytes, given the seconds that LEAST_LARGE_NBYTES take."""
     nbytes = LEAST_LARGE_NBYTES
     while nbytes < LARGE_NBYTES and 2 * nbytes / LEAST_LARGE_NBYTES * seconds <= LARGE_SECONDS:
         nbytes *= 2
@@ -97,7 +102,7 @@ def _affordable(seconds: float) -> int:
 
 
 def _runs(cluster: Cluster, number: int, large_nbytes: int, *, outermost: bool) -> list[Run]:
-    """What has to be timed for one level."""
+    """Return the runs that have to be timed for one level."""
     phases = probe_phases(cluster, number)
     found: list[Run] = [(phases, SMALL_NBYTES, 1), (phases, large_nbytes, 1)]
     if outermost and number > 0:
@@ -109,14 +114,14 @@ def _runs(cluster: Cluster, number: int, large_nbytes: int, *, outermost: bool) 
 
 
 def _ring(number: int) -> tuple[Phase, ...]:
-    """One ring through all ranks."""
+    """Return the phases of one ring through all ranks."""
     return (Phase(ALL_REDUCE, number, whole=True),)
 
 
 def _with_shares(
     took: dict[Run, float], cluster: Cluster, levels: list[Level], large_nbytes: int, device_type: str
 ) -> tuple[Level, ...]:
-    """The levels, with how the outermost one stands chunks, exchanges of payloads, and a ring through all ranks."""
+    """Return the levels; the outermost link gets the costs of chunks, payload exchanges and a ring over all ranks."""
     number = cluster.outermost
     if number == 0:
         return tuple(levels)
@@ -135,9 +140,9 @@ def _with_shares(
     )
     ring = _ring(number)
     model = CostModel(cluster, {}).phase(ring[0])
-    # In one piece it waits at times, in several it works more: a plan takes the better.
+    # A ring in one piece waits at times, one in several pieces has more work: plans take the better of the two.
     seconds = min(took[ring, large_nbytes, chunks] for chunks in (1, FEW)) - took[ring, SMALL_NBYTES, 1]
-    nccl = device_type == "cuda"  # may well beat a ring: it takes a tree, or lets the switch sum
+    nccl = device_type == "cuda"  # NCCL may beat a ring, with a tree or sums in the switch
     share = model.seconds_per_byte * (large_nbytes - SMALL_NBYTES) / max(seconds, 1e-9)
     levels[number] = replace(levels[number], link=replace(link, ring_share=share if nccl else min(share, 1.0)))
     return tuple(levels)
@@ -148,12 +153,13 @@ def _parts(phases: tuple[Phase, ...]) -> dict[int, int]:
 
 
 def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tuple[Phase, ...]:
-    """An all_reduce at one level, below the reduce_scatters and above the all_gathers of those inside.
+    """Return the phases of an all_reduce at one level, between the reduce_scatters and all_gathers of inner levels.
 
     Args:
-        cluster: Where.
-        level: Which.
-        exchange: Take it apart into a reduce_scatter and an all_gather, which move what a compressor's exchange moves.
+        cluster: Placement of the ranks.
+        level: Index of the level.
+        exchange: True replaces the all_reduce by a reduce_scatter and an all_gather, which send what a compressor's
+            exchange sends.
     """
     inner = [number for number in cluster.wide_levels if number < level]
     parts = {number: cluster.widest(number) for number in inner}
@@ -166,14 +172,14 @@ def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tup
 
 
 def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: float, large_nbytes: int) -> Link:
-    """The link of one level that explains two measured times, given the links of the levels inside.
+    """Return the link of one level for which the cost model gives two measured times.
 
     Args:
-        cluster: With the links of the inner levels as measured.
-        level: Which.
-        small_seconds: Of `probe_phases` with SMALL_NBYTES.
-        large_seconds: With `large_nbytes`.
-        large_nbytes: What the bandwidth is measured with.
+        cluster: Placement of the ranks, with the measured links of the inner levels.
+        level: Index of the level.
+        small_seconds: Time of `probe_phases` with SMALL_NBYTES.
+        large_seconds: Time of `probe_phases` with `large_nbytes`.
+        large_nbytes: Size of the large all-reduce.
     """
     old = cluster.levels[level].link
     phases = probe_phases(cluster, level)
@@ -196,10 +202,12 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
 
 
 def line_up(communicator: Communicator) -> None:
-    """Returns when all ranks have arrived, within a fraction of a millisecond: they leave a store's wait 50 ms apart.
+    """Wait until all ranks have arrived; they return within a fraction of a millisecond of each other.
+
+    A wait in the store would end up to 50 ms apart.
 
     Args:
-        communicator: Whose own connections carry the word.
+        communicator: Communicator of the ranks, whose own connections are used.
     """
     cluster = communicator.cluster
     barrier = torch.zeros(BARRIER_NUMEL * communicator.size, dtype=torch.float32, device=communicator.device)
@@ -209,10 +217,9 @@ def line_up(communicator: Communicator) -> None:
 
 
 def _measure(communicator: Communicator, consensus: Agreement, runs: Sequence[Run]) -> dict[Run, float]:
-    """Times plans on all ranks at once: of each a usual round, of which the slowest rank counts.
+    """Time plans on all ranks at once, and return the median round of each, as the slowest rank measured it.
 
-    All are timed before the ranks exchange what they have seen: each exchange costs every rank some questions to the
-    store, and a start would have a dozen of them.
+    The ranks share their times once, after all plans: each agreement takes every rank some requests to the store.
     """
     device = communicator.device
     times = []
@@ -235,6 +242,6 @@ def _measure(communicator: Communicator, consensus: Agreement, runs: Sequence[Ru
 
 
 def _usual(ranks: Sequence[object]) -> object:
-    """The median round of each run, of which the slowest rank counts."""
+    """Return the median round of each run; the slowest rank of a round counts."""
     by_run = zip(*(times for times in ranks if isinstance(times, list)), strict=True)
     return [statistics.median(max(each) for each in zip(*rounds, strict=True)) for rounds in by_run]

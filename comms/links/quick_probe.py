@@ -1,14 +1,14 @@
-"""A look at the links between nodes before the first step, where nobody has said what they give: mostly under a second.
+"""This module measures the links between CPU nodes before the first step, mostly in less than a second.
 
-Nodes meet in pairs, all of them at once, as for `unit_rates`; here they swap as many bytes as a first short swap says
-they can in `SWAP_SECONDS`. It uses the connections that training needs too, and tells everybody the result by an
-all-reduce: the store hears nothing of it.
+`quick_probe` runs if link rates are not known. All nodes exchange bytes in pairs at once, as in `unit_rates`. A first
+short exchange shows how many bytes fit into `SWAP_SECONDS`. The probe uses connections that training needs, too, and
+shares its result by an all-reduce, without the store.
 
-What it finds prices plans and advice from the first step on. And nodes with slower links own less of what is
-exchanged, in plans whose bits do not depend on that: sums are then made in the order in which gloo's ring makes them
-with equal shares. Where nodes differ two small sums, of float32 and of bfloat16, show on the spot who begins each
-element's sum, and when it is rounded; that larger arrays are cut into more segments rests on the releases of torch with
-which that was compared. Nothing else goes by the look, because a clock must change no bit.
+The rates are used for predictions and advice from the first step on. In addition, nodes with slower links own less of
+each exchange, in plans whose bits do not depend on it: sums are then made in the order of gloo's ring with equal
+shares. If nodes differ, two small trial sums (float32 and bfloat16) check on the spot in which order gloo adds and when
+it rounds. For larger tensors, which gloo cuts into more segments, the order was compared for certain releases of torch
+(`knows_gloo_sums`). The rates decide nothing else, because a clock must not change the bits of a sum.
 """
 
 import logging
@@ -37,39 +37,40 @@ Result = TypeVar("Result")
 log = logging.getLogger("gradwire")
 
 DRAIN_NBYTES = 80 << 10
-"""Bytes from each node, before each timed swap and without a pause: what a token bucket has saved up (64 kB in `tbf` as
-`gradwire emulate` sets it, and as guides recommend) is gone then, and what is timed goes at the link's rate."""
+"""Bytes that each node sends directly before each timed exchange. They use up what a traffic shaper lets pass at once
+(64 kB in `tbf` as `gradwire emulate` sets it, and as guides recommend), so that the timed bytes pass at the link's
+rate."""
 
 TRIAL_NBYTES = 64 << 10
-"""Bytes from each node in the first timed swap, which says how large the others may be: 52 ms on 10 Mbit/s."""
+"""Bytes that each node sends in the first timed exchange, which decides the size of the others: 52 ms on 10 Mbit/s."""
 
 SWAP_SECONDS, LEAST_SWAPPED_NBYTES, MOST_SWAPPED_NBYTES = 0.08, 32 << 10, 1 << 20
-"""How long a timed swap may take on the slowest link, and its bytes from each node at least and at most. With a third
-of that a link four times as fast had 7 ms: with a load of 8 on two cores, what a bucket saves up in a pause showed one
-of three equal links a third faster than the others."""
+"""Intended time of a timed exchange on the slowest link, and its smallest and largest number of bytes from each node.
+With a third of this time, a link four times as fast took 7 ms, and the tokens that a shaper saves in a pause made one
+of three equal links seem a third faster (at a load of 8 on two cores)."""
 
 BUDGET_SECONDS = 0.5
-"""Seconds for all meetings after the first trial: on very slow links nodes meet fewer partners. Where one meeting takes
-longer (from 0.3 s for the trial, 1.8 Mbit/s) the trial is all there is."""
+"""Time for all exchanges after the first trial; on very slow links each node has fewer partners. If a single exchange
+would take longer (a trial of 0.3 s or more, 1.8 Mbit/s), the trial is the only measurement."""
 
 MEETINGS = 3
-"""Partners of each node: as for `unit_rates`, whoever meets a slow node meets another one too."""
+"""Partners of each node: a node that is paired with a slow one is also paired with another one."""
 
 SMALL_SWAPS = 5
-"""The small swaps of one element: half of them are as fast as the link's latency allows."""
+"""Number of exchanges of one element for the latency; their median counts."""
 
 
 def quick_probe(communicator: Communicator) -> bool:
-    """Measures each node's link and one latency, and has the communicator price its plans with them.
+    """Measure each node's link and one latency, and make the communicator predict its plans with them.
 
-    Every rank calls it before its first bucket. On CPUs over gloo, where ranks are on several nodes (of no racks and
-    regions) and nothing is known of the links between those; else it does nothing.
+    Every rank calls it before its first bucket. It does nothing unless the ranks are on CPUs, connected by gloo, on
+    several nodes without racks and regions, and the rates of the links between them are unknown.
 
     Args:
-        communicator: Whose links are measured.
+        communicator: Communicator whose links are measured.
 
     Returns:
-        Whether anything was measured; the same on all ranks.
+        True if the links were measured; the same on all ranks.
     """
     cluster = communicator.cluster
     nodes, config = cluster.nodes, communicator.config
@@ -114,19 +115,19 @@ def quick_probe(communicator: Communicator) -> bool:
 
 
 def swapped_nbytes(trial_seconds: float) -> int:
-    """How much a timed swap carries from each node, by the seconds of one of `TRIAL_NBYTES`."""
+    """Return the bytes from each node in a timed exchange, given the seconds of one of `TRIAL_NBYTES`."""
     return round(min(max(TRIAL_NBYTES / trial_seconds * SWAP_SECONDS, LEAST_SWAPPED_NBYTES), MOST_SWAPPED_NBYTES))
 
 
 def node_rates(count: int, nbytes: int, took: Sequence[tuple[int, int, float]], *, every_partner: bool) -> list[float]:
-    """Bytes per second of each node's link.
+    """Return the rate of each node's link in bytes per second.
 
     Args:
-        count: Of nodes.
-        nbytes: That each node has sent to its partner, and received.
-        took: (one, other, seconds) of each pair that has met.
-        every_partner: Whether nodes have met as many partners as it takes to see whose link a slow pair's is; else, and
-            of two nodes, all are taken to be as slow as the slowest pair.
+        count: Number of nodes.
+        nbytes: Bytes that each node sent to its partner, and received.
+        took: (one node, other node, seconds) of each exchange.
+        every_partner: True if each node had enough partners to tell whose link is slow. Otherwise, and for two nodes,
+            all links get the rate of the slowest pair.
     """
     slowest = nbytes / max(seconds for _, _, seconds in took)
     if count < 3 or not every_partner:
@@ -138,16 +139,14 @@ def node_rates(count: int, nbytes: int, took: Sequence[tuple[int, int, float]], 
 
 
 class Meeting:
-    """Swaps between nodes.
-
-    They go over the first lane of training's plans, which nothing else uses yet.
+    """Timed exchanges between pairs of nodes, over the first lane of training's plans, which is idle until then.
 
     Args:
-        communicator: Whose ranks meet, the first of each node: of two ranks that share a link one may send while the
-            other still waits, and both would seem to have it alone.
+        communicator: Communicator of the ranks. The first rank of each node takes part: if two ranks shared a link, one
+            might send while the other still waits, and both would measure the whole link.
 
     Attributes:
-        is_possible: Whether gloo connects all nodes; the same on all ranks. Else nothing can meet.
+        is_possible: True if gloo connects all nodes; the same on all ranks.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -164,14 +163,15 @@ class Meeting:
         self.is_possible = not _told(communicator, missing).any()
 
     def meet(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int, float, float]]:
-        """All pairs swap `nbytes` at once.
+        """Exchange `nbytes` between all pairs at once.
 
         Args:
-            pairs: Of nodes; each node in one at most.
-            nbytes: From each node to its partner.
+            pairs: Pairs of nodes; each node is in one at most.
+            nbytes: Bytes from each node to its partner.
 
         Returns:
-            Of each pair (one, other, seconds, seconds of a swap of one element), by its slowest rank; alike on all.
+            (one node, other node, seconds, seconds of an exchange of one element) of each pair, as its slowest rank
+            measured them; the same on all ranks.
         """
         communicator = self._communicator
         partner = self.partner(pairs)
@@ -192,25 +192,25 @@ class Meeting:
         return found
 
     def sums_as_rings(self) -> bool:
-        """Whether the transport's all_reduce adds in the order that `ring_runs` says; the same on all ranks."""
+        """Return True if gloo's all_reduce adds in the order of `ring_runs`; the same on all ranks."""
         wrong = False
         if (rail := self._rail) is not None:
             wrong = not self._run("a trial sum", lambda: sums_as_rings(rail))
         return not _told(self._communicator, _numbers(wrong)).any()
 
     def partner(self, pairs: Sequence[tuple[int, int]]) -> int | None:
-        """The node that this one meets in some pairs; None where it pauses."""
+        """Return this node's partner in `pairs`; None if it has none."""
         own = next((pair for pair in pairs if self._own in pair), None)
         return None if own is None else own[own[0] == self._own]
 
     def _connect(self) -> None:
         rail = self._communicator.transport((0, 0), self._members)
         if isinstance(rail, MeetsInPairs):
-            rail.connect_both_ways()  # also where this node pauses at first
+            rail.connect_both_ways()  # also if this node has no partner at first
             self._rail = cast(GlooTransport, rail)
 
     def _run(self, what: str, call: Callable[[], Result]) -> Result:
-        """What `call` returns. Where it fails all ranks hear of it, and of which rank it was."""
+        """Return what `call` returns. If it raises, all ranks raise an error that names this rank."""
         returned: list[Result] = []
 
         def issue() -> Work:
@@ -222,13 +222,13 @@ class Meeting:
 
 
 def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
-    """Seconds of a swap with another rank on a link that has nothing saved up, and of one of a single element.
+    """Return the seconds of an exchange with another rank, and of an exchange of a single element.
 
     Args:
-        rail: The ranks.
-        other: Index of the other one.
-        nbytes: From each to the other.
-        saved_nbytes: That the link may let pass at once: they are swapped before.
+        rail: Transport of the ranks.
+        other: Index of the other rank, which makes the same call.
+        nbytes: Bytes from each rank to the other.
+        saved_nbytes: Bytes that a traffic shaper may let pass at once; they are exchanged before the timed bytes.
     """
 
     def swap(numel: int) -> float:
@@ -246,12 +246,12 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
 
 
 def _numbers(*values: float) -> torch.Tensor:
-    """A tensor of float32, whatever a program has set as its default."""
+    """Return a CPU tensor of float32, whatever default dtype and device the program has set."""
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def _told(communicator: Communicator, flat: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all ranks, the same bits on all of them."""
+    """Return the sum of a tensor over all ranks, with the same bits on all of them."""
     cluster = communicator.cluster
     own = flat.contiguous().view(-1).clone()
     plan = Plan("probe", probe_phases(cluster, cluster.outermost), 1, own.nbytes, 0.0, {}, "What was measured.")

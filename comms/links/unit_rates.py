@@ -1,8 +1,8 @@
-"""What each node's link gives, measured node against node: at start-up, and again while training runs.
+"""This module measures the rate of each node's link, at start-up and periodically during training; see `UnitRates`.
 
-A collective over all nodes is as fast as its slowest link, so it shows one rate and not whose. Here nodes meet in
-pairs, one pair beside the other, in a few rounds with other partners: a pair is as fast as the slower of the two, and a
-node as fast as its best pair. Its cost does not grow with the number of nodes.
+A collective over all nodes is as fast as its slowest link, so it cannot show which node is slow. Here nodes exchange
+bytes in pairs, all pairs at once, in a few rounds with changing partners. A pair is as fast as the slower of its two
+links, and a node's link is as fast as its best pair. The cost does not grow with the number of nodes.
 """
 
 import statistics
@@ -15,25 +15,25 @@ from gradwire.comms.links.probe import line_up
 from gradwire.comms.step.listeners import StepListener
 
 SWAPPED_NBYTES, LEAST_SWAPPED_NBYTES, SWAP_SECONDS = 1 << 20, 512 << 10, 0.02
-"""Most and least bytes from each node to its partner, over all its ranks, and seconds that the slowest link may take
-between those bounds. The least is more than a shaper lets pass at once."""
+"""Largest and smallest number of bytes from each node to its partner, over all its ranks, and the intended time on the
+slowest link. The smallest is more than a traffic shaper lets pass at once."""
 
 MEETINGS, REPEATS = 3, 3
-"""Partners of each node, and how often it meets each: the median counts."""
+"""Partners of each node, and exchanges with each partner, whose median counts."""
 
 ALIKE = 0.8
-"""A node that reaches this share of the fastest one's rate is taken to be as fast: measurements scatter by less."""
+"""Share of the fastest rate from which a node counts as equally fast; measurements scatter by less."""
 
 REMEASURE_STEPS = 500
-"""Steps between two measurements while training runs: nine swaps, 0.2 s on 200 Mbit/s, in what takes minutes there."""
+"""Steps between two measurements. One takes nine exchanges, 0.2 s on 200 Mbit/s, where 500 steps take minutes."""
 
 
 def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
-    """Who meets whom: in each round everybody has at most one partner, and never the same one twice.
+    """Return the pairs of nodes of each round. A node has at most one partner in a round, and a new one in each.
 
     Args:
-        count: Of nodes; of an odd number one has a pause in each round.
-        rounds: How many, at most; there are no more than partners.
+        count: Number of nodes. With an odd number one node has no partner in each round.
+        rounds: Largest number of rounds; there are at most as many as possible partners.
 
     Source: the circle method for round-robin tournaments (Lucas, Recreations mathematiques, vol. 2, 1883).
     """
@@ -47,11 +47,11 @@ def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
 
 
 def relative_rates(count: int, seconds: Sequence[tuple[int, int, float]]) -> tuple[float, ...]:
-    """What each node reaches, as a share of the fastest; 1 for those that are as good as that.
+    """Return each node's rate as a share of the fastest one; 1 for all that are about as fast.
 
     Args:
-        count: Of nodes.
-        seconds: Of each meeting: the two nodes, and how long the same number of bytes took.
+        count: Number of nodes.
+        seconds: (one node, other node, seconds) of each exchange, all of the same number of bytes.
     """
     best = [0.0] * count
     for one, other, took in seconds:
@@ -62,19 +62,19 @@ def relative_rates(count: int, seconds: Sequence[tuple[int, int, float]]) -> tup
 
 
 def measure_units(communicator: Communicator, consensus: Agreement, *, again: bool = False) -> bool:
-    """Measures every node's link, and has the communicator plan with what it finds; every rank, with nothing in flight.
+    """Measure every node's link, and make the communicator plan with the rates.
 
-    Nodes are given rates in proportion. The probe's rate is that of the slowest; later the fastest keeps its rate.
-    Nothing is measured on CUDA, where payloads go by given rates alone (docs/develop/cuda.md), or where shares do
-    not matter: of fewer than three nodes.
+    Every rank calls it, with nothing in flight. Rates are proportional to what nodes reach: at first the slowest node
+    gets the rate that `probe` has measured, later the fastest node keeps its rate. Nothing is measured on CUDA, where
+    only given rates count (docs/develop/cuda.md), and for fewer than three nodes, where shares do not matter.
 
     Args:
-        communicator: Whose ranks meet.
-        consensus: All its ranks'.
-        again: Whether nodes have been measured before.
+        communicator: Communicator of the ranks.
+        consensus: Agreement of all its ranks.
+        again: True if nodes have been measured before.
 
     Returns:
-        Whether plans have changed.
+        True if plans have changed.
     """
     cluster = communicator.cluster
     nodes, count = cluster.nodes, len(cluster.nodes)
@@ -115,11 +115,11 @@ def measure_units(communicator: Communicator, consensus: Agreement, *, again: bo
 
 
 class UnitRates(StepListener):
-    """Measures every node's link when it is made, and again now and then; every rank makes one.
+    """Measures every node's link when it is made, and again every `REMEASURE_STEPS` steps; every rank makes one.
 
     Args:
-        communicator: Whose ranks meet.
-        consensus: All its ranks'.
+        communicator: Communicator of the ranks.
+        consensus: Agreement of all its ranks.
     """
 
     def __init__(self, communicator: Communicator, consensus: Agreement) -> None:
@@ -128,6 +128,10 @@ class UnitRates(StepListener):
         measure_units(communicator, consensus)
 
     def step_began(self, steps: int) -> None:
-        """Measures again where it is time to: every rank, with nothing in flight."""
+        """Measure again every `REMEASURE_STEPS` steps. Every rank calls it, with nothing in flight.
+
+        Args:
+            steps: Number of steps that have ended.
+        """
         if steps and steps % REMEASURE_STEPS == 0:
             measure_units(self._communicator, self._consensus, again=True)

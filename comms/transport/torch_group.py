@@ -244,9 +244,9 @@ class GlooTransport(TorchTransport):
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Transport.all_reduce`. On long paths the same bytes take fewer round trips than gloo's ring.
 
-        Two ranks exchange their tensors and both add them: one round trip instead of two, the same bits as a + b = b + a. Of
-        more ranks, each sums the part that it owns in the ring, in the ring's order, and sends the sum to all: two
-        round trips instead of 2 (n - 1).
+        Two ranks exchange their tensors and both add them: one round trip instead of two, and the same bits, because
+        a + b = b + a. Of more ranks, each sums the part that it owns in the ring, in the ring's order, and sends the
+        sum to all: two round trips instead of 2 (n - 1).
         """
         if self.size == 1 or (found := self._streams_for(tensor.nbytes)) is None:
             return super().all_reduce(tensor, scale)
