@@ -76,7 +76,6 @@ class Analyzer:
 
     Args:
         store: Store from which statuses are read.
-        size: Number of ranks in the default group.
         stall_seconds: Time without progress until a stall is logged; it is logged again after twice the time.
         trace: File for the timeline; None writes none.
 
@@ -84,10 +83,9 @@ class Analyzer:
         report: What was found so far.
     """
 
-    def __init__(self, store: WatchStore, size: int, stall_seconds: float, trace: Path | None = None) -> None:
+    def __init__(self, store: WatchStore, stall_seconds: float, trace: Path | None = None) -> None:
         self.report = WatchReport(0.0)
         self._store = store
-        self._size = size
         self._stall_seconds = self._next_stall = stall_seconds
         self._began = time.monotonic()
         self._members: dict[str, tuple[int, ...]] = {}
@@ -100,7 +98,7 @@ class Analyzer:
         self._statuses: dict[int, RankStatus] = {}
         self._reported: _Reported | None = None
         self._links = LinkWatch()
-        self._drawing = None if trace is None else TimelineWriter(store, size, trace)
+        self._drawing = None if trace is None else TimelineWriter(store, trace)
 
     def look(self) -> None:
         """Reads all statuses, and logs what is new."""
@@ -137,7 +135,7 @@ class Analyzer:
     def _read_groups(self) -> None:
         """Reads hosts and groups of the ranks, if a status has a group that is not known."""
         names = {name for status in self._statuses.values() for name in status.groups}
-        if names <= set(self._members) and len(self._hosts) == self._size:
+        if names <= set(self._members) and len(self._hosts) == self._store.size:
             return
         found = self._store.groups()
         self._hosts = {rank: host for rank, (host, _) in found.items()}
@@ -220,7 +218,7 @@ class Analyzer:
 
     def _quiet_seconds(self, now: float) -> dict[int, float]:
         """Returns rank -> age of its newest status."""
-        return {rank: now - self._beats.get(rank, (0, self._began))[1] for rank in range(self._size)}
+        return {rank: now - self._beats.get(rank, (0, self._began))[1] for rank in range(self._store.size)}
 
     def _update_stall(self, now: float) -> None:
         """Requests the last collectives of all ranks, if one has waited too long."""
@@ -250,7 +248,7 @@ class Analyzer:
         """Diagnoses the responses to the open request, once all ranks have responded or the time is over."""
         assert self._request is not None
         request, responses = self._request, self._store.responses(self._request.number)
-        if len(responses) < self._size and now < request.until:
+        if len(responses) < self._store.size and now < request.until:
             return
         self._request = None
         # Name the collective in which the others wait for a late rank.

@@ -56,7 +56,7 @@ class Session:
         rank, size = dist.get_rank(), dist.get_world_size()
         self._store = WatchStore(store_of(self.group), rank, size)
         self._publisher = Publisher(self._store, traces=trace is not None)
-        self._analyzer = Analyzer(self._store, size, stall_seconds, trace) if rank == 0 else None
+        self._analyzer = Analyzer(self._store, stall_seconds, trace) if rank == 0 else None
         self._messages = messages
         self._thread = threading.main_thread().ident or 0
         self._flight = FlightReader(messages.counts)

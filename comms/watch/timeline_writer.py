@@ -22,13 +22,11 @@ class TimelineWriter:
 
     Args:
         store: Where questions and responses are.
-        size: Of the default group.
         file: For the timeline.
     """
 
-    def __init__(self, store: WatchStore, size: int, file: Path) -> None:
+    def __init__(self, store: WatchStore, file: Path) -> None:
         self._store = store
-        self._size = size
         self._file: Path | None = file
         self._request: tuple[int, float] | None = None
         self._next = 0.0
@@ -53,7 +51,7 @@ class TimelineWriter:
             return
         request, until = self._request
         parts = self._store.timelines(request)
-        if len(parts) < self._size and now < until:
+        if len(parts) < self._store.size and now < until:
             return
         self._request = None
         if not parts:

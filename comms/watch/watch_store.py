@@ -62,7 +62,7 @@ class WatchStore:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = PollingStore(PrefixStore("gradwire/watch", clone_of(store)), REQUEST_TIMEOUT)
         self.rank = rank
-        self._size = size
+        self.size = size
 
     def publish_status(self, status: RankStatus) -> None:
         """Publishes the status of this rank, in place of its previous one."""
@@ -135,7 +135,7 @@ class WatchStore:
 
     def _read(self, kind: str, message: MessageType[T]) -> dict[int, T]:
         """Reads rank -> its message of a kind; skips ranks without one, and messages that cannot be parsed."""
-        keys = [f"{kind}/{rank}" for rank in range(self._size)]
+        keys = [f"{kind}/{rank}" for rank in range(self.size)]
         # One round trip if all ranks have published, as in nearly every call; else one for each rank.
         if self._store.check(keys):
             texts = dict(enumerate(self._store.multi_get(keys)))

@@ -99,7 +99,8 @@ def record(rank: int, compressor: str) -> Way:
     dist.init_process_group("gloo")
     layers = [nn.Linear(64, 64, bias=False) for _ in range(6)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.03)  # two layers a bucket
-    state = gradwire.HookState(model, compressor=compressor)
+    # Without the stall watch: on a slow machine its thread may poll, or warn, while the bucket is recorded.
+    state = gradwire.HookState(model, compressor=compressor, stall_seconds=0)
     step = 0
 
     def hook(state: gradwire.HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -26,7 +26,7 @@ FAULTS = ("late", "loader", "hang")
 HANG_SECONDS = 100.0
 """How long a rank stands still at most, a few steps before the end: until the watch has said so, and drawn it."""
 SAID = "stalling/said"
-"""Key of the default store: the watch has said where a rank stands still."""
+"""Key of the default store: the watch has said where a rank stands still, or is late; then the step to end with."""
 
 
 class SlowSamples(Dataset[torch.Tensor]):
@@ -40,6 +40,19 @@ class SlowSamples(Dataset[torch.Tensor]):
         """One sample."""
         time.sleep(DELAY_SECONDS)
         return torch.ones(WIDTH)
+
+
+class NotesExplanation(logging.StreamHandler[TextIO]):
+    """Prints what the watch logs, and notes that it has said in which collective a rank is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.explained = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes in what the watch logs."""
+        super().emit(record)
+        self.explained |= "is waited for, longest in" in record.getMessage()
 
 
 class TellsStall(logging.StreamHandler[TextIO]):
@@ -81,7 +94,15 @@ def train(kind: str, fault: str, rank: int, steps: int) -> None:
     train_step = training(kind)
     faulty = dist.get_rank() == rank
     slow = iter(DataLoader(SlowSamples(), batch_size=1))
+    store, notes = dist.distributed_c10d._get_default_store(), NotesExplanation()
+    if fault == "loader" and dist.get_rank() == 0:
+        logging.getLogger("gradwire").addHandler(notes)
     for step in range(steps):
+        # All ranks end with the same step: no rank has left this one before rank 0 has come to it.
+        if notes.explained and not store.check([SAID]):
+            store.set(SAID, str(step + 1))
+        if fault == "loader" and store.check([SAID]) and int(store.get(SAID)) <= step:
+            break
         if fault == "loader" and faulty and step >= FAULT_STEP:
             next(slow)
         time.sleep(STEP_SECONDS + (DELAY_SECONDS if fault == "late" and faulty and step >= FAULT_STEP else 0.0))

@@ -28,6 +28,8 @@ from support.processes import Processes
 pytestmark = pytest.mark.slow
 
 JOB = Path(__file__).with_name("stalling_job.py")
+MOST_STEPS = 1000
+"""Of a job that ends once the watch has said enough."""
 
 
 def be_rank(arguments: list[str], variables: dict[str, str], rank: int, port: int) -> None:
@@ -99,13 +101,15 @@ def test_in_tensor_and_data_parallel_training_the_late_rank_alone_is_named(
 def test_a_rank_that_is_late_in_its_data_loader_is_said_to_be_so_with_the_line(
     processes: Processes, tmp_path: Path
 ) -> None:
-    report, text = run_forked(processes, tmp_path, "ddp", "loader", 1, FAULT_STEP + 40, STALL_SECONDS="60")
+    """However slow the machine is: the job ends once the watch has explained it, and other ranks may be late, too."""
+    report, text = run_forked(processes, tmp_path, "ddp", "loader", 1, MOST_STEPS, STALL_SECONDS="60")
     assert report is not None, text
-    late = [each["late"] for each in report["late"] if each["late"]["busy_with"] != QUEUE]
-    assert [(each["rank"], each["busy_with"]) for each in late[:1]] == [(1, LOADER)], text
-    assert late[0]["line"].startswith("stalling_job.py:") and late[0]["line"].endswith(" in __getitem__"), text
-    waited_in = next(each["waited_in"] for each in report["late"] if each["late"]["rank"] == 1)
-    assert re.fullmatch(r"gradients of \d\.(bias|weight) to \d\.(bias|weight)", waited_in["holds"]), text
+    late = [each["late"] for each in report["late"] if each["late"]["rank"] == 1]
+    found = next(each for each in late if each["busy_with"] == LOADER)
+    assert found["line"].startswith("stalling_job.py:") and found["line"].endswith(" in __getitem__"), text
+    waited_in = [each["waited_in"] for each in report["late"] if each["late"]["rank"] == 1]
+    held = [str(each["holds"]) for each in waited_in if each is not None]
+    assert any(re.fullmatch(r"gradients of \d\.(bias|weight) to \d\.(bias|weight)", each) for each in held), text
     assert "watch: rank 1 is waited for, longest in all_reduce of [" in text and not report["disagreements"], text
 
 
