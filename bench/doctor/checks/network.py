@@ -184,7 +184,8 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
     found = [
         pair
         for pair in _confirmed(facts)
-        if min(pair.many) < SLOW * (usual := min(best[pair.a], best[pair.b])) and _has_headroom(facts, pair, usual)
+        if min(pair.many) < SLOW * (usual := min(best[pair.a], best[pair.b]))
+        and has_headroom(facts, (pair.a, pair.b), usual)
     ]
     if not found:
         return
@@ -271,7 +272,7 @@ def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
     limited = [
         pair
         for pair in confirmed
-        if min(pair.one) < ONE_OF_MANY * min(pair.many) and _has_headroom(facts, pair, min(pair.many))
+        if min(pair.one) < ONE_OF_MANY * min(pair.many) and has_headroom(facts, (pair.a, pair.b), min(pair.many))
     ]
     if not limited or 2 * len(limited) < len(confirmed):
         return
@@ -369,11 +370,7 @@ def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _halved(facts: JobFacts, pair: PairRates) -> bool:
-    return _both_share(pair) < HALF_DUPLEX and _has_headroom(facts, pair, min(pair.many))
-
-
-def _has_headroom(facts: JobFacts, pair: PairRates, bytes_per_second: float) -> bool:
-    return has_headroom(facts, (pair.a, pair.b), bytes_per_second)
+    return _both_share(pair) < HALF_DUPLEX and has_headroom(facts, (pair.a, pair.b), min(pair.many))
 
 
 def has_headroom(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -> bool:

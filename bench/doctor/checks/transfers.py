@@ -181,12 +181,10 @@ def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _held(facts: JobFacts, pair: PairRates, good: float) -> bool:
-    if pair.packets_pass is False or min(pair.one) >= SLOW * good:
-        return False
     # A receiver whose core is full reads slowly, so its window fills as well: that is no setting's fault.
-    if not has_headroom(facts, (pair.a, pair.b), good):
+    if min(pair.one) >= SLOW * good or not has_headroom(facts, (pair.a, pair.b), good):
         return False
-    if max(pair.window_share or 0.0, pair.buffer_share or 0.0) < HELD_SHARE:
+    if pair.packets_pass is False or max(pair.window_share or 0.0, pair.buffer_share or 0.0) < HELD_SHARE:
         return False
     # Half of the buffer is window, the other half the kernel's own records. Source: tcp(7), tcp_adv_win_scale.
     own = [limit for node in (pair.a, pair.b) for limit in _limits(facts, node) if limit]
