@@ -55,10 +55,6 @@ def _split_runs(facts: JobFacts) -> list[ScriptRun]:
     return runs if len(runs) == len(facts.script_runs) else []
 
 
-def _kinds(runs: list[ScriptRun]) -> list[str]:
-    return sorted({kind for run in runs for kind in run.activity})
-
-
 def waited_seconds(facts: JobFacts, ranks: Collection[int]) -> float | None:
     """Seconds of a step for which the usual rank waits for the latest of some ranks; None if that was not seen.
 
@@ -72,22 +68,19 @@ def waited_seconds(facts: JobFacts, ranks: Collection[int]) -> float | None:
         return None
     if facts.has_gpus and facts.step_seconds < GPU_STEP_SECONDS:
         return None
-    return max(0.0, sorted(times)[len(times) // 2] - min(times[rank] for rank in ranks))
+    behind = behind_median(times)
+    return max(behind[rank] for rank in ranks)
 
 
 def late_rank(facts: JobFacts) -> Iterator[Diagnosis]:
     """A rank that has less under way than the others: they have come, and wait for it."""
     runs = _split_runs(facts)
-    under = [run.under_way_seconds for run in runs]
-    if len(runs) < 2 or facts.step_seconds is None or any(each is None for each in under):
+    waits = waited_seconds(facts, range(len(runs)))
+    if waits is None or waits < LATE.of(facts.step_seconds or 0.0):
         return
-    if facts.has_gpus and facts.step_seconds < GPU_STEP_SECONDS:
-        return
-    times = [each or 0.0 for each in under]
+    # Find what the late rank does for longer than the others.
+    times = [run.under_way_seconds or 0.0 for run in runs]
     late = min(range(len(times)), key=times.__getitem__)
-    waits = behind_median(times)[late]
-    if waits < LATE.of(facts.step_seconds):
-        return
     excess = excesses({rank: run.activity for rank, run in enumerate(runs)}, late)
     kind = max(excess, key=excess.__getitem__)
     busy = excess[kind] > 0.3 * waits
