@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from gradwire.comms.run.phase_stats import PhaseTotals
 from gradwire.topology.cluster import LEVEL_NAMES
+from gradwire.topology.wording import duration
 
 COMPUTES_LATE, SLOW_LINK = "computes late", "slow link"
 """Why a step waits: gradients of a rank come late, or come in time and travel slowly."""
@@ -100,11 +101,6 @@ def bucket_words(index: int, parameters: tuple[str, ...]) -> str:
     named = ", ".join(f"`{name}`" for name in parameters[:2])
     more = f" and {len(parameters) - 2} more" if len(parameters) > 2 else ""
     return f"bucket {index}" + (f" ({named}{more})" if named else "")
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a reader takes them in: `203 ms`, `12.4 s`."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_sec
 from gradwire.topology.graph import Cpu, DeviceLink, Gpu, Machine, Nic, PcieLink, PciSwitch
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.pci_ids import VENDOR_NAMES
+from gradwire.topology.wording import rate
 
 UNKNOWN = "?"
 _MAKER = re.compile(r"^(NVIDIA|Mellanox|AMD|Intel|Broadcom Inc\.)( Corporation| Technologies| and subsidiaries)? ")
@@ -29,7 +30,7 @@ def gigabits(bits_per_second: float | None) -> str:
     Args:
         bits_per_second: The rate.
     """
-    return UNKNOWN if not bits_per_second else f"{_scaled(bits_per_second)}bit/s"
+    return UNKNOWN if not bits_per_second else rate(bits_per_second / 8)
 
 
 def _scaled(rate: float) -> str:

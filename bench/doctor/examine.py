@@ -22,7 +22,6 @@ from gradwire.bench.doctor.arrival import PREFIX
 from gradwire.bench.doctor.checks.machine import available_cores
 from gradwire.bench.doctor.checks.network import CONFIRMED, doubtful_pairs
 from gradwire.bench.doctor.checks.transfers import SLOW_EXCHANGE, exchange_bound
-from gradwire.bench.doctor.checks.words import listed
 from gradwire.bench.doctor.control import Control, spread
 from gradwire.bench.doctor.facts import (
     BackendTime,
@@ -51,6 +50,7 @@ from gradwire.comms.bootstrap.kernel import outside_connections
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.environment import local_rank
 from gradwire.comms.links.unit_rates import pairings
+from gradwire.topology.wording import listed
 
 ARRIVE = timedelta(minutes=5)
 """Time for the ranks to come: torch takes minutes to be imported from a cold network file system."""

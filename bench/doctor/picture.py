@@ -2,8 +2,8 @@
 
 from xml.sax.saxutils import escape
 
-from gradwire.bench.doctor.checks.words import rate
 from gradwire.bench.doctor.facts import JobFacts
+from gradwire.topology.wording import rate
 
 _CELL, _MARGIN, _LETTER = 84, 24, 7.2
 _FONT = "font-family='system-ui, sans-serif'"

@@ -12,12 +12,12 @@ from gradwire.bench.doctor.checks.machine import available_cores
 from gradwire.bench.doctor.checks.network import SLOW
 from gradwire.bench.doctor.checks.steps import step_split
 from gradwire.bench.doctor.checks.transfers import LOST_SHARE, counted_loss
-from gradwire.bench.doctor.checks.words import nbytes, rate, seconds
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
 from gradwire.bench.terminal import right_columns
 from gradwire.comms.plan import overlap
 from gradwire.comms.plan.machine_cluster import payload_share
 from gradwire.topology.nccl_variables import WANTED_HERE
+from gradwire.topology.wording import duration, nbytes, rate
 
 MOST_PAIRS = 15
 
@@ -115,8 +115,8 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
     else:
         line = (
             f"{first}: {count} nodes beat one with exact sums if a step on one node alone takes more than "
-            f"{seconds(overlap.least_compute_seconds(count, exact))}. In a shorter step the link ({rate(good)}) is the "
-            "limit: send fewer bytes, or send less often."
+            f"{duration(overlap.least_compute_seconds(count, exact))}. In a shorter step the link ({rate(good)}) is "
+            "the limit: send fewer bytes, or send less often."
             + ("" if facts.promised(0) else " What a link should give is not known here: say it with --link 25gbit.")
         )
     return [f"{line}{_faster_backend(facts)}", f"Type: {predict_command(facts, found)}"]
@@ -202,7 +202,7 @@ def headline(facts: JobFacts) -> list[str]:
     lines = [split] if (split := _split_line(facts)) else []
     size = nbytes(facts.gradient_nbytes)
     given = "" if facts.gradient_nbytes != DEFAULT_GRADIENT_NBYTES else " (say --gradient-mb, or --script train.py)"
-    step = f"; a step takes {seconds(facts.step_seconds)}" if facts.step_seconds is not None else ""
+    step = f"; a step takes {duration(facts.step_seconds)}" if facts.step_seconds is not None else ""
     if not facts.pairs:
         return [f"Costs are for {size} of gradients{given}{step}.", *lines]
     good = facts.good_rate()
@@ -211,7 +211,7 @@ def headline(facts: JobFacts) -> list[str]:
         *lines,
         (
             f"Costs are for {size} of gradients{given}{step}. At {rate(good)} a link, the best seen or promised, "
-            f"their exchange takes at least {seconds(least)} in every step."
+            f"their exchange takes at least {duration(least)} in every step."
         ),
     ]
     if facts.step_seconds is not None and least >= facts.step_seconds:
@@ -231,13 +231,13 @@ def _split_line(facts: JobFacts) -> str:
     parts = step_split(facts)
     if not parts or facts.step_seconds is None:
         return ""
-    said = ", ".join(f"{seconds(value)} {kind}" for kind, value in parts.items())
+    said = ", ".join(f"{duration(value)} {kind}" for kind, value in parts.items())
     under = "; an exchange is under way while the main thread does other things, too" if "exchange" in parts else ""
-    return f"Where {seconds(facts.step_seconds)} of a step of your script go, on the usual rank: {said}{under}."
+    return f"Where {duration(facts.step_seconds)} of a step of your script go, on the usual rank: {said}{under}."
 
 
 def _print_one(number: int, each: Diagnosis, console: Console) -> None:
-    cost = "stops the job" if each.stops else f"costs {seconds(each.cost_seconds)} a step" if each.cost_seconds else ""
+    cost = "stops the job" if each.stops else f"costs {duration(each.cost_seconds)} a step" if each.cost_seconds else ""
     tail = ", ".join(text for text in ("a remark" if each.remark else "", cost, f"{each.confidence:.0%} sure") if text)
     console.print(f"{number}. [bold]{escape(each.title)}[/bold]  ({tail})", highlight=False)
     seen = Table.grid(Column(no_wrap=True), Column(overflow="fold"))
@@ -266,7 +266,7 @@ def pair_table(facts: JobFacts) -> Table:
         table.add_row(
             names[pair.a],
             names[pair.b],
-            seconds(pair.latency_seconds),
+            duration(pair.latency_seconds),
             *(rate(min(each)) for each in (pair.one, pair.many, pair.both)),
         )
     return table
@@ -281,7 +281,7 @@ def backend_table(facts: JobFacts) -> Table:
             table.add_row(each.backend, "failed", "")
         else:
             table.add_row(
-                each.backend, seconds(each.seconds), seconds(each.seconds * facts.gradient_nbytes / each.nbytes)
+                each.backend, duration(each.seconds), duration(each.seconds * facts.gradient_nbytes / each.nbytes)
             )
     return table
 

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradwire.bench.doctor.checks.words import listed
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, JobFacts, ScriptRun
+from gradwire.topology.wording import listed
 
 left_behind: list[threading.Thread] = []
 """Threads that still try to connect: the process must end without them."""

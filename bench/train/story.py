@@ -1,7 +1,7 @@
 """Describes what a comparison of trainings showed, in plain sentences: what was saved, on which link, the quality."""
 
-from gradwire.bench.emulation.rate import format_rate
 from gradwire.bench.train.train import TrainingResult
+from gradwire.topology.wording import rate
 
 
 def tell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
@@ -45,7 +45,7 @@ def foretell(results: list[TrainingResult], bits_per_second: int) -> list[str]:
             if other.hook in seconds
         )
         lines.append(
-            f"Behind links of {_rate(bits_per_second)} a backward pass with its communication is predicted to take "
+            f"Behind links of {rate(bits_per_second / 8)} a backward pass with its communication is predicted to take "
             f"{exact:.3f} s under plain DDP, {told}: from this run's backward passes and the links' rate, not measured."
         )
     return [*lines, _quality(plain, others)]
@@ -72,9 +72,8 @@ def setting(hook: str) -> str:
 
 
 def _speed(plain: TrainingResult, other: TrainingResult, bits_per_second: int) -> str:
-    return (
-        f"Behind links of {_rate(bits_per_second)}, {setting(other.hook)} {_took(plain, other)}{_sent(plain, other)}."
-    )
+    how = setting(other.hook)
+    return f"Behind links of {rate(bits_per_second / 8)}, {how} {_took(plain, other)}{_sent(plain, other)}."
 
 
 def _against(plain: TrainingResult, first: TrainingResult, other: TrainingResult) -> str:
@@ -113,7 +112,3 @@ def _quality(plain: TrainingResult, others: list[TrainingResult]) -> str:
         f"{listed}; {'no more' if held else 'more'} than it varies from step to step ({plain.loss_deviation:.4f}). "
         f"{plain.steps} steps show no more than that: train to the end before you rely on a lossy setting."
     )
-
-
-def _rate(bits_per_second: int) -> str:
-    return format_rate(bits_per_second).replace("gbit", " Gbit/s").replace("mbit", " Mbit/s").replace("kbit", " kbit/s")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from gradwire.comms.plan.advise import WORTHWHILE, Advice, Candidate, Recommendation, Workload, advise, ms, warning_of
+from gradwire.comms.plan.advise import WORTHWHILE, Advice, Candidate, Recommendation, Workload, advise, warning_of
 from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, measured_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import presumed
@@ -12,6 +12,7 @@ from gradwire.comms.report import wrapped
 from gradwire.comms.step.stepwatch import Observed
 from gradwire.compressors import registry
 from gradwire.topology.cluster import Cluster
+from gradwire.topology.wording import ms
 
 SAMPLE_NBYTES = 16 << 20
 """Gradient that the codecs are timed on: more than the caches of a rank hold, as a model's gradients are."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from gradwire.comms.bootstrap.placement import PeerInfo
 from gradwire.comms.config import NIC_PER_RANK, Config
+from gradwire.topology.wording import ranks_in_words
 
 UNKNOWN = "?"
 
@@ -61,13 +62,7 @@ def _unknown(infos: Sequence[PeerInfo]) -> tuple[str, ...]:
     for info in infos:
         if info.hardware.nic_unknown:
             ranks[info.hardware.nic_unknown].append(info.rank)
-    return tuple(f"NIC of {_listed(of)} unknown: {why}" for why, of in ranks.items())
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1, 2, 3, ... (64)`."""
-    more = f", ... ({len(ranks)})" if len(ranks) > 4 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
+    return tuple(f"NIC of {ranks_in_words(of)} unknown: {why}" for why, of in ranks.items())
 
 
 def _by_local_rank(nodes: Nodes) -> str:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from gradwire.comms.plan.plan import Plan
 from gradwire.topology.cluster import Cluster, Level
+from gradwire.topology.wording import rates_in_words
 
 GIVEN, TOPOLOGY, PROBED, TRANSFERS, ASSUMED = "given", "topology", "probed", "transfers", "assumed"
 
@@ -81,17 +82,11 @@ class Links:
         return replace(self.priced, levels=tuple(replace(level, unit_rates=()) for level in self.priced.levels))
 
     def describe(self) -> str:
-        """Return one line with the rates for predictions, each with its origin."""
-        rates = ", ".join(
-            f"{_rates(level)} {level.name} ({ASSUMED if level.link.presumed else self.origin})"
-            for level in map(self.priced.levels.__getitem__, self.cluster.wide_levels)
-        )
+        """Returns one line with the rates that plans are predicted with, and one word for the source of each."""
+        described = []
+        for level in map(self.priced.levels.__getitem__, self.cluster.wide_levels):
+            origin = ASSUMED if level.link.presumed else self.origin
+            spread = rates_in_words(level.unit_rates or (level.link.bytes_per_second,))
+            described.append(f"{spread} {level.name} ({origin})")
+        rates = ", ".join(described)
         return f"links: {rates or 'none'}" + ("; `probe=True` measures them" if "(assumed)" in rates else "")
-
-
-def _rates(level: Level) -> str:
-    """Return a level's rate in bits, as links are sold; the slowest and the fastest one if they differ."""
-    known = sorted(8 * rate for rate in level.unit_rates or (level.link.bytes_per_second,))
-    unit, name = (1e9, "Gbit/s") if known[-1] >= 1e9 else (1e6, "Mbit/s")
-    spread = " to ".join(f"{rate / unit:.3g}" for rate in dict.fromkeys((known[0], known[-1])))
-    return f"{spread} {name}"

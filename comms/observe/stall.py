@@ -29,8 +29,9 @@ from gradwire.comms.boundary.messages import MessageError, MessageType
 from gradwire.comms.observe.diagnosis import Position, find_stuck
 from gradwire.comms.observe.order import Waits
 from gradwire.comms.observe.wording import stall_in_words
-from gradwire.comms.report import bucket_words, duration
+from gradwire.comms.report import bucket_words
 from gradwire.comms.run.executor import Executor
+from gradwire.topology.wording import duration
 
 log = logging.getLogger("gradwire")
 

@@ -1,19 +1,9 @@
 """Sentences about stalls, in the same words for the hook and the watch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from gradwire.comms.observe.diagnosis import Stuck
-from gradwire.comms.report import duration
-
-MOST_NAMED = 8
-"""Most ranks that a sentence lists."""
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Returns `rank 3`, `ranks 0, 1, 2`, or the first ones and the number of the others."""
-    shown = ", ".join(map(str, ranks[:MOST_NAMED]))
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+from gradwire.topology.wording import MOST_RANKS, duration, ranks_in_words
 
 
 def stall_in_words(
@@ -50,11 +40,11 @@ def stall_in_words(
         (stuck.silent, "does not respond, and has not ended", "do not respond, and have not ended"),
     ):
         if ranks:
-            on = " and ".join(dict.fromkeys(hosts[rank] for rank in ranks[:MOST_NAMED] if rank in hosts))
+            on = " and ".join(dict.fromkeys(hosts[rank] for rank in ranks[:MOST_RANKS] if rank in hosts))
             named = ranks_in_words([rank_of(rank) for rank in ranks])
             verb = one if len(ranks) == 1 else many
             parts.append(f"{named}{f' on {on}' if on else ''} {verb} {what}, {duration(stuck.seconds)} late")
     if waits is not None:
         parts.append(waits)
-    parts += [f"rank {rank_of(rank)} is at {lines[rank]}" for rank in stuck.missing[:MOST_NAMED] if rank in lines]
+    parts += [f"rank {rank_of(rank)} is at {lines[rank]}" for rank in stuck.missing[:MOST_RANKS] if rank in lines]
     return "; ".join(parts)

@@ -20,6 +20,7 @@ from gradwire.comms.plan.planner import (
 from gradwire.compressors.optim.fit import ADAPTIVE, ORTHOGONALISING, known_to_end_behind
 from gradwire.compressors.registry import options_of
 from gradwire.topology.cluster import Cluster
+from gradwire.topology.wording import ms
 
 PLANS = ("flat", "hierarchical", "leader")
 """What gradwire can run."""
@@ -380,16 +381,6 @@ def _why_lossy(chosen: Candidate, exact: Candidate, workload: Workload) -> str:
         "It is lossy: check the accuracy of the trained model against a run without it. "
         f"{condition_of(chosen.compressor, workload.optimizer)}"
     ).rstrip()
-
-
-def ms(seconds: float) -> str:
-    """Milliseconds without an exponent: `46.4`, `2031`.
-
-    Args:
-        seconds: Of anything.
-    """
-    value = seconds * 1e3
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _spent(candidate: Candidate, workload: Workload) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradwire.comms.observe.diagnosis import Stuck, continues
-from gradwire.comms.report import duration
 from gradwire.comms.watch.collective import one_in_words, sender_of
 from gradwire.comms.watch.links import LinkWatch, SlowLink
 from gradwire.comms.watch.rank import RankStatus
@@ -27,6 +26,7 @@ from gradwire.comms.watch.trouble import (
     stuck_in_words,
 )
 from gradwire.comms.watch.watch_store import WatchStore
+from gradwire.topology.wording import duration
 
 log = logging.getLogger("gradwire")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from gradwire.comms.bootstrap.kernel import TcpInfo, outside_connections
-from gradwire.comms.report import duration
+from gradwire.topology.wording import duration, rate
 
 log = logging.getLogger("gradwire")
 
@@ -115,8 +115,9 @@ class LinkSummary:
             seconds: For how long it was watched.
         """
         again = f"; {self.again_share:.1%} of its segments were sent again" if self.again_share >= 1e-3 else ""
+        sending = self.nbytes / self.busy_seconds if self.busy_seconds > 0 else 0.0
         return (
-            f"link from {self.source} to {self.target}: {_rate(self.nbytes, self.busy_seconds)} while it sends, "
+            f"link from {self.source} to {self.target}: {rate(sending)} while it sends, "
             f"{min(self.busy_seconds / seconds, 1.0):.0%} of the time{again}"
         )
 
@@ -156,15 +157,10 @@ class SlowLink:
         when = f"from {duration(self.began)} on" if self.ended is None else f"{self.began:.0f} to {self.ended:.0f} s"
         slow = self.slowness
         return (
-            f"the link {self.which} is slow, {when}: {_rate(slow.bytes_per_second, 1.0)} while it sends, "
+            f"the link {self.which} is slow, {when}: {rate(slow.bytes_per_second)} while it sends, "
             f"{slow.busy_share:.0%} of the time; another one carries as much at "
-            f"{_rate(slow.usual_bytes_per_second, 1.0)}"
+            f"{rate(slow.usual_bytes_per_second)}"
         )
-
-
-def _rate(nbytes: float, seconds: float) -> str:
-    bits = 8 * nbytes / seconds if seconds > 0 else 0.0
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
 class LinkWatch:

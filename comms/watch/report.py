@@ -3,11 +3,10 @@
 import json
 from dataclasses import asdict, dataclass, field
 
-from gradwire.comms.observe.wording import ranks_in_words
-from gradwire.comms.report import duration
 from gradwire.comms.watch.collective import IssuedCollective, in_words, sender_of
 from gradwire.comms.watch.links import LinkSummary, SlowLink
 from gradwire.comms.watch.stragglers import WatchStraggler
+from gradwire.topology.wording import duration, ranks_in_words
 
 MOST_LINKS = 8
 """Most of a report for people, the busiest first."""

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradwire.comms.observe.diagnosis import Issue, Position, Stuck, find_stuck, origin, skipped_send
-from gradwire.comms.observe.wording import MOST_NAMED, ranks_in_words, stall_in_words
+from gradwire.comms.observe.wording import stall_in_words
 from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
 from gradwire.comms.watch.rank import RankStatus
+from gradwire.topology.wording import MOST_RANKS, ranks_in_words
 
 LOST_CONNECTION = ("gloo/transport/", "DistBackendError", "DistNetworkError")
 """Parts of torch 2.13's errors in ranks whose collective fails because another rank has ended: for gloo the file that
@@ -232,7 +233,7 @@ def stuck_in_words(
     ends = [(rank, "ends") for rank in stuck.missing] + [(rank, "ended") for rank in stuck.silent]
     errors = [
         f"rank {rank} {verb} with {statuses[rank].leaves}"
-        for rank, verb in ends[:MOST_NAMED]
+        for rank, verb in ends[:MOST_RANKS]
         if rank in statuses and statuses[rank].leaves is not None
     ]
     return "; ".join([text, *errors])

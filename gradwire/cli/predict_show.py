@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.plot.style import BASELINE, PEERS, load_pyplot, save, strip
-from gradwire.comms.plan.advise import SAY_OPTIMIZER, Advice, Candidate, Workload, ms
+from gradwire.comms.plan.advise import SAY_OPTIMIZER, Advice, Candidate, Workload
 from gradwire.comms.plan.overlap import least_compute_seconds
 from gradwire.compressors.registry import options_of
 from gradwire.topology.cluster import Cluster
+from gradwire.topology.wording import ms, rate
 
 Object = dict[str, object]
 
@@ -287,10 +288,8 @@ def table_of(*headings: str) -> Table:
 def describe_cluster(cluster: Cluster) -> str:
     """Its nodes and ranks, and what a node has towards the others."""
     nic = cluster.levels[-1].link
-    rates = [f"{rate * 8 / 1e9:.3g}" for rate in cluster.levels[-1].unit_rates]
-    shown = (
-        f"{', '.join(rates) or f'{nic.bytes_per_second * 8 / 1e9:.3g}'} Gbit/s of data {'by' if rates else 'a'} node"
-    )
+    by_node = [rate(each) for each in cluster.levels[-1].unit_rates]
+    shown = f"{', '.join(by_node)} of data by node" if by_node else f"{rate(nic.bytes_per_second)} of data a node"
     return f"{cluster.describe()}, {shown} through {nic.nics} NIC{'s' * (nic.nics > 1)}"
 
 

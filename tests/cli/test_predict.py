@@ -314,7 +314,7 @@ def test_unlike_links_and_uneven_ranks(capsys: pytest.CaptureFixture[str]) -> No
     uneven = ask(capsys, *base, "--ranks-per-node", "2,1,1", "--nic", "40mbit")
     assert uneven["ranks"] == 4 and "2, 1, 1 ranks" in str(uneven["cluster"])
     assert main([*base, "--ranks-per-node", "1", "--nic", "40mbit,40mbit,15mbit"]) == 0
-    assert "0.0376, 0.0376, 0.0141 Gbit/s of data by node" in " ".join(capsys.readouterr().out.split())
+    assert "37.6 Mbit/s, 37.6 Mbit/s, 14.1 Mbit/s of data by node" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("words", "message"), [

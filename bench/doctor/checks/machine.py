@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from gradwire.bench.doctor.checks.steps import LEAST_SECONDS, waited_seconds
-from gradwire.bench.doctor.checks.words import listed, nbytes, seconds
 from gradwire.bench.doctor.facts import CoreWork, Diagnosis, JobFacts, RankFacts
+from gradwire.topology.wording import duration, listed, nbytes
 
 SMALL_SHM_NBYTES = 256 << 20
 """Docker's own default is 64 MB; NCCL asks for 1 GB and DataLoader's workers for what their batches need. Source: NCCL
@@ -281,7 +281,7 @@ def clocks(facts: JobFacts) -> Iterator[Diagnosis]:
     ahead = b if worst.clock_seconds > 0 else a
     yield Diagnosis(
         key="clocks",
-        title=f"The clocks of {a} and {b} are {seconds(abs(worst.clock_seconds))} apart",
+        title=f"The clocks of {a} and {b} are {duration(abs(worst.clock_seconds))} apart",
         confidence=0.95,
         evidence=(f"{ahead} is ahead; it slows nothing down, but logs cannot be compared and certificates fail",),
         fix=("timedatectl set-ntp true   # or chronyc tracking, to see why it does not follow",),

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from statistics import median
 
-from gradwire.bench.doctor.checks.words import listed, rate, seconds, verb
 from gradwire.bench.doctor.facts import (
     BUCKET_NBYTES,
     Diagnosis,
@@ -13,6 +12,7 @@ from gradwire.bench.doctor.facts import (
     RankFacts,
 )
 from gradwire.topology.fabric import TCP_SHARE
+from gradwire.topology.wording import duration, listed, rate, verb
 
 SLOW = 0.7
 """A link below this share of what it should give is named. TCP alone reaches 94 %; on a busy machine of two cores the
@@ -427,16 +427,18 @@ def far_apart(facts: JobFacts) -> Iterator[Diagnosis]:
     worst = max(bad, key=lambda pair: pair.latency_seconds)
     near = [pair.latency_seconds for pair in facts.pairs if pair not in bad]
     shared = set.intersection(*({pair.a, pair.b} for pair in bad)) if len(bad) > 1 else set()
-    compared = f"the usual one of the other pairs has {seconds(median(near))}" if near else "all pairs are so far apart"
+    compared = (
+        f"the usual one of the other pairs has {duration(median(near))}" if near else "all pairs are so far apart"
+    )
     if len(facts.pairs) == 1:
         compared = "two machines of one data centre have less than 1 ms"
     # Each bucket passes every link of a ring twice, one message after the other.
     messages = 2 * (len(names) - 1) * max(1, -(-facts.gradient_nbytes // BUCKET_NBYTES))
     yield Diagnosis(
         key="far_apart",
-        title=f"{names[min(shared)]} is far from the other nodes: {seconds(worst.latency_seconds)} one way"
+        title=f"{names[min(shared)]} is far from the other nodes: {duration(worst.latency_seconds)} one way"
         if len(shared) == 1 and near
-        else f"{names[worst.a]} and {names[worst.b]} are far apart: {seconds(worst.latency_seconds)} one way",
+        else f"{names[worst.a]} and {names[worst.b]} are far apart: {duration(worst.latency_seconds)} one way",
         confidence=0.9,
         cost_seconds=messages * max(worst.latency_seconds - min(others, 1e-4), 0.0),
         evidence=(f"the shortest of many round trips, tried {worst.times} times; {compared}",),

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from gradwire.bench.doctor.checks.network import has_headroom
-from gradwire.bench.doctor.checks.words import listed, rate
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts, RankFacts
 from gradwire.topology.gdr.nccl import name_matches
+from gradwire.topology.wording import listed, rate
 
 WORTH = 0.1
 """Share of the rate of the NIC in use that another one has to give to be worth naming."""

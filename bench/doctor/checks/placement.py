@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from gradwire.bench.doctor.checks.words import listed, rate
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 from gradwire.topology.compare import ring_cost
+from gradwire.topology.wording import listed, rate
 
 
 def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:

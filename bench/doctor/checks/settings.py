@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from gradwire.bench.doctor.checks.words import listed
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 from gradwire.topology.nccl_variables import HARMFUL
+from gradwire.topology.wording import listed
 
 MAY_DIFFER = ("_SOCKET_IFNAME", "_IB_HCA", "_TOPO_FILE", "_DEBUG", "_HOSTID", "VISIBLE_DEVICES", "_CONF_FILE")
 """Variables that are each node's own, or change nothing between ranks."""

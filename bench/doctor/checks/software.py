@@ -1,10 +1,10 @@
 """Versions that differ between the ranks, ranks that are not there, backends that fail."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from gradwire.bench.doctor.checks.words import listed, verb
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
+from gradwire.topology.wording import listed, ranks_in_words, verb
 
 GRAVE = ("torch", "nccl", "gradwire")
 """Both ends of a connection must speak alike: other versions may hang or refuse."""
@@ -46,7 +46,7 @@ def missing(facts: JobFacts) -> Iterator[Diagnosis]:
         hosts = tuple(dict.fromkeys(facts.started_ranks[rank] for rank in slow))
         yield Diagnosis(
             key="missing_ranks",
-            title=f"{_ranks(slow)} started on {listed(hosts)}, and did not finish importing torch",
+            title=f"{ranks_in_words(slow).capitalize()} started on {listed(hosts)}, and did not finish importing torch",
             confidence=0.95,
             evidence=(f"it said so before it began to import torch; {waited}",),
             fix=(
@@ -68,7 +68,7 @@ def missing(facts: JobFacts) -> Iterator[Diagnosis]:
         )
         yield Diagnosis(
             key="missing_ranks",
-            title=f"{_ranks(absent)} did not come",
+            title=f"{ranks_in_words(absent).capitalize()} did not come",
             confidence=0.99,
             evidence=(f"{waited}; nothing was heard of it", *agents),
             fix=(
@@ -78,10 +78,6 @@ def missing(facts: JobFacts) -> Iterator[Diagnosis]:
             ),
             stops=True,
         )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {listed(ranks)}"
 
 
 def failing_backends(facts: JobFacts) -> list[Diagnosis]:

@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from statistics import median_low
 
-from gradwire.bench.doctor.checks.words import nbytes, seconds
 from gradwire.bench.doctor.facts import BUCKET_NBYTES, Diagnosis, JobFacts, ScriptRun
 from gradwire.comms.observe.diagnosis import Margin, behind_median, excesses
+from gradwire.topology.wording import duration, nbytes
 
 LOADER, SAVING = "the data loader", "saving a checkpoint"
 """As gradwire/comms/watch/activity.py names them; not imported, because that needs torch."""
@@ -88,17 +88,17 @@ def late_rank(facts: JobFacts) -> Iterator[Diagnosis]:
     name = next((n for n, ranks in zip(facts.names, facts.nodes, strict=True) if late in {e.rank for e in ranks}), "?")
     yield Diagnosis(
         key="late_rank",
-        title=f"The others wait for rank {late} on {name}, {seconds(waits)} of every step of your script",
+        title=f"The others wait for rank {late} on {name}, {duration(waits)} of every step of your script",
         confidence=0.9,
         cost_seconds=waits,
         evidence=(
             (
-                f"rank {late} has an exchange under way for {seconds(times[late])} of a step, the usual rank for "
-                f"{seconds(sorted(times)[len(times) // 2])}"
+                f"rank {late} has an exchange under way for {duration(times[late])} of a step, the usual rank for "
+                f"{duration(sorted(times)[len(times) // 2])}"
             ),
             *(
                 (
-                    f"in that time it is {seconds(excess[kind])} longer than the others in {kind}"
+                    f"in that time it is {duration(excess[kind])} longer than the others in {kind}"
                     + (f", most often at {line}" if line else ""),
                 )
                 if busy
@@ -189,8 +189,8 @@ def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
         cost_seconds=cost,
         evidence=(
             (
-                f"all exchanges of a step take {seconds(under_way)}; one of the gradients takes "
-                f"{seconds(facts.exchange_seconds(facts.good_rate()))} at the best rate seen"
+                f"all exchanges of a step take {duration(under_way)}; one of the gradients takes "
+                f"{duration(facts.exchange_seconds(facts.good_rate()))} at the best rate seen"
             ),
             *(f"{line}: {number:.3g} all-reduces a step" for line, number in lines[:3]),
         ),
@@ -244,7 +244,7 @@ def wasted_steps(facts: JobFacts) -> Iterator[Diagnosis]:
         line = next((run.lines[each.kind] for run in runs if each.kind in run.lines), None)
         yield Diagnosis(
             key=each.key,
-            title=f"{each.title}: {seconds(usual)} of {seconds(facts.step_seconds)}",
+            title=f"{each.title}: {duration(usual)} of {duration(facts.step_seconds)}",
             confidence=0.9,
             cost_seconds=usual,
             evidence=(

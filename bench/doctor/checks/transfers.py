@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from gradwire.bench.doctor.checks.network import CONFIRMED, FAR_SECONDS, FOREIGN_SHARE, SLOW, has_headroom, in_all
-from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
 from gradwire.bench.doctor.facts import BackendTime, Diagnosis, JobFacts, PairRates
+from gradwire.topology.wording import duration, listed, nbytes, rate
 
 LOST_SHARE, LOST_SEGMENTS = 1e-3, 4
 """A way is lossy that loses so much of a flow that leaves it half empty, and so many segments at least. A wired network
@@ -150,7 +150,7 @@ def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
         cost_seconds=facts.exchange_seconds(min(worst.one)) - facts.exchange_seconds(good),
         evidence=(
             (
-                f"{rate(good)} over a round trip of {seconds(trip)} is {nbytes(good * trip)} under way; one "
+                f"{rate(good)} over a round trip of {duration(trip)} is {nbytes(good * trip)} under way; one "
                 f"connection has {nbytes(min(worst.one) * trip)} and reaches {rate(min(worst.one))}, and its "
                 f"{what} held it back for {share:.0%} of its time (TCP_INFO)"
             ),
@@ -275,11 +275,11 @@ def slow_exchange(facts: JobFacts) -> Iterator[Diagnosis]:
         cost_seconds=(took - bound) * size,
         evidence=(
             (
-                f"{fastest.backend}, the fastest: {seconds(took)} for {nbytes(fastest.nbytes)}, in the best of its "
-                f"rounds; the links as measured, both directions at once, need {seconds(bound)}"
+                f"{fastest.backend}, the fastest: {duration(took)} for {nbytes(fastest.nbytes)}, in the best of its "
+                f"rounds; the links as measured, both directions at once, need {duration(bound)}"
             ),
             *(
-                f"{each.backend}: {seconds(_best(each) or 0.0)} for {nbytes(each.nbytes)}"
+                f"{each.backend}: {duration(_best(each) or 0.0)} for {nbytes(each.nbytes)}"
                 for each in timed
                 if each is not fastest
             ),

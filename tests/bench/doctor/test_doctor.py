@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import gradwire
 from gradwire.bench.doctor import alone, arrival, command, control, local, network, script, show
-from gradwire.bench.doctor.checks import diagnose, words
+from gradwire.bench.doctor.checks import diagnose
 from gradwire.bench.doctor.facts import (
     BackendTime,
     JobFacts,
@@ -36,6 +36,7 @@ from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
 from gradwire.comms.environment import local_rank
 from gradwire.comms.links.unit_rates import pairings
 from gradwire.compressors import registry
+from gradwire.topology import wording as words
 from support.doctor import healthy, slowed
 from support.threads import run_ranks
 
@@ -90,7 +91,7 @@ def test_words_of_any_length_reach_rank_0_and_come_back() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     assert control.Control(HashStore(), 0, 3).arrive(timedelta(seconds=0.05)) == [1, 2]
     found = diagnose(JobFacts(ranks=(RankFacts(rank=0, host=("a", "", "")),), missing_ranks=(1, 2)))
-    assert "1 and 2 did not come" in found[0].title and found[0].stops
+    assert "1, 2 did not come" in found[0].title and found[0].stops
 
 
 def test_a_rank_says_that_it_has_started_before_torch_is_there() -> None:
@@ -258,7 +259,7 @@ def test_the_picture_has_a_square_for_every_pair_and_the_words_are_peoples() -> 
     drawn = minidom.parseString(svg(facts))
     titles = [each.firstChild.nodeValue for each in drawn.getElementsByTagName("title") if each.firstChild]
     assert len(titles) == 12 and f"node0 to node2: {words.rate(facts.pairs[1].many[0])}" in titles
-    assert [words.rate(25e6), words.rate(5e10), words.nbytes(64e6), words.seconds(0.045)] == [
+    assert [words.rate(25e6), words.rate(5e10), words.nbytes(64e6), words.duration(0.045)] == [
         "200 Mbit/s", "400 Gbit/s", "64 MB", "45 ms"
     ]  # fmt: skip
     assert words.listed(["a", "b", "c"]) == "a, b and c"

@@ -74,7 +74,7 @@ def test_the_story_does_not_call_a_loss_a_success() -> None:
         a_result("gradwire:int8", 0.55, 0.5e6, final_loss=2.6),
     ]
     exact, lossy, quality = tell(results, 2_500_000_000)
-    assert "2500 Mbit/s" in exact and "0.100 s lost" in exact and "3% more" in exact
+    assert "2.5 Gbit/s" in exact and "0.100 s lost" in exact and "3% more" in exact
     assert "saves nothing" in lossy
     assert quality.startswith("Quality did not hold") and "more than it varies" in quality
 

@@ -7,12 +7,13 @@ from os import terminal_size
 import pytest
 
 from gradwire.comms.autotune import job_advice
-from gradwire.comms.plan.advise import Workload, advise, ms
+from gradwire.comms.plan.advise import Workload, advise
 from gradwire.comms.plan.codec_price import codec_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.report import Report, said_once, wrapped
 from gradwire.comms.step.stepwatch import Observed
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+from gradwire.topology.wording import ms
 
 NBYTES = 100_000_000
 SLOW = uniform_cluster((2, 2), (Level(LEVEL_NAMES[0], Link(4e-6, 5e9)), Level(LEVEL_NAMES[1], Link(50e-6, 125e6))))
