@@ -12,6 +12,7 @@
 #                    ARGS="--sources FOLDER" has clones or mirrors of their repositories, as OWNER+NAME
 # make docs   the site with the API, in build/docs; fails on a broken link
 # make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
+# make release-rehearsal  all of a release that needs no account: version from a tag, sdist, wheels, checks, SBOM, conda recipe; build/release
 # make fresh-debian  make run in minimal roots of Debian 12 and 13, as a user and as root (root, debootstrap; large downloads)
 #                    ARGS="--target test-fast --user ann" runs the fast part of the suite there instead
 #                    ARGS="--torch FOLDER" takes PyPI's builds of torch that lie there, without 2.5 GB of NVIDIA's packages
@@ -138,6 +139,11 @@ conformance: $(stamp)test
 	$(python) tests/conformance.py $(ARGS)
 
 wheel: $(stamp)test
+	$(python) -m pytest tests/test_wheel.py --require=wheel $(ARGS)
+
+.PHONY: release-rehearsal
+release-rehearsal: $(stamp)test
+	PYTHON=$(python) .ci/release-rehearsal
 	$(python) -m pytest tests/test_wheel.py --require=wheel $(ARGS)
 
 .PHONY: gpu-standin test-gpu-standin test-on-gpu-standin run-gpu-standin
