@@ -446,9 +446,9 @@ class TrainingState(Generic[S]):
         file: str | Path | None = None,
         port: int | None = None,
         address: str = "127.0.0.1",
-        every_seconds: float = 15.0,
+        every_seconds: float = 1.0,
     ) -> int | None:
-        """Exports this rank's numbers for Prometheus, made anew at the end of a step.
+        """Export this rank's numbers for Prometheus, renewed at the ends of steps.
 
         A second call adds a file or a port, or replaces the one there was; what it does not name goes on.
 
@@ -456,7 +456,7 @@ class TrainingState(Generic[S]):
             file: Replaced in one piece, as node_exporter's textfile collector wants it.
             port: Served as http://address:port/metrics; 0 takes a free one.
             address: That the port is opened at; "0.0.0.0" for all of this host.
-            every_seconds: At most so often.
+            every_seconds: Least time between two renewals, each at the end of a step; 0 renews at each step.
 
         Returns:
             The port; None without one.

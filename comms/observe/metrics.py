@@ -123,13 +123,16 @@ def _lacks(heard: bytes) -> int:
 
 
 class Metrics:
-    """What one rank exports. The text is made at the end of a step, so a scrape costs training nothing.
+    """Metrics of one rank, in a file, at a port, or both.
+
+    The text is made at the end of a step, in the training thread: other threads cannot read a consistent report while
+    buckets travel. With steps longer than `every_seconds` a scrape shows the last one, else one at most so old.
 
     Args:
         file: Written again and again; None writes none.
         port: Served on `address`; 0 takes a free one, None serves none.
         address: Of this host.
-        every_seconds: At most so often.
+        every_seconds: Least time between two renewals of the text.
 
     Raises:
         OSError: The file cannot be written, or the port is taken.

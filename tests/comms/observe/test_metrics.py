@@ -1,5 +1,7 @@
 """The report as JSON and for Prometheus, from a file and a port."""
 
+import dataclasses
+import inspect
 import json
 import re
 import urllib.error
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import gradwire
 from gradwire.comms.report import COMPUTES_LATE, Report, Straggler
 from gradwire.comms.run.phase_stats import PhaseTotals
 from support.observed import Steps, on_ranks
@@ -38,6 +41,36 @@ def test_prometheus_can_read_it() -> None:
         'gradwire_straggler_seconds{rank="0",late_rank="3",node="host \\"b\\"",cause="computes late"} '
         "0.20000000000000001"
     )
+
+
+def test_the_page_on_prometheus_names_what_is_exported_and_its_files_fit_prometheus() -> None:
+    yaml = pytest.importorskip("yaml", reason="pyyaml reads it; it comes with the extra `test`")
+    page = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "metrics.md").read_text()
+    exported = set(re.findall(r"^# TYPE (\S+) (\S+)$", REPORT.to_prometheus(), re.MULTILINE))
+    named = set(re.findall(r"\bgradwire_[a-z_]+_(?:total|seconds|info)\b", page))
+    assert named == {name for name, _ in exported}
+    scrape, rules = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    assert scrape["scrape_configs"][0]["static_configs"][0]["targets"] == ["node0:9100", "node1:9100"]
+    counters = {name for name, kind in exported if kind == "counter"}
+    for rule in rules["groups"][0]["rules"]:
+        assert {"record", "alert"} & rule.keys()
+        for over in re.findall(r"(?:rate|increase)\((\w+)", rule["expr"]):
+            assert over in counters
+        assert set(re.findall(r"\b(?!gradwire_rules)gradwire_\w+", rule["expr"])) <= named
+
+
+def test_files_of_several_ranks_may_lie_side_by_side() -> None:
+    """node_exporter refuses families whose HELP differs between files, and samples that occur twice."""
+    first, second = (dataclasses.replace(REPORT, rank=rank).to_prometheus().splitlines() for rank in (0, 1))
+    assert [line for line in first if line[0] == "#"] == [line for line in second if line[0] == "#"]
+    assert not {line.rpartition(" ")[0] for line in first if line[0] != "#"} & {
+        line.rpartition(" ")[0] for line in second if line[0] != "#"
+    }
+
+
+def test_metrics_are_of_a_step_that_ended_a_second_ago_at_most() -> None:
+    signature = inspect.signature(gradwire.HookState.export_metrics)
+    assert signature.parameters["every_seconds"].default <= 1.0
 
 
 def test_a_port_and_a_file_show_the_last_step(tmp_path: Path) -> None:
