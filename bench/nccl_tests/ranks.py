@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from gradwire.bench.nccl_tests.start import Start
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
+from gradwire.comms.boundary.gathering import gather_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,14 @@ class RankInfo:
     pid: int
     hostname: str
     local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """The process of a rank, as it tells the others."""
+
+    pid: int
+    hostname: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +86,12 @@ def meet(start: Start, timeout: timedelta) -> World:
     dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.size, timeout=timeout)
     control = dist.group.WORLD
     assert control is not None
-    own = (os.getpid(), socket.gethostname())
-    everybody: list[tuple[int, str]] = [own] * start.size
-    dist.all_gather_object(everybody, own)
+    processes = gather_records(_Process(os.getpid(), socket.gethostname()))
     seen: Counter[str] = Counter()
     ranks = []
-    for rank, (pid, hostname) in enumerate(everybody):
-        ranks.append(RankInfo(rank, pid, hostname, seen[hostname]))
-        seen[hostname] += 1
+    for rank, process in enumerate(processes):
+        ranks.append(RankInfo(rank, process.pid, process.hostname, seen[process.hostname]))
+        seen[process.hostname] += 1
     return World(start, PrefixStore("backends", store), control, tuple(ranks))
 
 

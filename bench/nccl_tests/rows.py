@@ -151,9 +151,10 @@ class Timer:
             self._finish()
             ended = issued if self._processor_time else self._clock()
             own.append((ended - began) / len(issues))
-        everybody: list[list[float]] = [own] * dist.get_world_size(self._control)
-        dist.all_gather_object(everybody, own, group=self._control)
-        kept = [seconds[self._skip :] for seconds in everybody]
+        seconds = torch.tensor(own, dtype=torch.float64, device="cpu")
+        everybody = [torch.empty_like(seconds) for _ in range(dist.get_world_size(self._control))]
+        dist.all_gather(everybody, seconds, group=self._control)
+        kept = [each.tolist()[self._skip :] for each in everybody]
         slowest = tuple(max(seconds) for seconds in zip(*kept, strict=True))
         times = IterationTimes(self._skip, slowest, tuple(map(tuple, kept)))
         return Timing(self._over_ranks(statistics.fmean(own)), times if self._each else None)

@@ -4,11 +4,15 @@ Torch's collectives of objects send pickles, with which a rank, or whoever passe
 What is gathered here are bytes, which `messages` or `torch.load(weights_only=True)` reads.
 """
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 
 from gradwire.comms.bootstrap.compat import device_types_of
-from gradwire.comms.boundary.messages import MessageError
+from gradwire.comms.boundary.messages import MessageError, MessageType
+
+T = TypeVar("T")
 
 MOST_NBYTES = 1 << 40
 """Bytes of one rank at most."""
@@ -46,6 +50,28 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup | None, receiver: int | No
         rows = [torch.empty_like(padded) for _ in nbytes] if group.rank() == receiver else []
         dist.gather(padded, rows or None, dst=dist.get_global_rank(group, receiver), group=group)
     return [row[:count].cpu().numpy().tobytes() for row, count in zip(rows, nbytes, strict=bool(rows))]
+
+
+MOST_RECORD_NBYTES = 64 << 20
+"""Maximum size of a record of one rank: ten times the largest that a command sends, the facts of an NCCL log."""
+
+
+def gather_records(own: T, group: dist.ProcessGroup | None = None, *, most_nbytes: int = MOST_RECORD_NBYTES) -> list[T]:
+    """Gather one dataclass instance from each rank of a group, as JSON; every rank calls it.
+
+    Args:
+        own: Record of this rank; its class declares the message, with field types that `MessageType` supports.
+        group: The ranks; None takes the default group.
+        most_nbytes: Maximum size of one rank's record.
+
+    Returns:
+        The records in the order of the group's ranks.
+
+    Raises:
+        MessageError: A rank sent something else than such a record.
+    """
+    message: MessageType[T] = MessageType(type(own), most_nbytes=most_nbytes)
+    return [message.read(each) for each in gather_bytes(message.write(own).encode(), group)]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -11,6 +11,7 @@ import math
 import re
 import types
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -73,10 +74,11 @@ class MessageType(Generic[T]):
     """What one kind of message is.
 
     Args:
-        kind: The type of its value: built of None, bool, int, float, str, `Literal`, tuple, list, dict, Mapping,
-            Sequence, unions, `Annotated` with `Within` and `Most`, dataclasses (an object with their fields), and
-            `object` for any value of JSON. An int without `Within` is in `WHOLE`. A float may be written as a whole
-            number. Keys of an object are str, or int for decimal digits.
+        kind: The type of its value: built of None, bool, int, float, str, `Literal`, tuple, list, set, dict, Counter,
+            Mapping, Sequence, unions, `Annotated` with `Within` and `Most`, dataclasses (an object with their fields),
+            and `object` for any value of JSON. An int without `Within` is in `WHOLE`. A float may be written as a whole
+            number. Keys of an object are str, or int for decimal digits; a mapping with other keys is an array of
+            (key, value).
         most_nbytes: Bytes that a message has at most.
         finite: Whether infinity and NaN are refused, in the words that Python's json has for them.
     """
@@ -85,6 +87,11 @@ class MessageType(Generic[T]):
         self._check = _check_of(kind, finite)
         self._most_nbytes = most_nbytes
         self._finite = finite
+
+    @staticmethod
+    def write(value: object) -> str:
+        """Return `value`, built of the types that a message may have, as the JSON that `read` takes."""
+        return json.dumps(_plain(value))
 
     def read(self, said: bytes | str) -> T:
         """Reads one message.
@@ -220,8 +227,14 @@ def _check_of_plain(kind: Any, finite: bool) -> _Check:
         return _row([_check_of(each, finite) for each in parts])
     if origin in (tuple, list, Sequence):
         return _array(_check_of(parts[0], finite), list if origin is list else tuple)
-    if origin in (dict, Mapping):
-        return _object(parts[0] is int, _check_of(parts[1], finite))
+    if origin in (set, frozenset):
+        return _set(_check_of(parts[0], finite))
+    if origin is Counter:
+        parts = (*parts, int)
+    if origin in (dict, Mapping, Counter):
+        of_pairs = parts[0] not in (str, int)
+        mapping = _pairs(*(_check_of(each, finite) for each in parts)) if of_pairs else _mapping(parts, finite)
+        return _made_into(Counter, mapping) if origin is Counter else mapping
     raise TypeError(f"`kind` has {kind!r}, which no message can be declared with")
 
 
@@ -291,6 +304,61 @@ def _array(check: _Check, made: type[list[Any]] | type[tuple[Any, ...]]) -> _Che
         return made([check(each, inside) for each in value])
 
     return array
+
+
+def _set(check: _Check) -> _Check:
+    array = _array(check, tuple)
+
+    def found(value: object, place: str) -> Any:
+        return _unique(array(value, place), value, place)
+
+    return found
+
+
+def _pairs(key: _Check, check: _Check) -> _Check:
+    array = _array(_row((key, check)), tuple)
+
+    def mapped(value: object, place: str) -> dict[Any, Any]:
+        if value == {}:  # an empty mapping shows no keys, so it is written as an object
+            return {}
+        pairs = array(value, place)
+        _unique([key for key, _ in pairs], value, place)
+        return dict(pairs)
+
+    return mapped
+
+
+def _unique(found: Sequence[Any], value: object, place: str) -> set[Any]:
+    try:
+        unique = set(found)
+    except TypeError:  # a declaration with `object` inside: this value of it cannot be hashed
+        _refuse(value, place, "values that can be in a set")
+    if len(unique) != len(found):
+        _refuse(value, place, "each value once")
+    return unique
+
+
+def _mapping(parts: Sequence[Any], finite: bool) -> _Check:
+    return _object(parts[0] is int, _check_of(parts[1], finite))
+
+
+def _made_into(made: Callable[[Any], Any], check: _Check) -> _Check:
+    return lambda value, place: made(check(value, place))
+
+
+def _plain(value: object) -> object:
+    """Return `value` as what JSON has: dataclasses and mappings as objects, sets as arrays."""
+    if dataclasses.is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value) if each.init}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str | int) for key in value):
+            return {key: _plain(each) for key, each in value.items()}
+        return [[_plain(key), _plain(each)] for key, each in value.items()]
+    if isinstance(value, set | frozenset):
+        return [_plain(each) for each in sorted(value)]
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
 
 
 def _object(numbered: bool, check: _Check) -> _Check:

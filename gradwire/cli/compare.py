@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.progress import Progress, TaskID
 
@@ -33,6 +34,7 @@ from gradwire.bench.nccl_tests.ranks import World, meet
 from gradwire.bench.nccl_tests.start import Start, find_start, speaks
 from gradwire.bench.terminal import STDOUT, CleanConsole, PlainLines, complain, progress_bar
 from gradwire.cli.compare_rank import STEP, TORCH_HOOKS
+from gradwire.comms.boundary.gathering import gather_records
 from gradwire.comms.config import AUTOMATIC
 from gradwire.comms.environment import launcher_variables
 from gradwire.comms.plan.advise import MOST_OF_IT, distortion_of
@@ -186,17 +188,15 @@ def run_given(options: argparse.Namespace, world: World, runs: "_Runs") -> None:
         runs.begin(name)
         with held_port() as free:
             # Each run has a port of its own: the last one's may still be in TIME_WAIT.
-            port = [free]
-            dist.broadcast_object_list(port)
-            variables = place | {"MASTER_PORT": str(port[0])} | _variables(hook)
+            port = torch.tensor([free], dtype=torch.int64, device="cpu")
+            dist.broadcast(port, src=0)
+            variables = place | {"MASTER_PORT": str(int(port.item()))} | _variables(hook)
             words = [f"{key}={value}" for key, value in variables.items()]
             command = ["setpriv", "--pdeathsig", "KILL", "env", *words, *_command(options, name, options.interface)]
             with Ranks([command], on_line=lambda _, text: runs.take(world.rank, text)) as ranks:
                 ranks.wait(None, 0.0)
         own = runs.found[-1]
-        everybody: list[ConfigurationRun] = [own] * world.size
-        dist.all_gather_object(everybody, own)
-        for other in everybody:
+        for other in gather_records(own):
             own.records |= other.records
             own.other |= other.other
 

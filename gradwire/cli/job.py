@@ -3,15 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from gradwire.bench.terminal import working
 from gradwire.comms.environment import launcher_variables, torchrun_place
 
 if TYPE_CHECKING:
     from gradwire.topology.gdr.job import JobRank
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -32,6 +30,7 @@ def joined_job(timeout: timedelta) -> Iterator["JobRank"]:
     import torch.distributed as dist  # here, because on one machine these commands need no torch
 
     from gradwire.comms.bootstrap.kernel import host_identity
+    from gradwire.comms.boundary.gathering import gather_records
     from gradwire.topology.gdr.job import JobRank
 
     try:
@@ -40,12 +39,7 @@ def joined_job(timeout: timedelta) -> Iterator["JobRank"]:
     except (RuntimeError, ValueError) as error:  # no such address, no such port, a rank that does not come
         raise RuntimeError(f"rank {rank} of {size} cannot meet the others at {address}:{port}: {error}") from error
 
-    def gather(own: T) -> list[T]:
-        everybody = [own] * size
-        dist.all_gather_object(everybody, own)
-        return everybody
-
     try:
-        yield JobRank(rank, host_identity(), gather)
+        yield JobRank(rank, host_identity(), gather_records)
     finally:
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Gather(Protocol):
-    """All-gathers one object of each rank, in the order of the ranks."""
+    """All-gathers one dataclass instance of each rank, in the order of the ranks."""
 
     def __call__(self, own: T, /) -> list[T]:
         """Waits for all ranks."""
@@ -28,6 +28,15 @@ class JobRank:
     host: tuple[str, ...]
     """The same for all ranks of one host, its name first."""
     gather: Gather
+
+
+@dataclass(frozen=True, slots=True)
+class ProofPlace:
+    """Where a rank would all-reduce for `--prove`."""
+
+    host: tuple[str, ...]
+    nothing: str
+    """What the host has in place of GPUs and NICs to try it with; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +58,12 @@ def prove_together(host: Host, job: JobRank, command: Sequence[str]) -> None:
         job: This rank and the others.
         command: The all-reduce, see `prove_with_nccl`.
     """
-    places = job.gather((job.host, nothing_to_check(host)))
-    if any(nothing for _, nothing in places):
-        host.proof_error = "no all-reduce: " + next(f"{name[0]} has {nothing}" for name, nothing in places if nothing)
+    places = job.gather(ProofPlace(job.host, nothing_to_check(host)))
+    if any(place.nothing for place in places):
+        lacking = next(place for place in places if place.nothing)
+        host.proof_error = f"no all-reduce: {lacking.host[0]} has {lacking.nothing}"
         return
-    proof = prove_with_nccl(command, one_host=len({name for name, _ in places}) == 1, rank=job.rank)
+    proof = prove_with_nccl(command, one_host=len({place.host for place in places}) == 1, rank=job.rank)
     host.log, host.proof_error = proof.log, proof.error
     host.bandwidths = {**host.bandwidths, **proof.gigabits_per_second}
 

@@ -8,6 +8,7 @@ import socket
 import tracemalloc
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Literal
@@ -93,6 +94,41 @@ def test_depth_and_length_are_refused(said: bytes) -> None:
     assert parsed(json.dumps(["[{" * 100])) == ["[{" * 100]
 
 
+@dataclasses.dataclass
+class Tallies:
+    """Fields of every kind that a record of a rank may have."""
+
+    hosts: set[str]
+    channels: Counter[tuple[int, str]] = dataclasses.field(default_factory=Counter)
+    names: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+
+TALLIES: MessageType[Tallies] = MessageType(Tallies)
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_what_is_written_is_read_back(filled: bool) -> None:
+    own = Tallies({"b", "a"}, Counter({(0, "send"): 2, (1, "receive"): 1}), {3: "x"}) if filled else Tallies(set())
+    found = TALLIES.read(MessageType.write(own))
+    assert found == own and type(found.channels) is Counter
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"hosts": ["a", "a"]}',
+        b'{"hosts": {"a": 1}}',
+        b'{"hosts": [], "channels": [[[0, "send"], 1], [[0, "send"], 2]]}',
+        b'{"hosts": [], "channels": [[[0, 1], 1]]}',
+        b'{"hosts": [], "channels": {"0": 1}}',
+        b'{"hosts": [], "channels": [[[0, "send"], "many"]]}',
+    ],
+)
+def test_sets_and_counts_are_checked(said: bytes) -> None:
+    with pytest.raises(MessageError):
+        TALLIES.read(said)
+
+
 def test_inflating_takes_no_more_memory_than_is_allowed() -> None:
     bomb = zlib.compress(bytes(300 << 20))
     tracemalloc.start()
@@ -133,7 +169,7 @@ def test_no_message_keeps_what_its_reader_holds() -> None:
 
 def test_a_type_that_no_message_can_have_is_refused() -> None:
     with pytest.raises(TypeError, match="no message can be declared with"):
-        MessageType(set[int])
+        MessageType(type[int])
 
 
 FABRIC = GpuFabric(

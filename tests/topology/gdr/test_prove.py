@@ -13,7 +13,7 @@ from gradwire.topology.gdr import sources
 from gradwire.topology.gdr.example import ExampleMachine
 from gradwire.topology.gdr.inputs.environment import child_environment
 from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log
-from gradwire.topology.gdr.job import JobRank, RankResult, T, prove_together
+from gradwire.topology.gdr.job import JobRank, ProofPlace, RankResult, T, prove_together
 from gradwire.topology.gdr.prove import prove_with_nccl
 
 CHILD = """
@@ -109,7 +109,9 @@ def test_where_one_host_has_nothing_to_try_none_does(child: Act, tmp_path: Path)
     seen = child()
     host = ExampleMachine(tmp_path / "tree").host()
     prove_together(
-        host, JobRank(0, ("gpu01",), lambda own: [own, (("gpu02",), "0 NVIDIA GPUs")]), gdr_check.PROVE_COMMAND
+        host,
+        JobRank(0, ("gpu01",), lambda own: [own, ProofPlace(("gpu02",), "0 NVIDIA GPUs")]),
+        gdr_check.PROVE_COMMAND,
     )
     assert host.proof_error == "no all-reduce: gpu02 has 0 NVIDIA GPUs"
     assert not seen.exists(), "nobody waits for gpu02"
