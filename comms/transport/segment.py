@@ -339,10 +339,16 @@ class _First:
             rank = said.get("rank")
             if not isinstance(rank, int) or not 0 < rank < self._size:
                 raise OSError(errno.EBADMSG, f"what has come is not from a rank: {said}")
+            # Invariant: a rank keeps its first connection. A later one is of another process of this user: taken in
+            # its place, it would get the memory, and the rank would hear nothing more.
+            if self._lines.setdefault(rank, line) is not line:
+                log.warning("refused a second connection for rank %d of a shared-memory group", rank)
+                self._selector.unregister(line.socket)
+                line.socket.close()
+                return
             if "mapped" in said:
                 self._mapped.add(rank)
             else:
-                self._lines[rank] = line
                 try:
                     line.give(descriptor)
                 except (BrokenPipeError, ConnectionResetError):  # it has ended since it called

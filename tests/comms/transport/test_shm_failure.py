@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -343,6 +344,39 @@ def test_ranks_of_two_network_namespaces_meet_in_the_folder(monkeypatch: pytest.
             killed.bind(f"{folder}/gradwire-old.sock")
         assert run_ranks(3, body) == [3.0] * 3
         assert not any(Path(folder).iterdir())
+
+
+def test_a_second_claim_of_a_connected_rank_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process of this user gets neither the memory nor the place of the rank that it claims to be."""
+    monkeypatch.setattr(secrets, "token_hex", lambda nbytes: f"claim-{os.getpid()}")
+    store, connected_rank = HashStore(), threading.Event()
+    give = segment._Line.give
+
+    def giving(line: segment._Line, descriptor: int) -> None:
+        give(line, descriptor)
+        connected_rank.set()
+
+    monkeypatch.setattr(segment._Line, "give", giving)
+
+    def body(rank: int) -> float:
+        if rank == 2:  # comes last, so that the set-up is not over when rank 1 is claimed again
+            assert connected_rank.wait(20)
+            with socket.socket(socket.AF_UNIX) as other:
+                other.settimeout(20)
+                other.connect(f"\0gradwire-claim-{os.getpid()}")
+                other.sendall(b'{"rank": 1}\n')
+                data, descriptors, _, _ = socket.recv_fds(other, 1, 1)
+                assert (data, list(descriptors)) == (b"", [])
+        group = ShmGroup.create(store, rank, 3, key="k", timeout=timedelta(seconds=30), block_nbytes=65536)
+        total = torch.ones(10)
+        group.all_reduce(total)
+        group.close()
+        return float(total[0])
+
+    assert run_ranks(3, body) == [3.0] * 3
+    assert "refused a second connection for rank 1" in caplog.text
 
 
 def test_a_group_has_no_name_and_leaves_no_descriptor() -> None:
