@@ -89,7 +89,7 @@ def draw_training(record: PlotRecord, output: Path) -> None:
     )
 
 
-_TRAINED = {"plain": "plain DDP", "gradwire": "gradwire, exact"}
+_TRAINED = {"plain": "plain DDP", "torch-fp16": "torch's fp16 hook", "gradwire": "gradwire, exact"}
 """What a bar is called; `gradwire:int8` is so called."""
 
 
