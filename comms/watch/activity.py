@@ -1,4 +1,8 @@
-"""What a rank's main thread spends its time on: a sample now and then of where it stands."""
+"""Activity of a rank's main thread, sampled: data loader, forward and backward pass, optimizer, checkpoints, others.
+
+Each poll of the watch looks at the thread's stack, and counts the time since the previous poll for the activity that
+the files on the stack stand for.
+"""
 
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -26,17 +30,17 @@ FOLDERS = (
     (BACKWARD, ("/torch/autograd/",)),
     (FORWARD, ("/torch/nn/modules/",)),
 )
-"""What the files of torch on a stack mean; the first kind that is found anywhere on the stack counts."""
+"""Activity -> parts of the paths of files that stand for it. The first activity with a file on the stack counts."""
 
 QUEUE = "the queue for a processor, which others use"
-"""Not a part of the kinds above, but of the same time: the thread could run, and the kernel let others."""
+"""Time in which the thread could run, and the kernel ran other threads. It overlaps with the activities above."""
 
 
 def activity_of(frame: FrameType | None) -> str:
-    """What a thread is busy with.
+    """Returns the activity of a thread.
 
     Args:
-        frame: The innermost one of its stack.
+        frame: Innermost frame of its stack.
     """
     files = set()
     while frame is not None:
@@ -49,27 +53,28 @@ def activity_of(frame: FrameType | None) -> str:
 
 
 def queue_seconds(thread: int) -> float:
-    """Seconds that a thread of this process has waited for a processor; 0 where the kernel does not say.
+    """Returns the seconds for which a thread has waited for a processor; 0 if the kernel does not count them.
 
     Args:
-        thread: As the kernel numbers it.
+        thread: Number of a thread of this process in the kernel (`native_id`).
 
     Source: https://docs.kernel.org/scheduler/sched-stats.html, the second number of /proc/<pid>/schedstat.
     """
     try:
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):  # a kernel without CONFIG_SCHED_INFO, or the thread has ended
+    except (OSError, IndexError):
+        # The kernel lacks CONFIG_SCHED_INFO, or the thread has ended.
         return 0.0
 
 
 class Activity:
-    """Counts what a thread is seen doing.
+    """Counts the activities of a thread.
 
     Args:
-        thread: As `threading.get_ident` numbers it.
+        thread: Number of the thread by `threading.get_ident`.
 
     Attributes:
-        seconds: Kind -> for how long it was seen at it.
+        seconds: Activity -> seconds for which it was seen.
     """
 
     def __init__(self, thread: int) -> None:
@@ -78,10 +83,10 @@ class Activity:
         self._lines: dict[str, Counter[str]] = {}
 
     def sample(self, seconds: float) -> None:
-        """Looks where the thread stands.
+        """Counts the present activity and line of the thread.
 
         Args:
-            seconds: Since the last sample: it counts for as long.
+            seconds: Time since the last sample, for which it counts.
         """
         frame = frame_of(self._thread)
         kind = activity_of(frame)
@@ -91,11 +96,11 @@ class Activity:
             self._lines.setdefault(kind, Counter())[line] += 1
 
     def lines(self) -> dict[str, str]:
-        """Kind -> the line where the thread was seen most often since the last call."""
+        """Returns activity -> line in which the thread was seen most often since the last call, and forgets them."""
         found = self.newest_lines()
         self._lines.clear()
         return found
 
     def newest_lines(self) -> dict[str, str]:
-        """The same, without forgetting them."""
+        """Returns the same as `lines`, and keeps them."""
         return {kind: counts.most_common(1)[0][0] for kind, counts in self._lines.items()}

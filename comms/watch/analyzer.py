@@ -100,7 +100,7 @@ class Analyzer:
         self._links = LinkWatch()
         self._drawing = None if trace is None else TimelineWriter(store, trace)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Reads all statuses, and logs what is new."""
         self._statuses = self._store.statuses()
         self._read_groups()

@@ -147,14 +147,14 @@ class FlightReader:
                 found[known.title] = known.progress
         return found
 
-    def look_for_models(self, seconds: float) -> None:
+    def search_models(self, seconds: float) -> None:
         """Searches for the models whose gradients are exchanged, now and then; returns at once.
 
         Args:
             seconds: Time since this rank is watched.
         """
         if self.members:
-            self._models.look(seconds)
+            self._models.search(seconds)
 
     def _note_end(self, name: str, ended: int) -> None:
         ends = self._ends.setdefault(name, deque(maxlen=ENDS))
@@ -297,7 +297,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def _what(entry: dict[str, Any]) -> str:
-    """`all_reduce of [1024] Float`."""
+    """Returns operation, shapes and dtypes: `all_reduce of [1024] Float`."""
     operation = entry["profiling_name"].partition(":")[2]
     if not entry["input_sizes"] or operation in UNEVEN:
         return str(operation)
@@ -306,10 +306,10 @@ def _what(entry: dict[str, Any]) -> str:
 
 
 def _line(entry: dict[str, Any]) -> str | None:
-    """The line that asked for a collective, to be shown and compared.
+    """Returns the line that issued a collective; None if there is no stack.
 
-    That of the training script; of what torch's pipelines issue themselves (since 2.15) their own line, because each
-    stage is called from a line of its own.
+    It is the innermost line of the training script. For what torch's pipelines issue themselves (since 2.15) it is the
+    line in the pipeline's code, because the script calls each stage from a different line.
     """
     frames = entry.get("frames", ())
     inner = list(itertools.takewhile(lambda each: not is_users(each["filename"]), frames))

@@ -1,11 +1,11 @@
-"""Whose link is slow: what the kernel says of the TCP connections between hosts, side by side.
+"""Detection of slow links from the kernel's counters of the TCP connections between hosts.
 
-An all-reduce ends on all ranks at nearly the same moment, also where one link makes it slow: then nobody is late, and
-all wait. But of each connection the kernel counts for how long it had something to send that was not acknowledged. Of
-links that carry as many bytes in the same time the slow one has for longer: it is that one which all wait for. Time in
-which the receiver took nothing in does not count: a rank that is late is not its link.
+If one link slows an all-reduce down, the all-reduce still ends on all ranks at the same moment: no rank is late, all
+wait. But for each connection the kernel counts the time in which it had data to send that was not acknowledged. Of
+links that carry as many bytes in the same time, the slow one is busy for longer. Time in which the receiver did not
+read is subtracted, because a late rank is not a slow link.
 
-Linux counts all of this from 5.4 on. RDMA and shared memory have no such counters, and are not seen.
+Linux counts all of this since 5.4. RDMA and shared memory have no such counters, so their links are not compared.
 """
 
 import logging
@@ -20,30 +20,32 @@ from gradwire.topology.wording import duration, rate
 log = logging.getLogger("gradwire")
 
 Pair = tuple[str, str]
-"""The host that sends, and the one that receives."""
+"""Host that sends, host that receives."""
 
 LINKS_SECONDS = 1.0
-"""Time between two readings of one rank: 1.5 ms for 40 connections and 30 files (AMD EPYC, 2026-11-24, load 50)."""
+"""Interval between two readings of one rank, which take 1.5 ms for 40 connections and 30 files (AMD EPYC, 2026-11-24,
+load 50)."""
 SLICE_SECONDS = 3.0
+"""Length of the slices in which links are compared."""
 SLICES = 3
-"""A link has to be slow in all of the last ones before it is named."""
+"""Number of slices in a row in which a link must be slow before it is named."""
 LEAST_NBYTES = 1 << 20
-"""Least bytes of a link in a slice: less is waiting for responses, whatever the rate."""
+"""Least bytes of a link in a slice. With less, latency decides how long it is busy, not its rate."""
 BUSY_SHARE = 0.25
-"""Share of a slice in which a slow link has something to send."""
+"""Least share of a slice in which a slow link has data to send."""
 ALIKE, SLOWER = 0.5, 2.0
-"""A slow link carries this share of what the others do at least, and is busy so many times as long for each byte."""
+"""Least ratio of the bytes of two links that are compared, and least ratio of their rates for one to be slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """What connections of one process with one address have sent so far.
+    """Counters of the connections of one process with one address, since they were opened.
 
     Attributes:
-        busy_seconds: For how long there was something to send, and room for it at the receiver.
-        nbytes: Acknowledged.
-        segments: With data.
-        again: Of these sent again, and not for nothing.
+        busy_seconds: Time in which there was data to send, and room for it at the receiver.
+        nbytes: Acknowledged bytes.
+        segments: TCP segments with data.
+        again: Segments that were sent again because they were lost.
     """
 
     busy_seconds: float = 0.0
@@ -52,7 +54,7 @@ class LinkState:
     again: int = 0
 
     def __add__(self, other: "LinkState") -> "LinkState":
-        """Joins two connections, or two processes, that use one link at a time: the busier counts."""
+        """Adds the counters of two connections of one link. Both are busy at the same time: the longer time counts."""
         return LinkState(
             max(self.busy_seconds, other.busy_seconds),
             self.nbytes + other.nbytes,
@@ -61,7 +63,7 @@ class LinkState:
         )
 
     def since(self, before: "LinkState") -> "LinkState":
-        """What was added; nothing of connections that were closed."""
+        """Returns what was counted since an earlier state; 0 for connections that were closed meanwhile."""
         return LinkState(
             max(self.busy_seconds - before.busy_seconds, 0.0),
             max(self.nbytes - before.nbytes, 0),
@@ -71,15 +73,16 @@ class LinkState:
 
 
 def connection_states() -> dict[str, LinkState]:
-    """What this process's TCP connections with other hosts have sent: `own address>peer's` -> state.
+    """Reads `own address>peer's` -> counters of this process's TCP connections between them, for peers on other hosts.
 
-    Empty where the kernel is too old to count it, or shows no descriptors.
+    Empty if the kernel is older than 5.4, or does not show the process's descriptors.
     """
     found: dict[str, LinkState] = {}
     for own, peer, connection in outside_connections():
         try:
             info = TcpInfo.of(connection)
-        except OSError as error:  # of another kind than its name says, as sockets of MPTCP
+        except OSError as error:
+            # Sockets of MPTCP are listed like those of TCP, but have no such counters.
             log.debug("the kernel does not count what a connection sends: %s", error)
             continue
         if info.is_whole:
@@ -92,14 +95,14 @@ def connection_states() -> dict[str, LinkState]:
 
 @dataclass(frozen=True, slots=True)
 class LinkSummary:
-    """What one link has carried while it was watched.
+    """Traffic of one link since the watch began.
 
     Attributes:
-        source: The host that sends.
-        target: The host that receives.
-        nbytes: Acknowledged.
-        busy_seconds: For how long there was something to send.
-        again_share: Of its segments, those that were sent again.
+        source: Host that sends.
+        target: Host that receives.
+        nbytes: Acknowledged bytes.
+        busy_seconds: Time in which there was data to send.
+        again_share: Share of its segments that were sent again.
     """
 
     source: str
@@ -109,10 +112,10 @@ class LinkSummary:
     again_share: float
 
     def in_words(self, seconds: float) -> str:
-        """One line of the report.
+        """Returns the line of the report.
 
         Args:
-            seconds: For how long it was watched.
+            seconds: Time since the watch began.
         """
         again = f"; {self.again_share:.1%} of its segments were sent again" if self.again_share >= 1e-3 else ""
         sending = self.nbytes / self.busy_seconds if self.busy_seconds > 0 else 0.0
@@ -124,12 +127,12 @@ class LinkSummary:
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """How slow a link is beside others.
+    """Comparison of a slow link with the others.
 
     Attributes:
-        bytes_per_second: While it sends.
-        usual_bytes_per_second: Of the fastest of those that carry as much, while it sends.
-        busy_share: Of the time.
+        bytes_per_second: Rate of the link while it sends.
+        usual_bytes_per_second: Rate of the fastest link that carries as much, while it sends.
+        busy_share: Share of the time in which the slow link sends.
     """
 
     bytes_per_second: float
@@ -139,13 +142,13 @@ class Slowness:
 
 @dataclass(slots=True)
 class SlowLink:
-    """How long one link was slow.
+    """Episode in which a link was slow.
 
     Attributes:
-        which: `of node2`, where all of a host's are slow; `from node1 to node2`.
-        slowness: As it was when it was named.
-        began: Seconds since the watch began.
-        ended: When it was no longer slow; None while it is.
+        which: `from node1 to node2`, or `of node2` if all links of a host are slow.
+        slowness: Comparison at the time at which it was named.
+        began: Begin, in seconds since the watch began.
+        ended: End, in seconds since the watch began; None while it lasts.
     """
 
     which: str
@@ -164,7 +167,7 @@ class SlowLink:
 
 
 class LinkWatch:
-    """Judges from the words of all ranks whose link is slow."""
+    """Finds slow links from the counters that all ranks publish."""
 
     def __init__(self) -> None:
         self._first: dict[Pair, LinkState] = {}
@@ -173,12 +176,12 @@ class LinkWatch:
         self._slow: deque[dict[str, Slowness]] = deque(maxlen=SLICES)
 
     def receive(self, links: Mapping[int, Mapping[str, LinkState]], hosts: Mapping[int, str], now: float) -> None:
-        """Takes in what ranks say of their connections.
+        """Adds the newest counters.
 
         Args:
-            links: Rank -> what `connection_states` has found.
+            links: Rank -> result of `connection_states`.
             hosts: Rank -> its host.
-            now: Seconds.
+            now: Monotonic seconds.
         """
         found = states_of_hosts(links, hosts)
         for pair, state in found.items():
@@ -193,13 +196,14 @@ class LinkWatch:
             self._slice = now, found
 
     def slow(self) -> dict[str, Slowness]:
-        """Links that are slow now, as `SlowLink.which` names them."""
+        """Returns the links that are slow now: `SlowLink.which` -> comparison."""
         if len(self._slow) < SLICES:
             return {}
-        return {which: said for which, said in self._slow[-1].items() if all(which in each for each in self._slow)}
+        newest = self._slow[-1]
+        return {which: newest[which] for which in newest if all(which in each for each in self._slow)}
 
     def summaries(self) -> list[LinkSummary]:
-        """What each link has carried so far; those that carried little are left out."""
+        """Returns the traffic of each link so far, of at least `LEAST_NBYTES`."""
         found = []
         for (source, target), state in sorted(self._last.items()):
             done = state.since(self._first[source, target])
@@ -210,11 +214,11 @@ class LinkWatch:
 
 
 def states_of_hosts(links: Mapping[int, Mapping[str, LinkState]], hosts: Mapping[int, str]) -> dict[Pair, LinkState]:
-    """What hosts have sent each other.
+    """Returns (host that sends, host that receives) -> sum of the counters.
 
     Args:
-        links: Rank -> `own address>peer's` -> state.
-        hosts: Rank -> its host; a peer's address that no rank has stands for itself.
+        links: Rank -> `own address>peer's` -> counters.
+        hosts: Rank -> its host. A peer's address that no rank has counts as a host.
     """
     owners = {key.partition(">")[0]: hosts[rank] for rank, some in links.items() if rank in hosts for key in some}
     found: defaultdict[Pair, LinkState] = defaultdict(LinkState)
@@ -228,17 +232,17 @@ def states_of_hosts(links: Mapping[int, Mapping[str, LinkState]], hosts: Mapping
 
 
 def slow_links(done: Mapping[Pair, LinkState], seconds: float) -> dict[str, Slowness]:
-    """The links that were slower than the fastest of those that carried as much.
+    """Returns the links that were slower than the fastest of those that carried as much.
 
-    Where these are more than half of all, the network is uneven, and no link is named; unless they are all links of
+    If more than half of all links are slow, the network is uneven and no link is named, unless they are all links of
     one host.
 
     Args:
-        done: In this time.
-        seconds: Of it.
+        done: Counters of each link in a slice.
+        seconds: Length of the slice.
 
     Returns:
-        `from node1 to node2`, or `of node2` where all links of a host are slow -> how slow; of a host its slowest.
+        `from node1 to node2`, or `of node2` if all links of a host are slow -> comparison; for a host, of its slowest.
     """
     used = {pair: each for pair, each in done.items() if each.nbytes >= LEAST_NBYTES and each.busy_seconds > 0}
     slow = {}

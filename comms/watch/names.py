@@ -1,11 +1,11 @@
-"""Whose gradients or weights a collective carries, where a model of this process tells.
+"""Names of the parameters whose gradients a collective carries, as far as a model of this process tells.
 
-DDP all-reduces its buckets in the same order in each step, and FSDP2 reduce-scatters its parameter groups. So the
-sizes of a group's last collectives are laid along that order: where they fit in one way alone, each collective has its
-names.
+DDP all-reduces its buckets in the same order in each step, and FSDP2 reduce-scatters its parameter groups. The sizes of
+a group's last collectives are therefore matched with that order: if they match at one offset only, each collective gets
+the names of its parameters.
 
-They are looked for and asked in a thread of their own: DDP's reducer, which knows the buckets, responses only between
-two backward passes.
+Models are searched for, and asked for their buckets, in a thread of their own, because DDP's reducer responds only
+between two backward passes.
 """
 
 import math
@@ -28,8 +28,8 @@ from gradwire.comms.watch.collective import IssuedCollective, title_of
 _SIZED = re.compile(r"(?P<operation>\w+) of \[(?P<sizes>\d+(?:, \d+)*)\]")
 
 FIRST_SECONDS = 3.0
-"""Seconds from a group's first collective until models are looked for; then after twice as long again, and so on, for
-models that are made or have their first step later. Among a million objects it takes some 0.1 s."""
+"""Time from the first collective to the first search for models. It is repeated after twice the time, and so on, for
+models that are made, or have their first step, later. A search among a million objects takes 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class Cycle:
     """Collectives that a model issues in the same order in each step.
 
     Attributes:
-        group: Its name.
-        operation: Part of theirs: `all_reduce`, `reduce_scatter`.
-        numels: Elements of each.
-        names: Whose gradients each carries.
+        group: Name of their group.
+        operation: Part of the operation's name: `all_reduce`, `reduce_scatter`.
+        numels: Number of elements of each collective.
+        names: Parameters of each collective: `gradients of 1.bias to 1.weight`.
     """
 
     group: str
@@ -50,18 +50,21 @@ class Cycle:
 
 
 class WatchedModels:
-    """The models of this process, as far as they have been found."""
+    """Models of this process, as far as a search has found them.
+
+    Thread safety: the search runs in a thread of its own, and replaces the list of cycles as a whole.
+    """
 
     def __init__(self) -> None:
         self._cycles: list[Cycle] = []
         self._next = FIRST_SECONDS
         self._looking: threading.Thread | None = None
 
-    def look(self, seconds: float) -> None:
-        """Looks for models, now and then; returns at once.
+    def search(self, seconds: float) -> None:
+        """Starts a search for models if it is time; returns at once.
 
         Args:
-            seconds: Since the first collective.
+            seconds: Time since the first collective.
         """
         if seconds < self._next:
             return
@@ -78,10 +81,10 @@ class WatchedModels:
         self._looking.start()
 
     def name(self, group: str, issued: Sequence[IssuedCollective]) -> list[IssuedCollective]:
-        """The same collectives with `holds`, where it is known.
+        """Returns the collectives of a group with `holds` set, as far as their parameters are known.
 
         Args:
-            group: Its name.
+            group: Name of the group.
             issued: Its last collectives, ascending.
         """
         named = list(issued)
@@ -98,15 +101,17 @@ class WatchedModels:
 
 
 def lay_along(cycle: Cycle, issued: Sequence[IssuedCollective]) -> list[IssuedCollective]:
-    """Names the collectives of a cycle where there is one way alone to lay them along it.
+    """Returns the collectives with the names of their parameters, if their sizes match the cycle at one offset only.
 
     Args:
-        cycle: Of the group.
-        issued: Its last collectives, ascending.
+        cycle: Cycle of a model in the group.
+        issued: Last collectives of the group, ascending.
     """
+    # Collectives of other sizes are not the model's.
     places = [place for place, each in enumerate(issued) if _numel(each, cycle.operation) in cycle.numels]
     sizes = [_numel(issued[place], cycle.operation) for place in places]
     count = len(cycle.numels)
+    # Try each offset of the first collective in the cycle.
     fitting = [
         first
         for first in range(count)
@@ -120,10 +125,10 @@ def lay_along(cycle: Cycle, issued: Sequence[IssuedCollective]) -> list[IssuedCo
 
 
 def find_cycles(models: Iterable[nn.Module]) -> list[Cycle]:
-    """What models exchange in each step.
+    """Returns the collectives that each model issues in a step.
 
     Args:
-        models: DDP's, and FSDP2's modules; a DDP model whose first step has not ended is left out.
+        models: DDP models and root modules of FSDP2. DDP models before the end of their first step are left out.
     """
     found = []
     for each in models:

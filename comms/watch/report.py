@@ -1,4 +1,4 @@
-"""What a watch has seen, for people, programs and dashboards."""
+"""Report of a watch: as text, as JSON, and as metrics for Prometheus."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -9,17 +9,17 @@ from gradwire.comms.watch.stragglers import WatchStraggler
 from gradwire.topology.wording import duration, ranks_in_words
 
 MOST_LINKS = 8
-"""Most of a report for people, the busiest first."""
+"""Most links in the text of a report, the busiest first."""
 
 
 def late_in_words(late: WatchStraggler, host: str, how: str, longest_in: str = "") -> str:
-    """`rank 2 on node1 is late, from 14 s on: ranks 0, 1 and 3 of the default group wait for it 12% of the time; ...`.
+    """Returns `rank 2 on node1 is late, from 14 s on: ranks 0, 1, 3 of group default wait for it 12% of the time; ...`.
 
     Args:
-        late: Which, and what it does.
-        host: Of the rank.
+        late: The straggler.
+        host: Host of the rank.
         how: `is late`, and since when.
-        longest_in: As `Episode.longest_in` has it.
+        longest_in: Result of `Episode.longest_in`.
     """
     why = ""
     if late.busy_with is not None:
@@ -32,15 +32,15 @@ def late_in_words(late: WatchStraggler, host: str, how: str, longest_in: str = "
 
 @dataclass(slots=True)
 class Episode:
-    """How long one rank was late.
+    """Episode in which one rank was late.
 
     Attributes:
-        late: As it was last seen.
-        host: Of the rank.
-        began: Seconds since the watch began.
-        ended: When it was no longer late; None while it is.
-        waited_in: The collective in which the others stand longest for it; None while nobody has been asked.
-        asked: How often all ranks were asked for that.
+        late: The straggler as it was last seen.
+        host: Host of the rank.
+        began: Begin, in seconds since the watch began.
+        ended: End, in seconds since the watch began; None while it lasts.
+        waited_in: Collective in which the others wait longest for it; None before the ranks have been asked.
+        requested: Number of requests for it.
     """
 
     late: WatchStraggler
@@ -55,19 +55,19 @@ class Episode:
         return late_in_words(self.late, self.host, f"is late, {when}", self.longest_in())
 
     def longest_in(self) -> str:
-        """`, longest in all_reduce of [72] Float, gradients of 1.bias to 1.weight`; empty where that is not known."""
+        """Returns `, longest in all_reduce of [72] Float, gradients of 1.bias to 1.weight`; empty if not known."""
         return "" if self.waited_in is None else f", longest in {self.waited_in}"
 
 
 @dataclass(slots=True)
 class GroupSummary:
-    """One process group.
+    """Summary of one process group, or channel of messages.
 
     Attributes:
-        name: As torch numbers it.
-        ranks: Of the default group.
-        collectives: How many have ended, on the rank that is furthest.
-        waited: Rank -> for how long it had something under way.
+        name: Name that ranks use for it: `default`, `3 (mesh_shard)`, `default: 0 to 1`.
+        ranks: Its ranks, in the default group.
+        collectives: Number of collectives or messages that have ended, on the rank with most.
+        waited: Rank -> seconds for which it had something in flight, or waited for a message.
     """
 
     name: str
@@ -78,18 +78,18 @@ class GroupSummary:
 
 @dataclass(slots=True)
 class WatchReport:
-    """Everything that a watch has seen so far.
+    """Findings of a watch so far.
 
     Attributes:
-        seconds: For how long it has watched.
-        groups: The process groups with a collective.
-        late: Ranks that were late, in order.
-        suspects: In words, the ranks that were late in all that was seen, where that is too little to name them.
-        decided: Whether there were steps enough to name a late rank.
-        stalls: What hung, in words.
-        disagreements: Which ranks disagreed, in words.
-        links: What each host has sent to each other one over TCP.
-        slow_links: Links that were slower than the others, in order.
+        seconds: Time since the watch began.
+        groups: Groups and channels with a collective or message.
+        late: Episodes in which a rank was late, ascending by their begin.
+        suspects: Sentences about ranks that were late in all slices, of which there are too few to name them.
+        decided: Whether there were enough slices to name a late rank.
+        stalls: Sentences about stalls.
+        disagreements: Sentences about ranks that issued different collectives.
+        links: Traffic from each host to each other one over TCP.
+        slow_links: Episodes in which a link was slow, ascending by their begin.
     """
 
     seconds: float
@@ -128,11 +128,11 @@ class WatchReport:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All of it as one JSON object; seconds, ranks and groups as in the attributes."""
+        """Returns the attributes as one JSON object."""
         return json.dumps(asdict(self))
 
     def to_prometheus(self) -> str:
-        """The text format of Prometheus: counters of collectives, waits and stalls, and who is late now."""
+        """Returns metrics in the text format of Prometheus: collectives, waits, stalls, present stragglers, links."""
         lines = ["# TYPE gradwire_watch_collectives counter"]
         lines += [f'gradwire_watch_collectives{{group="{each.name}"}} {each.collectives}' for each in self.groups]
         lines.append("# TYPE gradwire_watch_under_way_seconds counter")

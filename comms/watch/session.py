@@ -1,4 +1,9 @@
-"""One rank's part in watching one default group: it looks, publishes, responses, and on rank 0 judges."""
+"""Session of a watch: one rank polls its groups, publishes its status, responds to requests, and on rank 0 analyzes.
+
+A session lasts as long as the default group that it watches. The thread of the watch polls every `POLL_SECONDS`, and
+publishes every `STATUS_SECONDS`. A training thread that is about to end with an error publishes as well, once, so that
+the other ranks learn why.
+"""
 
 import logging
 import threading
@@ -24,29 +29,35 @@ from gradwire.comms.watch.watch_store import WatchStore
 log = logging.getLogger("gradwire")
 
 POLL_SECONDS = 0.02
-"""Seconds between two looks at this rank's groups: 10 us for the state of its groups, and 20 us for where its thread
-stands."""
+"""Interval between two polls of this rank's groups. A poll takes 10 us for the groups and 20 us for the stack."""
 
 STATUS_SECONDS = 0.5
-"""Seconds between two statuses of a rank."""
+"""Interval between two statuses of a rank."""
 
 CONCLUDE_SECONDS = RESPONSE_SECONDS + 2.0
-"""How long a rank that ends with an error waits until the others have answered, and rank 0 has said what they mean."""
+"""Longest time for which a rank that ends with an error waits for the comparison: the time to respond, and two seconds
+for statuses that are published late."""
 
 MOST_FAILURES = 5
-"""The most failures of the store, one after the other; then this rank watches no more."""
+"""Failed requests to the store in a row after which this rank stops watching."""
 
 
 class Session:
-    """Watches the default group that there is now, and all groups within it.
+    """Watches the present default group, and all groups within it.
+
+    Thread safety: `poll` is called by the thread of the watch; `publish` and `leave` may be called by the training
+    thread as well.
 
     Args:
-        stall_seconds: Without progress, until it is said.
-        messages: Notes the point-to-point messages of this process.
-        trace: A file for the timeline, written by rank 0; None writes none.
+        stall_seconds: Time without progress until a stall is logged.
+        messages: Notes of the point-to-point messages of this process.
+        trace: File for the timeline, written by rank 0; None writes none.
 
     Attributes:
-        group: The default group.
+        group: The default group that is watched.
+
+    Raises:
+        RuntimeError: The default group has been destroyed, or its store does not respond.
     """
 
     def __init__(self, stall_seconds: float, messages: MessageNotes, trace: Path | None) -> None:
@@ -66,25 +77,25 @@ class Session:
         self._next_status = 0.0
         self._failures = 0
         self._leaves: str | None = None
-        self._lock = threading.Lock()  # the training thread publishes, too, where it ends with an error
+        self._lock = threading.Lock()  # Guards _publisher, _flight.issued, _analyzer and the log's states.
 
     @property
     def report(self) -> WatchReport | None:
-        """What was found; None on all ranks but the first."""
+        """Findings so far; None on all ranks but rank 0."""
         return None if self._analyzer is None else self._analyzer.report
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether the store no longer responses."""
+        """Whether the store no longer responds."""
         return self._failures >= MOST_FAILURES
 
     @property
     def is_over(self) -> bool:
-        """Whether another group has taken the default group's place, or the store no longer responses."""
+        """Whether another default group has replaced this one, or the store no longer responds."""
         return self.is_unanswered or not dist.is_initialized() or dist.group.WORLD is not self.group
 
-    def look(self) -> None:
-        """Looks at this rank; now and then publishes to the others."""
+    def poll(self) -> None:
+        """Records the progress of this rank's groups; publishes its status if it is time."""
         now = time.monotonic()
         publishes = now >= self._next_status
         try:
@@ -95,25 +106,25 @@ class Session:
                 self._next_status = now + STATUS_SECONDS
                 self.publish()
                 self._failures = 0
-        except Exception as error:  # noqa: BLE001 - the store, whose loss whoever trains will hear of; or others' statuses
+        except Exception as error:  # noqa: BLE001 - diagnostics must not end the job: five in a row end the session
             self._failures += 1
             log.log(
                 logging.WARNING if self.is_unanswered and not isinstance(error, RuntimeError) else logging.DEBUG,
-                "watch: rank %d cannot look at its groups or speak to the others%s: %r",
+                "watch: rank %d cannot poll its groups or reach the others%s: %r",
                 self._store.rank,
-                ", and leaves it" if self.is_unanswered else "",
+                ", and stops watching" if self.is_unanswered else "",
                 error,
             )
 
     def publish(self) -> None:
-        """Leaves a status, responses what was asked, and judges on rank 0.
+        """Publishes the status of this rank, responds to requests, and on rank 0 analyzes all statuses.
 
         Raises:
-            RuntimeError: The store is gone, or silent.
+            RuntimeError: The store is gone, or does not respond.
         """
         with self._lock:
             self._publisher.publish_groups(self._flight.members | self._messages.members)
-            self._flight.look_for_models(time.monotonic() - self._began)
+            self._flight.search_models(time.monotonic() - self._began)
             doings = self._activity.seconds | {QUEUE: queue_seconds(threading.main_thread().native_id or 0)}
             self._publisher.publish(
                 dict(self._log.states()) | dict(self._messages.states()),
@@ -129,26 +140,28 @@ class Session:
             if self._analyzer is not None:
                 if request:
                     self._analyzer.adopt(request)
-                self._analyzer.look()
+                self._analyzer.poll()
 
     @property
     def leaves(self) -> bool:
-        """Whether the training thread is about to end, and compares first."""
+        """Whether the training thread is about to end, and compares collectives before that."""
         return self._leaves is not None
 
     @property
     def waits(self) -> bool:
-        """Whether a collective was under way at the last look, or a thread stands waiting for a message."""
+        """Whether a collective was in flight at the last poll, or a thread waits for a message."""
         return self._log.waits or self._messages.waits
 
     def _issued(self) -> dict[str, list[IssuedCollective]]:
         return self._flight.issued() | self._messages.issued()
 
     def leave(self, why: str) -> None:
-        """Compares what all ranks have issued last, where this one is about to end while others may wait for it.
+        """Has all ranks compare their last collectives before this one ends, because others may wait for it.
+
+        Returns once they are compared, or after `CONCLUDE_SECONDS`. Never raises.
 
         Args:
-            why: It ends.
+            why: Error or signal with which this rank ends.
         """
         self._leaves = why
         try:
@@ -157,20 +170,23 @@ class Session:
             self.publish()
             while time.monotonic() < until and not self._store.is_concluded(request):
                 time.sleep(POLL_SECONDS)
+                # On rank 0 this may be the thread of the watch, which analyzes: then no other thread does.
                 if threading.current_thread() is not threading.main_thread() and self._analyzer is not None:
                     self.publish()
-            if not self._store.is_concluded(request):  # C++ has ended rank 0, as gloo does for unlike sizes
+            # C++ may have ended rank 0, as gloo does if sizes differ: then this rank compares.
+            if not self._store.is_concluded(request):
                 self._store.conclude(request)
                 for each in find_disagreements(self._store.responses(request)):
                     log.warning("watch: %s", each)
-        except Exception as gone:  # noqa: BLE001 - the store, or what others have said: this rank ends all the same
+        except Exception as gone:  # noqa: BLE001 - the store may be gone: this rank ends all the same
             last = [
                 f"{each[-1]}, {one_in_words(name, each[-1].number)}, at {each[-1].line}"
                 for name, each in self._issued().items()
                 if each
             ]
             log.warning(
-                "watch: rank %d ends with %s, and cannot ask the others what they did: %s; its own last collective: %s",
+                "watch: rank %d ends with %s, and cannot request the collectives of the others: %s; its own last "
+                "collective: %s",
                 self._store.rank,
                 why,
                 gone,

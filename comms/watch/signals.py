@@ -1,8 +1,8 @@
-"""Signals that a watch responses also where the main thread waits in a collective for ever.
+"""Signals for the watch, which its thread receives even if the main thread waits in a collective forever.
 
-Python's handlers run in the main thread. But when a signal comes its number is written to a descriptor, at once, by the
-C part of the interpreter; the thread of the watch reads that. So it hears of an abort, too, as gloo's for unlike sizes,
-and has a moment to say what it knows: csrc/cpu/abort.cpp.
+Python runs signal handlers in the main thread. But the C part of the interpreter writes the number of each signal to a
+descriptor at once (`signal.set_wakeup_fd`), and the thread of the watch reads it there. csrc/cpu/abort.cpp writes
+aborts to the same descriptor, such as gloo's if sizes differ, and holds them until the watch has compared collectives.
 """
 
 import ctypes
@@ -20,16 +20,21 @@ from gradwire.compressors.compiled import native
 log = logging.getLogger("gradwire")
 
 REPORT, END = signal.SIGUSR2, signal.SIGTERM
-"""What asks for a report, and what launchers end other ranks with when one has failed."""
+"""Signal that requests a report, and signal with which launchers end the other ranks when one has failed."""
 
 HELD_ABORT = 128 + signal.SIGABRT
-"""What csrc/cpu/abort.cpp writes where it holds an abort up; SIGABRT itself is written for a program's own handler."""
+"""Number that csrc/cpu/abort.cpp writes for an abort that it holds. Python writes SIGABRT itself for a program's own
+handler, which is not held."""
 
 
 class Signals:
-    """The signals that have come, of those that the program leaves alone; none, where it has such a descriptor itself.
+    """Receives `REPORT`, `END` and held aborts, unless the program handles them itself.
 
-    Also has the interpreter say where each thread stands where C++ ends the process, as gloo does for unlike sizes.
+    Nothing is received if the program has a wakeup descriptor of its own, or if this is made in another thread than the
+    main one. Also enables `faulthandler`, so that the stacks of all threads are printed if C++ ends the process.
+
+    Thread safety: made and closed in the main thread; `come`, `hold_abort`, `let_abort_go`, `release` and `end` may be
+    called from any thread.
     """
 
     def __init__(self) -> None:
@@ -39,8 +44,9 @@ class Signals:
         if sys.stderr is not None and not faulthandler.is_enabled():
             try:
                 faulthandler.enable()
-            except (OSError, ValueError, AttributeError) as error:  # a notebook's stderr has no descriptor
-                log.debug("where threads stand cannot be printed when C++ ends the process: %s", error)
+            except (OSError, ValueError, AttributeError) as error:
+                # The stderr of a notebook has no descriptor.
+                log.debug("the stacks of threads cannot be printed when C++ ends the process: %s", error)
         if threading.current_thread() is not threading.main_thread():
             return
         mine = [number for number in (REPORT, END) if signal.getsignal(number) == signal.SIG_DFL]
@@ -60,36 +66,39 @@ class Signals:
         leave_to_parent(self)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Python's handler, in the main thread; by then the thread of the watch has been told, or this does it.
+        """Handles a signal in the main thread: passes it to the watch if the interpreter has not.
 
-        Another library may have put a descriptor of its own there since, as asyncio does for its signals.
+        The interpreter has written the number to another descriptor if a library has set its own since, as asyncio
+        does.
         """
-        told = signal.set_wakeup_fd(-1)
-        signal.set_wakeup_fd(told, warn_on_full_buffer=told != self._writing)
-        if told != self._writing:
+        present = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(present, warn_on_full_buffer=present != self._writing)
+        if present != self._writing:
             try:
                 os.write(self._writing, bytes([number]))
-            except OSError as error:  # full: it has enough to response
-                log.debug("the watch cannot be told of signal %d: %s", number, error)
+            except OSError as error:
+                # The pipe is full: the watch has enough signals to respond to.
+                log.debug("signal %d cannot be passed to the watch: %s", number, error)
 
     def _is_mine(self, number: int) -> bool:
-        """Whether the program still leaves a signal to the watch: it may have set a handler of its own since."""
+        """Whether the watch still handles a signal: the program may have set a handler of its own since."""
         return number in self._mine and signal.getsignal(number) == self._pass_on
 
     def release(self) -> None:
-        """Leaves the signals to the system again, from any thread: they act on this process as without a watch.
+        """Restores the default action of the signals, from any thread, as without a watch.
 
-        One that has come and was not answered yet is answered so at once.
+        An `END` that was received and not handled yet ends the process at once.
         """
         mine = [number for number in self._mine if self._is_mine(number)]
         for number in mine:
-            _set_default(number)  # `signal.signal` may be called in the main thread alone
+            # `signal.signal` may be called in the main thread only.
+            _set_default(number)
         if END in mine and END in self.come():
             os.kill(os.getpid(), END)
         self._mine = []
 
     def leave_to_parent(self) -> None:
-        """Has a signal end a forked child, as ever, and its parent hear nothing of it."""
+        """Restores the default actions in a forked child, so that its signals are not passed to the parent's watch."""
         if self._reading is None:
             return
         if (set_now := signal.set_wakeup_fd(-1)) != self._writing:
@@ -101,42 +110,42 @@ class Signals:
         self._reading, self._mine = None, []
 
     def close(self) -> None:
-        """Leaves the signals to the system again: what ends the process now ends it at once. In the main thread."""
+        """Restores the default action of the signals: from now on they act at once. For the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in filter(self._is_mine, self._mine):
                 signal.signal(number, signal.SIG_DFL)
             self._mine = []
 
     def hold_abort(self, seconds: float) -> None:
-        """Has an abort from C++, which comes from now on, wait for `let_abort_go`; again and again, as handlers change.
+        """Makes aborts of C++ wait for `let_abort_go` from now on. To be called repeatedly, because handlers change.
 
         Args:
-            seconds: How long at most.
+            seconds: Longest time for which an abort is held.
         """
         if self._reading is not None and not native.hold_abort(self._writing, round(1000 * seconds)):
             log.debug("an abort of C++ cannot be held up: this interpreter does not say who has it")
 
     def let_abort_go(self) -> None:
-        """Lets an abort that waits end the process, and those to come at once."""
+        """Lets an abort that is held end the process, and later ones at once."""
         native.let_abort_go()
 
     def come(self) -> frozenset[int]:
-        """The signals that have come since the last call, of those that are the watch's, and `HELD_ABORT`."""
+        """Returns the signals received since the last call, among them `HELD_ABORT`; never waits."""
         if self._reading is None:
             return frozenset()
         try:
-            heard = frozenset(os.read(self._reading, 4096))
+            received = frozenset(os.read(self._reading, 4096))
         except BlockingIOError:
             return frozenset()
-        return heard & {HELD_ABORT, *filter(self._is_mine, self._mine)}
+        return received & {HELD_ABORT, *filter(self._is_mine, self._mine)}
 
     @staticmethod
     def end() -> None:
-        """Ends the process as the signal would have without a watch; from any thread."""
+        """Ends the process by `END`, as the signal would have without a watch; from any thread."""
         _set_default(END)
         os.kill(os.getpid(), END)
 
 
 def _set_default(number: int) -> None:
-    """Has the system act on a signal, whatever handler Python has; any thread."""
+    """Restores the system's default action for a signal, whatever handler Python has; from any thread."""
     ctypes.CDLL(None).signal(int(number), 0)

@@ -1,11 +1,11 @@
-"""The last collectives of all ranks and groups as one timeline, from what torch's flight recorder keeps anyway.
+"""Timeline of the last collectives of all ranks and groups, from the records of torch's flight recorder.
 
-**Times.** A collective begins when it is issued, to the nanosecond, and ends when a look at the group first saw that it
-had: late by up to `TRACE_POLL_SECONDS`. A message ends when the wait for it does.
+**Times.** A collective begins when it is issued, exact to the nanosecond. It ends at the poll that first saw its end,
+which is late by up to `TRACE_POLL_SECONDS`. A message ends with the wait for it.
 
-**Clocks.** No rank leaves an all-reduce before all have entered it, and none has received a message before it was sent.
-So each of them bounds the difference of two ranks' clocks, as the rounds of `comms/observe/trace.py` do, and nothing is
-sent for it. Ranks that share no group with rank 0 are compared by way of others.
+**Clocks.** No rank leaves an all-reduce before all have entered it, and no message is received before it was sent. So
+each of them bounds the difference of two ranks' clocks, and no further messages are needed. Ranks that share no group
+with the lowest rank are compared with it by way of other ranks.
 """
 
 import math
@@ -16,14 +16,14 @@ from gradwire.comms.observe.trace import KIND, Offset, chrome
 from gradwire.comms.watch.collective import TRACE_POLL_SECONDS, TimelinePart, in_words, sender_of
 
 MEETING = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "all_to_all")
-"""Operations that no rank leaves before all have entered."""
+"""Operations that no rank leaves before all ranks have entered them."""
 
 
 def clock_offsets(parts: Mapping[int, TimelinePart]) -> dict[int, Offset]:
-    """How far each rank's clock is ahead of the lowest rank's; ranks that nothing connects with it are left out.
+    """Returns rank -> offset of its clock from that of the lowest rank; without ranks that no group connects with it.
 
     Args:
-        parts: Of the ranks.
+        parts: Rank -> times of its last collectives.
     """
     known = {min(parts): Offset(0.0, 0.0, 0.0)}
     reached = [min(parts)]
@@ -38,7 +38,7 @@ def clock_offsets(parts: Mapping[int, TimelinePart]) -> dict[int, Offset]:
 
 
 def _bounds(parts: Mapping[int, TimelinePart], near: int, far: int) -> tuple[float, float]:
-    """The bounds of the difference of two ranks' clocks; infinite where nothing says so."""
+    """Returns the bounds of the clock of rank `far` minus that of rank `near`; infinite if nothing bounds it."""
     low, high = -math.inf, math.inf
     for name in set(parts[near].groups) & set(parts[far].groups):
         theirs = {each.number: each for each in parts[far].groups[name]}
@@ -55,10 +55,10 @@ def _bounds(parts: Mapping[int, TimelinePart], near: int, far: int) -> tuple[flo
 
 
 def timeline(parts: Mapping[int, TimelinePart], hosts: Mapping[int, str]) -> dict[str, object]:
-    """The contents of a file in the Trace Event Format: a process for each rank, a track for each group.
+    """Returns the contents of a file in the Trace Event Format: a process for each rank, a track for each group.
 
     Args:
-        parts: Of the ranks that have answered.
+        parts: Rank -> times of its last collectives, of the ranks that have responded.
         hosts: Rank -> its host.
     """
     offsets = clock_offsets(parts)

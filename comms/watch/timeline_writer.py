@@ -1,4 +1,4 @@
-"""The timeline of all groups, asked of all ranks now and then, and written into one file."""
+"""Writer of the timeline: requests the times of all ranks every ten seconds, and writes them into one file."""
 
 import json
 import logging
@@ -11,18 +11,18 @@ from gradwire.comms.watch.watch_store import WatchStore
 log = logging.getLogger("gradwire")
 
 RESPONSE_SECONDS = 3.0
-"""How long all ranks have to response a request."""
+"""Time that all ranks have to respond to a request: six intervals between their statuses."""
 
 TIMELINE_SECONDS = 10.0
-"""Seconds between two timelines: the file holds the last one. The times of 256 collectives take each rank some 8 ms."""
+"""Interval between two timelines. The file holds the last one. The times of 256 collectives take each rank 8 ms."""
 
 
 class TimelineWriter:
-    """Asks, collects and writes, a little at each call.
+    """Requests, collects and writes timelines, one step at each call of `go_on`, so that no call waits.
 
     Args:
-        store: Where questions and responses are.
-        file: For the timeline.
+        store: Store through which requests and responses are exchanged.
+        file: File for the timeline.
     """
 
     def __init__(self, store: WatchStore, file: Path) -> None:
@@ -32,15 +32,15 @@ class TimelineWriter:
         self._next = 0.0
 
     def begin_soon(self) -> None:
-        """Asks at the next call."""
+        """Makes the next call of `go_on` request a timeline."""
         self._next = 0.0
 
     def go_on(self, hosts: Mapping[int, str], now: float) -> None:
-        """Asks where it is time, or writes what has come.
+        """Requests a timeline if it is time, or writes the one whose responses are complete.
 
         Args:
-            hosts: Rank -> host.
-            now: Seconds of the monotonic clock.
+            hosts: Rank -> its host.
+            now: Monotonic seconds.
         """
         if self._file is None:
             return
@@ -56,10 +56,12 @@ class TimelineWriter:
         self._request = None
         if not parts:
             return
-        from gradwire.comms.watch.timeline import timeline  # and with it what the hook needs
+        # Imported here: it needs modules of the hook, which a watch without a timeline does not load.
+        from gradwire.comms.watch.timeline import timeline
 
         try:
-            replace_text(self._file, json.dumps(timeline(parts, hosts)), lasting=False)  # whole, whenever the job ends
+            # Replaced as a whole, so that the file is valid whenever the job ends.
+            replace_text(self._file, json.dumps(timeline(parts, hosts)), lasting=False)
         except OSError as error:
             log.error("the watch's timeline cannot be written to %s: %s", self._file, error.strerror)
             self._file = None

@@ -1,7 +1,8 @@
-"""`gradwire.watch()` and GRADWIRE_WATCH=1: the life of a watch in one process.
+"""`gradwire.watch()` and GRADWIRE_WATCH=1: the watch of one process, from its start to its report.
 
-A thread waits for a default group, looks at it for as long as it lasts, and for the next one after it. Nothing that is
-computed changes: the thread reads torch's own flight recorder, and point-to-point messages are noted as they are sent.
+A thread waits for a default group, watches it in a `Session` for as long as it exists, and then waits for the next one.
+Nothing that is computed changes: the thread reads torch's flight recorder, and point-to-point messages are noted when
+they are issued.
 """
 
 import atexit
@@ -39,23 +40,28 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradwire")
 
 KEPT = 256
-"""Collectives of each rank that torch's flight recorder keeps, where nobody has said how many: what ranks compare when
-one of them hangs. To read so many with their lines takes some 0.1 s, once."""
+"""Collectives of each rank that torch's flight recorder keeps, if its variable is not set: those that ranks compare
+when one of them hangs. Reading them with their lines takes 0.1 s, once for each request."""
 
 IDLE_SECONDS = 0.2
+"""Interval between two checks for a default group, while there is none."""
 METRICS_EVERY_SECONDS = 5.0
+"""Interval between two exports of metrics."""
 
 _watch: "Watch | None" = None
+"""The watch of this process."""
 
 
 class Watch:
-    """What is watched in this process.
+    """Watch of this process.
+
+    Thread safety: `report` may be read from any thread; `close` is for the main thread.
 
     Args:
-        stall_seconds: Without progress of a group, until a warning says so.
-        json: A file for the report, written by rank 0 at the end; None writes none.
-        metrics: A file for node_exporter's textfile collector or a port of this host, by rank 0; None has none.
-        trace: A file for the timeline, written by rank 0 every ten seconds; None writes none.
+        stall_seconds: Time without progress of a group until a stall is logged.
+        json: File for the report, written by rank 0 at the end; None writes none.
+        metrics: File for node_exporter's textfile collector, or port of this host, for rank 0; None exports none.
+        trace: File for the timeline, written by rank 0 every ten seconds; None writes none.
     """
 
     def __init__(self, stall_seconds: float, json: Path | None, metrics: Path | int | None, trace: Path | None) -> None:
@@ -64,15 +70,16 @@ class Watch:
         self._metrics_to = metrics
         self._trace = trace
         self._messages = MessageNotes()
-        self._messages.install()  # at once: ranks number messages alike only if they all begin with the first one
+        # At once: all ranks must count messages from the first one to number them alike.
+        self._messages.install()
         self._metrics: Metrics | None = None
         self._session: Session | None = None
         self._last: WatchReport | None = None
         self._closed = threading.Event()
         self._unanswered: weakref.ref[dist.ProcessGroup] | None = None
-        """The group whose store no longer responses: it is not watched again."""
+        """Group whose store no longer responds, and which is not watched again."""
         self._ends_by: float | None = None
-        """Monotonic seconds by which a process that compares first ends, having been told to; None: nobody has."""
+        """Monotonic time at which the process ends, if it has received `END` while it compares; None otherwise."""
         self._signals = Signals()
         self._hook = sys.excepthook
         sys.excepthook = self._ends_with
@@ -88,19 +95,20 @@ class Watch:
         leave_to_parent(self)
 
     def leave_to_parent(self) -> None:
-        """Watches nothing in a forked child: it has no thread, and the store's connection is its parent's."""
+        """Turns the watch off in a forked child, which has no thread, and must not use its parent's connection."""
         atexit.unregister(self.close)
-        self._closed = threading.Event()  # the parent's may be locked
+        # A new event, because that of the parent may be locked.
+        self._closed = threading.Event()
         self._closed.set()
         self._session = None
 
     @property
     def report(self) -> "WatchReport | None":
-        """What was found so far, on rank 0; None elsewhere, and before there was a default group."""
+        """Findings so far on rank 0; None on other ranks, and before there was a default group."""
         return self._last if self._session is None else self._session.report
 
     def close(self) -> None:
-        """Ends the watch; rank 0 logs its report, and writes the JSON file."""
+        """Ends the watch; rank 0 logs its report and writes the JSON file."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -114,12 +122,13 @@ class Watch:
         if self.report is not None:
             self._leave_report(self.report)
         ends = self._ends_by is not None or END in self._signals.come()
-        self._signals.close()  # what torch still waits for behind this, a launcher must be able to end
+        # From now on signals act at once: if torch still waits for something, a launcher must be able to end it.
+        self._signals.close()
         if ends:
             Signals.end()
 
     def _fail(self, error: BaseException) -> None:
-        """Turns the watch off: a signal, an abort and the end of the program are as without it."""
+        """Turns the watch off after an error in its thread: signals and aborts act as without a watch."""
         self._session = None
         try:
             self._signals.release()
@@ -142,7 +151,7 @@ class Watch:
             if group is None:
                 self._answer_alone()
                 continue
-            # Here: torch is being imported when a watch begins.
+            # Imported here, because torch is still being imported when a watch begins.
             from gradwire.comms.watch.collective import TRACE_POLL_SECONDS
             from gradwire.comms.watch.session import CONCLUDE_SECONDS, POLL_SECONDS
 
@@ -154,8 +163,9 @@ class Watch:
             self._signals.hold_abort(CONCLUDE_SECONDS)
             while not session.is_over and not self._closed.wait(seconds):
                 if not session.leaves:
-                    self._signals.hold_abort(CONCLUDE_SECONDS)  # again: the program may have put another handler there
-                session.look()
+                    # Again, because the program may have set another handler meanwhile.
+                    self._signals.hold_abort(CONCLUDE_SECONDS)
+                session.poll()
                 self._answer(session)
                 self._export(session)
             self._signals.let_abort_go()
@@ -166,28 +176,30 @@ class Watch:
             Signals.end()
 
     def _connect(self, group: dist.ProcessGroup) -> "Session | None":
-        """Watches the default group; None where its store is gone, or the watch or the group ends meanwhile.
+        """Opens a session; returns None if the store is gone, or the watch or the group ends meanwhile.
 
-        Torch goes on connecting to a store whose server is gone until the time-out of the group, and for ever where it
-        is stopped (seen on torch 2.13: twice 20 s for a time-out of 20 s). Signals are heard meanwhile.
+        Torch tries to connect to a store whose server is gone until the time-out of the group, and forever if the
+        server is stopped (torch 2.13: twice 20 s for a time-out of 20 s). So it connects in another thread, while this
+        one handles signals.
         """
         from gradwire.comms.watch.session import POLL_SECONDS, Session
 
-        told = in_thread(lambda: Session(self._stall_seconds, self._messages, self._trace), "gradwire watch connects")
-        while told.empty():
+        opened = in_thread(lambda: Session(self._stall_seconds, self._messages, self._trace), "gradwire watch connects")
+        while opened.empty():
             if self._closed.wait(POLL_SECONDS) or self._group() is not group:
                 return None
             self._answer_alone()
         try:
-            return outcome_of(told.get())
+            return outcome_of(opened.get())
         except Exception as error:  # noqa: BLE001 - whatever it is: the next group is watched
-            if self._group() is group:  # else it has been destroyed meanwhile, and is no business of a watch's
+            # If the group has been destroyed meanwhile, the error says nothing.
+            if self._group() is group:
                 log.warning("watch: the default group is not watched: %s", error)
                 self._unanswered = weakref.ref(group)
             return None
 
     def _answer_alone(self) -> None:
-        """Does what signals ask for where no group is watched."""
+        """Handles signals while no group is watched."""
         signals = self._signals.come()
         if REPORT in signals and self._last is not None:
             log.warning("watch: %s", self._last)
@@ -195,14 +207,14 @@ class Watch:
             Signals.end()
 
     def _group(self) -> dist.ProcessGroup | None:
-        """The default group, where there is one to be watched."""
+        """Returns the default group if it has several ranks and its store responds; None otherwise."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         group = dist.group.WORLD
         return None if self._unanswered is not None and self._unanswered() is group else group
 
     def _answer(self, session: "Session") -> None:
-        """Does what signals ask for; before the process ends for one of them, ranks that wait compare what they did."""
+        """Handles signals; before one of them ends the process, ranks that wait compare their collectives."""
         from gradwire.comms.watch.session import CONCLUDE_SECONDS
 
         signals = self._signals.come()
@@ -212,13 +224,15 @@ class Watch:
             session.leave("an abort in C++")
             self._signals.let_abort_go()
         if END in signals:
-            if session.leaves:  # it ends by itself in a moment: as soon as it has compared
+            # A rank that compares already ends by itself as soon as it has done so.
+            if session.leaves:
                 self._ends_by = time.monotonic() + CONCLUDE_SECONDS
             else:
                 if session.waits:
                     session.leave("a signal that ends it")
                 Signals.end()
-        if self._ends_by is not None and time.monotonic() > self._ends_by:  # a thread of the program's keeps it here
+        # A thread of the program may keep the process from ending by itself.
+        if self._ends_by is not None and time.monotonic() > self._ends_by:
             Signals.end()
 
     def _export(self, session: "Session") -> None:
@@ -252,24 +266,24 @@ def watch(
     metrics: str | Path | int | None = None,
     trace: str | Path | None = None,
 ) -> Watch:
-    """Watches the collectives of every process group of this job, whoever issues them.
+    """Watches the collectives of every process group of this job, those of the script, DDP, FSDP2 and others.
 
     Call it on all ranks, before `init_process_group`; or set GRADWIRE_WATCH=1 and change nothing.
 
     Args:
-        stall_seconds: Without progress of a group for so many seconds a warning says who has not come, and where it is.
-        json: A file that rank 0 writes its report to at the end.
-        metrics: A file for node_exporter's textfile collector, or a port for Prometheus, which rank 0's host alone can
-            ask.
-        trace: A file for a timeline of the last collectives of all ranks and groups, for https://ui.perfetto.dev; rank
-            0 writes it anew every ten seconds, and when something hangs.
+        stall_seconds: Time without progress of a group until a warning names the missing ranks and their lines.
+        json: File to which rank 0 writes its report at the end.
+        metrics: File for node_exporter's textfile collector, or port for Prometheus on the loopback address of rank 0's
+            host.
+        trace: File for a timeline of the last collectives of all ranks and groups, for https://ui.perfetto.dev. Rank 0
+            replaces it every ten seconds, and when something hangs.
 
     Returns:
-        The watch of this process; there is one: a second call returns the first one's.
+        The watch of this process. There is only one: a second call returns the first one's.
 
     Raises:
         ValueError: `stall_seconds` is not a positive number.
-        RuntimeError: There is a process group already, and torch's flight recorder keeps nothing.
+        RuntimeError: A process group exists already, and torch's flight recorder keeps no collectives.
     """
     global _watch
     if _watch is not None:
@@ -294,9 +308,9 @@ def watch(
 
 @cache
 def install() -> None:
-    """Begins the watch that GRADWIRE_WATCH asks for, with what its further variables say.
+    """Begins the watch that GRADWIRE_WATCH requests, with the options of the other GRADWIRE_WATCH_ variables.
 
-    One that is not what it should be is told of, and nothing is watched: `import torch` must not fail for it.
+    If a variable is wrong, an error is logged and nothing is watched, because `import torch` must not fail.
     """
     try:
         options = watch_options()

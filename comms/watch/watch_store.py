@@ -1,7 +1,7 @@
 """Client of the store of the default group, through which the ranks of a watch exchange statuses and responses.
 
 Each rank publishes its status twice a second under a key of its own; rank 0 reads all of them. A request is a counter:
-whoever needs the last collectives of all ranks adds one to it, every rank that sees a new number publishes its
+a rank that needs the last collectives of all ranks adds one to it, every rank that sees a new number publishes its
 collectives under that number, and rank 0 marks the number as concluded once it has compared them.
 """
 

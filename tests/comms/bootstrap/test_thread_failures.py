@@ -195,9 +195,9 @@ def test_metrics_are_not_served_any_more(monkeypatch: pytest.MonkeyPatch, ended:
 def test_names_of_parameters_are_left_out(monkeypatch: pytest.MonkeyPatch, ended: Any) -> None:
     models = WatchedModels()
     monkeypatch.setattr(models, "_find", fails)
-    models.look(10.0)
+    models.search(10.0)
     ended.get(timeout=SECONDS)
-    models.look(1e9)
+    models.search(1e9)
     assert models.name("default", []) == [] and ended.empty()
 
 
@@ -338,7 +338,7 @@ CALLS_OF_THE_WATCH = (
     "Watch._open_metrics",
     "Watch._answer",
     "Watch._export",
-    "Session.look",
+    "Session.poll",
     "Signals.hold_abort",
     "Signals.come",
 )

@@ -95,15 +95,15 @@ def test_models_are_found_wherever_they_are_held_and_asked_again_once_they_know(
         for width, kind in ((4, DistributedDataParallel), (6, Averaged)):
             model = kind(torch.nn.Linear(width, width))
             ended.append(weakref.ref(model))
-            found.look(3.0 * 4**width)
+            found.search(3.0 * 4**width)
             numel = width * (width + 1)
             (unnamed,) = found.name("default", issued(numel))
             assert unnamed.holds is None
             for _ in range(3):
                 model(torch.ones(2, width)).sum().backward()
-            found.look(6.0 * 4**width - 1.0)
+            found.search(6.0 * 4**width - 1.0)
             assert found.name("default", issued(numel)) == [unnamed]
-            found.look(6.0 * 4**width)
+            found.search(6.0 * 4**width)
             (named,) = found.name("default", issued(numel))
             assert named.holds == "gradients of bias to weight"
         del model
