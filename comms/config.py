@@ -133,19 +133,19 @@ class Planning:
     """How ranks are connected and what collectives run; every face takes these options."""
 
     plan: str = "auto"
-    """`auto` takes the cheapest; `flat`, `hierarchical` and `leader` force one."""
+    """Plan of the all-reduces: `auto` takes the cheapest; `flat`, `hierarchical` and `leader` force one."""
 
     chunks: int = 0
-    """Pieces a bucket is cut into so that phases overlap; 0 lets the planner choose."""
+    """Chunks that a bucket is cut into so that the phases of a plan overlap; 0 lets the planner choose."""
 
     transport: str = "auto"
-    """Transport between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device. `gloo:8` has large messages
-    travel over 8 TCP connections between two nodes of CPUs, `gloo:1` over gloo's own alone; without a number the
-    measured round trip and the rate decide. No bit depends on it. See docs/results/distance.md."""
+    """Library that carries data between nodes: `gloo`, `nccl` or `mpi`; `auto` chooses by the tensor's device. `gloo:8`
+    sends large messages over 8 TCP connections between two nodes of CPUs, `gloo:1` over gloo's own alone; without a
+    number the measured round trip and the rate decide. No bit depends on it. See docs/results/distance.md."""
 
     timeout: timedelta = timedelta(0)
-    """A collective that takes longer fails on all ranks. 0 takes the time-out of the process group that the ranks are
-    in: torch's defaults are 10 minutes for NCCL and 30 for gloo."""
+    """Time after which a collective fails on all ranks. 0 takes the time-out of the process group: torch's defaults are
+    10 minutes for NCCL and 30 for gloo."""
 
     hostname: str | None = None
     """Name of the node that this rank is on (own on every rank): ranks with equal names share a node. Units above it
@@ -153,14 +153,14 @@ class Planning:
     node has its host's name."""
 
     nic_bytes_per_second: float | None = None
-    """Bandwidth of this rank's node towards the others, one direction (own on every rank, given on all or on none).
-    Nodes with slower links then own less of what is exchanged; None takes the NIC's where every rank knows its own,
-    else the cost model's default."""
+    """Bytes per second of this node to the others in one direction (own on every rank, given on all or none). Slower
+    nodes then own less of what is exchanged; None takes the NIC's rate if every rank knows its own, else the cost
+    model's default."""
 
     nics: str = GLOOS_NIC
-    """The network interface that gloo listens on, on CPUs: `auto` leaves it to gloo (GLOO_SOCKET_IFNAME, else the one
-    that the hostname resolves to), `per_rank` takes the one that the topology gives each local rank, whatever
-    GLOO_SOCKET_IFNAME says. To send one rank's messages over several, bond them, or use MPTCP."""
+    """Network interface that gloo listens on, on CPUs: `auto` leaves it to gloo, `per_rank` takes the one that the
+    topology gives each local rank. gloo's own is that of GLOO_SOCKET_IFNAME, which `per_rank` overrides, or the one
+    that the hostname resolves to. To send one rank's messages over several, bond them, or use MPTCP."""
 
     def __post_init__(self) -> None:
         _check_kinds(self, {"chunks": int, "transport": str, "timeout": timedelta})
@@ -210,11 +210,11 @@ class Measuring:
     """Whether links are measured before the first step."""
 
     probe: bool | None = None
-    """True measures latency and bandwidth of every level before the first step (two to five seconds on 200 Mbit/s), and
-    plans go by it: their last bits may then differ from run to run. None takes a quick look (0.1 to 0.9 s where links
-    have 10 Mbit/s or more, 1.1 to 2.7 at 1 Mbit/s) at links between nodes of CPUs that nobody knows, which prices plans
-    and gives nodes their shares, and changes no bit; not with `elastic`. False sends nothing to measure.
-    `fusion="auto"` measures in any case."""
+    """Measurement of the links before the first step. True measures latency and bandwidth of every level (two to five
+    seconds on 200 Mbit/s), and plans are chosen by that: their last bits may then differ between runs. None measures
+    for a moment the links between CPU nodes whose rate is unknown (0.1 to 0.9 s at 10 Mbit/s or more, 1.1 to 2.7 s at
+    1 Mbit/s); that prices plans and gives nodes their shares, and changes no bit; not with `elastic`. False sends
+    nothing. `fusion="auto"` measures in any case."""
 
     def __post_init__(self) -> None:
         if self.probe is not None and not isinstance(self.probe, bool):
@@ -226,13 +226,13 @@ class Compressing:
     """What travels as what between nodes."""
 
     compressor: str | None = None
-    """Name of the compressor of the phase between nodes; None is exact."""
+    """Name of the compressor for the phase between nodes; None is exact."""
 
     compressor_options: "Mapping[str, Option]" = field(default_factory=dict)
     """Options of that compressor, as its documentation names them."""
 
     rules: "Sequence[Rule | Mapping[str, object]]" = ()
-    """Rules for parameters (`gradwire.compressors.rules.Rule`): which of them travel how."""
+    """Rules that choose how each parameter is compressed: `gradwire.compressors.rules.Rule`s, or mappings."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", self.rules or ())
@@ -245,8 +245,8 @@ class Summing:
     """What becomes of the ranks' gradients."""
 
     reduction: "Reduction | str | Mapping[str, object]" = field(default_factory=Reduction)
-    """What becomes of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks), `samples`,
-    or a mapping such as `{"average": False}`; a Reduction once the Config is made."""
+    """Reduction of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks), `samples`, or a
+    mapping such as `{"average": False}`; a Reduction once the Config is made."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reduction", Reduction.of(self.reduction))
@@ -262,12 +262,12 @@ class Fusing:
     """Which gradients travel together."""
 
     fusion: str | float = BUCKET
-    """Which gradients travel together: `bucket` sends each of DDP's buckets alone; a number joins them until they hold
-    so many MiB (for models wrapped with small buckets, see `gradwire.wrap`). `auto` watches when gradients arrive for
-    the first steps and then, once, cuts where the last transfer ends first; a file, `cuts.json`, does so and keeps the
-    cuts for the next run, which reads them in place of looking (own on every rank; rank 0's counts). `auto:25` and
-    `cuts.json:25` join 25 MiB until then. `delayed` sends all gradients of a dtype in one all-reduce when backward is
-    through (Apex: `delay_allreduce`). See docs/how-to/tune.md."""
+    """Buckets that are sent in one all-reduce: `bucket` sends each of DDP's buckets alone; a number joins buckets up to
+    so many MiB (for models wrapped with small buckets, see `gradwire.wrap`). `auto` records in the first steps when
+    gradients arrive, and then cuts once so that the last transfer ends first; a file, `cuts.json`, does so and keeps
+    the cuts for the next run, which reads them instead (own on every rank; rank 0's counts). `auto:25` and
+    `cuts.json:25` join up to 25 MiB until then. `delayed` sends all gradients of a dtype in one all-reduce after the
+    backward pass (Apex: `delay_allreduce`). See docs/how-to/tune.md."""
 
     def __post_init__(self) -> None:
         if isinstance(self.fusion, str):
@@ -303,15 +303,16 @@ class Watching:
     """What is noticed, and written down, while training runs."""
 
     straggler_every: int = 50
-    """Steps between two exchanges of arrival times, which name a rank that is late; 0 leaves them out. See
+    """Steps between two exchanges of arrival times, which name a straggler; 0 exchanges none. See
     docs/how-to/find_the_slow_rank.md."""
 
     stall_seconds: float = 10.0
-    """Seconds without progress before a warning says which rank has not come, and what others wait in; 0 never."""
+    """Seconds without progress after which a warning names the missing rank and the collective that others wait in; 0
+    never warns."""
 
     trace: "str | tuple[str, int] | None" = None
-    """JSON file for Perfetto that rank 0 writes a timeline of all ranks into, once, from the sixth step on: of 20
-    steps, or (file, steps). None writes none. `HookState.trace` does so at any step. `nvtx` marks what the hook issues
+    """File for Perfetto into which rank 0 writes a timeline of all ranks, from the sixth step on: of 20 steps, or
+    (file, steps). None writes none. `HookState.trace` does so at any step. `nvtx` marks what the hook issues
     on CUDA as NVTX ranges instead, for Nsight Systems; torch.profiler needs no switch."""
 
     def __post_init__(self) -> None:
@@ -354,7 +355,7 @@ class Surviving:
     """What becomes of training where ranks are lost."""
 
     elastic: bool | str = False
-    """Training goes on where ranks or nodes are lost, among those that are left; see
+    """Whether training continues with the other ranks after a rank or a node fails; see
     docs/how-to/survive_a_lost_node.md. HOST:PORT is the store of a running elastic job, which this process joins."""
 
     def __post_init__(self) -> None:
