@@ -1,16 +1,16 @@
-"""Exchanges of pseudo-gradients between workers: begun in turn, in flight during training, applied some steps later.
+"""This module runs the exchanges of pseudo-gradients between workers: it starts them, and applies their results later.
 
 A worker is a set of ranks that hold the same parameters at every step: the ranks of a node (or rack, or region) that
 average gradients, or one rank. After `every` steps a fragment's pseudo-gradient, its anchor minus its parameters, is
 averaged over all ranks, so each worker is weighted by its number of ranks. An outer SGD takes one step with it.
 
-What a worker has learned while an exchange was in flight is kept whole: the parameters become the new anchor plus the
-progress made since the exchange began. Streaming DiLoCo (arXiv 2501.18512, section 2.3) mixes the worker's parameters
-with the new ones instead, by a share alpha. Kept whole, no step is lost, none counts twice (the next pseudo-gradient
-holds those steps), and there is nothing to tune.
+The progress of a worker while an exchange was in flight is kept: the parameters become the new anchor plus the
+progress since the exchange began. Streaming DiLoCo (arXiv 2501.18512, section 2.3) instead mixes the worker's
+parameters with the new ones, by a share alpha. Here no step is lost, none counts twice (the next pseudo-gradient
+contains those steps), and there is nothing to tune.
 
 An exchange is a transaction: anchor, momentum, residuals and parameters change when its result has arrived, and only if
-every element of that is finite. All ranks have the same result, so all decide alike.
+every element of the result is finite. All ranks have the same result, so all take the same decision.
 """
 # Invariant: after as many exchanges all workers have the same anchors and momenta, bit for bit.
 # Invariant: at most one exchange is in flight, so a rank's state between two of them depends on their number alone.
@@ -42,8 +42,9 @@ POLL_SECONDS = 0.05
 """Seconds between two polls of the other ranks' counters, when ranks of different numbers of steps meet."""
 
 COMPARED_ROUNDS = 8
-"""Rounds of all fragments between two in which the ranks compare anchors. They can only differ by a fault (a flipped
-bit, memory written by somebody else), so seldom is enough; 8 bytes a rank then go along with each exchange."""
+"""Rounds of all fragments between two rounds in which the ranks compare anchors. Anchors differ only after a fault (a
+flipped bit, memory overwritten by another library), so a rare check is enough. It adds 8 bytes a rank to an
+exchange."""
 
 DIFFERENT = (
     "after {begun} exchanges the anchors of rank {ranks} (parameters at the last exchange, outer momentum) differ from "
@@ -61,7 +62,7 @@ OTHER_PARAMETERS = (
 """Message for a model that was saved too early."""
 
 _WORD: MessageType[dict[str, Any]] = MessageType(dict[str, object])
-"""What a rank says of the state that it loads."""
+"""Message about the state that a rank loads."""
 
 
 class OuterExchange:
@@ -104,45 +105,45 @@ class OuterExchange:
         self._expected_parameters: str | None = None
         """Checksum of the parameters that belong to a state that was loaded; None once it has been compared."""
         self._different = ""
-        """Why the ranks' anchors cannot be exchanged any more; empty if they are the same as far as is known."""
+        """Error text if the ranks' anchors were found to differ; empty otherwise."""
         self._session: AveragingSession | None = None
         if session is not None:
             self.be_watched(session)
 
     def be_watched(self, session: AveragingSession) -> None:
-        """Has the listeners of a session follow the exchanges, and tells what travels in them."""
+        """Make the listeners of a session follow the exchanges, and describe the fragments to them."""
         self._session, self.averaging.listeners = session, session.listeners
         session.observer.contents.update(
             (number, (fragment.numel, fragment.names)) for number, fragment in enumerate(self.fragments)
         )
 
     def survive(self, resilient_ops: ResilientOps) -> None:
-        """Goes on from here where ranks are lost: what was under way then is begun again among those that are left."""
+        """Continue after rank failures: an exchange in flight is then started again among the surviving ranks."""
         self.averaging.resilient_ops = resilient_ops
         resilient_ops.has_begun = lambda: self._pending is not None and self._pending.finite is None
 
     def reconnect(self, communicator: Communicator, agreement: Agreement) -> None:
-        """Goes on among other ranks.
+        """Continue among the surviving ranks.
 
         Args:
-            communicator: Of the ranks that are left.
-            agreement: Of the same ones.
+            communicator: Communicator of the surviving ranks.
+            agreement: Agreement of the same ranks.
         """
         self.averaging.reconnect(communicator, agreement)
-        if self.averaging.alone:  # what an attempt has staged that was given up; among others the next one drops it
+        if self.averaging.alone:  # drops what an aborted attempt has staged; with other ranks the next attempt does
             self.averaging.decide(False, self.fragments)
 
     @property
     def numel(self) -> int:
-        """Elements that this rank holds of all parameters."""
+        """Number of elements that this rank holds of all parameters."""
         return sum(fragment.numel for fragment in self.fragments)
 
     @torch.no_grad()
     def start_alike(self, tensors: Sequence[Tensor]) -> None:
-        """Gives all ranks rank 0's values, in place, and takes the parameters for the fragments' anchors.
+        """Give all ranks rank 0's values, in place, and set the fragments' anchors to the parameters.
 
         Args:
-            tensors: Floating-point, such as the parameters.
+            tensors: Floating-point tensors, such as the parameters.
 
         Raises:
             RuntimeError: The ranks could not exchange them.
@@ -153,10 +154,10 @@ class OuterExchange:
 
     @torch.no_grad()
     def step_ended(self) -> None:
-        """Runs after every step of the inner optimizer: takes up what is due, and begins what is next.
+        """Apply the result that is due, and start the exchanges that are next; called after each step of the optimizer.
 
         Raises:
-            RuntimeError: An exchange failed: parameters, anchors and what is held back are as they were before it.
+            RuntimeError: An exchange failed; parameters, anchors and residuals are as they were before it.
         """
         self._refuse_halfway()
         self.steps += 1
@@ -171,10 +172,11 @@ class OuterExchange:
 
     @torch.no_grad()
     def synchronize(self, buffers: Sequence[Tensor] = ()) -> None:
-        """Ends what is under way, has all ranks begin the same number of exchanges, and averages all parameters.
+        """Finish the exchange in flight, bring all ranks to the same number of exchanges, and average all parameters.
 
-        In full precision, with what is held back, and without outer momentum, which would carry the parameters past
-        what any worker has found; it stays as it is. All ranks call it, whatever numbers of steps they have taken.
+        The average is in full precision and includes residuals. The outer momentum is neither used, because it would
+        carry the parameters past those of every worker, nor changed. All ranks call it, whatever numbers of steps they
+        have taken.
 
         Args:
             buffers: Floating-point tensors that are averaged in place.
@@ -182,6 +184,7 @@ class OuterExchange:
         Raises:
             RuntimeError: A rank did not come within the time-out; or, on all ranks alike, a parameter is not finite.
         """
+        # Finish the exchange in flight, and wait until all ranks have started equally many.
         self._refuse_halfway(different=False)
         for fragment in self.fragments:
             fragment.check()
@@ -189,6 +192,7 @@ class OuterExchange:
             self._take_up()
         if not self.averaging.alone:
             self._meet()
+        # Average all fragments; nothing changes if an element is not finite.
         averages, unfinished = self.averaging.averages(self.fragments, self._announce)
         if unfinished:
             self.skipped += len(self.fragments)
@@ -206,7 +210,7 @@ class OuterExchange:
             buffer.copy_(self.averaging.mean_of(buffer.reshape(-1)).view(buffer.shape))
 
     def _make_same(self) -> None:
-        """Compares all anchors after a synchronization; if some differ, all ranks take those of the first."""
+        """Compare all anchors after a synchronization; if some differ, all ranks take those of rank 0."""
         self._different = ""
         if self.averaging.alone:
             return
@@ -222,10 +226,10 @@ class OuterExchange:
 
     @torch.no_grad()
     def state_dict(self) -> StateDict:
-        """Anchors, momenta, counters and what the compressor keeps, after the exchange in flight has been finished.
+        """Finish the exchange in flight, and return anchors, momenta, counters and the compressor's state.
 
         All ranks call it. The exchange takes effect now, so the parameters change: save the model afterwards. Ranks
-        that have taken different numbers of steps meet as in `synchronize`, so that all states are of one moment.
+        that have taken different numbers of steps catch up as in `synchronize`, so all states are of one moment.
 
         Raises:
             RuntimeError: A rank did not come within the time-out; or the exchange failed.
@@ -243,20 +247,22 @@ class OuterExchange:
 
     @torch.no_grad()
     def load_state_dict(self, state: StateDict | Exception) -> None:
-        """Restores what `state_dict` returned on this rank; see there. All ranks call it.
+        """Restore a state that `state_dict` returned on this rank. All ranks call it.
 
         Args:
-            state: Or why this rank has none, which is raised here; the others are told.
+            state: The state; or the error because of which this rank has none, which is raised on all ranks.
 
         Raises:
             ValueError: The state of this rank or of another one is of another model or other settings, or is damaged;
                 or the states are of different moments. Nothing was changed.
-            RuntimeError: A rank has not come within the time-out; or the exchange in flight has failed.
+            RuntimeError: A rank did not join within the time-out; or the exchange in flight has failed.
         """
-        if self._pending is not None:  # it is not taken up, but the ranks are in it
+        # The result of an exchange in flight is dropped, but other ranks take part in it, so it is finished.
+        if self._pending is not None:
             self._wait_for(self._pending)
             self.averaging.decide(False, [self.fragments[self._pending.number]])
             self._pending = None
+        # Check the state without changing anything, and tell the other ranks about an error.
         try:
             if isinstance(state, Exception):
                 raise state
@@ -267,9 +273,10 @@ class OuterExchange:
                     f"{'with' if saved.held else 'without'} one; wanted the compressor that saved it"
                 )
             self.averaging.try_on(saved.held)
-        except Exception as error:  # whatever a file may hold: the others wait for a word
+        except Exception as error:  # any error, because a damaged file may cause any, and the other ranks wait
             self.averaging.agreement.gather(json.dumps({"error": str(error)}))
             raise
+        # All ranks can load: from here on a failure leaves a part of the state, which `_halfway` records.
         self._agree_on(saved)
         self._halfway = True
         self.averaging.load_held(saved.held)
@@ -304,7 +311,7 @@ class OuterExchange:
             raise RuntimeError(self._different)
 
     def _agree_on(self, saved: Saved) -> None:
-        """Returns if all ranks can load their states, and these are of one moment of one run.
+        """Check that all ranks can load their states, and that these are of one moment of one run.
 
         Raises:
             ValueError: On all ranks.
@@ -351,10 +358,10 @@ class OuterExchange:
         self.begun += 1
 
     def _take_up(self) -> None:
-        """Waits for the exchange that is under way, and has it take effect; where it is not finite, none at all.
+        """Wait for the exchange in flight, and apply its result; a result that is not finite changes nothing.
 
         Raises:
-            RuntimeError: It failed, now or earlier: nothing has changed, and it stays under way.
+            RuntimeError: It failed, now or earlier; nothing has changed, and it stays in flight.
         """
         pending = self._pending
         assert pending is not None
@@ -370,14 +377,14 @@ class OuterExchange:
             self._tell_ended(self._session, pending)
 
     def _tell_ended(self, session: AveragingSession, pending: Pending) -> None:
-        """Tells the listeners of an exchange that has been taken up. Ranks that may be lost ask each other nothing."""
+        """Report a finished exchange to the listeners. In elastic training they exchange nothing with other ranks."""
         buckets = [] if pending.bucket is None else [pending.bucket]
         together, steps = self.averaging.resilient_ops is None, self.steps
         report = lambda: session.report(steps)
         session.listeners.step_ended(EndedStep(self.begun, buckets, (), report, timed=False, together=together))
 
     def _wait_for(self, pending: Pending) -> None:
-        """Waits for the average of an exchange in flight.
+        """Wait for the average of an exchange in flight.
 
         Raises:
             RuntimeError: It failed, now or earlier.
@@ -388,7 +395,7 @@ class OuterExchange:
             self.averaging.finish(self.fragments[pending.number], pending, self.begun)
 
     def _settle(self, pending: Pending) -> None:
-        """Waits for the average, and decides what becomes of what the compressor has staged.
+        """Wait for the average, and commit or drop what the compressor has staged.
 
         Raises:
             RuntimeError: The exchange failed; or, on all ranks alike, the anchors differ between ranks.
@@ -414,17 +421,18 @@ class OuterExchange:
         self.averaging.decide(bool(pending.finite), [fragment])
 
     def _announce(self) -> None:
-        """Says that this rank has come to the meeting."""
+        """Publish that this rank waits in `_meet`."""
         self.averaging.messages.announce(self.steps, self.begun)
 
     def _meet(self) -> None:
-        """Returns when all ranks have come here and begun the same number of exchanges, with the same count of steps.
+        """Wait until all ranks are here and have begun the same number of exchanges; then all have one count of steps.
 
-        Ranks may have taken different numbers of steps: a GradScaler skips some, or data ran out. A rank that is ahead
-        waits in an exchange for those behind, and has left its count in the store before: they begin theirs.
+        Ranks may have taken different numbers of steps: a GradScaler skips some, or one rank has less data. A rank that
+        is ahead waits in an exchange and has published its count of exchanges in the store; ranks that are here and
+        have begun fewer start that exchange, too.
 
         Raises:
-            RuntimeError: A rank has not come within the time-out, has ended, or has given up.
+            RuntimeError: A rank did not arrive within the time-out, has exited, or has aborted.
         """
         messages, timeout = self.averaging.messages, self.averaging.communicator.config.timeout
         deadline = time.monotonic() + timeout.total_seconds()
@@ -443,7 +451,7 @@ class OuterExchange:
             if max((*arrived.values(), *waiting.values())) > self.begun:
                 self._begin(0)
                 self._take_up()
-            elif len(arrived) == len(ranks):  # turns go by steps: who has caught up goes on where the furthest is
+            elif len(arrived) == len(ranks):  # the schedule counts steps, so all continue at the highest count
                 self.steps = max(messages.steps(ranks).values())
                 return
             elif time.monotonic() > deadline:

@@ -1,4 +1,7 @@
-"""Fragments of a model, which are exchanged in turn, and what each keeps between its exchanges: anchor, momentum.
+"""This module divides a model into fragments that are exchanged in turn; see `Fragment` and `cut_into_fragments`.
+
+A fragment keeps an *anchor*, its parameters after its last exchange, and the outer momentum. The *pseudo-gradient* is
+the anchor minus the parameters now.
 
 Source: Douillard et al., Streaming DiLoCo with overlapping communication, arXiv 2501.18512, section 2.2, algorithm 2.
 """
@@ -16,34 +19,34 @@ from gradwire.compressors.base import Compressor, Layout, Slice
 from gradwire.compressors.compiled import native
 
 UNEVEN = 1.02
-"""Largest fragment over the mean: so large may one become for the sake of having the small parameters together."""
+"""Largest size of a fragment, as a multiple of the mean, that is accepted to keep small parameters together."""
 
 CHECKSUM_WORDS, CHECKSUM_FACTOR = 2**18, 0x9E3779B1
-"""32-bit words of an anchor that are summed at a time, which bounds the memory for it, and what spreads the factors of
-their places: the golden ratio, Knuth, The Art of Computer Programming 3, section 6.4."""
+"""Number of 32-bit words that `checksum_of` sums at a time, which bounds its memory, and the multiplier that spreads
+the factors of their places: the golden ratio. Source: Knuth, The Art of Computer Programming 3, section 6.4."""
 
 _Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""The form of a tensor: dtype, shape, and its dimensions, those of size 1 left out, from the largest stride to the
-smallest."""
+"""The form of a tensor: dtype, shape, and its dimensions from the largest stride to the smallest, without those of size
+1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSettings:
-    """When workers exchange what they have learned, and what becomes of it.
+    """Schedule of the exchanges, and the rates of the outer SGD.
 
     Attributes:
         every: Steps of the optimizer between two exchanges of the same parameter.
-        fragments: Pieces of the model that take turns.
-        delay: Steps between the beginning of an exchange and the step after which its result is taken up.
-        lr: Of the outer SGD. With `momentum` 0, 1 makes every exchange an average of parameters.
-        momentum: Of the outer SGD.
-        nesterov: Whether the outer SGD looks ahead, as torch.optim.SGD does.
-        warmup_steps: Steps at the start in which exchanges come every `warmup_every` steps instead, as averages.
-        warmup_every: In the warm-up, steps between two exchanges of the same parameter.
+        fragments: Number of pieces of the model, which are exchanged in turn.
+        delay: Steps between the start of an exchange and the step after which its result is used.
+        lr: Learning rate of the outer SGD. 1 with `momentum` 0 makes every exchange an average of parameters.
+        momentum: Momentum of the outer SGD.
+        nesterov: True for Nesterov's momentum, as in torch.optim.SGD.
+        warmup_steps: Number of first steps in which exchanges come every `warmup_every` steps, as averages.
+        warmup_every: Steps between two exchanges of the same parameter in the warm-up.
 
     Raises:
-        TypeError: A value is of another type.
-        ValueError: A value does not fit.
+        TypeError: A value has a wrong type.
+        ValueError: A value is out of range.
     """
 
     every: int = 30
@@ -91,41 +94,44 @@ class OuterSettings:
             raise ValueError(f"`momentum` is {self.momentum}; wanted a number from 0 up to, but not, 1")
 
     def turns(self, step: int) -> int:
-        """How many fragments' exchanges begin after a step, counted from 1: they are spread evenly over `every` steps.
+        """Return how many exchanges begin after a step. They are spread evenly over `every` steps.
 
-        More than one only in a warm-up that has fewer steps for them.
+        It is more than one only in a warm-up with fewer steps than fragments.
+
+        Args:
+            step: Step of the optimizer, counted from 1.
         """
         warm = step <= self.warmup_steps
         every, place = (self.warmup_every, step) if warm else (self.every, step - self.warmup_steps)
         return self._turns_within((place - 1) % every + 1, every) - self._turns_within((place - 1) % every, every)
 
     def delay_of(self, step: int) -> int:
-        """The delay of an exchange that begins after a step: in the warm-up, no longer than to the next turn."""
+        """Return the delay of an exchange that begins after `step`; in the warm-up it ends by the next exchange."""
         return self.delay if step > self.warmup_steps else min(self.delay, self.warmup_every // self.fragments)
 
     def warms_up(self, exchange: int) -> bool:
-        """Whether an exchange, counted from 1, is of the warm-up. It goes by exchanges: ranks may differ in steps."""
+        """Return True if an exchange, counted from 1, is in the warm-up. All ranks agree in exchanges, not in steps."""
         rounds, left = divmod(self.warmup_steps, self.warmup_every)
         return exchange <= rounds * self.fragments + self._turns_within(left, self.warmup_every)
 
     def _turns_within(self, steps: int, every: int) -> int:
-        """How many turns the first steps of a round of `every` steps have."""
+        """Return the number of exchanges in the first `steps` steps of a round of `every` steps."""
         return steps * self.fragments // every
 
 
 class Fragment:
-    """Some parameters, and where they were after their last exchange.
+    """Some parameters of a model, with their values after the last exchange and their outer momentum.
 
     Args:
-        parameters: Name -> parameter, floating-point; a sharded one stands for this rank's shard.
-        momentum: Whether an outer momentum is kept.
+        parameters: (Name, parameter) pairs, floating-point; of a sharded parameter this rank's shard counts.
+        momentum: True keeps an outer momentum.
 
     Attributes:
-        names: Of the parameters.
-        layout: Which of them lies where in a flat tensor of all of them.
-        anchor: (numel) float32, or float64 where a parameter is: the parameters after the last exchange, the same bits
-            in all workers.
-        momentum: Of the outer SGD, in the shape and dtype of `anchor`; None without one.
+        names: Names of the parameters.
+        layout: Place of each parameter in a flat tensor of all of them.
+        anchor: (numel) parameters after the last exchange, with the same bits in all workers; float32, or float64 if a
+            parameter is float64.
+        momentum: (numel) momentum of the outer SGD in the dtype of `anchor`; None if none is kept.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], *, momentum: bool) -> None:
@@ -152,11 +158,11 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Elements that this rank holds of it."""
+        """Number of elements that this rank holds."""
         return self.layout.numel
 
     def empty(self) -> Tensor:
-        """A new (numel) tensor in the dtype and on the device of `anchor`, not filled."""
+        """Return a new uninitialised (numel) tensor with the dtype and device of `anchor`."""
         return torch.empty(self.numel, dtype=self._dtype, device=local_of(self._parameters[0]).device)
 
     def checksum(self) -> Tensor:
@@ -171,28 +177,32 @@ class Fragment:
         }
 
     def check(self) -> None:
-        """Sees whether the parameters are what they were.
+        """Check that all parameters have the dtype, shape and memory order that they had at the start.
 
         Raises:
-            RuntimeError: One has another dtype, shape or order in memory.
+            RuntimeError: One of them has changed.
         """
         self._locals()
 
     def gather(self, flat: Tensor | None = None) -> Tensor:
-        """The parameters as they are now: (numel) in the dtype of `anchor`, in `flat` where it is given."""
+        """Copy the present parameters into `flat` (numel, dtype of `anchor`; a new tensor if None), and return it."""
         if flat is None:
             flat = self.empty()
         torch._foreach_copy_(self.views(flat), self._locals())
         return flat
 
     def scatter(self, flat: Tensor) -> None:
-        """Writes `flat` (numel) to the parameters, rounded to their dtypes."""
+        """Write `flat` (numel) to the parameters, rounded to their dtypes."""
         torch._foreach_copy_(self._locals(), self.views(flat))
 
     def progress(self, now: Tensor, flat: Tensor) -> Tensor:
-        """The pseudo-gradient, the parameters after the last exchange minus `now` (numel), in `flat`, which may be it.
+        """Write the pseudo-gradient, anchor minus `now` (numel), to `flat` (numel), and return it.
 
-        What the parameters lost when the anchor was rounded to their dtype is no progress.
+        The anchor is first rounded to the parameters' dtypes, because rounding is no progress of the training.
+
+        Args:
+            now: (numel) parameters.
+            flat: (numel) result; may be `now`.
         """
         if not self._rounds:
             return torch.sub(self.anchor, now, out=flat)
@@ -204,7 +214,7 @@ class Fragment:
         return torch.sub(rounded, now, out=flat)
 
     def set_out(self, flat: Tensor, sent: Tensor | None) -> None:
-        """Writes the pseudo-gradient as of now to `flat` (numel), and the parameters to `sent` (numel), if given."""
+        """Write the present pseudo-gradient to `flat` (numel), and the parameters to `sent` (numel) if it is given."""
         runs = self._runs() if sent is not None else None
         if sent is None or runs is None:
             self.progress(self.gather(flat if sent is None else sent), flat)
@@ -212,7 +222,7 @@ class Fragment:
             native.outer_set_out(runs, self.anchor.data_ptr(), sent.data_ptr(), flat.data_ptr())
 
     def arrive(self, mean: Tensor, sent: Tensor | None, settings: OuterSettings | None) -> None:
-        """What `update` and then `take_up` do, the same bits; `mean` is overwritten."""
+        """Do what `update` and then `take_up` do, with the same bits, in one pass if possible; overwrites `mean`."""
         averages = settings is None or (settings.lr == 1.0 and self.momentum is None)
         runs = self._runs() if averages and sent is not None else None
         if sent is None or runs is None:
@@ -220,10 +230,11 @@ class Fragment:
             self.take_up(sent, mean)
         else:
             native.outer_take_up(runs, mean.data_ptr(), sent.data_ptr(), self.anchor.data_ptr())
-            increment_version(self._locals())  # a backward pass through what they were is refused, as after operators
+            # As torch's operators do: a backward pass through the old values is refused.
+            increment_version(self._locals())
 
     def _runs(self) -> list[tuple[int, int]] | None:
-        """Address and elements of each parameter; None where one is not float32, in one piece, in a CPU's memory."""
+        """Return (address, elements) of each parameter; None unless all are contiguous float32 in CPU memory."""
         views = self._locals()
         if not self.anchor.is_cpu or self._dtype != torch.float32:
             return None
@@ -236,11 +247,11 @@ class Fragment:
         return self._found_runs if len(self._found_runs) == len(views) else None
 
     def take_up(self, sent: Tensor | None, work: Tensor) -> None:
-        """Has the parameters become the anchor plus the progress that was made since they were `sent`.
+        """Set the parameters to the anchor plus their progress since they were sent.
 
         Args:
-            sent: (numel) the parameters then; None where there is no progress.
-            work: (numel) memory to work in, overwritten.
+            sent: (numel) parameters when the exchange began; None if there was no progress.
+            work: (numel) scratch memory, overwritten.
         """
         if sent is None:
             self.scatter(self.anchor)
@@ -248,18 +259,18 @@ class Fragment:
         if self._rounds:
             self.scatter(self.gather(work).sub_(sent).add_(self.anchor))
             return
-        parameters = self._locals()  # the same numbers, in half of the passes
+        parameters = self._locals()  # in place: the same bits in half of the passes
         torch._foreach_sub_(parameters, self.views(sent))
         torch._foreach_add_(parameters, self.views(self.anchor))
 
     def update(self, mean: Tensor, settings: OuterSettings | None) -> None:
-        """Takes one step of the outer SGD on `anchor`, in place.
+        """Take one step of the outer SGD on `anchor`, in place.
 
-        Every product and every sum is rounded by itself. Torch's `alpha=` is one fused rounding on some instruction
-        sets and two on others, so anchors of unlike processors would drift apart.
+        Every product and every sum is a separate operation, rounded by itself. Torch's `alpha=` rounds once on some
+        instruction sets and twice on others, so anchors on different processors would drift apart.
 
         Args:
-            mean: (numel) the averaged pseudo-gradient, the same bits on all ranks.
+            mean: (numel) average of the pseudo-gradients, with the same bits on all ranks.
             settings: Rates of the outer SGD; None makes the anchor the average of the parameters and leaves the
                 momentum as it is.
 
@@ -275,12 +286,12 @@ class Fragment:
         self.anchor.sub_(step if settings.lr == 1.0 else step.mul(settings.lr))
 
     def keep(self, flat: Tensor) -> Tensor:
-        """Returns a (numel) tensor, whose views are made once: memory that is used again and again."""
+        """Cache the views of a (numel) tensor that is used repeatedly, and return the tensor."""
         self._kept[id(flat)] = (flat, self._views_of(flat))
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of a (numel) tensor in the shapes of the parameters, in memory order."""
+        """Return views of a (numel) tensor in the shapes of the parameters, in their memory order."""
         kept = self._kept.get(id(flat))
         return self._views_of(flat) if kept is None else kept[1]
 
@@ -289,7 +300,7 @@ class Fragment:
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), self._shapes, strict=True)]
 
     def unfinished(self, flat: Tensor) -> list[str]:
-        """The names of parameters that have an element in `flat` (numel) which is not finite."""
+        """Return the names of parameters with an element in `flat` (numel) that is not finite."""
         return [
             name for name, view in zip(self.names, self.views(flat), strict=True) if not bool(view.isfinite().all())
         ]
@@ -339,7 +350,7 @@ def checksum_of(flats: Sequence[Tensor]) -> Tensor:
 
 
 def local_of(parameter: Tensor) -> Tensor:
-    """This rank's shard of a sharded parameter, else the parameter; without autograd, sharing its memory."""
+    """Return this rank's shard of a sharded parameter, or else the parameter, detached and sharing its memory."""
     with torch.no_grad():
         return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
@@ -354,11 +365,11 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def wire_nbytes_of(parameters: Sequence[tuple[str, nn.Parameter]], compressor: Compressor | None) -> list[int]:
-    """What each parameter takes on the link in an exchange between two, in bytes.
+    """Return the bytes that each parameter takes on the link, in an exchange between two ranks.
 
     Args:
-        parameters: Name -> parameter.
-        compressor: Of the exchange; None sends them as they are, in float32.
+        parameters: (Name, parameter) pairs.
+        compressor: Compressor of the exchange; None sends float32.
     """
     found = []
     for name, parameter in parameters:
@@ -374,17 +385,17 @@ def wire_nbytes_of(parameters: Sequence[tuple[str, nn.Parameter]], compressor: C
 def cut_into_fragments(
     parameters: Sequence[tuple[str, nn.Parameter]], settings: OuterSettings, nbytes: Sequence[int] | None = None
 ) -> list[Fragment]:
-    """Cuts a model into fragments of nearly equal size: each turn takes the link as long as the others.
+    """Divide a model into fragments that take about the same time on the link.
 
-    The largest parameters are dealt out first, each to the fullest fragment that has room for it, else to the smallest
-    so far (best fit, and Graham, Bounds on multiprocessing timing anomalies, 1969). The many small ones, which take a
-    collective of their own where they are left dense, are in few fragments. Inside a fragment parameters are in the
-    model's order.
+    The largest parameters are placed first: each into the fullest fragment that has room for it, or else into the
+    smallest one (best fit; Graham, Bounds on multiprocessing timing anomalies, 1969). The many small parameters, which
+    need a collective of their own if the compressor leaves them dense, end up in few fragments. Inside a fragment,
+    parameters are in the model's order.
 
     Args:
-        parameters: Name -> parameter.
-        settings: How many, and whether they keep momentum.
-        nbytes: What each takes on the link; None goes by its elements.
+        parameters: (Name, parameter) pairs, in the model's order.
+        settings: Number of fragments, and whether they keep a momentum.
+        nbytes: Bytes of each parameter on the link; None uses the size in float32.
 
     Raises:
         ValueError: There are fewer parameters than fragments.

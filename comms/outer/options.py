@@ -1,4 +1,8 @@
-"""Options of `Outer`: which belong to the exchanges, which to the hook inside a worker, and which are refused."""
+"""This module sorts the options of `Outer`.
+
+Some options concern exchanges between workers, others the hook that averages gradients inside a worker. Options that
+would have no effect, or that exchanges cannot support, are refused.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -8,31 +12,32 @@ from gradwire.comms.outer.fragments import OuterSettings
 from gradwire.topology.cluster import LEVEL_NAMES
 
 EXACT, NONE = "exact", "none"
+"""Values of `inside`: a worker is a node, or each rank is a worker."""
 INSIDE = (EXACT, NONE, *LEVEL_NAMES[:-1])
-"""What `inside` may be; the levels are those that have one above."""
+"""Valid values of `inside`; levels of the cluster except the outermost one."""
 
 INSIDE_ONLY = ("fusion", "probe", "trace", "reduction", "straggler_every")
-"""Options of the hook that averages gradients inside a worker; exchanges between workers have no use for them."""
+"""Options of the hook that averages gradients inside a worker; exchanges between workers ignore them."""
 
 OF_EXCHANGES = (*PLANNING, *COMPRESSION, "elastic", "stall_seconds")
-"""Options of exchanges between workers; the others are of the gradients inside one."""
+"""Options of exchanges between workers."""
 
 DEFAULT_COMPRESSOR = "waterfill2"
-"""The compressor between workers: it ends where int4 ends, with half of its bytes, and nothing sparser came within 0.06
-bits of exact averages (docs/results/outer.md). What holds of gradients at every step under AdamW, where it ends behind,
-does not hold here: what is averaged goes through no AdamW."""
+"""Default compressor between workers. It reaches the quality of int4 with half of the bytes, and no compressor with
+fewer bytes came within 0.06 bits of exact averages (docs/results/outer.md). For gradients at every step under AdamW it
+reaches a higher loss, but averaged pseudo-gradients do not pass through AdamW."""
 
 
 def provisional(given: Mapping[str, int], **others: float) -> OuterSettings:
-    """Settings that fit what the user has said, until the rest is chosen; no exchange goes by them.
+    """Return valid settings with the user's values, for the time before the missing ones are chosen.
 
     Args:
-        given: Of `CHOSEN`, by name.
-        others: All that is not chosen, by name.
+        given: Values of the user for names in `CHOSEN`.
+        others: Values of all other settings, by name.
 
     Raises:
-        TypeError: A value is of another type.
-        ValueError: A value does not fit.
+        TypeError: A value has a wrong type.
+        ValueError: A value is out of range.
     """
     numbers = {name: value for name, value in {**others, **given}.items() if type(value) is int}
     turns = numbers.get("fragments", 1) * max(numbers.get("delay", 0), 1)
@@ -41,11 +46,11 @@ def provisional(given: Mapping[str, int], **others: float) -> OuterSettings:
 
 
 def config_of(config: Config | None, options: Mapping[str, object]) -> Config:
-    """The configuration that Outer is made with; where neither options nor the environment name a compressor, its own.
+    """Return the configuration of an `Outer`, with `DEFAULT_COMPRESSOR` if neither options nor environment name one.
 
     Raises:
-        TypeError: Both are given, or an option has an unknown name.
-        ValueError: A value does not fit.
+        TypeError: Both `config` and `options` are given, or an option has an unknown name.
+        ValueError: A value is out of range.
     """
     found = Config.given(config, options)
     if config is None and "compressor" not in options and found.compressor is None:
@@ -54,7 +59,7 @@ def config_of(config: Config | None, options: Mapping[str, object]) -> Config:
 
 
 def refuse_unfit(config: Config) -> None:
-    """Refuses what an exchange of parameters cannot do.
+    """Check that no option is set that exchanges of parameters cannot support.
 
     Raises:
         ValueError: Such an option is set.
@@ -68,23 +73,27 @@ def refuse_unfit(config: Config) -> None:
 
 
 def idle_in(config: Config, without: Collection[str] = ()) -> list[str]:
-    """Options of the hook inside a worker that have another value than their default, in order.
+    """Return the options of the hook inside a worker that differ from their defaults, in order.
 
     Args:
-        config: Where they are.
-        without: Names that do not count.
+        config: Configuration to look in.
+        without: Names to leave out.
     """
     asked = config.asked_for([name for name in INSIDE_ONLY if name not in without])
     return [name for name in asked if not _is_of_exchanges(name, getattr(config, name))]
 
 
 def _is_of_exchanges(name: str, value: object) -> bool:
-    """Whether a value of one of `INSIDE_ONLY` is one that exchanges heed, too: they are marked for Nsight Systems."""
+    """Return True if exchanges use this value of an option in `INSIDE_ONLY`, too: marks for Nsight Systems."""
     return name == "trace" and value == NVTX
 
 
 def refuse_idle(options: Mapping[str, object], why: str) -> None:
-    """Refuses options of the hook inside a worker where there is none.
+    """Check that no options of the hook inside a worker are given if there is no such hook.
+
+    Args:
+        options: Options of the user, by name.
+        why: Reason why they would have no effect, for the error.
 
     Raises:
         ValueError: One was given, with another value than its default.

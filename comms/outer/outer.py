@@ -1,4 +1,9 @@
-"""`gradwire.Outer`: workers train by themselves and exchange their parameters every few steps, during training."""
+"""This module has `gradwire.Outer`, which trains a model in workers that exchange parameters every few steps.
+
+`Outer` is the API and the set-up: it checks options, connects the ranks, and reacts to the optimizer's steps. Exchanges
+are in exchange.py (when, and what becomes of the result) and averaging.py (over which ranks), the choice of settings is
+in schedule_selection.py.
+"""
 
 import logging
 import time
@@ -54,7 +59,10 @@ from gradwire.topology.cluster import LEVEL_NAMES
 log = logging.getLogger("gradwire")
 
 COUNCIL = "outer_council"
+"""Prefix of the store's keys for agreements of all ranks."""
+
 ELASTIC = "outer_elastic"
+"""Prefix of the store's keys for elastic training."""
 
 
 class Outer(TrainingState[AveragingSession]):
@@ -62,7 +70,7 @@ class Outer(TrainingState[AveragingSession]):
 
     A worker is a node by default (see `inside`). It averages its gradients at every step and exchanges its parameters'
     progress (the pseudo-gradient) with the others after `every` steps, a fragment of the model at a time, during
-    training. The optimizer's own `step()` drives it all; train `outer.model` as ever::
+    training. The optimizer's own `step()` drives the exchanges; train `outer.model` with the usual loop::
 
         outer = gradwire.Outer(model, optimizer)
         for batch in data:
@@ -71,44 +79,47 @@ class Outer(TrainingState[AveragingSession]):
             optimizer.step()
         outer.synchronize()
 
-    All ranks make it, with the same arguments. They begin with rank 0's parameters and floating-point buffers; so load
-    the state of an earlier run afterwards.
+    All ranks make an `Outer`, with the same arguments. It gives them rank 0's parameters and floating-point buffers, so
+    load the state of an earlier run afterwards.
+
+    Thread safety: use it from the thread that trains.
 
     Args:
         model: A plain module; or one that averages its gradients inside the worker itself: a DistributedDataParallel
             over the worker's own process group, or one that FSDP2's `fully_shard` shards over the worker's ranks.
-        optimizer: Any of torch's, of the model's parameters; or a list of several for different parameters, such as
-            Muon for matrices and AdamW for the rest, each of which steps once after every backward pass. Only what they
-            train is exchanged.
-        every: Steps of the optimizer between two exchanges of the same parameter. None of this and the next two: chosen
-            after eight steps from the link and the length of a step, alike on all ranks; what is given wins.
-        fragments: Pieces of the model that take turns, `every / fragments` steps apart, so that the link is never full.
-        delay: Steps after which a result is taken up, while the exchange is under way; at most `every // fragments`.
-            What the worker learns meanwhile is kept whole. 0 waits for the result. More costs quality: raise
-            `fragments` first if an exchange takes longer than a step.
+        optimizer: Optimizer of torch for parameters of `model`; or a list of several for different parameters, such as
+            Muon for matrices and AdamW for the rest, each of which steps once after every backward pass. Only the
+            parameters that they train are exchanged.
+        every: Steps of the optimizer between two exchanges of the same parameter. None chooses it after eight steps
+            from the link and the duration of a step, the same on all ranks; so do `fragments` and `delay`.
+        fragments: Number of pieces of the model that are exchanged in turn, `every / fragments` steps apart, so that
+            the link is never full.
+        delay: Steps of training between the start of an exchange and the use of its result, at most
+            `every // fragments`. The progress of those steps is kept. 0 waits for the result. A long delay costs
+            quality: raise `fragments` first if an exchange takes longer than a step.
         lr: Learning rate of the outer SGD. `lr=1, momentum=0` makes an exchange an average of parameters (local SGD).
         momentum: Momentum of the outer SGD; DiLoCo's settings are `lr=0.7, momentum=0.9`.
         nesterov: Whether the outer SGD uses Nesterov's momentum.
-        warmup_steps: Steps at the start in which exchanges come every `warmup_every` steps instead, without outer
-            momentum: what workers learn apart costs most while the learning rate is high.
-        warmup_every: Steps between two exchanges of the same parameter there. With fewer than `fragments` several
-            follow each other after a step, and it waits for all of them: there is no `delay` then.
-        inside: What a worker is: "exact" the ranks of a node, "none" every rank by itself, or the level at which
-            gradients are averaged at every step: "intra_node", "inter_node" (the nodes of a rack), "inter_rack".
-        config: The configuration; by default what the environment gives.
-        **options: Fields of `Config` by name: `compressor` (of what crosses between nodes), `compressor_options`,
-            `rules`, `timeout`, ...; they win over the environment. Where neither names a compressor it is `waterfill2`;
+        warmup_steps: Number of first steps in which exchanges come every `warmup_every` steps, without outer momentum:
+            separate training costs most while the learning rate is high.
+        warmup_every: Steps between two exchanges of the same parameter in the warm-up. If it is less than `fragments`,
+            several exchanges follow each other after a step, which waits for all of them, without `delay`.
+        inside: Ranks of a worker: "exact" for the ranks of a node, "none" for each rank by itself, or the level at
+            which gradients are averaged at every step: "intra_node", "inter_node" (the nodes of a rack), "inter_rack".
+        config: Configuration; None takes it from the environment.
+        **options: Fields of `Config` by name, such as `compressor` (for data between nodes), `compressor_options`,
+            `rules` and `timeout`; they override the environment. The default compressor is `waterfill2`;
             `compressor=None` is exact.
 
     Attributes:
-        model: What to train.
-        hook: The state of gradwire's hook inside the worker; None where nothing is averaged there, or others do it.
-        settings: When workers exchange, and what becomes of it; those that are chosen are there from the choice on.
+        model: Model to train: `model`, or a DistributedDataParallel around it.
+        hook: State of gradwire's hook inside the worker; None if Outer averages no gradients there.
+        settings: Schedule of the exchanges and rates of the outer SGD; provisional until missing ones are chosen.
 
     Raises:
-        TypeError: An option has an unknown name, or a value is of another type.
-        ValueError: A value does not fit, or differs between the ranks; the optimizer trains nothing of the model, or
-            something else; or the model averages over all ranks already.
+        TypeError: An option has an unknown name, or a value has a wrong type.
+        ValueError: A value is out of range, or differs between the ranks; the optimizer trains no parameter of
+            `model`, or others; or `model` averages over all ranks already.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
 
     Source: Douillard et al., DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512. The warm-up: Lin et al.,
@@ -138,6 +149,7 @@ class Outer(TrainingState[AveragingSession]):
         config: Config | None = None,
         **options: object,
     ) -> None:
+        # Check everything that this rank can check by itself, before it waits for others.
         said = {"every": every, "fragments": fragments, "delay": delay}
         given = {name: value for name, value in said.items() if value is not None}
         self.settings = provisional(
@@ -172,6 +184,7 @@ class Outer(TrainingState[AveragingSession]):
         world = dist.group.WORLD
         config = config.with_timeout_of(timeout_of(world, local_of(trained[0][1]).device))
         super().__init__(replace(config, plan="hierarchical") if config.plan == "auto" else config)
+        # Compare the arguments of all ranks, and find this rank's worker and the ranks that it exchanges with.
         ranks = meet(world, config)
         store = PrefixStore(SessionRanks.name_in(world, COUNCIL), ranks.plain_store)
         agreement = agreement_of(store, ranks.rank, ranks.size, config.timeout, ranks.peer_wait().exited_among)
@@ -185,11 +198,12 @@ class Outer(TrainingState[AveragingSession]):
                     "`%s` is set, and no gradients are averaged by Outer here: it changes nothing",
                     ENVIRONMENT_PREFIX + name.upper(),
                 )
+        # Connect the ranks that exchange, and measure their links.
         self.hook: HookState | None = None
         connection, first = self._connect(group, trained)
         self._connection, communicator = connection, connection.communicator
         if not config.elastic and config.probe is not False:
-            from gradwire.comms.links.quick_probe import quick_probe  # here: with rates that were given nobody asks
+            from gradwire.comms.links.quick_probe import quick_probe  # imported only if links are measured
 
             quick_probe(communicator)
         self._workers = (
@@ -203,6 +217,7 @@ class Outer(TrainingState[AveragingSession]):
                 "`elastic` is set, and a worker has several ranks, of which one alone may be lost; wanted workers of "
                 'one rank: nodes of one rank, or inside="none"'
             )
+        # Cut the model into fragments, by a provisional schedule if some settings are still to be chosen.
         compressor = connection.compression.compressor if connection.compression else None
         nbytes = wire_nbytes_of(trained, compressor)
         if len(self._workers) == 1:
@@ -231,11 +246,13 @@ class Outer(TrainingState[AveragingSession]):
                 lambda: OuterLink.of(communicator.rank_plans.links.priced, shards * sum(nbytes)),
                 lambda settings: cut_into_fragments(trained, settings, nbytes),
             )
+        # Give all ranks rank 0's values: trained parameters by the exchange, all others by a broadcast.
         self.exchange.start_alike([local_of(each) for _, each in trained])
         wanted = {id(each) for _, each in trained}
         frozen = [each for each in inner.parameters() if id(each) not in wanted]
         whole = [each for each in [*frozen, *inner.buffers()] if not isinstance(each, DTensor)]
         copy_from_rank_0([each.detach() for each in whole], communicator.device, agreement)
+        # From here on the optimizer's steps drive the exchanges.
         self.model = model
         if own_worker is None and inside != NONE:
             self.model = self._average_inside(model, config)
@@ -265,7 +282,7 @@ class Outer(TrainingState[AveragingSession]):
         return connection, first
 
     def _survive(self, first: FailurePolicy) -> None:
-        """Has this rank's exchanges go on where others are lost."""
+        """Make this rank's exchanges continue after the failure of other ranks."""
         communicator = self._connected("elastic").communicator
         prefix = f"gradwire/{ELASTIC}/{communicator.peer_infos.generation}"
         membership = first_membership(communicator, prefix, self.config.timeout, first)
@@ -275,7 +292,7 @@ class Outer(TrainingState[AveragingSession]):
         self.exchange.averaging.agreement = self._council(communicator, first)
 
     def _rebuild(self, view: View, store: Store, failure_policy: FailurePolicy) -> Communicator:
-        """Connects the ranks that are left."""
+        """Connect the surviving ranks, and return their communicator."""
         previous = self._connected("elastic")
         ranks = SessionRanks(store, ELASTIC, view.rank, view.size, None, failure_policy)
         connection = AveragingSession(ranks, previous.communicator.device, self._exchanged, {}, previous=previous)
@@ -293,7 +310,7 @@ class Outer(TrainingState[AveragingSession]):
         return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
 
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
-        """Wraps the model in DDP over this rank's worker; all ranks make all workers' groups, in the same order."""
+        """Wrap the model in DDP over this rank's worker. All ranks make all workers' groups, in the same order."""
         communicator = self.exchange.averaging.communicator
         own, device, rank = model, communicator.device, communicator.rank
         plain = replace(config, compressor=None, compressor_options={}, rules=())
@@ -305,7 +322,7 @@ class Outer(TrainingState[AveragingSession]):
                 own = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
                 self.hook = attach(own, config=plain)
                 _fail_together(communicator, self.hook._connected("Outer").communicator)
-                if device.type == "cuda":  # DDP broadcasts buffers in it, while an exchange may be under way
+                if device.type == "cuda":  # DDP broadcasts buffers before a forward pass; an exchange may be in flight
                     own.register_forward_pre_hook(partial(_wait_in_turn, device))
         return own
 
@@ -319,11 +336,11 @@ class Outer(TrainingState[AveragingSession]):
         self.steps = self.exchange.steps
 
     def synchronize(self) -> None:
-        """Averages the workers' parameters now, in full precision: afterwards all ranks hold the same ones.
+        """Average the workers' parameters now, in full precision; afterwards all ranks hold the same ones.
 
-        For the end of training, or before a model is saved or judged. With what the compressor holds back, without
-        outer momentum, and with the average of floating-point buffers (running means), which are each worker's own
-        otherwise. All ranks call it, whatever numbers of steps they have taken: who is behind in exchanges catches up.
+        Call it at the end of training, or before the model is exported or evaluated. It includes the compressor's
+        residuals, leaves out the outer momentum, and averages floating-point buffers (running means), which are each
+        worker's own otherwise. All ranks call it; ranks that have begun fewer exchanges catch up.
 
         Raises:
             RuntimeError: A rank did not come within the time-out; or, on all ranks, a parameter is not finite.
@@ -332,7 +349,7 @@ class Outer(TrainingState[AveragingSession]):
         buffers = [each for each in self._inner.buffers() if each.is_floating_point() and not isinstance(each, DTensor)]
         self.exchange.synchronize([] if self._sharded else buffers)
         self.steps = self.exchange.steps
-        for buffer in buffers if self._sharded else []:  # every rank of a sharded worker has buffers of its own
+        for buffer in buffers if self._sharded else []:  # the ranks of a sharded worker hold different buffers
             wide = buffer.detach().to(
                 self.exchange.averaging.communicator.device, torch.promote_types(buffer.dtype, torch.float32)
             )
@@ -341,15 +358,15 @@ class Outer(TrainingState[AveragingSession]):
             buffer.detach().copy_(wide / dist.get_world_size())
 
     def _finish_step(self) -> None:
-        """Ends a step in which only some optimizers have stepped, and makes a choice that is due on other ranks."""
+        """End a step in which only some optimizers have stepped, and make a choice that other ranks may wait in."""
         self._optimizer_steps.finish()
         self.exchange.check_parameters()
-        if self._choice is not None and not self._choice.is_made:  # ranks that have taken more steps may wait in it
+        if self._choice is not None and not self._choice.is_made:  # ranks that have taken more steps wait for it
             self._choice.make()
             self.settings = self.exchange.settings
 
     def report(self) -> OuterReport:
-        """What has been exchanged so far, how many bits that took, and how long this rank has waited."""
+        """Return what has been exchanged so far, with its traffic and the time that this rank has waited."""
         exchange, averaging = self.exchange, self.exchange.averaging
         found = self._connected("report()").report(exchange.steps)
         inside = LEVEL_NAMES[0] if len(averaging.communicator.cluster.nodes) > 1 else ""
@@ -372,16 +389,16 @@ class Outer(TrainingState[AveragingSession]):
         )
 
     def trace(self, file: str | Path, steps: int = 20) -> None:
-        """Writes a timeline of all ranks' next exchanges into one file; see `HookState.trace`.
+        """Write a timeline of all ranks' next exchanges into one file; see `HookState.trace`.
 
         Args:
-            file: JSON; rank 0 writes it.
-            steps: How many exchanges.
+            file: JSON file, written by rank 0.
+            steps: Number of exchanges.
 
         Raises:
             ValueError: `steps` is less than one; or `elastic` is set.
             OSError: Rank 0 cannot write the file; raised on all ranks.
-            RuntimeError: There is one worker alone, or a trace is being made already.
+            RuntimeError: There is only one worker, or a trace is already being made.
         """
         if self._resilient_ops is not None:
             raise ValueError("`elastic` is set, and ranks that are lost would end a timeline: leave one of the two out")
@@ -390,13 +407,13 @@ class Outer(TrainingState[AveragingSession]):
         super().trace(file, steps)
 
     def gathered_state_dict(self, *, on_all_ranks: bool = False) -> Checkpoint:
-        """The states of all ranks in one; see `HookState.gathered_state_dict`.
+        """Return the states of all ranks in one; see `HookState.gathered_state_dict`.
 
         Args:
-            on_all_ranks: Whether every rank shall have all of it; else rank 0 alone.
+            on_all_ranks: True returns it on every rank, False on rank 0 only.
 
         Raises:
-            ValueError: `model` is sharded, or ranks were lost.
+            ValueError: `model` is sharded, or ranks have failed.
         """
         if self._sharded or self._connected("gathered_state_dict()").group is None:
             why = "`model` is sharded" if self._sharded else "ranks were lost"
@@ -409,11 +426,11 @@ class Outer(TrainingState[AveragingSession]):
 
     @property
     def dirty(self) -> bool:
-        """Workers differ between exchanges, so a state is always of these ranks alone."""
+        """True: workers differ between exchanges, so a state always belongs to these ranks."""
         return True
 
     def _place(self) -> tuple[int, int]:
-        if self._sharded:  # ranks of a worker hold other shards each, under keys of their own in one checkpoint
+        if self._sharded:  # each rank of a worker holds other shards, under its own keys of one checkpoint
             return dist.get_rank(), dist.get_world_size()
         communicator = self._connected("state_dict()").communicator
         return communicator.rank, communicator.size
@@ -426,10 +443,10 @@ class Outer(TrainingState[AveragingSession]):
         return {OUTER + key: value for key, value in (found | settings).items()}
 
     def state_dict(self) -> Checkpoint:
-        """Returns this rank's part of the exchanges, to resume bit for bit; all ranks call it, and each saves its own.
+        """Return this rank's state of the exchanges, to resume bit for bit; all ranks call it, and each saves its own.
 
-        It holds the parameters at the last exchange, the outer momentum and what the compressor has not sent yet. An
-        exchange in flight is finished first and takes effect: call this **before** `model.state_dict()`. Ranks that
+        It holds the parameters at the last exchange, the outer momentum and the compressor's residuals. An exchange in
+        flight is finished first and takes effect: call this **before** `model.state_dict()`. Ranks that
         have taken different numbers of steps (a GradScaler skips some) catch up with each other as in `synchronize()`.
         Plain tuples of CPU tensors, numbers and strings: safe with `torch.load(weights_only=True)`. Workers hold
         different parameters between exchanges, so every worker saves its own model and optimizer, too.
@@ -441,7 +458,7 @@ class Outer(TrainingState[AveragingSession]):
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restores what `state_dict` returned on this rank; model and optimizer are the caller's to restore.
+        """Restore a state that `state_dict` returned on this rank; the caller restores model and optimizer.
 
         All ranks call it, with states that all ranks saved in one call. `fragments`, `warmup_steps` and `warmup_every`
         must be those of the run that saved; the other settings may differ. The next step of an optimizer compares the
@@ -467,31 +484,31 @@ class Outer(TrainingState[AveragingSession]):
             if not own:
                 raise ValueError("`state` has no entries of gradwire's Outer: wanted what Outer.state_dict() returned")
             found = {key.removeprefix(OUTER): value for key, value in own.items()}
-        except Exception as error:  # noqa: BLE001 - raised where the others are told
+        except Exception as error:  # noqa: BLE001 - raised by `exchange.load_state_dict`, after it has told the others
             found = error
         choice, refused = self._choice, False
         if choice is not None:
             found = choice.load(found)
         try:
             self.exchange.load_state_dict(found)
-        except ValueError:  # nothing was changed
+        except ValueError:  # the exchange has changed nothing
             refused = True
             raise
         finally:
             if choice is not None:
                 choice.loaded(refused=refused)
             self.settings, self.steps = self.exchange.settings, self.exchange.steps
-        self._optimizer_steps.forget()  # what was saved is of the end of a step
+        self._optimizer_steps.forget()  # states are saved at the end of a step
 
     def close(self) -> None:
-        """Ends the exchanges: the optimizer's steps drive nothing any more. `model` is for judging and saving then."""
+        """End the exchanges; later steps of the optimizer start none. `model` can still be evaluated and saved."""
         self._optimizer_steps.close()
         self._leave()
         if self.hook is not None:
             self.hook.close()
 
     def _leave(self) -> None:
-        """Leaves the other ranks."""
+        """Disconnect from the other ranks."""
         connection = self._connected("close()")
         connection.observer.close()
         if self._resilient_ops is not None:
@@ -501,11 +518,11 @@ class Outer(TrainingState[AveragingSession]):
 
 
 def _fail_together(workers: Communicator, inside: Communicator) -> None:
-    """Has what fails in one of a rank's communicators end the other one: who waits for it there hears why it has left.
+    """Make a failure in one of this rank's two communicators abort the other one, with the reason.
 
     Args:
-        workers: Of all workers.
-        inside: Of this rank's.
+        workers: Communicator of all workers.
+        inside: Communicator of this rank's worker.
     """
     for failing, where, left in ((inside, "inside its worker", workers), (workers, "in an exchange", inside)):
         failing.executor.failures.tell = partial(_give_up, weakref.ref(left), where)
@@ -517,5 +534,5 @@ def _give_up(left: "weakref.ref[Communicator]", where: str, error: CollectiveErr
 
 
 def _wait_in_turn(device: torch.device, *unused: object) -> None:
-    """Runs before a forward pass on CUDA; a function of the module, so that the model can be pickled."""
+    """Make the current stream wait before a forward pass on CUDA; a module function, so the model can be pickled."""
     devices.wait_for_last(device)

@@ -1,4 +1,4 @@
-"""The report of `Outer`: what was exchanged, what it cost, and why so often."""
+"""This module has the report of `Outer`: its exchanges, their traffic, and the schedule with its reason."""
 
 from dataclasses import asdict, dataclass
 
@@ -9,24 +9,25 @@ from gradwire.comms.report import Report, in_columns
 
 @dataclass(frozen=True, slots=True)
 class OuterReport:
-    """Report of `Outer.report()`: `print` it, or read its fields.
+    """Result of `Outer.report()`: `print` it, or read its fields.
 
     Attributes:
-        workers: Ranks of each worker, in the order of their lowest rank; of a sharded model, of the ranks that hold the
-            same shards.
+        workers: Ranks of each worker, ordered by their lowest rank; of a sharded model only ranks with the same shards
+            as this one.
         steps: Steps of the optimizer.
         exchanges: Exchanges of single fragments that took effect.
         skipped: Exchanges that were not finite and changed nothing.
-        numel: Elements that this rank holds of the parameters.
-        sent_nbytes: Bytes that this rank has sent to other nodes, counted, headers not; on one node to other ranks.
-        nic_nbytes: Bytes that have left the busiest node for others, as the plans say; as many have arrived. Of a
-            sharded model, for the shards that this rank holds: the node's other ranks have sent theirs besides.
-        synchronized_nbytes: Of those, what `synchronize()` has sent, which averages in full precision.
-        seconds: Since the first step ended.
-        waited_seconds: Of those, how long this rank has done nothing but wait for a result.
+        numel: Parameter elements that this rank holds.
+        sent_nbytes: Payload bytes that this rank has sent to other nodes, or on a single node to other ranks; counted,
+            without headers.
+        nic_nbytes: Bytes that the busiest node has sent to others, by the plans; it has received as many. Of a sharded
+            model, bytes of this rank's shards only.
+        synchronized_nbytes: Part of `nic_nbytes` that `synchronize()` has sent, in full precision.
+        seconds: Seconds since the end of the first step.
+        waited_seconds: Part of `seconds` in which this rank only waited for results.
         exchange: Phases, plans and links of the exchanges.
         inside: Report on the gradients inside this worker; None if nothing is averaged there, or others do it.
-        sharded: Whether this rank holds shards, which are all that `numel` and the bytes are about.
+        sharded: True if this rank holds shards; `numel` and bytes are then those of its shards.
         settings: Schedule of the exchanges and rates of the outer SGD.
         chosen: Reason of settings that were chosen; empty if they were given, or are not chosen yet.
     """
@@ -49,28 +50,28 @@ class OuterReport:
 
     @property
     def bits_per_parameter_and_step(self) -> float:
-        """What exchanges have sent from the busiest node, without `synchronize()`: in bits, a parameter and step."""
+        """Bits that the busiest node has sent for each parameter and step, without `synchronize()`."""
         return 8 * (self.nic_nbytes - self.synchronized_nbytes) / max(self.numel * self.steps, 1)
 
     @property
     def wait_share(self) -> float:
-        """Part of the time in which this rank has done nothing but wait for a result."""
+        """Share of the time in which this rank only waited for results."""
         return self.waited_seconds / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """All of it as dicts, lists, numbers, strings and None, as JSON holds them; keys are the attributes' names."""
+        """Return the report as JSON-compatible dicts, lists, numbers, strings and None, with the attributes' names."""
         reports = {"exchange": self.exchange.to_dict(), "inside": self.inside and self.inside.to_dict()}
         workers = [list(worker) for worker in self.workers]
         derived = {"wait_share": self.wait_share, "bits_per_parameter_and_step": self.bits_per_parameter_and_step}
         return {**asdict(self), **reports, "workers": workers, **derived}
 
     def __str__(self) -> str:
-        """Five lines or fewer, and one for each finding. `full()` has the rest."""
+        """Return at most five lines, and one for each finding; `full()` has more."""
         settings = [f"exchange: {describe(self.settings)}; full() says more"] if self.settings else []
         return "\n".join([*map(in_columns, [self._head(), *settings, self._traffic()]), self.exchange.beside_others()])
 
     def full(self) -> str:
-        """All of it: why these settings were chosen, and what `Report.full()` says of the exchanges."""
+        """Return the whole report, with the reason of the settings and `Report.full()` of the exchanges."""
         why = f": {self.chosen}" if self.chosen else ""
         settings = [f"{describe(self.settings)}{why}"] if self.settings else []
         return "\n".join([*map(in_columns, [self._head(), *settings, self._traffic()]), self.exchange.full()])

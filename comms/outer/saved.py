@@ -1,6 +1,7 @@
-"""Serialization of the exchanges' state: counters, anchors, momenta and the compressor's, validated when it is read.
+"""This module writes and reads the state of the exchanges: counters, anchors, momenta and the compressor's state.
 
-No exchange is in flight when a state is saved: `OuterExchange.state_dict` has finished it on all ranks.
+A state is validated when it is read. No exchange is in flight when a state is saved: `OuterExchange.state_dict` has
+finished it on all ranks.
 """
 
 import hashlib
@@ -15,22 +16,22 @@ from gradwire.comms.outer.fragments import Fragment, OuterSettings
 from gradwire.compressors.base import StateDict
 
 FIXED = ("fragments", "warmup_steps", "warmup_every")
-"""Settings that a state keeps: they tell which fragment an exchange is of, and whether it is of the warm-up. The others
-may change from one run to the next."""
+"""Settings that a run must share with the run that saved its state: they determine the fragment of an exchange, and
+whether it is in the warm-up. Other settings may change."""
 
 SEPARATOR = "|"
-"""The separator between the parts of a key in a state; parameter names are attribute paths and cannot hold it."""
+"""Separator between the parts of a key. Names of parameters are attribute paths and do not contain it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a state holds.
+    """A state of the exchanges.
 
     Attributes:
-        steps: Of the inner optimizer.
-        begun: Exchanges.
-        flats: The anchor and the momentum of each fragment.
-        held: What the compressor has saved.
+        steps: Steps of the optimizer.
+        begun: Exchanges begun.
+        flats: (anchor, momentum) of each fragment, each (numel); momentum is None if none is kept.
+        held: State of the compressor; empty without one.
         parameters: Checksum of all parameters when the state was made; see `parameters_checksum`.
     """
 
@@ -41,7 +42,7 @@ class Saved:
     parameters: str
 
     def digest(self) -> str:
-        """The digest of anchors and momenta: equal on all ranks that hold the same shards."""
+        """Return a digest of anchors and momenta, equal on all ranks that hold the same shards."""
         found = hashlib.sha256()
         for flat in (each for pair in self.flats for each in pair if each is not None):
             found.update(flat.cpu().view(torch.uint8).numpy().tobytes())
@@ -55,12 +56,12 @@ def parameters_checksum(fragments: Sequence[Fragment]) -> str:
 
 
 def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings) -> StateDict:
-    """The state; what tensors hold is copied.
+    """Return a state as a dict of numbers, strings and copied tensors.
 
     Args:
-        saved: What it is to hold.
-        fragments: Of the model.
-        settings: Of the exchanges.
+        saved: Values of the state.
+        fragments: Fragments of the model.
+        settings: Settings of the exchanges.
     """
     state: StateDict = {"steps": saved.steps, "begun": saved.begun, "parameters": saved.parameters}
     state |= {name: getattr(settings, name) for name in FIXED}
@@ -74,12 +75,12 @@ def written(saved: Saved, fragments: Sequence[Fragment], settings: OuterSettings
 
 
 def read(state: StateDict, fragments: Sequence[Fragment], settings: OuterSettings) -> Saved:
-    """What a state holds.
+    """Return the values of a state.
 
     Args:
-        state: What `written` has returned.
-        fragments: Of the model.
-        settings: Of the exchanges.
+        state: Result of `written`.
+        fragments: Fragments of the model.
+        settings: Settings of the exchanges.
 
     Raises:
         ValueError: The state is of another model or other settings, or is damaged.
@@ -109,7 +110,7 @@ def _flats(fragment: Fragment, state: StateDict) -> tuple[Tensor, Tensor | None]
     anchor = _flat(fragment, "anchor", state)
     if fragment.momentum is None:
         return anchor, None
-    if not any(key.startswith(f"momentum{SEPARATOR}") for key in state):  # it was saved without: momentum begins here
+    if not any(key.startswith(f"momentum{SEPARATOR}") for key in state):  # saved without momentum: it starts at 0
         return anchor, torch.zeros_like(anchor)
     return anchor, _flat(fragment, "momentum", state)
 

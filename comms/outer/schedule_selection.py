@@ -1,8 +1,9 @@
-"""Selection of `every`, `fragments` and `delay` that the user omits, from the link and the length of a step.
+"""This module chooses `every`, `fragments` and `delay` of `Outer` if the user omits them.
 
-An exchange of a fragment is to be through in `delay` steps, and all of them together are to fill no more than half of
-the link. Of what that allows the smallest `every` is taken, which costs the least quality, then the shortest delay,
-then the fewest fragments, because most of what an exchange costs a processor does not depend on its size.
+The choice depends on the link and on the duration of a step. An exchange of a fragment must end within `delay` steps,
+and all exchanges together may use half of the link. Among the schedules that satisfy this, the smallest `every` is
+taken, which costs the least quality; then the shortest delay; then the fewest fragments, because most of the processor
+time of an exchange does not depend on its size.
 
 Source: docs/results/outer.md, for the order and for each constant.
 """
@@ -27,36 +28,36 @@ from gradwire.topology.cluster import Cluster
 log = logging.getLogger("gradwire")
 
 CHOSEN = ("every", "fragments", "delay")
-"""The settings that may be chosen."""
+"""Names of the settings that may be chosen."""
 
 LOOK_STEPS, START_UP_STEPS = 8, 2
-"""Steps that are measured before the choice, and how many of them hold start-up."""
+"""Steps before the choice, and how many of them are not measured because they include start-up work."""
 
 FILL = 0.5
-"""Share of the link that exchanges may take. On 10 Mbit/s ranks waited for 2 % of the time where exchanges took 0.52 of
-the link (every 5 in waterfill2), and went at 0.80 of their speed where they took all of it (every 5 in int4)."""
+"""Share of the link that exchanges may use. On 10 Mbit/s, ranks waited 2 % of the time when exchanges used 0.52 of the
+link (every 5, waterfill2), and trained at 0.80 of their speed when they used all of it (every 5, int4)."""
 
 LEAST_TURNS = 3
-"""A delay of more than one step is at most `every` over this: every 5 with a delay of 4 was no better than every 30
-with one of 1, with one of 2 it ended just outside of plain DDP's quality."""
+"""Smallest ratio of `every` to a delay of more than one step. Every 5 with delay 4 was no better than every 30 with
+delay 1; with delay 2 it ended slightly worse than plain DDP."""
 
 MOST_EVERY = 500
-"""What was published at most (arXiv 2311.08105, section 3): a link that cannot carry that gets it nevertheless."""
+"""Largest `every`, also for slower links: the largest that was published (arXiv 2311.08105, section 3)."""
 
 ALONE_EVERY = 30
-"""`every` of a single worker, which exchanges nothing: it looks seldom at what it has learned."""
+"""`every` of a single worker, which sends nothing."""
 
 TRIPS = 4
-"""One-way trips of an exchange: a message in each of its two stages, and the receiver's word before it."""
+"""One-way latencies of an exchange: in each of its two stages a ready message of the receiver, and the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class OuterLink:
-    """What an exchange takes on the link between workers.
+    """Time of an exchange on the link between workers.
 
     Attributes:
-        wire_seconds: For the whole model at the link's rate, all that leaves a worker counted; as much arrives.
-        trip_seconds: For the trips of one exchange, whatever its size.
+        wire_seconds: Time for the whole model at the link's rate, for the bytes that leave a worker; as many arrive.
+        trip_seconds: Latency of one exchange, whatever its size.
     """
 
     wire_seconds: float
@@ -64,11 +65,11 @@ class OuterLink:
 
     @classmethod
     def of(cls, cluster: Cluster, nbytes: float) -> "OuterLink":
-        """The link that crosses most, of a whole model.
+        """Return the times on the outermost link.
 
         Args:
-            cluster: With links as given, measured or assumed.
-            nbytes: Of the model's payload, of all ranks of a node together.
+            cluster: The ranks, with given, measured or assumed links.
+            nbytes: Payload of the whole model in bytes, of all ranks of a node together.
         """
         link, workers = cluster.levels[cluster.outermost].link, cluster.widest(cluster.outermost)
         return cls(2 * (workers - 1) / workers * nbytes / link.bytes_per_second, TRIPS * link.alpha_seconds)
@@ -77,25 +78,27 @@ class OuterLink:
 def choose(
     link: OuterLink, step_seconds: float, parameters: int, given: Mapping[str, int] | None = None, least_every: int = 1
 ) -> tuple[int, int, int]:
-    """Chooses `every`, `fragments` and `delay`.
+    """Choose `every`, `fragments` and `delay`.
 
     Args:
-        link: Between the workers.
-        step_seconds: Of the slowest worker, without exchanges.
-        parameters: Of the model: there are no more fragments.
-        given: Those that the user has said, by name; they are taken as they are.
-        least_every: No fewer steps.
+        link: Times on the link between the workers.
+        step_seconds: Duration of a step of the slowest worker, without exchanges.
+        parameters: Number of parameters, which limits the fragments.
+        given: Settings of the user by name; they stay as they are.
+        least_every: Lower limit of `every`.
 
     Returns:
-        The three. Where no `every` up to `MOST_EVERY`, or the given one, is enough for the link, the delay is the
-        longest that costs little, and ranks will wait.
+        (every, fragments, delay). If the given `every`, or any up to `MOST_EVERY`, is too small for the link, the delay
+        is the longest that costs little quality, and ranks will wait for exchanges.
     """
+    # The smallest `every` for which the link is not too full.
     said = dict(given or {})
     wire = link.wire_seconds
     least = max(least_every, said.get("fragments", 1) * max(said.get("delay", 1), 1))
     every = said.get("every")
     least = max(least, min(math.ceil(wire / (FILL * step_seconds)), MOST_EVERY))
     choices = [every] if every is not None else range(least, max(MOST_EVERY, least) + 1)
+    # For each `every`, try all numbers of fragments, with the shortest delay in which a fragment arrives.
     for number in choices:
         fitting = []
         for fragments in [said["fragments"]] if "fragments" in said else range(1, min(number, parameters) + 1):
@@ -107,6 +110,7 @@ def choose(
         if fitting:
             delay, _, fragments = min(fitting)
             return number, fragments, delay
+    # No schedule fits: take the largest `every` and the longest acceptable delay.
     number = choices[-1]
     fragments = said.get("fragments", min(LEAST_TURNS, number, parameters, number // max(said.get("delay", 1), 1)))
     longest = min(number // fragments, max(1, number // LEAST_TURNS))
@@ -114,20 +118,20 @@ def choose(
 
 
 class ScheduleSelection:
-    """Measures the first steps, and selects settings for them with all other ranks.
+    """Measures the first steps, and then chooses missing settings together with all other ranks.
 
-    Until then workers exchange nothing: fragments keep where all workers have begun.
+    Workers exchange nothing before the choice: the anchors stay at the common start.
 
     Args:
-        exchange: Whose settings are chosen; those that it has stand for what is not chosen.
-        session: Of its communicator.
-        given: Settings that the user has said, by name.
-        link: What an exchange takes here, asked for at the choice.
-        cut: The model's parameters, cut into the fragments that settings ask for.
+        exchange: Exchanges whose settings are chosen; its other settings stay.
+        session: Session of its communicator.
+        given: Settings of the user, by name.
+        link: Returns the times of an exchange on the link; called at the choice.
+        cut: Divides the model into fragments for given settings.
 
     Attributes:
-        is_made: Whether it was made.
-        reason: Of the choice, in words; empty before.
+        is_made: True once the settings are chosen.
+        reason: Reason of the choice, as a sentence; empty before.
     """
 
     def __init__(
@@ -149,17 +153,17 @@ class ScheduleSelection:
         self._ends: deque[float] = deque(maxlen=LOOK_STEPS + 1 - START_UP_STEPS)
 
     def step_ended(self) -> None:
-        """Notes a step; after the last of those that are measured all ranks choose."""
+        """Measure a step; after `LOOK_STEPS` steps all ranks choose."""
         self._exchange.steps += 1
         self._ends.append(time.perf_counter())
         if self._exchange.steps >= LOOK_STEPS:
             self.make()
 
     def make(self) -> None:
-        """Chooses now, on all ranks; where none has seen three steps, later.
+        """Choose now, on all ranks, unless no rank has measured a step yet.
 
         Raises:
-            RuntimeError: A rank has not come within the time-out.
+            RuntimeError: A rank did not join within the time-out.
         """
         exchange, link = self._exchange, self._link()
         seconds = [after - before for before, after in pairwise(self._ends)]
@@ -180,13 +184,14 @@ class ScheduleSelection:
             log.info("Outer exchanges %s: %s", describe(exchange.settings), self.reason)
 
     def load(self, state: StateDict | Exception) -> StateDict | Exception:
-        """Takes up what a saved run has chosen; what the user has said wins. All ranks call it.
+        """Take the settings that a saved run has chosen, except those of the user. All ranks call it.
 
         Args:
-            state: Of `OuterExchange.state_dict`, and the settings; or why this rank has none.
+            state: State of `OuterExchange.state_dict` with the settings; or the error because of which this rank has
+                none.
 
         Returns:
-            The state; or why no rank can load its own.
+            `state`; or the error because of which no rank can load its own.
         """
         saved: dict[str, int] = {}
         if not isinstance(state, Exception) and state.get("chosen"):
@@ -210,7 +215,11 @@ class ScheduleSelection:
         return state
 
     def loaded(self, *, refused: bool) -> None:
-        """Gives up, where the state was refused, what `load` has taken up of it."""
+        """End a load.
+
+        Args:
+            refused: True restores the settings from before `load`.
+        """
         if refused and self._before is not None:
             self._exchange.settings, self._exchange.fragments = self._before
             self._exchange.be_watched(self._session)
@@ -237,7 +246,7 @@ class ScheduleSelection:
 
 
 def describe(settings: OuterSettings) -> str:
-    """When workers exchange."""
+    """Return the schedule of the exchanges as a phrase."""
     pieces = "in one piece" if settings.fragments == 1 else f"in {settings.fragments} fragments"
     often = f"every {settings.every} steps" if settings.every > 1 else "at every step"
     return f"{often} {pieces}, delay {settings.delay}"

@@ -1,4 +1,4 @@
-"""The start of `Outer`: what all ranks must give alike, and the copy of rank 0's values."""
+"""This module has the start of `Outer`: facts that must be equal on all ranks, and the copy of rank 0's values."""
 
 import hashlib
 import json
@@ -19,17 +19,24 @@ from gradwire.comms.outer.fragments import OuterSettings
 from gradwire.comms.outer.workers import model_inside
 
 PACKED_NBYTES = 2**25
-"""Most bytes sent at a time of what is made alike at the start and is not trained."""
+"""Largest broadcast in bytes of tensors that are not trained."""
 
 
 _DIGESTS: MessageType[tuple[str, ...]] = MessageType(tuple[str, ...], most_nbytes=1 << 26)
-"""Of each tensor that is not trained."""
+"""Message with the digest of each tensor that is not trained."""
 
 
 def facts_of(
     settings: OuterSettings, inside: str, model: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, str]:
-    """What must be the same on all ranks, by name: settings, how the model averages, and all its tensors."""
+    """Return the facts that must be equal on all ranks, as text by name.
+
+    Args:
+        settings: Settings of the exchanges.
+        inside: Argument of `Outer`.
+        model: Argument of `Outer`; its tensors are listed with shape and dtype.
+        trained: (Name, parameter) pairs that are trained.
+    """
     inner = model_inside(model)
     wanted = {id(each) for _, each in trained}
     facts = {name: repr(value) for name, value in asdict(settings).items()}
@@ -45,14 +52,22 @@ def facts_of(
 
 
 def copy_from_rank_0(tensors: Sequence[Tensor], device: torch.device, agreement: Agreement) -> None:
-    """Gives all ranks rank 0's values of what is not trained, in place; what is the same already does not travel."""
+    """Give all ranks rank 0's values, in place. Tensors that are equal on all ranks are not sent.
+
+    Args:
+        tensors: Tensors that are not trained, in the same order on all ranks.
+        device: Device of the broadcasts.
+        agreement: Agreement of all ranks.
+    """
     if agreement.size == 1 or not tensors:
         return
+    # Compare one digest of all tensors first, and digests of each tensor only if it differs.
     digests = [hashlib.sha256(_bytes_of(each).cpu().numpy().tobytes()).hexdigest()[:16] for each in tensors]
     if len(set(agreement.gather(hashlib.sha256(repr(digests).encode()).hexdigest()))) == 1:
         return
     said = [_DIGESTS.read(word) for word in agreement.gather(json.dumps(digests))]
     differ = [each for number, each in enumerate(tensors) if len({word[number] for word in said}) > 1]
+    # Broadcast the differing tensors, several at a time.
     packs: list[list[Tensor]] = [[]]
     for each in differ:
         if packs[-1] and sum(other.nbytes for other in packs[-1]) + each.nbytes > PACKED_NBYTES:

@@ -1,4 +1,4 @@
-"""One step of training with several optimizers, such as Muon for matrices and AdamW for the rest: when has it ended?"""
+"""This module detects the end of a training step with several optimizers, such as Muon for matrices and AdamW."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,13 +7,13 @@ from torch.optim import Optimizer
 
 
 class OptimizerSteps:
-    """Says when each of a model's optimizers has stepped: a step of training has ended then, and not before.
+    """Calls a function when all of a model's optimizers have stepped, which ends a step of training.
 
-    An optimizer that a GradScaler skips does not hold up the others: where one of them steps once more, the step before
-    has ended without it.
+    A GradScaler may skip an optimizer: if another one steps a second time, the training step before has ended without
+    the skipped one.
 
     Args:
-        optimizers: Of `optimizers_from`.
+        optimizers: Result of `optimizers_from`.
         ended: Called at the end of each step of training.
         begins: Called before each step of an optimizer.
     """
@@ -25,7 +25,8 @@ class OptimizerSteps:
         self._may_begin = begins
         self._counts = [_count(each) for each in optimizers]
         self._stepped: set[int] = set()
-        # The optimizers keep these objects: without them steps would go on, and nothing would be exchanged.
+        # The optimizers keep this object alive through their hooks, also if the user drops the `Outer`: training would
+        # go on otherwise, and nothing would be exchanged.
         self._handles = [
             handle
             for number, each in enumerate(optimizers)
@@ -36,17 +37,17 @@ class OptimizerSteps:
         ]
 
     def finish(self) -> None:
-        """Ends the step of training in which some optimizers have stepped, if there is one."""
+        """End the training step in which some optimizers have stepped, if there is one."""
         if self._stepped:
             self._stepped.clear()
             self._ended()
 
     def forget(self) -> None:
-        """Begins a step of training anew: what optimizers have done of one belongs to none any more."""
+        """Start a new training step; optimizers that have stepped in the present one do not count."""
         self._stepped.clear()
 
     def close(self) -> None:
-        """Ends nothing any more."""
+        """Remove the hooks from the optimizers."""
         for handle in self._handles:
             handle.remove()
 
@@ -71,14 +72,14 @@ def _count(optimizer: Optimizer) -> int:
 
 
 def optimizers_from(given: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
-    """Returns the optimizers of a model.
+    """Return the optimizers of a model as a tuple.
 
     Args:
-        given: One, or several that train different parameters.
+        given: One optimizer, or a list of several that train different parameters.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: There is none, or two train the same parameter.
+        TypeError: `given` has another type.
+        ValueError: The list is empty, or two optimizers train the same parameter.
     """
     if isinstance(given, Optimizer):
         return (given,)
@@ -104,6 +105,6 @@ def optimizers_from(given: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, 
 
 
 def left_alone(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
-    """Returns the names of the parameters that want a gradient and that none of the optimizers trains."""
+    """Return the names of parameters with `requires_grad` that no optimizer trains."""
     known = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     return [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]
