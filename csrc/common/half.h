@@ -8,9 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "cpu/intrinsics.h"
 
 namespace gradwire {
 
@@ -105,6 +103,27 @@ __attribute__((target("avx,f16c"))) inline std::size_t narrow_f16c(Float16* narr
   }
   return index;
 }
+#elif defined(__aarch64__)
+/// Widens the first multiple of 8 elements; returns how many. Reads 2 bytes and writes 4 per element.
+inline std::size_t widen_neon(float* wide, const Float16* narrow, std::size_t numel) {
+  std::size_t index = 0;
+  for (; index + 8 <= numel; index += 8) {
+    const float16x8_t eight = vreinterpretq_f16_u16(vld1q_u16(&narrow[index].bits));
+    vst1q_f32(wide + index, vcvt_f32_f16(vget_low_f16(eight)));
+    vst1q_f32(wide + index + 4, vcvt_high_f32_f16(eight));
+  }
+  return index;
+}
+
+/// Narrows the first multiple of 8 elements; returns how many. Reads 4 bytes and writes 2 per element.
+inline std::size_t narrow_neon(Float16* narrow, const float* wide, std::size_t numel) {
+  std::size_t index = 0;
+  for (; index + 8 <= numel; index += 8) {
+    const float16x8_t eight = vcvt_high_f16_f32(vcvt_f16_f32(vld1q_f32(wide + index)), vld1q_f32(wide + index + 4));
+    vst1q_u16(&narrow[index].bits, vreinterpretq_u16_f16(eight));
+  }
+  return index;
+}
 #endif
 
 /// wide[i] = narrow[i]. Reads 2 bytes and writes 4 per element.
@@ -112,6 +131,8 @@ inline void widen(float* wide, const Float16* narrow, std::size_t numel) {
   std::size_t index = 0;
 #if defined(__x86_64__)
   if (has_f16c()) index = widen_f16c(wide, narrow, numel);
+#elif defined(__aarch64__)
+  index = widen_neon(wide, narrow, numel);
 #endif
   for (; index < numel; ++index) wide[index] = to_float(narrow[index]);
 }
@@ -121,6 +142,8 @@ inline void narrow(Float16* narrow, const float* wide, std::size_t numel) {
   std::size_t index = 0;
 #if defined(__x86_64__)
   if (has_f16c()) index = narrow_f16c(narrow, wide, numel);
+#elif defined(__aarch64__)
+  index = narrow_neon(narrow, wide, numel);
 #endif
   for (; index < numel; ++index) narrow[index] = to_float16(wide[index]);
 }

@@ -1,7 +1,7 @@
-// Compiles GRADWIRE_LOOPS once for each instruction set, in the namespaces plain, avx2 and avx512.
+// Compiles GRADWIRE_LOOPS once for each instruction set, in the namespaces plain and, by processor, avx2 and avx512 or neon.
 //
 // The target is set function by function, never for a whole unit: the wheel must start on any processor. There is
-// no include guard, because every kernel's unit includes this file once. Include standard headers before it.
+// no include guard, because every kernel's unit includes this file once. Include standard headers and intrinsics.h before it.
 #ifndef GRADWIRE_LOOPS
 #error "define GRADWIRE_LOOPS as the header with the loops"
 #endif
@@ -53,6 +53,13 @@ namespace avx512 {
 #else
 #pragma GCC pop_options
 #endif
+#undef GRADWIRE_ISA
+#elif defined(__aarch64__)
+#define GRADWIRE_ISA 128
+namespace neon {  // every 64-bit Arm processor has it: no target to set
+#include "vec.h"
+#include GRADWIRE_LOOPS
+}  // namespace neon
 #undef GRADWIRE_ISA
 #endif
 #if defined(__GNUC__) && !defined(__clang__)

@@ -5,13 +5,22 @@
 #include <nanobind/stl/string.h>
 
 #include <atomic>
+#include <cstddef>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
 namespace gradwire {
 namespace {
 
+// In the order of Isa.
+#if defined(__aarch64__)
+constexpr const char* kNames[] = {"plain", "neon"};
+constexpr const char* kWanted = "plain or neon";
+#else
 constexpr const char* kNames[] = {"plain", "avx2", "avx512"};
+constexpr const char* kWanted = "plain, avx2 or avx512";
+#endif
 
 Isa detect() {
 #if defined(__x86_64__)
@@ -21,8 +30,12 @@ Isa detect() {
       __builtin_cpu_supports("avx512vl"))
     return Isa::avx512;
   if (__builtin_cpu_supports("avx2")) return Isa::avx2;
-#endif
   return Isa::plain;
+#elif defined(__aarch64__)
+  return Isa::neon;  // a part of every 64-bit Arm processor
+#else
+  return Isa::plain;
+#endif
 }
 
 bool detect_fast_bit_moves() {
@@ -40,13 +53,13 @@ std::atomic<Isa>& current() {
 }
 
 void limit_isa(const std::string& name) {
-  for (int i = 0; i <= static_cast<int>(Isa::avx512); ++i) {
+  for (size_t i = 0; i < std::size(kNames); ++i) {
     if (name != kNames[i]) continue;
     const Isa wanted = static_cast<Isa>(i);
     current() = wanted < detect() ? wanted : detect();
     return;
   }
-  throw std::invalid_argument("`name` is \"" + name + "\"; wanted plain, avx2 or avx512");
+  throw std::invalid_argument("`name` is \"" + name + "\"; wanted " + kWanted);
 }
 
 }  // namespace
@@ -62,7 +75,7 @@ bool fast_bit_moves() {
 
 void bind_isa(nanobind::module_& m) {
   m.def("isa", [] { return std::string(gradwire::kNames[static_cast<int>(gradwire::active_isa())]); },
-        "The instruction set in use: plain, avx2 or avx512.");
+        "The instruction set in use: plain; avx2 or avx512 on x86-64; neon on 64-bit Arm.");
   m.def("limit_isa", &gradwire::limit_isa, nanobind::arg("name"),
         "Uses at most this instruction set from now on, in the whole process.");
 }

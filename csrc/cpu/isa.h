@@ -4,7 +4,11 @@
 
 namespace gradwire {
 
-enum class Isa : int { plain = 0, avx2 = 1, avx512 = 2 };
+#if defined(__aarch64__)
+enum class Isa : int { plain, neon };
+#else
+enum class Isa : int { plain, avx2, avx512 };
+#endif
 
 Isa active_isa();
 
@@ -21,6 +25,9 @@ bool fast_bit_moves();
   (::gradwire::active_isa() == ::gradwire::Isa::avx512 ? avx512::name(__VA_ARGS__)      \
    : ::gradwire::active_isa() == ::gradwire::Isa::avx2 ? avx2::name(__VA_ARGS__)        \
                                                        : plain::name(__VA_ARGS__))
+#elif defined(__aarch64__)
+#define GRADWIRE_DISPATCH(name, ...) \
+  (::gradwire::active_isa() == ::gradwire::Isa::neon ? neon::name(__VA_ARGS__) : plain::name(__VA_ARGS__))
 #else
 #define GRADWIRE_DISPATCH(name, ...) plain::name(__VA_ARGS__)
 #endif

@@ -1,6 +1,7 @@
 // Sixteen floats and the dozen operations the kernels need, for one instruction set.
 //
-// Included inside a namespace by foreach_isa.h, once for each value of GRADWIRE_ISA (0, 2, 512); no include guard.
+// Included inside a namespace by foreach_isa.h, once for each value of GRADWIRE_ISA (0 plain, 2 AVX2, 128 NEON, 512
+// AVX-512); no include guard.
 // No fused multiply-add anywhere: a product and a sum round the same on every processor, and ranks must agree.
 #if GRADWIRE_ISA == 512
 
@@ -114,6 +115,87 @@ inline __m256 bfloat8_back(const uint16_t* at) {
 }
 inline Vec from_bfloat(const uint16_t* at) { return {bfloat8_back(at), bfloat8_back(at + 8)}; }
 inline void fence() { _mm_sfence(); }
+
+#elif GRADWIRE_ISA == 128
+
+struct Vec {
+  float32x4_t q[4];
+};
+#define GRADWIRE_QUARTERS(expression)                      \
+  do {                                                     \
+    for (int i = 0; i < 4; ++i) result.q[i] = expression;  \
+  } while (0)
+inline Vec load(const float* at) { Vec result; GRADWIRE_QUARTERS(vld1q_f32(at + 4 * i)); return result; }
+inline void store(float* at, Vec x) {
+  for (int i = 0; i < 4; ++i) vst1q_f32(at + 4 * i, x.q[i]);
+}
+inline void stream(float* at, Vec x) { store(at, x); }  // Arm's non-temporal stores have no intrinsic, and are a hint only
+inline Vec fill(float x) { Vec result; GRADWIRE_QUARTERS(vdupq_n_f32(x)); return result; }
+inline Vec add(Vec a, Vec b) { Vec result; GRADWIRE_QUARTERS(vaddq_f32(a.q[i], b.q[i])); return result; }
+inline Vec sub(Vec a, Vec b) { Vec result; GRADWIRE_QUARTERS(vsubq_f32(a.q[i], b.q[i])); return result; }
+inline Vec mul(Vec a, Vec b) { Vec result; GRADWIRE_QUARTERS(vmulq_f32(a.q[i], b.q[i])); return result; }
+// Compared and selected: FMIN and FMAX treat NaN and the two zeros in another way than the other instruction sets.
+inline Vec minimum(Vec a, Vec b) {
+  Vec result; GRADWIRE_QUARTERS(vbslq_f32(vcltq_f32(a.q[i], b.q[i]), a.q[i], b.q[i])); return result;
+}
+inline Vec maximum(Vec a, Vec b) {
+  Vec result; GRADWIRE_QUARTERS(vbslq_f32(vcgtq_f32(a.q[i], b.q[i]), a.q[i], b.q[i])); return result;
+}
+inline Vec absolute(Vec x) { Vec result; GRADWIRE_QUARTERS(vabsq_f32(x.q[i])); return result; }
+// The low bytes of sixteen words of 32 bits, in order.
+inline uint8x16_t bytes16(const uint32x4_t* words) {
+  const uint16x8_t low = vuzp1q_u16(vreinterpretq_u16_u32(words[0]), vreinterpretq_u16_u32(words[1]));
+  const uint16x8_t high = vuzp1q_u16(vreinterpretq_u16_u32(words[2]), vreinterpretq_u16_u32(words[3]));
+  return vuzp1q_u8(vreinterpretq_u8_u16(low), vreinterpretq_u8_u16(high));
+}
+// A bit for each of sixteen lanes that are all ones or all zeros.
+inline uint16_t lane_bits(const uint32x4_t* lanes) {
+  const uint8x8_t weights = vcreate_u8(0x8040201008040201u);
+  const uint8x16_t marks = vandq_u8(bytes16(lanes), vcombine_u8(weights, weights));
+  return static_cast<uint16_t>(vaddv_u8(vget_low_u8(marks)) | vaddv_u8(vget_high_u8(marks)) << 8);
+}
+inline uint16_t nonnegative(Vec x) {
+  uint32x4_t lanes[4];
+  for (int i = 0; i < 4; ++i) lanes[i] = vcgezq_f32(x.q[i]);
+  return lane_bits(lanes);
+}
+inline uint16_t at_least(Vec x, uint32_t key) {
+  uint32x4_t lanes[4];
+  for (int i = 0; i < 4; ++i) lanes[i] = vcgeq_u32(vreinterpretq_u32_f32(vabsq_f32(x.q[i])), vdupq_n_u32(key));
+  return lane_bits(lanes);
+}
+inline uint16_t unordered(Vec a, Vec b) {
+  uint32x4_t lanes[4];
+  for (int i = 0; i < 4; ++i) lanes[i] = vmvnq_u32(vandq_u32(vceqq_f32(a.q[i], a.q[i]), vceqq_f32(b.q[i], b.q[i])));
+  return lane_bits(lanes);
+}
+inline Vec signed_by(Vec x, uint32_t bits, int first) {  // shifts the bit of each lane to the place of the sign
+  const int32x4_t places = vcombine_s32(vcreate_s32(uint64_t{30} << 32 | 31), vcreate_s32(uint64_t{28} << 32 | 29));
+  const uint32x4_t all = vdupq_n_u32(bits), top = vdupq_n_u32(0x80000000u);
+  Vec result;
+  GRADWIRE_QUARTERS(vreinterpretq_f32_u32(veorq_u32(
+      vreinterpretq_u32_f32(x.q[i]), vbicq_u32(top, vshlq_u32(all, vsubq_s32(places, vdupq_n_s32(first + 4 * i)))))));
+  return result;
+}
+inline void to_half(uint16_t* at, Vec x) {
+  for (int i = 0; i < 4; ++i) vst1_u16(at + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.q[i])));
+}
+inline Vec from_half(const uint16_t* at) {
+  Vec result; GRADWIRE_QUARTERS(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at + 4 * i)))); return result;
+}
+inline uint16x4_t bfloat4(float32x4_t x) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint16x4_t rounded = vshrn_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+  return vbsl_u16(vmovn_u32(vceqq_f32(x, x)), rounded, vdup_n_u16(0x7fc0));
+}
+inline void to_bfloat(uint16_t* at, Vec x) {
+  for (int i = 0; i < 4; ++i) vst1_u16(at + 4 * i, bfloat4(x.q[i]));
+}
+inline Vec from_bfloat(const uint16_t* at) {
+  Vec result; GRADWIRE_QUARTERS(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at + 4 * i), 16))); return result;
+}
+inline void fence() {}
+#undef GRADWIRE_QUARTERS
 
 #else
 

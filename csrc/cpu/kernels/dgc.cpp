@@ -17,11 +17,9 @@
 #include <functional>
 #include <stdexcept>
 #include <vector>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include "common/cast_formula.h"
+#include "cpu/intrinsics.h"
 #include "cpu/isa.h"
 #include "cpu/stream.h"
 

@@ -10,12 +10,10 @@
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include "common/cast_formula.h"
 #include "common/orthogonal_formula.h"
+#include "cpu/intrinsics.h"
 #include "cpu/isa.h"
 #include "cpu/stream.h"
 

@@ -7,11 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include "common/cast_formula.h"
+#include "cpu/intrinsics.h"
 #include "cpu/isa.h"
 #include "cpu/kernels/codecs/block_format.h"
 

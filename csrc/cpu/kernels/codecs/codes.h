@@ -66,6 +66,42 @@ inline Vec value16(__m128i bytes) {
           _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
 }
 
+#elif GRADWIRE_ISA == 128
+
+inline Vec truncate(Vec x) { return {vrndq_f32(x.q[0]), vrndq_f32(x.q[1]), vrndq_f32(x.q[2]), vrndq_f32(x.q[3])}; }
+inline float least(Vec x) { return vminvq_f32(vminq_f32(vminq_f32(x.q[0], x.q[1]), vminq_f32(x.q[2], x.q[3]))); }
+inline float greatest(Vec x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.q[0], x.q[1]), vmaxq_f32(x.q[2], x.q[3]))); }
+inline uint8x16_t codes16(Vec x) {
+  uint32x4_t words[4];
+  for (int i = 0; i < 4; ++i) words[i] = vcvtq_u32_f32(x.q[i]);
+  return bytes16(words);
+}
+template <int kBits>
+inline void codes64(const Vec* x, uint8_t* out) {
+  for (int j = 0; j < 4; j += 2) {
+    const uint8x16_t low = codes16(x[j]), high = codes16(x[j + 1]);
+    if (kBits == 8) vst1q_u8(out + 16 * j, low), vst1q_u8(out + 16 * j + 16, high);
+    else vst1q_u8(out + 8 * j, vsliq_n_u8(vuzp1q_u8(low, high), vuzp2q_u8(low, high), 4));  // even + 16 * odd
+  }
+}
+inline Vec value16(uint8x16_t bytes) {
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+  return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_high_u16(low)),
+          vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_high_u16(high))};
+}
+template <int kBits>
+inline void values64(const uint8_t* codes, Vec* x) {
+  if (kBits == 8) {
+    for (int i = 0; i < 4; ++i) x[i] = value16(vld1q_u8(codes + 16 * i));
+  } else {
+    for (int i = 0; i < 2; ++i) {
+      const uint8x16_t pairs = vld1q_u8(codes + 16 * i);
+      const uint8x16_t even = vandq_u8(pairs, vdupq_n_u8(0x0f)), odd = vshrq_n_u8(pairs, 4);
+      x[2 * i] = value16(vzip1q_u8(even, odd)), x[2 * i + 1] = value16(vzip2q_u8(even, odd));
+    }
+  }
+}
+
 #else
 
 inline Vec truncate(const Vec& x) {
@@ -100,7 +136,7 @@ inline void values64(const uint8_t* codes, Vec* x) {
 
 #endif
 
-#if GRADWIRE_ISA != 0
+#if GRADWIRE_ISA == 2 || GRADWIRE_ISA == 512
 template <int kBits>
 inline void values64(const uint8_t* codes, Vec* x) {
   if (kBits == 8) {

@@ -12,11 +12,9 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include "common/cast_formula.h"
+#include "cpu/intrinsics.h"
 #include "cpu/isa.h"
 #include "cpu/kernels/codecs/block_format.h"
 #include "cpu/stream.h"

@@ -92,7 +92,8 @@ inline void prefetch_blocks(const uint8_t* bits, size_t stride, size_t workers, 
   constexpr size_t kAhead = 4 * kBlock;
   for (size_t w = 0; w < workers; ++w)
     for (size_t line = 0; line < kBlock / 8; line += 64) __builtin_prefetch(bits + w * stride + kAhead / 8 + line);
-  __builtin_prefetch(target + kAhead);
+  // As a number: `target` may be a block on the stack, past whose end no pointer may be made.
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(target) + kAhead * sizeof(float)));
 }
 
 inline void reduce_block(const uint8_t* payloads, size_t stride, size_t workers, size_t numel, size_t block,

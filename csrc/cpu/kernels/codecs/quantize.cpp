@@ -14,12 +14,10 @@
 #include <cstring>
 #include <stdexcept>
 #include <vector>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include "common/cast_formula.h"
 #include "common/hash_formula.h"
+#include "cpu/intrinsics.h"
 #include "cpu/isa.h"
 #include "cpu/kernels/codecs/block_format.h"
 #include "cpu/stream.h"

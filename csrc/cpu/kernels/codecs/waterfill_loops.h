@@ -76,6 +76,43 @@ inline void codes64_of(const uint8_t* first, int width, const uint8_t* second, i
   codes32_of(first, width, values), codes32_of(second, second_width, values + 2);
 }
 
+#elif GRADWIRE_ISA == 128
+
+template <int kShift>
+inline uint64x2_t swap_bits(uint64x2_t x, uint64_t mask) {
+  const uint64x2_t t = vandq_u64(veorq_u64(x, vshrq_n_u64(x, kShift)), vdupq_n_u64(mask));
+  return veorq_u64(x, veorq_u64(t, vshlq_n_u64(t, kShift)));
+}
+inline uint8x16_t turned(uint8x16_t bytes) {
+  uint64x2_t x = vreinterpretq_u64_u8(bytes);
+  x = swap_bits<7>(x, 0x00aa00aa00aa00aau);
+  x = swap_bits<14>(x, 0x0000cccc0000ccccu);
+  return vreinterpretq_u8_u64(swap_bits<28>(x, 0x00000000f0f0f0f0u));
+}
+// The places for a table lookup: the bytes of `low`, then those of `high`, `first` added to each.
+inline uint8x16_t places(uint64_t low, uint64_t high, uint8_t first) {
+  return vaddq_u8(vcombine_u8(vcreate_u8(low), vcreate_u8(high)), vdupq_n_u8(first));
+}
+inline void planes32(const uint8_t* codes, uint32_t* words) {  // byte j of row g becomes byte g of word j
+  const uint8x16x2_t rows = {{turned(vld1q_u8(codes)), turned(vld1q_u8(codes + 16))}};
+  uint8_t* at = reinterpret_cast<uint8_t*>(words);
+  vst1q_u8(at, vqtbl2q_u8(rows, places(0x1911090118100800u, 0x1b130b031a120a02u, 0)));
+  vst1q_u8(at + 16, vqtbl2q_u8(rows, places(0x1911090118100800u, 0x1b130b031a120a02u, 4)));
+}
+inline void planes64(const uint8_t* codes, uint32_t* first, uint32_t* second) {
+  planes32(codes, first), planes32(codes + kBlock, second);
+}
+inline void codes32_of(const uint8_t* words, int width, Vec* values) {
+  const uint8x16x2_t planes = {{vld1q_u8(words), vld1q_u8(words + 16)}};
+  const uint8x16_t mask = vreinterpretq_u8_u64(vdupq_n_u64(kMasks[width]));
+  const uint8x16_t low = vqtbl2q_u8(planes, places(0x1c1814100c080400u, 0x1d1915110d090501u, 0));
+  const uint8x16_t high = vqtbl2q_u8(planes, places(0x1c1814100c080400u, 0x1d1915110d090501u, 2));
+  values[0] = value16(vandq_u8(turned(low), mask)), values[1] = value16(vandq_u8(turned(high), mask));
+}
+inline void codes64_of(const uint8_t* first, int width, const uint8_t* second, int second_width, Vec* values) {
+  codes32_of(first, width, values), codes32_of(second, second_width, values + 2);
+}
+
 #else
 
 template <int kShift>
@@ -153,6 +190,27 @@ inline int sum_bytes(Bytes x) {
   return static_cast<int>(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1));
 }
 inline Bytes add_bytes(Bytes x, Bytes y) { return _mm256_add_epi8(x, y); }
+
+#elif GRADWIRE_ISA == 128
+
+struct Bytes {
+  uint8x16_t low, high;
+};
+inline Bytes load_bytes(const uint8_t* at) { return {vld1q_u8(at), vld1q_u8(at + 16)}; }
+inline void store_bytes(uint8_t* at, Bytes x) { vst1q_u8(at, x.low), vst1q_u8(at + 16, x.high); }
+inline Bytes subtract(Bytes x, Bytes y) { return {vsubq_u8(x.low, y.low), vsubq_u8(x.high, y.high)}; }
+inline uint8x16_t widths16_at(int level, uint8x16_t octaves, uint8x16_t eighths, uint8x16_t least) {
+  const uint8x16_t most = vdupq_n_u8(static_cast<uint8_t>((level >> 3) + 1));
+  const uint8x16_t past = vcgtq_u8(eighths, vdupq_n_u8(static_cast<uint8_t>(level & 7)));
+  const uint8x16_t missing = vsubq_u8(octaves, past);
+  return vmaxq_u8(vminq_u8(vqsubq_u8(most, missing), vdupq_n_u8(kFillMostWidth)), least);
+}
+inline Bytes widths_at(int level, Bytes octaves, Bytes eighths, Bytes least) {
+  return {widths16_at(level, octaves.low, eighths.low, least.low),
+          widths16_at(level, octaves.high, eighths.high, least.high)};
+}
+inline int sum_bytes(Bytes x) { return vaddlvq_u8(x.low) + vaddlvq_u8(x.high); }
+inline Bytes add_bytes(Bytes x, Bytes y) { return {vaddq_u8(x.low, y.low), vaddq_u8(x.high, y.high)}; }
 
 #else
 
