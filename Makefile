@@ -13,6 +13,7 @@
 # make docs   the site with the API, in build/docs; fails on a broken link
 # make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
 # make release-rehearsal  all of a release that needs no account: version from a tag, sdist, wheels, checks, SBOM, conda recipe; build/release
+# make aarch64  the compiled kernels for 64-bit Arm, run in an emulator: the same bits as here?  (Debian: g++-aarch64-linux-gnu qemu-user)
 # make fresh-debian  make run in minimal roots of Debian 12 and 13, as a user and as root (root, debootstrap; large downloads)
 #                    ARGS="--target test-fast --user ann" runs the fast part of the suite there instead
 #                    ARGS="--torch FOLDER" takes PyPI's builds of torch that lie there, without 2.5 GB of NVIDIA's packages
@@ -42,7 +43,7 @@ TORCH_BUILD ?= $(if $(filter cuda,$(DEVICE)),any)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run help test test-long test-fast hosts mpi adapters real-scripts lint layers floors conformance wheel fresh-debian torch-versions clean always torch-diff
+.PHONY: run help aarch64 test test-long test-fast hosts mpi adapters real-scripts lint layers floors conformance wheel fresh-debian torch-versions clean always torch-diff
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -137,6 +138,11 @@ lint: $(stamp)lint
 
 conformance: $(stamp)test
 	$(python) tests/conformance.py $(ARGS)
+
+aarch64: $(stamp)test
+	@command -v aarch64-linux-gnu-g++ qemu-aarch64 >/dev/null || \
+	  { echo "make aarch64 needs aarch64-linux-gnu-g++ and qemu-aarch64: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }
+	$(python) -m pytest tests/aarch64 --require=aarch64 $(ARGS)
 
 wheel: $(stamp)test
 	$(python) -m pytest tests/test_wheel.py --require=wheel $(ARGS)

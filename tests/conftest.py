@@ -35,7 +35,11 @@ times what they compute on looking. Read when torch is loaded; how many they are
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--require", action="append", default=[], metavar="MARK", help="instead of skipping: netns, wheel, gpu_standin"
+        "--require",
+        action="append",
+        default=[],
+        metavar="MARK",
+        help="instead of skipping: netns, wheel, aarch64, gpu_standin",
     )
     parser.addoption(
         "--hosts-network",
@@ -107,6 +111,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(without)
     if item.get_closest_marker("wheel") is not None and "wheel" not in item.config.getoption("--require"):
         pytest.skip("compiles gradwire from its sdist, over a minute: run `make wheel`")
+    if item.get_closest_marker("aarch64") is not None and "aarch64" not in item.config.getoption("--require"):
+        pytest.skip("needs a cross compiler and qemu-user, and takes minutes: run `make aarch64`")
     if item.get_closest_marker("netns") is None or (reason := available()) is None:
         return
     if "netns" in item.config.getoption("--require"):

@@ -1,11 +1,11 @@
-"""Runs every compiled CPU kernel on fixed inputs and prints a digest of each result, for a comparison between processors.
+"""Runs every compiled CPU kernel on fixed inputs and prints digests of the results, to compare processors.
 
 Needs the compiled module and Python's standard library alone, so that it runs under emulation:
 
     python vectors.py PATH_TO_NATIVE_MODULE INSTRUCTION_SET
 
-The output is JSON: digests by case. NaNs count as one value: processors differ in the sign and payload of a NaN that they
-make, and no result of a training depends on them.
+The output is JSON: digests by case. NaNs count as one value: processors differ in the sign and payload of a NaN that
+they make, and no result of a training depends on them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import random
 import sys
 from array import array
+from math import isnan
 from types import ModuleType
 
 NUMELS = (1, 5, 63, 64, 100, 512, 1_025, 4_099, 16_384, 16_417, 33_000)
@@ -74,7 +75,7 @@ def address(buffer: array[float] | array[int]) -> int:
 
 def one_nan(values: array[float]) -> bytes:
     """Returns the bytes of float32 with every NaN replaced by the same one."""
-    return b"".join(QUIET_NAN if value != value else array("f", (value,)).tobytes() for value in values)
+    return b"".join(QUIET_NAN if isnan(value) else array("f", (value,)).tobytes() for value in values)
 
 
 def one_nan_16(payload: bytes, half: bool) -> bytes:

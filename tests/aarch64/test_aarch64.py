@@ -1,0 +1,50 @@
+"""Law: the compiled kernels give the same bits on 64-bit Arm as on x86-64, codecs and shared memory alike.
+
+`make aarch64` runs it: a cross compiler makes the Arm module, and qemu's user-mode emulation runs it in an Arm Python.
+An emulated processor rounds as a real one does; how fast the code is there, it does not tell.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradwire import _native
+
+FOLDER = Path(__file__).parent
+BUILT = FOLDER.parents[1] / "build" / "aarch64"
+"""The Arm Python stays there for the next run; the module is compiled anew."""
+
+pytestmark = [pytest.mark.aarch64, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def arm_python() -> list[str]:
+    """The command of an Arm Python in this machine's emulator, behind a freshly compiled module."""
+    subprocess.run([FOLDER / "build.sh", BUILT, sys.executable], check=True)
+    root = BUILT / "root"
+    return ["qemu-aarch64", "-L", str(root), str(root / "python")]
+
+
+def results(command: list[str], module: Path, isa: str) -> dict[str, str]:
+    """Runs vectors.py in an interpreter, with a module held to an instruction set."""
+    run = [*command, str(FOLDER / "vectors.py"), str(module), isa]
+    found: dict[str, str] = json.loads(subprocess.run(run, check=True, stdout=subprocess.PIPE).stdout)
+    return found
+
+
+def test_neon_gives_the_bits_of_this_machine(arm_python: list[str]) -> None:
+    here = results([sys.executable], Path(_native.__file__), _native.isa())
+    arm = results(arm_python, BUILT / "_native.so", "neon")
+    differ = [case for case in here if here[case] != arm[case]]
+    assert here.keys() == arm.keys() and len(here) > 400
+    assert not differ, differ
+
+
+def test_the_plain_loops_give_the_same_bits_here() -> None:
+    """A machine whose instruction set nothing was written for, in a job with this one."""
+    best = results([sys.executable], Path(_native.__file__), _native.isa())
+    plain = results([sys.executable], Path(_native.__file__), "plain")
+    assert [case for case in plain if plain[case] != best[case]] == []
