@@ -8,12 +8,14 @@ to the caller, who knows how noisy its measure is.
 A *stall* is a sequence of collectives in which a rank waits without progress. The ranks that have not issued the
 collective in which the others wait are missing; if they wait in no other sequence, they are the cause.
 
-This module needs neither torch nor any other module of ours.
+This module does not import torch, so that the doctor can use it on machines without it.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from gradwire.topology.wording import MOST_RANKS, duration, ranks_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +196,47 @@ def skipped_send(calls: Sequence[Issue]) -> Issue | None:
     if len(followers) < LEAST_REPEATS or any(each != followers[0] for each in followers):
         return None
     return followers[0] if followers[0].sends and followers[0] != last else None
+
+
+def stall_in_words(
+    stuck: Stuck,
+    what: str,
+    hosts: Mapping[int, str],
+    lines: Mapping[int, str],
+    *,
+    absent: str = "reached",
+    waits: str | None = None,
+    waited_in: str = "in it",
+    rank_of: Callable[[int], int] = lambda rank: rank,
+) -> str:
+    """Says which ranks have not reached a collective, since when, who waits for them, and where they are.
+
+    Args:
+        stuck: The stall.
+        what: The collective: `bucket 7`, `collective 7 of group default`.
+        hosts: Rank -> name of its host.
+        lines: Rank -> line of the training script in which it is, of the missing ranks.
+        absent: What the missing ranks have not done: `reached`, `sent`.
+        waits: Clause about the ranks that wait; None leaves it out.
+        waited_in: In what they wait: `in it`, `in reduce_scatter intra_node`.
+        rank_of: Returns the rank that is shown for a rank of `stuck`.
+    """
+    if not stuck.missing and not stuck.silent:
+        return (
+            f"all ranks have reached {what}, and have waited {waited_in} for {duration(stuck.seconds)}: no rank is "
+            "late, a link is slow or broken"
+        )
+    parts = []
+    for ranks, one, many in (
+        (stuck.missing, f"has not {absent}", f"have not {absent}"),
+        (stuck.silent, "does not respond, and has not ended", "do not respond, and have not ended"),
+    ):
+        if ranks:
+            on = " and ".join(dict.fromkeys(hosts[rank] for rank in ranks[:MOST_RANKS] if rank in hosts))
+            named = ranks_in_words([rank_of(rank) for rank in ranks])
+            verb = one if len(ranks) == 1 else many
+            parts.append(f"{named}{f' on {on}' if on else ''} {verb} {what}, {duration(stuck.seconds)} late")
+    if waits is not None:
+        parts.append(waits)
+    parts += [f"rank {rank_of(rank)} is at {lines[rank]}" for rank in stuck.missing[:MOST_RANKS] if rank in lines]
+    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus on request: a text file for node_exporter's textfile collector, or a port of this process.
+"""Export of metrics for Prometheus: into a text file for node_exporter's textfile collector, or at an HTTP port.
 
 Source: https://github.com/prometheus/node_exporter#textfile-collector (files are replaced in one piece).
 """
@@ -20,38 +20,37 @@ log = logging.getLogger("gradwire")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-
 MOST_REQUEST_NBYTES = 8192
-"""Bytes of a request that are read: what web servers take of a request's lines and headers."""
+"""Most bytes of a request that are read: the usual limit of web servers for a request's line and headers."""
 
 ANSWER_SECONDS = 2.0
-"""Seconds for one who asks to take the answer, some tens of kilobytes, which the kernel mostly takes at once."""
+"""Timeout of sending a response. It has some tens of kilobytes, which the kernel mostly buffers at once."""
 
 POLL_SECONDS = 5.0
-"""Seconds between two looks for callers who have asked for nothing for long."""
+"""Interval between two checks for clients that have sent no request for too long."""
 
 
 class Exported(Protocol):
-    """What can be exported."""
+    """A report that can be exported as metrics."""
 
     def to_prometheus(self) -> str:
-        """The metrics in the text format of Prometheus."""
+        """Returns the metrics in the text format of Prometheus."""
 
 
 class _Scrapes:
-    """Serves the metrics by HTTP: one thread, and as many clients at a time as `PendingConnections` accepts.
+    """HTTP server of the metrics: one thread, and as many clients at a time as `PendingConnections` accepts.
 
     Args:
-        port: To listen at; 0 takes a free one.
-        address: Of this host.
-        text: Gives the metrics.
+        port: Port to listen on; 0 chooses a free one.
+        address: Address of this host to listen on.
+        text: Function that returns the metrics. It is called in the thread of the server.
 
     Attributes:
-        address: See above.
-        port: The one that is listened at.
+        address: Address that it listens on.
+        port: Port that it listens on.
 
     Raises:
-        OSError: The port is taken, or the address is not this host's.
+        OSError: The port is in use, or the address is not one of this host.
     """
 
     def __init__(self, port: int, address: str, text: Callable[[], str]) -> None:
@@ -71,14 +70,15 @@ class _Scrapes:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still answers: not once it is closed, or its thread has failed."""
+        """Whether it still responds: False once it is closed, or its thread has failed."""
         return not self._closed
 
     def close(self) -> None:
-        """Answers no more, and frees the port."""
+        """Ends the server and frees the port."""
         self._closed = True
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            # Wakes the thread.
+            self._listener.shutdown(socket.SHUT_RDWR)
         except OSError as error:
             log.debug("the port of the metrics was closed already: %s", error)
         self._listener.close()
@@ -88,7 +88,8 @@ class _Scrapes:
             while not self._closed:
                 try:
                     callers = pending.next(POLL_SECONDS)
-                except (OSError, ValueError) as error:  # a listener that is closed has no descriptor
+                except (OSError, ValueError) as error:
+                    # A closed listener has no descriptor.
                     if not self._closed:
                         raise
                     log.debug("the port of the metrics is closed: %s", error)
@@ -97,46 +98,49 @@ class _Scrapes:
                     with caller:
                         try:
                             self._answer(caller, said)
-                        except Exception as error:  # noqa: BLE001 - whatever it is, others are answered
-                            log.debug("who asked for metrics has gone again, or cannot be answered: %r", error)
+                        except Exception as error:  # noqa: BLE001 - one client's failure must not end the server
+                            log.debug("a request for metrics cannot be responded to: %r", error)
 
     def _answer(self, caller: socket.socket, said: bytes) -> None:
-        """Answers one request; who says something else than HTTP is dropped."""
-        words = said.partition(b"\r\n")[0].split(b" ")
-        if len(words) != 3 or not words[2].startswith(b"HTTP/1.") or b"\r\n\r\n" not in said:
+        """Responds to one request; ignores what is not HTTP."""
+        parts = said.partition(b"\r\n")[0].split(b" ")
+        if len(parts) != 3 or not parts[2].startswith(b"HTTP/1.") or b"\r\n\r\n" not in said:
             return
-        if words[0] not in (b"GET", b"HEAD"):
+        if parts[0] not in (b"GET", b"HEAD"):
             status, body = "405 Method Not Allowed", b"wanted GET\n"
-        elif words[1].partition(b"?")[0] in (b"/", b"/metrics"):
+        elif parts[1].partition(b"?")[0] in (b"/", b"/metrics"):
             status, body = "200 OK", self._text().encode()
         else:
             status, body = "404 Not Found", b"wanted /metrics\n"
         head = f"HTTP/1.0 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
         caller.settimeout(ANSWER_SECONDS)
-        caller.sendall(head.encode() + (b"" if words[0] == b"HEAD" else body))
+        caller.sendall(head.encode() + (b"" if parts[0] == b"HEAD" else body))
         caller.shutdown(socket.SHUT_WR)
 
 
 def _lacks(heard: bytes) -> int:
-    """How many bytes of a request may be to come: up to the empty line behind its headers."""
+    """Returns how many more bytes of a request may be read: none after the empty line that ends its headers."""
     return 0 if b"\r\n\r\n" in heard else max(MOST_REQUEST_NBYTES - len(heard), 0)
 
 
 class Metrics:
     """Metrics of one rank, in a file, at a port, or both.
 
-    The text is made at the end of a step, in the training thread: other threads cannot read a consistent report while
-    buckets travel. With steps longer than `every_seconds` a scrape shows the last one, else one at most so old.
+    The text is made at the end of a step, in the training thread, because a report is not consistent while buckets are
+    in flight. A scrape shows the last step, or one that is at most `every_seconds` old.
+
+    Thread safety: the methods are for the training thread; the server's thread reads the text, which is replaced as a
+    whole.
 
     Args:
-        file: Written again and again; None writes none.
-        port: Served on `address`; 0 takes a free one, None serves none.
-        address: Of this host.
-        every_seconds: Least time between two renewals of the text.
+        file: File that is replaced each time; None writes none.
+        port: Port to serve on `address`; 0 chooses a free one, None serves none.
+        address: Address of this host.
+        every_seconds: Least time between two exports.
 
     Raises:
-        OSError: The file cannot be written, or the port is taken.
-        ValueError: The port or the seconds are none.
+        OSError: The file cannot be written, or the port is in use.
+        ValueError: `port` or `every_seconds` is out of range.
     """
 
     def __init__(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> None:
@@ -147,17 +151,11 @@ class Metrics:
         self.change(file, port, address, every_seconds)
 
     def change(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> None:
-        """Adds a file or a port, or replaces the one there was; what is not named goes on.
-
-        Args:
-            file: As in the constructor.
-            port: As in the constructor.
-            address: As in the constructor.
-            every_seconds: As in the constructor.
+        """Adds a file or a port, or replaces the present one; None keeps it. The arguments are those of the class.
 
         Raises:
-            OSError: The file cannot be written, or the port is taken; then what there was goes on.
-            ValueError: The port or the seconds are none; likewise.
+            OSError: The file cannot be written, or the port is in use. Nothing is changed.
+            ValueError: `port` or `every_seconds` is out of range. Nothing is changed.
         """
         if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16):
             raise ValueError(f"`port` is {port!r}; wanted a whole number from 1 to 65535, or 0 for a free one")
@@ -172,7 +170,7 @@ class Metrics:
         self._every_seconds, self._next = every_seconds, 0.0
 
     def _serve(self, port: int, address: str) -> None:
-        """Opens a port in place of the one that is open."""
+        """Opens a port in place of the present one, unless it is the same."""
         if (
             self.port is not None
             and self._server is not None
@@ -185,11 +183,11 @@ class Metrics:
 
     @property
     def port(self) -> int | None:
-        """The port that is served; None without one."""
+        """Port that is served; None without one."""
         return None if self._server is None or not self._server.is_open else self._server.port
 
     def step_ended(self, report: Callable[[], Exported]) -> None:
-        """Makes the text anew, if it is time to."""
+        """Exports a report if it is time; only then `report` is called."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -209,7 +207,7 @@ class Metrics:
         """Ends the server.
 
         Args:
-            last: What is written once more before, however soon; None leaves it at what was written.
+            last: Report that is exported before, however recent the previous one is; None exports nothing more.
         """
         if last is not None:
             self._export(last)

@@ -1,7 +1,8 @@
-"""What one state of the hook, or of a sharded model, has watched: stragglers, stalls, a trace, ranges, metrics.
+"""Observer of the steps of one hook state, or sharded model: stragglers, stalls, traces, profiler ranges, metrics.
 
-The path of a bucket knows none of it: buckets carry when they arrived and were reduced, launches are counted, and at
-the end of a step that is handed over. Only while a trace or a profiler is on, the executor has a recorder to feed.
+The path of a bucket knows nothing of it: buckets carry the times at which they arrived and were reduced, launches are
+counted, and the observer gets both at the end of a step. Only while a trace or a profiler is on, the executor has a
+recorder to which it adds notes.
 """
 
 import logging
@@ -20,7 +21,8 @@ from gradwire.comms.config import Config
 from gradwire.comms.report import Report
 from gradwire.comms.step.listeners import EndedStep, StepListener
 
-if TYPE_CHECKING:  # each is loaded where it is asked for
+# Each of these is imported when it is first needed.
+if TYPE_CHECKING:
     from gradwire.comms.observe.metrics import Metrics
     from gradwire.comms.observe.stall import StallWatch
     from gradwire.comms.observe.stragglers import StragglerWatch
@@ -29,33 +31,35 @@ if TYPE_CHECKING:  # each is loaded where it is asked for
 log = logging.getLogger("gradwire")
 
 GET_TIMEOUT = timedelta(seconds=2)
-"""The get timeout for a key of the store that was there a moment ago."""
+"""Timeout of reading a key of the store. Keys are only read after a check that they exist, so it is rarely needed."""
 
 WAITS = "gradwire/waits"
-"""The prefix of what ranks wait in, common to all communicators of a job."""
+"""Prefix of the keys with the waits of all ranks; the same for all communicators of a job."""
 
 TRACE_AFTER = 5
-"""Steps before the trace that GRADWIRE_TRACE asks for: buckets are rebuilt, and connections made, in the first ones."""
+"""Steps before the trace that GRADWIRE_TRACE requests. In the first ones, DDP rebuilds its buckets and connections are
+opened."""
 
 
 class Observer(StepListener):
-    """Everything that is watched of one communicator's steps.
+    """Observes the steps of one communicator.
 
     In elastic training each generation has its own observer. Some ranks may end a step that others repeat in the next
-    generation, so the ranks talk about a step only if all of them took it in this generation.
+    generation, so the ranks exchange numbers about a step only if all of them took it in this generation.
+
+    Thread safety: all methods are for the training thread.
 
     Args:
-        communicator: Of the gradients.
-        config: What is to be watched.
-        group: Of the same ranks, in the same order; gives their ranks in the default group, which messages name. None:
-            messages name the communicator's.
+        communicator: Communicator of the gradients. config: Options that select what is observed. group: Torch's group
+        of the same ranks in the same order, from which the ranks in the default group follow, which
+            messages name. None: messages name the ranks of the communicator.
     """
 
     def __init__(self, communicator: Communicator, config: Config, group: dist.ProcessGroup | None = None) -> None:
         self.contents: dict[int, tuple[int, tuple[str, ...]]] = {}
-        """Bucket -> (elements, names of its parameters); the caller keeps it."""
+        """Bucket -> (elements, names of its parameters). The owner of the observer fills it in."""
         self.phase = "backward"
-        """What a step is, in a timeline."""
+        """Name of a step in a timeline."""
         self._communicator = communicator
         self._config = config
         self._trace: Trace | None = None
@@ -99,11 +103,11 @@ class Observer(StepListener):
 
     @property
     def wants_times(self) -> bool:
-        """Whether this step's buckets are to be timed on CUDA, too."""
+        """Whether the buckets of this step must be timed on CUDA as well."""
         return self._trace is not None
 
     def step_began(self, steps: int) -> None:
-        """Looks which recorder this step needs; before its first bucket travels."""
+        """Sets the recorder that this step needs; called before its first bucket is sent."""
         executor, on_cuda = self._communicator.executor, self._communicator.device.type == "cuda"
         ranges, nvtx = profiler_is_on(), self._config.marks_nvtx and on_cuda
         if self._trace is not None:
@@ -118,7 +122,7 @@ class Observer(StepListener):
             executor.stats.recorder = None
 
     def step_ended(self, step: EndedStep) -> None:
-        """Takes in a step; all ranks, at the same point of the sequence of launches."""
+        """Adds a step that has ended. All ranks call it at the same point of their sequence of launches."""
         if step.together:
             try:
                 self._ask_others(step)
@@ -142,11 +146,12 @@ class Observer(StepListener):
         elif (file := self._config.trace_file) is not None and step.number == TRACE_AFTER:
             try:
                 self.trace(Path(file), self._config.trace_steps)
-            except (OSError, RuntimeError) as error:  # the training goes on
+            except (OSError, RuntimeError) as error:
+                # Training continues without the trace.
                 log.error("`trace` is %s: %s", file, error)
 
     def trace(self, file: Path, steps: int) -> None:
-        """Traces the next steps; see `HookState.trace`."""
+        """Begins a trace of the next steps; see `HookState.trace`."""
         if steps < 1:
             raise ValueError(f"`steps` is {steps}; wanted a number of steps >= 1")
         if self._trace is not None:
@@ -181,7 +186,7 @@ class Observer(StepListener):
         return self._metrics.port
 
     def add_to(self, report: Report) -> Report:
-        """The report with what was seen besides."""
+        """Returns a report with the stragglers and stalls that were found."""
         found = report
         if self._stragglers is not None:
             once = () if self._stragglers.once is None else (self._stragglers.once,)
@@ -191,9 +196,9 @@ class Observer(StepListener):
         return found
 
     def follow(self, previous: "Observer") -> None:
-        """Takes over from the observer of other ranks, which ends: metrics go on in the same file, at the same port.
+        """Replaces the observer of an earlier set of ranks, which ends; keeps its metrics, with their file and port.
 
-        A trace does not go on: its ranks are not there any more.
+        A trace is not kept, because its ranks no longer exist.
         """
         given_up = previous._trace is not None or previous._trace_given_up
         if given_up and self._communicator.rank == 0:
@@ -205,7 +210,7 @@ class Observer(StepListener):
         previous.close()
 
     def close(self) -> None:
-        """Ends the threads, and a trace whose steps have not come."""
+        """Ends the threads, and a trace that is not complete."""
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.end_early()

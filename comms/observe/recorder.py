@@ -1,4 +1,4 @@
-"""Takes in what one rank does when, while a trace or a profiler is on. With neither there is no recorder at all."""
+"""Recorder of what one rank does and when, while a trace or a profiler is on. Without them there is no recorder."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,14 +21,14 @@ Detail = int | float | str | None | list[int] | list[str]
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that took time.
+    """An interval on a track of the timeline.
 
     Attributes:
-        track: What it happened in: a lane, the transfers, the buckets.
-        name: What.
-        began: When; on CUDA, when the device came to it.
-        ended: When.
-        details: What else there is to say.
+        track: Name of the track: a lane, the transfers, the buckets.
+        name: Text of the interval.
+        began: Begin; on CUDA, a mark in the stream.
+        ended: End; on CUDA, a mark in the stream.
+        details: Further values, shown when the interval is selected.
     """
 
     track: str
@@ -39,13 +39,15 @@ class Note:
 
 
 class Recorder:
-    """Notes for a trace, and ranges for profilers. Any thread.
+    """Records notes for a trace, and ranges for profilers.
+
+    Thread safety: notes may be added from any thread.
 
     Args:
-        clock: The one that buckets carry the times of.
-        keeps: Notes are wanted, not ranges alone.
-        ranges: torch.profiler is on, or `emit_nvtx`.
-        nvtx: Ranges are wanted for Nsight Systems.
+        clock: Clock with which the times of buckets are taken.
+        keeps: Whether notes are kept for a trace.
+        ranges: Whether ranges are recorded for torch.profiler.
+        nvtx: Whether ranges are recorded for Nsight Systems.
     """
 
     def __init__(self, clock: Clock, *, keeps: bool, ranges: bool, nvtx: bool = False) -> None:
@@ -56,7 +58,7 @@ class Recorder:
         self.nvtx = nvtx
 
     def note(self, track: str, name: str, began: Mark, ended: Mark, **details: Detail) -> None:
-        """Takes in something that has ended."""
+        """Adds an interval that has ended."""
         if self._keeps:
             self.notes.append(Note(track, name, began, ended, details))
 
@@ -78,7 +80,7 @@ class Recorder:
 
     @contextmanager
     def span(self, track: str, name: str, **details: Detail) -> Iterator[None]:
-        """Notes what its body does, also as a range."""
+        """Adds the duration of its body as an interval, and as a range."""
         began = self._clock.now() if self._keeps else 0.0
         with self.host_range(name):
             yield
@@ -87,7 +89,7 @@ class Recorder:
 
     @contextmanager
     def host_range(self, name: str) -> Iterator[None]:
-        """Shows its body to the profilers that are on."""
+        """Marks its body as a range for the profilers that are on."""
         with ExitStack() as ranges:
             if self.ranges:
                 ranges.enter_context(record_function(PREFIX + name))

@@ -1,4 +1,4 @@
-"""What ranks tell each other about themselves: a few numbers each, in one small all-reduce that no host waits for."""
+"""Exchange of a few numbers between all ranks, in one small all-reduce for which no host waits."""
 
 import logging
 from array import array
@@ -14,18 +14,18 @@ log = logging.getLogger("gradwire")
 
 
 class Shared:
-    """Numbers of every rank, on their way to all of them.
+    """Numbers of every rank that are being sent to all ranks.
 
-    Every rank adds its own to zeros, so sums are exact, and any transport and plan will do: ranks * numbers * 8 bytes,
-    which reports do not count.
+    Every rank adds its own numbers to zeros, so the sums are exact, and any transport and plan will do. The all-reduce
+    has ranks * numbers * 8 bytes, which reports do not count.
 
-    On CUDA the current stream goes on behind it. What torch issues next on a group of its own (DDP the buffers of the
-    next forward pass, a script the mean of its loss) would run beside it, and on a GPU without room for both they would
-    wait for each other for ever.
+    On CUDA the current stream waits for it. Otherwise, what torch issues next on a group of its own (the buffers of
+    DDP's next forward pass, the mean of a loss) would run beside it, and on a GPU without room for both each would wait
+    for the other forever.
 
     Args:
-        communicator: All ranks share at the same point of its sequence of launches.
-        values: As many on every rank, finite.
+        communicator: Communicator of the ranks. All of them make a `Shared` at the same point of its launches.
+        values: Numbers of this rank; finite, and equally many on every rank.
     """
 
     def __init__(self, communicator: Communicator, values: Sequence[float]) -> None:
@@ -41,25 +41,27 @@ class Shared:
         communicator.start(AllReduce((flat,), None, (self._bucket,), counted=False))
         self._host: Tensor = flat
         self._copied: torch.cuda.Event | None = None
-        self._source = host  # the device may still read it
+        # Kept alive, because the device may still read it.
+        self._source = host
         if on_cuda:
             self._host = torch.empty_like(host, pin_memory=True)
             with communicator.exclusive():
-                self._bucket.result().wait()  # the stream, not the host
+                # Makes the stream wait, not the host.
+                self._bucket.result().wait()
                 self._host.copy_(flat, non_blocking=True)
                 self._copied = torch.cuda.current_stream(communicator.device).record_event()
             communicator.sync_current_stream()
 
     @property
     def has_come(self) -> bool:
-        """Whether `read` would not wait: known on a CPU; on CUDA the host has to wait for the device."""
+        """Whether `read` would return at once. Always False on CUDA, where the host must wait for the device."""
         future = self._bucket.future
         return self._copied is None and future is not None and future.done()
 
     def read(self) -> list[list[float]] | None:
-        """Every rank's numbers, in the order of the ranks; waits where they have not come.
+        """Returns the numbers of every rank, in the order of the ranks; waits until they have arrived.
 
-        None where the all-reduce has failed: the executor has logged why, and the next bucket raises it.
+        None if the all-reduce has failed. The executor has logged why, and the next bucket raises the error.
         """
         try:
             if self._copied is not None:
@@ -69,7 +71,7 @@ class Shared:
                 if isinstance(failed := self._bucket.future.wait(), BaseException):
                     raise RuntimeError(str(failed)) from failed
         except RuntimeError as error:
-            log.debug("what the ranks say of themselves was lost: %s", error)
+            log.debug("the numbers of the ranks were lost: %s", error)
             return None
         rows: list[list[float]] = self._host.view(self._rows, -1).tolist()
         return rows

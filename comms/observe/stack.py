@@ -1,4 +1,4 @@
-"""Where a thread stands, in the words of whoever wrote the training script."""
+"""Lines of the training script in which threads are, read from their stacks."""
 
 import gc
 import sys
@@ -13,14 +13,14 @@ from gradwire.compressors.callers import users_frame
 TORCH = Path(torch.__file__).resolve().parent
 
 _collection = threading.Lock()
-"""Held by the thread that has turned garbage collection off."""
+"""Guards the switch of the garbage collector: only one thread at a time turns it off and on again."""
 
 
 def line_of(frame: FrameType | None) -> str | None:
-    """The innermost line of a stack that is the user's own, else the innermost one: `train.py:88 in load`.
+    """Returns the innermost line of a stack that is the user's own, else the innermost one: `train.py:88 in load`.
 
     Args:
-        frame: The innermost one; None gives None.
+        frame: Innermost frame of the stack; None gives None.
     """
     frame = users_frame(frame) or frame
     if frame is None:
@@ -29,28 +29,28 @@ def line_of(frame: FrameType | None) -> str | None:
 
 
 def line_in_words(file: str, number: int, function: str) -> str:
-    """`train.py:88 in load`."""
+    """Returns `train.py:88 in load`."""
     return f"{Path(file).name}:{number} in {function}"
 
 
 def line_of_thread(thread: int) -> str | None:
-    """`line_of` for a running thread; None where it has ended.
+    """Returns `line_of` the present stack of a thread; None if the thread has ended.
 
     Args:
-        thread: As `threading.get_ident` numbers it.
+        thread: Number of the thread by `threading.get_ident`.
     """
     return line_of(frame_of(thread))
 
 
 def frame_of(thread: int) -> FrameType | None:
-    """The innermost frame of a running thread; None where it has ended.
+    """Returns the innermost frame of a running thread; None if it has ended.
 
-    Python lists the frames under a lock that every thread needs to begin and to end. Before 3.11.9 garbage is collected
-    in between, and a finalizer that joins a thread, such as a data loader's, then waits for ever with the lock held
-    (https://github.com/python/cpython/issues/106883). There nothing is collected meanwhile.
+    Python lists the frames under a lock that every thread needs to begin and to end. Before 3.11.9 it may collect
+    garbage while it holds the lock. A finalizer that joins a thread, such as a data loader's, then waits forever
+    (https://github.com/python/cpython/issues/106883). So the garbage collector is turned off meanwhile.
 
     Args:
-        thread: As `threading.get_ident` numbers it.
+        thread: Number of the thread by `threading.get_ident`.
     """
     if sys.version_info >= (3, 11, 9):
         return sys._current_frames().get(thread)

@@ -26,9 +26,8 @@ from functools import partial
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.boundary.messages import MessageError, MessageType
-from gradwire.comms.observe.diagnosis import Position, find_stuck
+from gradwire.comms.observe.diagnosis import Position, find_stuck, stall_in_words
 from gradwire.comms.observe.order import Waits
-from gradwire.comms.observe.wording import stall_in_words
 from gradwire.comms.report import bucket_words
 from gradwire.comms.run.executor import Executor
 from gradwire.topology.wording import duration

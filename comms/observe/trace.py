@@ -1,15 +1,15 @@
-"""A timeline of all ranks in one file, for https://ui.perfetto.dev, chrome://tracing and `gradwire plot`.
+"""Trace of some steps of all ranks in one file, for https://ui.perfetto.dev, chrome://tracing and `gradwire plot`.
 
-**Clocks.** Each rank notes times on its own clock. Before and after the steps of a trace all ranks go through `ROUNDS`
-tiny all-reduces, and note when they entered and left each. No rank leaves before all have entered; so with d the
-difference of rank r's clock to rank 0's, entered(r) - left(0) <= d <= left(r) - entered(0) in every round. The fastest
-round gives the tightest of these bounds; d is taken from their middle, and is wrong by at most half their distance,
-which the file says. That is Cristian's ping-pong with the least round-trip, for all pairs at a time. Between the two
-measurements d is taken to change linearly, as clocks of different speed do. Source: F. Cristian, Probabilistic clock
+**Clocks.** Each rank takes times by its own clock. Before and after the steps of a trace, all ranks run `ROUNDS` tiny
+all-reduces, and note when they entered and left each one. No rank leaves before all have entered. So if d is the
+difference of rank r's clock from rank 0's, entered(r) - left(0) <= d <= left(r) - entered(0) in every round. The
+fastest round gives the tightest bounds; d is set to their middle, and is wrong by at most half of their distance, which
+the file states. This is Cristian's algorithm with the least round trip, for all pairs at a time. Between the two
+measurements, d is taken to change linearly, as clocks of different speed do. Source: F. Cristian, Probabilistic clock
 synchronization, Distributed Computing 3 (1989).
 
 **Files.** Google's Trace Event Format: a process for each rank, a thread for each of its tracks, complete events
-(`"ph": "X"`) in microseconds. What overlaps in one track, as buckets do, is spread over several rows of it.
+(`"ph": "X"`) in microseconds. Intervals that overlap in one track, as buckets do, are spread over several threads.
 """
 
 import json
@@ -35,18 +35,18 @@ from gradwire.comms.streams import Mark
 log = logging.getLogger("gradwire")
 
 ROUNDS = 16
-"""Rounds in which clocks are compared, some 0.3 ms each; the fastest one counts."""
+"""Rounds in which clocks are compared; the fastest one counts. A round takes 0.3 ms."""
 
 MOST_NBYTES = 256 << 20
-"""Most bytes of all ranks' notes; of more ranks the first ones are kept."""
+"""Most bytes of the notes of all ranks together. If there are more, those of the last ranks are left out."""
 
 KIND = "gradwire trace"
-"""What such a file calls itself, in `otherData`."""
+"""Kind of the file, in its `otherData`."""
 
 STEP, BUCKETS, TRANSFERS = "step", "buckets", "transfers"
 
 Round = tuple[float, float]
-"""When a rank entered and left an all-reduce, by its own clock."""
+"""Times at which a rank entered and left an all-reduce, by its own clock."""
 Contents = Mapping[int, tuple[int, tuple[str, ...]]]
 """Bucket -> (elements, names of its parameters)."""
 Event = dict[str, object]
@@ -54,12 +54,12 @@ Event = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """How far a rank's clock is ahead of rank 0's.
+    """Offset of a rank's clock from rank 0's.
 
     Attributes:
-        seconds: By so much.
-        error_seconds: The truth is no further away than that.
-        at: When it was so, by the rank's own clock.
+        seconds: Time by which the rank's clock is ahead.
+        error_seconds: Largest possible error of `seconds`.
+        at: Time of the measurement, by the rank's own clock.
     """
 
     seconds: float
@@ -68,11 +68,11 @@ class Offset:
 
 
 def offset(first: Sequence[Round], other: Sequence[Round]) -> Offset:
-    """The difference of two ranks' clocks, from rounds that both took part in; the law is on top of this file.
+    """Returns the offset of a rank's clock, from rounds of both ranks, by the rule in the module's header.
 
     Args:
-        first: Of the rank whose clock counts.
-        other: Of the other one.
+        first: Rounds of the reference rank.
+        other: The same rounds of the other rank.
     """
     low = max(mine[0] - theirs[1] for mine, theirs in zip(other, first, strict=True))
     high = min(mine[1] - theirs[0] for mine, theirs in zip(other, first, strict=True))
@@ -80,19 +80,19 @@ def offset(first: Sequence[Round], other: Sequence[Round]) -> Offset:
 
 
 def aligned(seconds: float, before: Offset, after: Offset) -> float:
-    """A time of a rank's clock, by rank 0's.
+    """Converts a time of a rank's clock to rank 0's.
 
     Args:
-        seconds: By the rank's clock.
-        before: As measured before it.
-        after: As measured behind it.
+        seconds: Time by the rank's clock.
+        before: Offset that was measured before.
+        after: Offset that was measured after.
     """
     share = 0.0 if after.at == before.at else (seconds - before.at) / (after.at - before.at)
     return seconds - before.seconds - share * (after.seconds - before.seconds)
 
 
 def clock_rounds(communicator: Communicator) -> list[Round] | None:
-    """Goes through the rounds of the clocks' comparison; all ranks together. None where the group has failed."""
+    """Runs the rounds in which clocks are compared, on all ranks together; None if the group has failed."""
     rounds = []
     for _ in range(ROUNDS):
         entered = time.perf_counter()
@@ -105,21 +105,24 @@ def clock_rounds(communicator: Communicator) -> list[Round] | None:
 _NOTES: MessageType[tuple[tuple[str, str, float, float, dict[str, Any]], ...]] = MessageType(
     tuple[tuple[str, str, float, float, dict[str, object]], ...], most_nbytes=1 << 30
 )
-"""What a rank has noted: the fields of `Note`."""
+"""Notes of a rank: the fields of `Note`, in order."""
 
 
 class Trace:
-    """One rank's part of a trace; every rank makes one between the same two steps.
+    """Trace of one rank. All ranks make one between the same two steps.
 
     Args:
-        communicator: Whose launches are traced.
-        file: That rank 0 writes.
-        steps: How many.
-        contents: What each bucket holds.
-        phase: What a step is, in a word.
+        communicator: Communicator whose launches are traced.
+        file: File that rank 0 writes.
+        steps: Number of steps to trace.
+        contents: Contents of each bucket.
+        phase: Name of a step in the timeline.
+
+    Attributes:
+        recorder: Recorder for the executor, until the trace is complete.
 
     Raises:
-        RuntimeError: The group has failed.
+        RuntimeError: A collective of the group has failed before.
     """
 
     def __init__(
@@ -131,9 +134,10 @@ class Trace:
         self._left = self._steps = steps
         self._contents = contents
         self._phase = phase
+        # Compare the clocks before the first step, and tie the device's clock to the host's.
         rounds = clock_rounds(communicator)
         if rounds is None:
-            raise RuntimeError("a trace was asked for, but a collective of this group has failed before: see the log")
+            raise RuntimeError("a trace was requested, but a collective of this group has failed before: see the log")
         self._rounds = rounds
         self._anchor = communicator.clock.now()
         if not isinstance(self._anchor, float):
@@ -144,15 +148,18 @@ class Trace:
         self._first_step = 0
 
     def step_began(self) -> None:
-        """Notes a step's first bucket."""
+        """Notes the begin of a step, at its first bucket."""
         self._began = self._communicator.clock.now()
 
     def step_ended(self, step: int, buckets: Sequence[Bucket]) -> bool:
-        """Notes the end of a backward pass; whether the trace is complete, and written.
+        """Notes the end of a backward pass.
 
         Args:
-            step: Its number.
-            buckets: That it has handed over.
+            step: Number of the step.
+            buckets: Buckets of the step.
+
+        Returns:
+            Whether the trace is complete, and written.
         """
         if self._began is None:
             return False
@@ -171,7 +178,7 @@ class Trace:
         return True
 
     def end_early(self) -> None:
-        """Says that training has ended before the last of the steps: the file that was made for them goes."""
+        """Logs that training has ended before the last step to trace, and deletes the empty file."""
         if self._communicator.rank:
             return
         made = self._steps - self._left
@@ -183,7 +190,7 @@ class Trace:
                 self._file.unlink()
 
     def _note_step(self) -> None:
-        """Takes in the step before this one, which is complete only now."""
+        """Adds the intervals of the previous step, whose buckets have all been reduced by now."""
         last, self._last = self._last, None
         if last is None:
             return
@@ -212,7 +219,9 @@ class Trace:
             note(STEP, f"step {step}: wait for buckets", ended, latest, step=step)
 
     def _write(self) -> None:
+        """Compares the clocks once more, gathers the notes of all ranks, and writes the file on rank 0."""
         communicator = self._communicator
+        # Compare the clocks, and exchange the rounds before and after the steps.
         after = clock_rounds(communicator)
         flat = [each for rounds in (self._rounds, after or []) for pair in rounds for each in pair]
         rows = None if after is None else Shared(communicator, flat).read()
@@ -221,14 +230,15 @@ class Trace:
             return
         every = [list(zip(row[::2], row[1::2], strict=True)) for row in rows]
         offsets = [(offset(every[0][:ROUNDS], one[:ROUNDS]), offset(every[0][ROUNDS:], one[ROUNDS:])) for one in every]
-        before, behind = offsets[communicator.rank]
+        # Convert the times of this rank's notes to rank 0's clock, and gather all notes.
+        before, after_steps = offsets[communicator.rank]
         start = every[0][ROUNDS - 1][1]
         own = [
             [
                 note.track,
                 note.name,
-                aligned(self._seconds(note.began), before, behind) - start,
-                aligned(self._seconds(note.ended), before, behind) - start,
+                aligned(self._seconds(note.began), before, after_steps) - start,
+                aligned(self._seconds(note.ended), before, after_steps) - start,
                 note.details,
             ]
             for note in self.recorder.notes
@@ -239,6 +249,7 @@ class Trace:
             return
         if communicator.rank:
             return
+        # Rank 0 writes the file.
         notes = {rank: [Note(*each) for each in _NOTES.read(part)] for rank, part in parts.items()}
         errors = [max(first.error_seconds, last.error_seconds) for first, last in offsets]
         about = {
@@ -259,32 +270,34 @@ class Trace:
         log.info("%d steps of %d ranks are in %s (%.1f MB)", self._steps, len(notes), self._file, len(text) / 1e6)
 
     def _seconds(self, mark: Mark) -> float:
-        """A moment on this rank's clock of the host."""
+        """Converts a mark to this rank's host clock."""
         return (
             mark if isinstance(mark, float) else self._anchored + self._communicator.clock.between(self._anchor, mark)
         )
 
 
 def _gathered(communicator: Communicator, own: bytes) -> dict[int, bytes] | None:
-    """Every rank's bytes, by rank, on all ranks; None where the group has failed."""
+    """Returns rank -> its bytes, on all ranks; None if the group has failed."""
     lengths = Shared(communicator, [float(len(own))]).read()
     if lengths is None:
         return None
+    # Place the bytes of each rank in one buffer of whole 8-byte elements.
     spans, start = {}, 0
     for rank, (length,) in enumerate(lengths):
-        words = -(-int(length) // 8)
-        if 8 * (start + words) > MOST_NBYTES and rank:
+        elements = -(-int(length) // 8)
+        if 8 * (start + elements) > MOST_NBYTES and rank:
             log.warning(
                 "trace truncated: only the first %d of %d ranks fit into %d MiB", rank, len(lengths), MOST_NBYTES >> 20
             )
             break
         spans[rank] = start, int(length)
-        start += words
+        start += elements
     flat = torch.zeros(start, dtype=torch.int64, device="cpu")
     if communicator.rank in spans and own:
         at = spans[communicator.rank][0]
         padded = bytearray(own.ljust(-(-len(own) // 8) * 8))
         flat[at : at + len(padded) // 8] = torch.frombuffer(padded, dtype=torch.int64)
+    # Every rank adds its own bytes to zeros: the sum has those of all.
     flat = flat.to(communicator.device)
     bucket = Bucket.of(flat)
     communicator.start(AllReduce((flat,), None, (bucket,), counted=False))
@@ -301,12 +314,12 @@ def _gathered(communicator: Communicator, own: bytes) -> dict[int, bytes] | None
 def chrome(
     notes: Mapping[int, Sequence[Note]], hostnames: Sequence[str], about: Mapping[str, object]
 ) -> dict[str, object]:
-    """The contents of a file in the Trace Event Format.
+    """Returns the contents of a file in the Trace Event Format.
 
     Args:
-        notes: Of each rank, all on one clock, in seconds.
-        hostnames: Of all ranks.
-        about: What else is said, under `otherData`.
+        notes: Rank -> its intervals, all by one clock, in seconds.
+        hostnames: Host of each rank.
+        about: Further values, for `otherData`.
 
     Source: Trace Event Format, Google, 2016; its `X` and `M` events.
     """
@@ -344,15 +357,16 @@ def chrome(
 
 
 def spread(notes: Iterable[Note]) -> list[list[Note]]:
-    """Rows in which notes follow each other or lie one inside the other, and none overlaps another in part.
+    """Distributes intervals to rows, so that any two of a row follow each other or lie one inside the other.
 
     Args:
-        notes: In the order in which they began, longer ones first.
+        notes: Intervals, ascending by their begin, longer ones first.
     """
     rows: list[list[Note]] = []
     open_ends: list[list[float]] = []
     for note in notes:
         assert isinstance(note.began, float)
+        # Take the first row whose open intervals have ended, or contain this one.
         for row, ends in zip(rows, open_ends, strict=True):
             while ends and ends[-1] <= note.began:
                 ends.pop()

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradwire.comms.observe.diagnosis import Issue, Position, Stuck, find_stuck, origin, skipped_send
-from gradwire.comms.observe.wording import stall_in_words
+from gradwire.comms.observe.diagnosis import Issue, Position, Stuck, find_stuck, origin, skipped_send, stall_in_words
 from gradwire.comms.watch.collective import IssuedCollective, one_in_words, sender_of
 from gradwire.comms.watch.rank import RankStatus
 from gradwire.topology.wording import MOST_RANKS, ranks_in_words
