@@ -81,6 +81,11 @@ class Fusion:
 
     Args:
         plan: The plan of the first step.
+
+    Attributes:
+        last_sizes: Bytes of the last step's buckets, in the order of their arrival.
+        defers: Whether a bucket may wait for later ones. False sends each at once, for a DDP model that waits for the
+            averages without having marked the last bucket.
     """
 
     def __init__(self, plan: FusionPlan) -> None:
@@ -90,6 +95,7 @@ class Fusion:
         self._sizes: list[int] = []
         self._pool = Pool()
         self.last_sizes: tuple[int, ...] = ()
+        self.defers = True
 
     @property
     def plan(self) -> FusionPlan:
@@ -122,7 +128,7 @@ class Fusion:
         if ends and not self._waiting:
             return launches + self._pieces(bucket)
         self._waiting.append(bucket)
-        return launches + self._join() if ends else launches
+        return launches + self._join() if ends or not self.defers else launches
 
     def flush(self) -> list[AllReduce]:
         """What is held back, to be launched now, in the middle of a step."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gradwire.comms.fusion import Fusion
 from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.compressors.base import Layout, Slice
 
@@ -56,27 +57,39 @@ def from_rows(rows: Tensor, present: Sequence[Layout]) -> list[Layout] | None:
 
 
 class Resume:
-    """Holds the buckets of one step, and sends them in the transfers of the step that was saved.
+    """Groups the buckets of one step into the all-reduces of the saved step; later buckets go to `fusion`.
 
     Args:
-        rows: Those transfers, as `to_rows` gives them.
+        rows: The saved all-reduces, in the encoding of `to_rows`.
+        fusion: The grouping of all other steps; ends its step with this one.
     """
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, rows: Tensor, fusion: Fusion) -> None:
         self.rows = rows
+        self._fusion = fusion
         self._buckets: list[Bucket] = []
+        self._done = False
 
-    def add(self, bucket: Bucket) -> None:
-        """Takes in a bucket, with its layout."""
+    def add(self, bucket: Bucket) -> list[AllReduce]:
+        """Adds a bucket; returns all all-reduces once as many elements have arrived as the saved step had."""
+        if self._done or bucket.layout is None:
+            return self._fusion.add(bucket)
         self._buckets.append(bucket)
+        complete = sum(each.flat.numel() for each in self._buckets) >= int(self.rows[:, -1].sum())
+        return self._all() if complete else []
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether as many elements have come as were in the transfers of the step that was saved."""
-        return sum(bucket.flat.numel() for bucket in self._buckets) >= int(self.rows[:, -1].sum())
+    def flush(self) -> list[AllReduce]:
+        """Returns all that is deferred; buckets that arrive later are grouped by `fusion`."""
+        return [*self._fusion.flush(), *self._all()]
 
     def end_step(self) -> list[AllReduce]:
-        """What is to be launched; all ranks, at the same point of the sequence of buckets."""
+        """Returns the rest, and ends the step of `fusion`."""
+        return [*self._fusion.end_step(), *self._all()]
+
+    def _all(self) -> list[AllReduce]:
+        if self._done:
+            return []
+        self._done = True
         present = [bucket.layout for bucket in self._buckets if bucket.layout is not None]
         transfers = from_rows(self.rows, present)
         if transfers is None:

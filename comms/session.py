@@ -28,8 +28,16 @@ from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
-from gradwire.comms.step.features import compare_loaded, learn_cuts, measure_links, watch_steps, weigh_by_samples
-from gradwire.comms.step.listeners import Listeners
+from gradwire.comms.step.features import (
+    compare_loaded,
+    compress_steps,
+    follow_backward,
+    learn_cuts,
+    measure_links,
+    watch_steps,
+    weigh_by_samples,
+)
+from gradwire.comms.step.listeners import Grouping, Listeners
 from gradwire.comms.transport.groups import check_transport
 from gradwire.compressors.base import Compressor, StateDict
 
@@ -56,7 +64,6 @@ if TYPE_CHECKING:
     from gradwire.comms.compression import Compression
     from gradwire.comms.loss_scale import LossScale, LossScaler
     from gradwire.comms.step.loaded import Loaded
-    from gradwire.comms.step.returned import ReturnedGradients
     from gradwire.compressors.optim.first_step import Check, HasParameters
 
 _numbers: "dict[tuple[str, str], count[int]]" = {}
@@ -280,6 +287,8 @@ class GradientSession(AveragingSession):
             threshold_nbytes = sum(names.numels().values()) * GRADIENT_NBYTES
         first = FusionPlan(threshold_nbytes=threshold_nbytes, delayed=delayed)
         self.fusion: Fusion = Fusion(previous.fusion.plan if previous and not joined else first)
+        self.grouping: Grouping = self.fusion
+        """Decides which buckets of the running step are reduced together; a listener may replace it for a step."""
         self.agrees = previous is None and not joined
         """Whether what payloads are decoded with is the same on all ranks."""
         self._fusion_plans: Agreement | None = None
@@ -294,8 +303,11 @@ class GradientSession(AveragingSession):
         else:
             measure_links(self.listeners, self.communicator, config, consensus)
         self.connect(threshold_nbytes or BUCKET_NBYTES)
-        self.returned: ReturnedGradients | None = previous.returned if previous else _returned(self.compression)
-        """Refuses gradients that hold an earlier average; None if no compressor keeps a momentum."""
+        if self.compression is not None:
+            compress_steps(self.listeners, self, self.compression)
+        follow_backward(
+            self.listeners, names, device, self.compression, None if previous is None else previous.listeners
+        )
         self.compare_loaded(changed=previous is not None or joined)
         self.scale, self.after = _factors(config, self.communicator)
         """Factors on every rank's gradients, and on their sum."""
@@ -741,14 +753,6 @@ def _kernels(device: torch.device) -> str:
     from gradwire.compressors.kernels.dispatch import kernels_name  # here: exact gradients need no kernels
 
     return kernels_name(device)
-
-
-def _returned(compression: "Compression | None") -> "ReturnedGradients | None":
-    if compression is None:
-        return None
-    from gradwire.comms.step.returned import ReturnedGradients, keeps_momentum  # here: most compressors keep none
-
-    return ReturnedGradients(compression) if keeps_momentum(compression) else None
 
 
 def _reduction(config: Config) -> Compressor | None:

@@ -37,12 +37,12 @@ from gradwire.comms.elastic.resilient_ops import (
 )
 from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.names import ParameterNames
-from gradwire.comms.resume import COLUMNS, Resume, to_rows
+from gradwire.comms.resume import COLUMNS, to_rows
 from gradwire.comms.run.all_reduces import Bucket, FutureTensor
 from gradwire.comms.session import GradientSession, SessionRanks
 from gradwire.comms.step.backward_tracker import BackwardTracker
-from gradwire.comms.step.listeners import RESIDUAL_NOTES
-from gradwire.compressors.base import Layout, planned
+from gradwire.comms.step.listeners import MEMBERSHIP, RESIDUAL_NOTES, EndedStep, StepListener
+from gradwire.compressors.base import planned
 
 log = logging.getLogger("gradwire")
 
@@ -70,11 +70,11 @@ class Averaging(Protocol):
     """The ranks' connection, by which gradients travel; None before they have connected."""
     _backward: BackwardTracker
 
-    def _send_again(self, buckets: list[Bucket], rows: Tensor | None) -> None:
-        """Launches a step's buckets anew, in the transfers that `rows` lists where there are any."""
+    def send_again(self, buckets: list[Bucket], transfers: Tensor | None) -> None:
+        """Starts the all-reduces of a step again; see `ElasticHookState.send_again`."""
 
-    def _release(self, connection: GradientSession) -> None:
-        """Holds nothing back any more of what the step has launched so far."""
+    def send_rest(self, connection: GradientSession) -> None:
+        """Starts all deferred all-reduces of the step."""
 
 
 class CarriedState:
@@ -137,7 +137,7 @@ class CarriedState:
         return self._state._connection
 
 
-class ElasticTraining:
+class ElasticTraining(StepListener):
     """Elastic training of one model, on one rank.
 
     Args:
@@ -186,43 +186,45 @@ class ElasticTraining:
         model.register_forward_pre_hook(AdmitJoining(weakref.ref(self)), prepend=True)
         return group
 
-    def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Connects the ranks that start together, or joins a running job where `join` says so."""
+    def connect(self, group: dist.ProcessGroup, device: torch.device) -> GradientSession:
+        """Connects the ranks that start together, or joins a running job if `join` is set; returns the session."""
         if self._state.config.join is not None:
             self._join(self._state.config.join, group, device)
         else:
             self._connect_first(group, device)
+        return self._session()
 
     @property
     def together(self) -> bool:
         """Whether the ranks may talk about this step: all of them took it in the present generation, or none did."""
         return self.resilient_ops is None or self.resilient_ops.by_itself
 
-    def begin_step(self, communicator: Communicator, resume: Resume | None) -> Resume | None:
-        """Keeps the gradients of the step that begins.
+    def begin_step(self, communicator: Communicator, transfers: Tensor | None) -> Tensor | None:
+        """Starts to keep the gradients of the step that begins.
 
         Args:
-            communicator: With which it begins.
-            resume: What it goes on from, after a state was loaded.
+            communicator: Communicator with which the step begins.
+            transfers: All-reduces that a loaded state prescribes, in the encoding of `Resume`; None if it is free.
 
         Returns:
-            What it has to go on from: other ranks' transfers, where this one has joined.
+            The all-reduces that the step has to use: those of the other ranks if this one has joined, else `transfers`.
         """
-        rows, self._next_rows = self._next_rows, None
-        resume = Resume(rows) if rows is not None else resume
-        self._kept = GradientBackup(communicator, resume.rows if resume else None)
-        return resume
+        if self._next_rows is not None:
+            transfers, self._next_rows = self._next_rows, None
+        self._kept = GradientBackup(communicator, transfers)
+        return transfers
 
     def add(self, bucket: Bucket, travel: Callable[[], None]) -> FutureTensor:
         """Keeps a bucket and launches it; the future is done when all ranks that are left have the average."""
         assert self._kept is not None
         return self._kept.add(bucket, travel)
 
-    def end_step(self, transfers: Sequence[Layout]) -> None:
-        """Forgets the step's gradients; notes what travelled together, for those that join."""
+    def step_ended(self, step: EndedStep) -> None:
+        """Drops the gradients of the step, records its transfers for joining ranks, and reports a change of ranks."""
         self._kept, self.has_just_joined = None, False
         if self._requests is not None:
-            self._last_rows = to_rows(transfers).tolist()
+            self._last_rows = to_rows(step.transfers).tolist()
+        self.tell_change()
 
     def close(self) -> None:
         """Leaves the other ranks."""
@@ -324,6 +326,7 @@ class ElasticTraining:
 
     def _leave_notes(self, session: GradientSession) -> None:
         """Has this rank leave word of what its compressor holds back."""
+        session.listeners.add(MEMBERSHIP, self)
         if self.resilient_ops is not None and session.compression is not None:
             membership = self.resilient_ops.membership
             notes = ResidualNotes(membership, session.communicator, session.compression)
@@ -380,8 +383,8 @@ class ElasticTraining:
             if session.compression is not None:
                 with communicator.exclusive():
                     session.compression.compressor.end_step(False)
-            self._state._send_again(kept.restore(communicator), kept.transfers)
-        self._state._release(session)
+            self._state.send_again(kept.restore(communicator), kept.transfers)
+        self._state.send_rest(session)
         kept.wait()
         communicator.sync_current_stream()
         looks = self._requests is not None and communicator.rank == 0

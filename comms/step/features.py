@@ -1,15 +1,17 @@
-"""Which listeners the steps of a DDP model have: those that its options ask for, each imported only then.
+"""Attaches the optional features of a DDP model's steps: each function imports and adds those that the options ask for.
 
-All ranks have the same options, so they make the same listeners in the same order; some talk to each other as they are
-made.
+All ranks have the same options, so they create the same listeners in the same order; some exchange messages with the
+other ranks while they are created.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+
+import torch
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import SAMPLES, Config
+from gradwire.comms.config import COMPRESSION, ELASTIC, FUSION, MEASURING, PLANNING, SAMPLES, SUMMING, WATCHING, Config
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.step import listeners as order
 from gradwire.comms.step.listeners import CUTS, FIRST_STEPS, OBSERVER, STEP_WATCH, UNIT_RATES, Listeners
@@ -19,12 +21,155 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from gradwire.comms.bootstrap.agree import Agreement
+    from gradwire.comms.compression import Compression
+    from gradwire.comms.elastic.membership import View
+    from gradwire.comms.elastic.resilient_ops import Change
+    from gradwire.comms.elastic.transfer import Carried
     from gradwire.comms.fusion import Fusion
+    from gradwire.comms.names import ParameterNames
+    from gradwire.comms.session import GradientSession
     from gradwire.comms.step.loaded import Loaded
     from gradwire.comms.step.samples import SampleWeights
 
 MakesAgreement = Callable[[str, timedelta], "Agreement"]
 """(name, how long a rank waits for the others) -> what the communicator's ranks decide by."""
+
+
+HOOK_OPTIONS = (*PLANNING, *MEASURING, *COMPRESSION, *SUMMING, *FUSION, *WATCHING, *ELASTIC)
+"""Names of the fields of `Config` that a `HookState` takes."""
+
+StateOwner: TypeAlias = "Carried"
+"""An object with a `state_dict`, such as an optimizer."""
+
+OnMembershipChange: TypeAlias = "Callable[[View, View], None]"
+"""Called with the ranks before and after a change of membership."""
+
+S = TypeVar("S")
+
+
+def state_class(plain: type[S], config: Config) -> type[S]:
+    """Returns the class of a hook state: `plain`, or its subclass for elastic training."""
+    if not config.elastic:
+        return plain
+    from gradwire.comms.elastic.state import ElasticHookState
+
+    return cast("type[S]", ElasticHookState)
+
+
+def refuse_without_option(**given: object) -> None:
+    """Refuses arguments that only elastic training uses.
+
+    Raises:
+        ValueError: One of them was given.
+    """
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"`{name}` is given but `elastic` is not set: pass elastic=True, too")
+
+
+class OptionalMembers:
+    """Members of `HookState` that belong to an option, and raise if it is not set."""
+
+    config: Config
+    _samples: int | None = None
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples in this rank's next gradients, which are their mean; None if it was not set.
+
+        With `reduction="samples"` each rank sets it before its backward pass, and whenever it changes; gradients are
+        then averaged over samples, exactly: n_i / N scales each rank's gradient before the sum. If gradients are
+        accumulated, it is the number of samples of all micro-batches, which must have equal weights in the loss. A rank
+        with 0 takes part and adds nothing.
+
+        Raises:
+            ValueError: On assignment: `reduction` is not "samples", or the number is negative.
+            TypeError: On assignment: the number is no int.
+        """
+        return self._samples
+
+    @samples.setter
+    def samples(self, count: int) -> None:
+        if self.config.sums.kind != SAMPLES:
+            raise ValueError(
+                f"`samples` is given, and `reduction` is {self.config.reduction!r}, which weighs all ranks alike; "
+                'wanted reduction="samples"'
+            )
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"`samples` is {count!r} ({type(count).__name__}); wanted int, such as len(batch)")
+        if count < 0:
+            raise ValueError(f"`samples` is {count}; wanted a number of samples >= 0")
+        self._samples = count
+
+    @property
+    def view(self) -> "View":
+        """The present ranks and this rank's number among them, in elastic training.
+
+        Raises:
+            RuntimeError: `elastic` is not set, or the ranks have not connected.
+        """
+        raise RuntimeError("there is no view: `elastic` is not set, or no model is bound yet")
+
+    @property
+    def changes(self) -> "tuple[Change, ...]":
+        """The changes of membership so far, oldest first, with the time of each part on this rank; elastic training.
+
+        Raises:
+            RuntimeError: `elastic` is not set, or the ranks have not connected.
+        """
+        raise RuntimeError("there are no changes: `elastic` is not set, or no model is bound yet")
+
+    def admit_joining(self) -> None:
+        """Admits the processes that wait to join; the model calls it before each forward pass in elastic training."""
+
+    def _step_options(self, connection: "GradientSession") -> None:
+        """Passes on what the user has set for the step that begins."""
+        if connection.weights is not None:
+            connection.weights.count = self._samples
+
+
+def compress_steps(listeners: Listeners, session: "GradientSession", compression: "Compression") -> None:
+    """Adds the compressor's part of each step."""
+    from gradwire.comms.step.compressed_steps import CompressedSteps
+
+    listeners.add(order.COMPRESSED_STEPS, CompressedSteps(session, session.communicator, compression))
+
+
+def follow_backward(
+    listeners: Listeners,
+    names: "ParameterNames",
+    device: torch.device,
+    compression: "Compression | None",
+    previous: Listeners | None,
+) -> None:
+    """Adds the listeners that compare what DDP does with the averages to what the compressor and CUDA need.
+
+    Args:
+        listeners: Listeners of the new session.
+        names: Parameter names, with the model if it is known.
+        device: Device of the gradients.
+        compression: The compressor; None if gradients are exact.
+        previous: Listeners of the session before a change of the ranks, whose state is kept; None for a first session.
+    """
+    if previous is not None:
+        for name in (order.USED_MAP, order.RETURNED):
+            if (listener := previous.get(name)) is not None:
+                listeners.add(name, listener)
+        return
+    model = names.model()
+    if device.type == "cuda" or (compression is not None and getattr(model, "find_unused_parameters", True)):
+        from gradwire.comms.step.used_map import UsedMap
+
+        def left_alone(parameters: Sequence[torch.Tensor]) -> None:
+            if compression is not None:
+                compression.left_alone = names.known(parameters)
+
+        listeners.add(order.USED_MAP, UsedMap(model, device, None if compression is None else left_alone))
+    if compression is not None:
+        from gradwire.comms.step.returned import ReturnedGradients, keeps_momentum
+
+        if keeps_momentum(compression):
+            listeners.add(order.RETURNED, ReturnedGradients(compression))
 
 
 def measure_links(listeners: Listeners, communicator: Communicator, config: Config, consensus: MakesAgreement) -> None:

@@ -1,17 +1,36 @@
-"""Those who follow the steps of one communicator: what tunes, measures, chooses and watches beside a bucket's path.
+"""Listeners follow the steps of one communicator: each optional feature is one, so the path of a bucket names none.
 
-A feature is a `StepListener`, made and imported only where it is asked for (`features.py`). All ranks have the same
-listeners and call them at the same points of the sequence of launches, in `ORDER`: several of them start collectives.
+A listener is imported and created only if its option is set (`features.py`). All ranks have the same listeners and call
+them at the same points of the sequence of all-reduces, in the order of `ORDER`: several of them start collectives.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from gradwire.comms.report import Report
-from gradwire.comms.run.all_reduces import Bucket
+from gradwire.comms.run.all_reduces import AllReduce, Bucket
 from gradwire.compressors.base import Layout
 
-LOADED, UNIT_RATES, FIRST_STEPS, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, CUTS, SAMPLES = ORDER = (
+(
+    USED_MAP,
+    RETURNED,
+    COMPRESSED_STEPS,
+    LOADED,
+    UNIT_RATES,
+    FIRST_STEPS,
+    STEP_WATCH,
+    RESIDUAL_NOTES,
+    OBSERVER,
+    CUTS,
+    SAMPLES,
+    MEMBERSHIP,
+) = ORDER = (
+    "used_map",
+    "returned",
+    "compressed_steps",
     "loaded",
     "unit_rates",
     "first_steps",
@@ -20,31 +39,38 @@ LOADED, UNIT_RATES, FIRST_STEPS, STEP_WATCH, RESIDUAL_NOTES, OBSERVER, CUTS, SAM
     "observer",
     "cuts",
     "samples",
+    "membership",
 )
-"""The order in which listeners hear of a step's begin, and of its end. Both come after the compressor's own.
+"""Names of the listeners, in the order in which each event is passed to them.
 
-- `loaded` comes first: ranks that go on from unlike states send each other unlike messages, whatever is sent.
-- `unit_rates` and `first_steps` come next at a begin: they change the links' rates, which all that follows plans by,
-  and measure while nothing is in flight.
-- `step_watch` comes before the observer and `cuts`, whose exchanges take time that is none of the step's.
-- `residual_notes` reads residuals, so it comes before the observer's exchange is in flight.
-- `observer` comes before `cuts`: its exchange belongs to the step that has ended, and travels by that step's plan.
-- `cuts` changes the cuts of the next step, so it comes behind whatever travels at an end.
-- `samples` comes last: it starts an exchange at a begin, when those that measure links are through, and none at an end.
+- `used_map` is first: on CUDA it waits for a collective of DDP, which must not overlap with any of ours.
+- `returned` refuses gradients, so it comes before any listener that uses them.
+- `compressed_steps` commits or drops the compressor's state, which `residual_notes` reads.
+- `loaded` comes before all that send: ranks that loaded different states send messages of different sizes.
+- `unit_rates` and `first_steps` change the rates of the links, by which all later listeners plan, and measure while
+  nothing is in flight.
+- `step_watch` comes before `observer` and `cuts`, because the time of their exchanges is not part of the step.
+- `residual_notes` reads residuals, so it comes before the exchange of `observer` is in flight.
+- `observer` comes before `cuts`: its exchange belongs to the finished step, and uses the plan of that step.
+- `cuts` changes the bucket boundaries of the next step, so it comes after all that sends at the end of a step.
+- `samples` starts an exchange at the beginning of a step, after the measurements of the links.
+- `membership` calls the user, who must see a finished step.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """A backward pass that has ended; all its launches are under way.
+    """A finished backward pass; all its all-reduces have been started.
 
     Attributes:
-        number: From 1.
-        buckets: In the order in which they arrived.
-        transfers: Which parameters travelled together, in the order of the launches; empty without a compressor.
-        report: Makes a report, for whoever exports it.
-        timed: Whether the times of its buckets and phases were taken.
-        together: All ranks have made the step with this communicator; else none of them says that they have.
+        number: Number of the step, from 1.
+        buckets: The dense buckets, in the order of their arrival.
+        transfers: Layouts of the all-reduces, in order; empty if neither a compressor nor the mode of training needs
+            parameter names.
+        report: Makes a report of the job so far.
+        timed: Whether the times of buckets and phases were recorded.
+        together: Whether all ranks took the step with this communicator. If not, none of them reports it to the others.
+        sparse: The buckets of sparse gradients, in the order of their arrival.
     """
 
     number: int
@@ -53,85 +79,149 @@ class EndedStep:
     report: Callable[[], Report]
     timed: bool = True
     together: bool = True
+    sparse: Sequence[Bucket] = ()
+
+
+class Grouping(Protocol):
+    """Decides which buckets of a step are reduced together, and when. Each method returns the all-reduces to start."""
+
+    def add(self, bucket: Bucket) -> Sequence[AllReduce]:
+        """Adds an arrived bucket."""
+
+    def flush(self) -> Sequence[AllReduce]:
+        """Returns all that is deferred: no bucket of the step is outstanding."""
+
+    def end_step(self) -> Sequence[AllReduce]:
+        """Returns the rest, and prepares the next step."""
+
+
+class Issues(Protocol):
+    """A communicator, as far as listeners need it while a step runs."""
+
+    def sync_current_stream(self) -> None:
+        """Makes the current CUDA stream wait for all collectives issued so far."""
 
 
 class StepListener:
-    """Follows steps; does nothing by itself.
+    """Follows the steps of one communicator; the base class ignores all events.
 
     Attributes:
-        wants_arrivals: Every bucket is to say when it arrived, in steps that are not timed, too.
+        wants_arrivals: Whether the arrival of each bucket is to be timed, even in steps that are otherwise not timed.
+        wants_buckets: Whether `bucket_came` is to be called.
     """
 
     wants_arrivals = False
+    wants_buckets = False
 
     @property
     def wants_times(self) -> bool:
-        """Whether the step that begins is to be timed on CUDA, where others are not."""
+        """Whether the next step is to be timed on CUDA, even if it would not be otherwise."""
+        return False
+
+    @property
+    def ends_after_ddp(self) -> bool:
+        """Whether a step ends only after DDP has finished its own part of the backward pass; see `ddp_ended`."""
         return False
 
     def step_began(self, steps: int) -> None:
-        """Called before a step's first bucket travels; nothing is in flight.
+        """Called before the first bucket of a step is sent; nothing is in flight.
 
         Args:
-            steps: That have ended.
+            steps: Number of finished steps.
         """
 
+    def bucket_came(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
+        """Called before a dense bucket is sent, if `wants_buckets`.
+
+        Args:
+            layout: Layout of the bucket; None if no feature needs parameter names.
+            parameters: The bucket's parameters, in the order of the layout.
+            flat: The bucket's gradients, 1-D, which the averages will replace.
+        """
+
+    def last_bucket_sent(self, communicator: Issues) -> None:
+        """Called when all collectives of the step's buckets have been issued, if DDP marks the last bucket."""
+
+    def ddp_ended(self) -> None:
+        """Called when DDP has taken the averages, or left them, if a listener `ends_after_ddp`."""
+
     def step_ended(self, step: EndedStep) -> None:
-        """Called at the end of a step, on all ranks at the same point of the sequence of launches."""
+        """Called at the end of a step, on all ranks at the same point of the sequence of all-reduces."""
 
     def add_to(self, report: Report) -> Report:
-        """The report, with what this listener knows besides."""
+        """Returns the report with this listener's part added."""
         return report
 
 
 class Listeners:
-    """The listeners of one communicator."""
+    """The listeners of one communicator.
+
+    Attributes:
+        for_buckets: The listeners that want each bucket, in order.
+    """
 
     def __init__(self) -> None:
         self._made: dict[str, StepListener] = {}
+        self.for_buckets: tuple[StepListener, ...] = ()
 
     def add(self, name: str, listener: StepListener) -> None:
-        """Takes one in, at its place in `ORDER`.
+        """Adds a listener at its place in `ORDER`.
 
         Raises:
-            ValueError: The order has no such name.
+            ValueError: `name` is not in `ORDER`.
         """
         if name not in ORDER:
             raise ValueError(f"`name` is {name!r}; wanted one of {', '.join(ORDER)}: say there when it is called")
         found = {**self._made, name: listener}
         self._made = {each: found[each] for each in ORDER if each in found}
+        self.for_buckets = tuple(each for each in self._made.values() if each.wants_buckets)
 
     def get(self, name: str) -> StepListener | None:
-        """A listener by its name in `ORDER`; None where it was not asked for."""
+        """Returns a listener by its name in `ORDER`; None if its feature is off."""
         return self._made.get(name)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those there are, in the order in which they are called."""
+        """Names of the listeners, in the order in which they are called."""
         return tuple(self._made)
 
     @property
     def wants_arrivals(self) -> bool:
-        """Whether one of them wants to know when each bucket arrived."""
+        """Whether a listener needs the arrival time of each bucket."""
         return any(each.wants_arrivals for each in self._made.values())
 
     @property
     def wants_times(self) -> bool:
-        """Whether one of them wants this step to be timed."""
+        """Whether a listener needs this step timed."""
         return any(each.wants_times for each in self._made.values())
 
+    @property
+    def ends_after_ddp(self) -> bool:
+        """Whether steps end after DDP's own part of the backward pass."""
+        return any(each.ends_after_ddp for each in self._made.values())
+
     def step_began(self, steps: int) -> None:
-        """Tells all of them that a step begins."""
+        """Passes the beginning of a step to all listeners."""
         for each in self._made.values():
             each.step_began(steps)
 
+    def last_bucket_sent(self, communicator: Issues) -> None:
+        """Passes on that all collectives of the step's buckets have been issued."""
+        for each in self._made.values():
+            each.last_bucket_sent(communicator)
+
+    def ddp_ended(self) -> None:
+        """Passes on that DDP has finished its part of a backward pass."""
+        for each in self._made.values():
+            each.ddp_ended()
+
     def step_ended(self, step: EndedStep) -> None:
-        """Tells all of them that a step has ended."""
+        """Passes the end of a step to all listeners."""
         for each in self._made.values():
             each.step_ended(step)
 
     def add_to(self, report: Report) -> Report:
-        """The report, with what all of them know."""
+        """Returns the report with the parts of all listeners added."""
         for each in self._made.values():
             report = each.add_to(report)
         return report

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from gradwire.comms.step.listeners import StepListener
 from gradwire.compressors.base import Layout, planned
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class _Returned:
         return grad._is_view() and torch.equal(grad, self.view)
 
 
-class ReturnedGradients:
+class ReturnedGradients(StepListener):
     """Follows which parameters' `.grad` holds an average that the hook has returned.
 
     Invariant: a parameter is in `_returned` from the hand-over of its bucket until `.grad` is first accumulated into or
@@ -86,6 +87,8 @@ class ReturnedGradients:
     Args:
         compression: The compressor whose momentum counts.
     """
+
+    wants_buckets = True
 
     def __init__(self, compression: "Compression") -> None:
         self._compression = compression
@@ -98,17 +101,13 @@ class ReturnedGradients:
         self._watches = False
         weakref.finalize(self, _remove, self._handles)
 
-    def bucket_came(self, layout: Layout, parameters: Sequence[Tensor]) -> None:
-        """Notes the gradients of a bucket, which DDP replaces by their averages.
-
-        Args:
-            layout: Layout of the bucket.
-            parameters: The bucket's parameters, in the layout's order.
+    def bucket_came(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
+        """Records the gradients of a bucket before DDP replaces them by the averages.
 
         Raises:
             RuntimeError: One of them holds an average, and its compressor keeps a momentum.
         """
-        if self._compression.is_idle:
+        if self._compression.is_idle or layout is None:
             return
         if layout not in self._watched:
             self._watched[layout] = self._with_momentum(layout)

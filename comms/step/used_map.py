@@ -1,60 +1,84 @@
-"""The map of used parameters, which DDP sums on its own communicator beside the buckets.
+"""Keeps DDP's all-reduce of the map of used parameters apart from gradwire's collectives.
 
-On CUDA that sum and gradwire's could wait for each other for ever, where a GPU has no room for the kernels of all of
-them (comms/transport/launch_order.py), so they are never in flight together. With `find_unused_parameters` DDP issues
-the sum after each step's last bucket, and its stream waits for it in a call of autograd's when backward has ended; what
-gradwire issues for itself at the end of a step comes behind that call. With `static_graph` it is issued before the
-first step's first bucket, and nothing waits. A state that has never seen its DDP model does not know of it: there
-NCCL has to keep the order.
+DDP sums that map on its own communicator, in addition to the buckets. On CUDA that sum and a collective of gradwire can
+wait for each other for ever if the GPU has no room for the kernels of both (comms/transport/launch_order.py), so they
+must never be in flight together. With `find_unused_parameters` DDP issues the sum after the last bucket of a step, and
+its stream waits for it in a callback at the end of backward; gradwire issues its own collectives of a step's end after
+that callback. With `static_graph` DDP issues the sum before the first bucket of the first step, and nothing waits for
+it. Without the DDP model the case is unknown: then NCCL has to keep the order.
 
-By that map DDP leaves the gradient of a parameter alone that no rank has used: its average, and with it what a
-compressor has sent of what it held back, goes to nobody. Whether it has, shows in the gradients, also where a state has
-been given no model, or the module inside of it, and nobody knows whether DDP has such a map.
+From the map DDP learns which parameters no rank has used, and leaves their gradients as they are: the average of such a
+parameter, with the residual that the compressor added to it, is lost. The gradients show whether DDP took an average,
+even if the state was given no model, or the module inside the DDP model.
 
-Source: torch/csrc/distributed/c10d/reducer.cpp, `all_reduce_local_used_map` and who calls it (torch 2.13 to 2.15).
+Source: torch/csrc/distributed/c10d/reducer.cpp, `all_reduce_local_used_map` and its callers (torch 2.13 to 2.15).
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-
-class Issues(Protocol):
-    """What issues the buckets' collectives."""
-
-    def sync_current_stream(self) -> None:
-        """Puts the current stream behind everything that was issued (on CUDA)."""
+from gradwire.comms.step.listeners import Issues, StepListener
+from gradwire.compressors.base import Layout
 
 
-class UsedMap:
-    """Keeps DDP's sum of the map away from gradwire's collectives, on CUDA; tells which averages DDP does not take.
+class UsedMap(StepListener):
+    """Orders gradwire's collectives with DDP's sum of the map, and finds averages that DDP did not take.
 
     Args:
-        model: Whose buckets come; only a DDP model tells what it sums.
-        holds_back: Something may be held back of gradients: then it counts which averages DDP has taken.
+        model: The model whose buckets arrive; only for a DDP model is it known what DDP sums.
+        device: Device of the buckets.
+        left_alone: Called once a step, after DDP's part of it, with the parameters whose averages DDP did not take;
+            None if no residuals are kept, so that it does not matter.
     """
 
-    def __init__(self, model: nn.Module | None, *, holds_back: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        device: torch.device,
+        left_alone: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> None:
         known = model if isinstance(model, DistributedDataParallel) else None
+        self._device = device
+        self._left_alone = left_alone
         self._in_first_step = known is not None and known.static_graph
         self._handed_over: list[tuple[Tensor, int, int, int]] = []
-        """A step's parameters, where their bucket lies, and the state of their gradients then."""
+        """Parameters of the step, with the memory of their bucket, and the state of their gradients at its arrival."""
         self._in_every_step = known is not None and known.find_unused_parameters and not known.static_graph
-        self._looks = holds_back and (known is None or self._in_every_step)
+        self.wants_buckets = left_alone is not None and (known is None or self._in_every_step)
 
-    def bucket_came(self, parameters: Sequence[Tensor], flat: Tensor) -> None:
-        """DDP has handed over a bucket, whose average takes the place of `flat`."""
-        if self._looks:
-            memory = flat.untyped_storage().data_ptr()
-            self._handed_over += [(parameter, memory, *_written(parameter)) for parameter in parameters]
+    @property
+    def ends_after_ddp(self) -> bool:
+        """Whether DDP's stream waits for the sum, and DDP takes averages, in a later callback of autograd."""
+        return self._in_every_step or self.wants_buckets
 
-    def left_alone(self) -> list[Tensor]:
-        """The parameters whose averages DDP has not taken, now that it has ended a backward pass; once a step.
+    def step_began(self, steps: int) -> None:
+        """Waits on the host for the sum that DDP has issued, in the first step of a static graph on CUDA."""
+        self._handed_over.clear()
+        if steps == 0 and self._in_first_step and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
-        None where all would be: no DDP takes averages then, but somebody else, later.
+    def bucket_came(self, layout: Layout | None, parameters: Sequence[Tensor], flat: Tensor) -> None:
+        """Records the gradients of a bucket before DDP replaces them by the averages."""
+        memory = flat.untyped_storage().data_ptr()
+        self._handed_over += [(parameter, memory, *_written(parameter)) for parameter in parameters]
+
+    def last_bucket_sent(self, communicator: Issues) -> None:
+        """Orders DDP's sum, which follows, after all collectives of the step's buckets."""
+        if self._in_every_step:
+            communicator.sync_current_stream()
+
+    def ddp_ended(self) -> None:
+        """Passes on the parameters whose averages DDP did not take."""
+        if self._left_alone is not None:
+            self._left_alone(self.unchanged())
+
+    def unchanged(self) -> list[Tensor]:
+        """Returns the parameters whose averages DDP has not taken in this backward pass, and forgets the pass.
+
+        Empty if it took none at all: then another reducer than DDP will take them later.
         """
         handed_over, self._handed_over = self._handed_over, []
         left = [
@@ -65,32 +89,8 @@ class UsedMap:
         ]
         return left if len(left) < len(handed_over) else []
 
-    @property
-    def ends_backward(self) -> bool:
-        """Whether a step ends behind the last of autograd's calls so far.
-
-        There DDP's stream waits for the sum, and DDP takes the averages.
-        """
-        return self._in_every_step or self._looks
-
-    def step_begins(self, device: torch.device, step: int) -> None:
-        """A step's first bucket has come, and nothing is issued yet; the host waits for the sum in the first one.
-
-        Args:
-            device: Of the bucket.
-            step: Steps before this one.
-        """
-        self._handed_over.clear()
-        if step == 0 and self._in_first_step and device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def last_is_issued(self, communicator: Issues) -> None:
-        """The collectives of a step's last bucket are issued: DDP's stream goes on behind all of them."""
-        if self._in_every_step:
-            communicator.sync_current_stream()
-
 
 def _written(parameter: Tensor) -> tuple[int, int]:
-    """What changes when a parameter's gradient is written or replaced."""
+    """Returns values that change when a parameter's gradient is written or replaced."""
     gradient = parameter.grad
     return (0, 0) if gradient is None else (gradient.data_ptr(), gradient._version)

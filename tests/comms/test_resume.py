@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
 
 import gradwire
+from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.resume import Resume, from_rows, to_rows
 from gradwire.comms.run.all_reduces import Bucket, FutureTensor, finish, pack
 from gradwire.compressors.base import Layout, Slice
@@ -267,12 +268,12 @@ def a_bucket(flat: Tensor, layout: Layout) -> tuple[Bucket, FutureTensor]:
 
 def test_gradients_travel_in_the_saved_transfers_and_come_back_to_their_buckets() -> None:
     transfers = [layout(("b", 0, 10), ("a", 0, 4)), layout(("a", 4, 6))]
-    resume = Resume(to_rows(transfers))
+    resume = Resume(to_rows(transfers), Fusion(FusionPlan()))
     a, b = torch.arange(10.0), torch.arange(100.0, 110.0)
     waiting = [a_bucket(a, layout(("a", 0, 10))), a_bucket(b, layout(("b", 0, 10)))]
-    for bucket, _ in waiting:
-        resume.add(bucket)
-    launches = resume.end_step()
+    assert not resume.add(waiting[0][0])
+    launches = resume.add(waiting[1][0])
+    assert not resume.flush() and not resume.end_step()
     assert [launch.layout for launch in launches] == transfers
     assert torch.equal(pack(launches[0]), torch.cat([torch.arange(100.0, 110.0), torch.arange(4.0)]))
     for launch in launches:
@@ -284,7 +285,7 @@ def test_gradients_travel_in_the_saved_transfers_and_come_back_to_their_buckets(
 
 
 def test_a_step_with_other_parameters_travels_as_it_comes_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    resume = Resume(to_rows([layout(("a", 0, 10), ("b", 0, 10))]))
+    resume = Resume(to_rows([layout(("a", 0, 10), ("b", 0, 10))]), Fusion(FusionPlan()))
     bucket, future = a_bucket(torch.arange(10.0), layout(("a", 0, 10)))
     resume.add(bucket)
     for launch in resume.end_step():
@@ -294,10 +295,9 @@ def test_a_step_with_other_parameters_travels_as_it_comes_and_says_so(caplog: py
 
 
 def test_an_error_reaches_every_bucket() -> None:
-    resume = Resume(to_rows([layout(("a", 0, 10))]))
+    resume = Resume(to_rows([layout(("a", 0, 10))]), Fusion(FusionPlan()))
     bucket, future = a_bucket(torch.zeros(10), layout(("a", 0, 10)))
-    resume.add(bucket)
-    for launch in resume.end_step():
+    for launch in resume.add(bucket):
         finish(launch, pack(launch), RuntimeError("rank 3 is missing"), None)
     with pytest.raises(RuntimeError, match="rank 3 is missing"):
         future.wait()

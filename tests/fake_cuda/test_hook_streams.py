@@ -136,7 +136,7 @@ def test_a_step_ends_behind_the_call_in_which_ddp_waits_for_its_map(sums_the_map
     def before(job: Job, step: int) -> None:
         order = orders.setdefault(job.rank, [])
         if step == 1:
-            job.state._used_map._in_every_step = sums_the_map
+            job.state._connection.listeners.get("used_map")._in_every_step = sums_the_map
             for owner, name, whose in ((job.state, "_end_step", "gradwire's"), (job, "_allocate", "DDP's")):
                 setattr(owner, name, partial(noted, order, whose, getattr(owner, name)))
 

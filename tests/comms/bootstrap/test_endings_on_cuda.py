@@ -25,6 +25,7 @@ from gradwire.comms.bootstrap.failure_reporter import CollectiveError
 from gradwire.comms.config import Config
 from gradwire.comms.run.all_reduces import Bucket
 from gradwire.comms.run.stream_executor import StreamExecutor
+from gradwire.comms.step import optimizer_guard
 from gradwire.comms.transport.groups import Groups
 from support.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda
 from support.threads import run_ranks
@@ -314,7 +315,7 @@ def test_no_optimizer_steps_on_what_was_not_averaged() -> None:
         executor.poison(bucket)
         assert flat.cpu().isnan().tolist() == [True] + [False] * 7
         rank.state.close()
-        assert rank.state not in hook._on_cuda
+        assert rank.state not in optimizer_guard._guarded
         return True
 
     assert on_ranks("ab", body, plan="hierarchical")[0]

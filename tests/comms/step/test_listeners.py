@@ -6,15 +6,19 @@ import pytest
 
 from gradwire.comms.report import Report
 from gradwire.comms.step.listeners import (
+    COMPRESSED_STEPS,
     CUTS,
     FIRST_STEPS,
     LOADED,
+    MEMBERSHIP,
     OBSERVER,
     ORDER,
     RESIDUAL_NOTES,
+    RETURNED,
     SAMPLES,
     STEP_WATCH,
     UNIT_RATES,
+    USED_MAP,
     EndedStep,
     Listeners,
     StepListener,
@@ -42,6 +46,9 @@ class Noting(StepListener):
 def test_the_order_is_declared_and_kept() -> None:
     """Several start collectives, so all ranks must call them alike; reasons stand at `ORDER`."""
     assert ORDER == (
+        USED_MAP,  # waits for a sum of DDP, before any collective of ours
+        RETURNED,  # refuses gradients before they are used
+        COMPRESSED_STEPS,  # commits state that others read
         LOADED,  # what is sent at all goes by what was loaded
         UNIT_RATES,  # measures links, with nothing in flight
         FIRST_STEPS,  # changes the rates that all that follows plans by
@@ -50,6 +57,7 @@ def test_the_order_is_declared_and_kept() -> None:
         OBSERVER,  # its exchange travels by the plan of the step that has ended
         CUTS,  # changes the plan of the next one
         SAMPLES,  # starts an exchange at a begin, when no other measures links
+        MEMBERSHIP,  # calls the user, after a finished step
     )
     heard: list[str] = []
     listeners = Listeners()
@@ -73,7 +81,7 @@ def test_who_is_not_asked_for_is_not_called() -> None:
 
 
 def test_a_listener_has_a_place_in_the_order() -> None:
-    with pytest.raises(ValueError, match=r"`name` is 'mine'; wanted one of loaded.*say there when it is called"):
+    with pytest.raises(ValueError, match=r"`name` is 'mine'; wanted one of used_map.*say there when it is called"):
         Listeners().add("mine", StepListener())
 
 

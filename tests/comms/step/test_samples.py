@@ -206,7 +206,7 @@ def test_a_number_of_samples_that_makes_no_sense_is_refused() -> None:
         state.samples = -1
     for wrong in (True, 2.0):
         with pytest.raises(TypeError, match=r"`samples` is .* wanted int"):
-            state.samples = wrong
+            state.samples = wrong  # type: ignore[assignment]
     with pytest.raises(ValueError, match="`samples` is given, and `reduction` is 'sum'"):
         gradwire.HookState().samples = 4
 

@@ -57,10 +57,10 @@ def test_where_ddp_sums_the_map(
     layer = nn.Linear(2, 2)
     recorded = Recorded()
     monkeypatch.setattr(torch.cuda, "synchronize", recorded.synchronize)
-    used = UsedMap(layer if options is None else DistributedDataParallel(layer, **options))
+    used = UsedMap(layer if options is None else DistributedDataParallel(layer, **options), CUDA)
     for step in range(3):
-        used.step_begins(CUDA, step)
-        used.last_is_issued(recorded)
+        used.step_began(step)
+        used.last_bucket_sent(recorded)
     assert (recorded.waited, recorded.rejoined) == (first, 3 * every)
 
 

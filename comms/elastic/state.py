@@ -1,0 +1,161 @@
+"""The hook's state in elastic training, which repeats a step if a rank fails before all ranks have its averages."""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.comms.bootstrap.compat import GradBucket
+from gradwire.comms.config import Config
+from gradwire.comms.elastic.ddp import ElasticTraining, OnMembershipChange
+from gradwire.comms.elastic.membership import View
+from gradwire.comms.elastic.resilient_ops import Change
+from gradwire.comms.elastic.transfer import Carried
+from gradwire.comms.hook import HookState
+from gradwire.comms.resume import Resume
+from gradwire.comms.run.all_reduces import Bucket, FutureTensor
+from gradwire.comms.session import GradientSession
+
+if TYPE_CHECKING:
+    from gradwire.comms.checkpoint import Checkpoint
+
+log = logging.getLogger("gradwire")
+
+JOINED = (
+    "`state` was loaded by a process that has just joined a running job. That job has sent it the model, the objects "
+    "in `extra_state` and the compressor's counters: load no checkpoint if GRADWIRE_ELASTIC names a job"
+)
+
+
+class ElasticHookState(HookState):
+    """A `HookState` whose steps complete even if ranks fail; `HookState(..., elastic=True)` creates it.
+
+    Overrides the points of a step at which ranks can change. `ElasticTraining` decides what is kept and repeated.
+
+    Args:
+        model_or_group: See `HookState`; a DDP model or None.
+        config: See `HookState`.
+        extra_state: See `HookState`.
+        on_membership_change: See `HookState`.
+        **options: See `HookState`.
+    """
+
+    NEEDS_LAYOUTS = True
+
+    def __init__(
+        self,
+        model_or_group: nn.Module | dist.ProcessGroup | None = None,
+        *,
+        config: Config | None = None,
+        extra_state: Sequence[Carried] = (),
+        on_membership_change: OnMembershipChange | None = None,
+        **options: object,
+    ) -> None:
+        self._elastic = ElasticTraining(self, extra_state, on_membership_change)
+        super().__init__(model_or_group, config=config, extra_state=(), on_membership_change=None, **options)
+
+    def bind(self, model: nn.Module) -> None:
+        """Binds the DDP model as `HookState.bind` does, and gives it a process group that changes with the ranks."""
+        super().bind(model)
+        self._group = self._elastic.take_over_group()
+
+    @property
+    def view(self) -> View:
+        """See `OptionalMembers.view`."""
+        return super().view if self._elastic.resilient_ops is None else self._elastic.resilient_ops.view
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """See `OptionalMembers.changes`."""
+        return super().changes if self._elastic.resilient_ops is None else tuple(self._elastic.resilient_ops.changes)
+
+    def admit_joining(self) -> None:
+        """See `OptionalMembers.admit_joining`."""
+        self._elastic.admit_joining()
+
+    def close(self) -> None:
+        """Leaves the other ranks, and ends this rank's threads."""
+        super().close()
+        self._elastic.close()
+
+    def send_again(self, buckets: list[Bucket], transfers: Tensor | None) -> None:
+        """Starts the all-reduces of a step again, after the ranks have changed.
+
+        Args:
+            buckets: The buckets of the step, with their gradients restored.
+            transfers: All-reduces that the step has to use, in the encoding of `Resume`; None if it is free.
+        """
+        connection = self._connected("backward()")
+        self._transfers.clear()
+        self._buckets = buckets
+        connection.fusion.defers = self._backward.marks_last_bucket
+        connection.grouping = connection.fusion if transfers is None else Resume(transfers, connection.fusion)
+        for bucket in buckets:
+            self._elastic.agree(connection)
+            super()._send(connection, bucket)
+
+    def send_rest(self, connection: GradientSession) -> None:
+        """Starts all deferred all-reduces of the step."""
+        super()._send_rest(connection)
+
+    def _check_model(self, model: nn.Module) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(  # noqa: TRY004 - the option does not fit, not the type
+                f"`elastic` is set, and `model` is a {type(model).__name__}; wanted the DistributedDataParallel "
+                "model: its own process group has to change with the ranks"
+            )
+        self._elastic.bind(model)
+        super()._check_model(model)
+
+    def _check_group(self, bucket: GradBucket) -> None:
+        """Does nothing: the group of the model is the state's own, and changes with the ranks."""
+
+    def _connect_ranks(self, group: dist.ProcessGroup, device: torch.device) -> GradientSession:
+        return self._elastic.connect(group, device)
+
+    def _close_ranks(self, connection: GradientSession) -> None:
+        if self._elastic.resilient_ops is None:
+            super()._close_ranks(connection)
+
+    def _restore(self, found: "Checkpoint") -> None:
+        if not self._elastic.has_just_joined:
+            super()._restore(found)
+        elif found is self._pending:
+            # It was loaded before the process joined, as were the weights that the job has replaced.
+            self._pending = None
+            log.warning("a state was loaded, and this process has joined a running job: it goes on from that job's own")
+        else:
+            raise ValueError(JOINED)
+
+    def _begin_step(self, connection: GradientSession) -> None:
+        super()._begin_step(connection)
+        resume = connection.grouping if isinstance(connection.grouping, Resume) else None
+        saved = self._elastic.begin_step(connection.communicator, None if resume is None else resume.rows)
+        if saved is not None and (resume is None or saved is not resume.rows):
+            connection.grouping = Resume(saved, connection.fusion)
+
+    def _reduce_sparse(self, bucket: GradBucket, sparse: Tensor, connection: GradientSession) -> FutureTensor:
+        raise TypeError("a sparse gradient in elastic training; wanted dense ones: nn.Embedding(sparse=False)")
+
+    def _send(self, connection: GradientSession, arrived: Bucket) -> FutureTensor:
+        send = super()._send
+
+        def start() -> None:
+            self._elastic.agree(connection)
+            send(connection, arrived)
+
+        return self._elastic.add(arrived, start)
+
+    def _send_rest(self, connection: GradientSession) -> None:
+        self._elastic.complete_step()
+
+    def _end_step(self) -> None:
+        self._elastic.complete_step()
+        super()._end_step()
+
+    def _is_together(self) -> bool:
+        return self._elastic.together

@@ -1,0 +1,71 @@
+"""Prepares the compressor for each step of a DDP model, and commits or drops what the step left in it."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compression import Compression
+from gradwire.comms.fusion import Fusion
+from gradwire.comms.resume import Resume
+from gradwire.comms.run.all_reduces import Bucket
+from gradwire.comms.step.listeners import EndedStep, Grouping, StepListener
+
+
+class GroupsBuckets(Protocol):
+    """The part of a session that decides which buckets are reduced together.
+
+    Attributes:
+        fusion: The grouping of most steps.
+        grouping: The grouping of this step.
+    """
+
+    fusion: Fusion
+    grouping: Grouping
+
+
+class CompressedSteps(StepListener):
+    """Runs the compressor's part of each step's beginning and end.
+
+    Args:
+        session: The session whose grouping a resumed step replaces; not kept alive, as it owns this listener.
+        communicator: Communicator of the session.
+        compression: The compressor of all steps.
+    """
+
+    def __init__(self, session: GroupsBuckets, communicator: Communicator, compression: Compression) -> None:
+        self._session: GroupsBuckets = weakref.proxy(session)
+        self._communicator = communicator
+        self._compression = compression
+
+    def step_began(self, steps: int) -> None:
+        """Rescales residuals to the GradScaler's scale, and groups the buckets as the step before a checkpoint did."""
+        if self._compression.loss_scale.follows_scaler:
+            with self._communicator.exclusive():
+                self._compression.loss_scale.follow()
+        saved = self._compression.take_saved_transfers()
+        if saved is not None:
+            self._session.grouping = Resume(saved, self._session.fusion)
+
+    def step_ended(self, step: EndedStep) -> None:
+        """Commits the compressor's new state, or drops it if the averages are not finite."""
+        if self._communicator.device.type != "cuda":
+            self._compression.end_step([*step.buckets, *step.sparse], step.transfers)
+            return
+        try:
+            with self._communicator.exclusive():
+                extremes = [*self._communicator.executor.extremes(), *_sparse_extremes(step.sparse)]
+                self._compression.end_step_on_device(extremes, step.transfers)
+        except Exception as error:
+            # This rank's residuals may differ from those that the other ranks assume, for example if memory ran out.
+            self._communicator.executor.interrupt(error)
+            raise
+
+
+def _sparse_extremes(buckets: Sequence[Bucket]) -> list[Tensor]:
+    """Returns 0-dim tensors that are finite if and only if all values of the sparse averages are."""
+    values = [bucket.result().wait()._values() for bucket in buckets]
+    return [extreme for value in values if value.numel() for extreme in torch.aminmax(value)]

@@ -1,0 +1,41 @@
+"""Refuses an optimizer's step on averages of a failed backward pass, on CUDA, where the host learns of it late."""
+
+import weakref
+from functools import cache
+from typing import Protocol
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class ReportsFailures(Protocol):
+    """A state whose averages an optimizer uses."""
+
+    def raise_failure(self) -> None:
+        """Raises the error with which a step of the state failed, if one did."""
+
+
+_guarded: "weakref.WeakSet[ReportsFailures]" = weakref.WeakSet()
+
+
+def guard(state: ReportsFailures) -> None:
+    """Makes every optimizer raise the failures of `state` before it steps."""
+    _guarded.add(state)
+    _register()
+
+
+def release(state: ReportsFailures) -> None:
+    """Ends `guard` for a state."""
+    _guarded.discard(state)
+
+
+@cache
+def _register() -> RemovableHandle:
+    """Registers the hook once for the process: torch does not allow a hook to remove itself while it runs."""
+    return register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: Optimizer, args: object, named: object) -> None:
+    for state in list(_guarded):
+        state.raise_failure()

@@ -1,0 +1,44 @@
+"""The files of a bucket's path name no optional feature: features attach as listeners, strategies or subclasses."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+COMMS = Path(__file__).resolve().parents[1] / "comms"
+CORE = ("hook.py", "communicator.py", "session.py", "run", "transport/groups.py")
+"""Files and folders that everybody reads who follows a bucket."""
+
+FEATURES = re.compile(r"elastic|samples|resume|used_?map|first_?steps", re.IGNORECASE)
+MOST_LINES_OF_THE_HOOK = 450
+"""With comments and docstrings; 610 when the hook held a branch for each feature."""
+
+MOST_LINES_WITH_ELASTIC = {"communicator.py": 2, "session.py": 2, "run": 0, "transport/groups.py": 0}
+"""File or folder -> lines that name elastic training: a condition on the option, and descriptions."""
+
+
+def lines_with(pattern: re.Pattern[str], place: str) -> list[str]:
+    """Returns the lines of a file, or of all Python files in a folder, that match."""
+    path = COMMS / place
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    assert files, place
+    return [line.strip() for file in files for line in file.read_text().splitlines() if pattern.search(line)]
+
+
+def test_the_hook_names_no_feature() -> None:
+    assert lines_with(FEATURES, "hook.py") == []
+
+
+def test_the_hook_is_read_in_one_go() -> None:
+    assert len((COMMS / "hook.py").read_text().splitlines()) <= MOST_LINES_OF_THE_HOOK
+
+
+@pytest.mark.parametrize("place", MOST_LINES_WITH_ELASTIC)
+def test_the_core_hardly_names_elastic_training(place: str) -> None:
+    found = lines_with(re.compile("elastic", re.IGNORECASE), place)
+    assert len(found) <= MOST_LINES_WITH_ELASTIC[place], found
+
+
+def test_names_of_features_are_found() -> None:
+    assert lines_with(FEATURES, "step/features.py")
+    assert set(MOST_LINES_WITH_ELASTIC) | {"hook.py"} == set(CORE)
