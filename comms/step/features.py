@@ -152,7 +152,7 @@ def follow_backward(
         previous: Listeners of the session before a change of the ranks, whose state is kept; None for a first session.
     """
     if previous is not None:
-        for name in (order.USED_MAP, order.RETURNED):
+        for name in (order.USED_MAP, order.RETURNED, order.PASSES):
             if (listener := previous.get(name)) is not None:
                 listeners.add(name, listener)
         return
@@ -169,7 +169,10 @@ def follow_backward(
         from gradwire.comms.step.returned import ReturnedGradients, keeps_momentum
 
         if keeps_momentum(compression):
+            from gradwire.comms.step.passes_per_step import PassesPerStep
+
             listeners.add(order.RETURNED, ReturnedGradients(compression))
+            listeners.add(order.PASSES, PassesPerStep(compression))
 
 
 def measure_links(listeners: Listeners, communicator: Communicator, config: Config, consensus: MakesAgreement) -> None:

@@ -17,6 +17,7 @@ from gradwire.compressors.base import Layout
 (
     USED_MAP,
     RETURNED,
+    PASSES,
     COMPRESSED_STEPS,
     LOADED,
     UNIT_RATES,
@@ -30,6 +31,7 @@ from gradwire.compressors.base import Layout
 ) = ORDER = (
     "used_map",
     "returned",
+    "passes_per_step",
     "compressed_steps",
     "loaded",
     "unit_rates",
@@ -44,7 +46,7 @@ from gradwire.compressors.base import Layout
 """Names of the listeners, in the order in which each event is passed to them.
 
 - `used_map` is first: on CUDA it waits for a collective of DDP, which must not overlap with any of ours.
-- `returned` refuses gradients, so it comes before any listener that uses them.
+- `returned` and `passes_per_step` refuse gradients, so they come before any listener that uses them.
 - `compressed_steps` commits or drops the compressor's state, which `residual_notes` reads.
 - `loaded` comes before all that send: ranks that loaded different states send messages of different sizes.
 - `unit_rates` and `first_steps` change the rates of the links, by which all later listeners plan, and measure while

@@ -13,6 +13,7 @@ from gradwire.comms.step.listeners import (
     MEMBERSHIP,
     OBSERVER,
     ORDER,
+    PASSES,
     RESIDUAL_NOTES,
     RETURNED,
     SAMPLES,
@@ -48,6 +49,7 @@ def test_the_order_is_declared_and_kept() -> None:
     assert ORDER == (
         USED_MAP,  # waits for a sum of DDP, before any collective of ours
         RETURNED,  # refuses gradients before they are used
+        PASSES,  # refuses a pass before it is used
         COMPRESSED_STEPS,  # commits state that others read
         LOADED,  # what is sent at all goes by what was loaded
         UNIT_RATES,  # measures links, with nothing in flight
