@@ -149,6 +149,8 @@ class Gpu(Endpoint):
     rank: int | None = None
     gdr: bool | None = None
     """Whether the driver says that the GPU supports GPUDirect RDMA."""
+    peers: bool | None = None
+    """Whether it reaches the memory of the node's other GPUs itself; None if the source does not say."""
     memory_nbytes: int | None = None
     uuid: str | None = None
     """As the driver writes it: `GPU-8932f937-d72c-...`."""

@@ -38,6 +38,11 @@ class LevelEstimate:
     """Where both numbers come from, for the report of a plan."""
 
 
+HOST_BYTES_PER_SECOND = 12e9
+"""Rate at which two GPUs without peer access exchange through the host's memory, each way: PCIe 3.0 x16 in NCCL's
+model. Source: NCCL src/graph/topo.h, PCI_BW."""
+
+
 def levels_of(machine: Machine, *, host_memory_bytes_per_second: float | None = None) -> tuple[LevelEstimate, ...]:
     """Returns the levels of a machine, fastest first: inside the node, and between nodes.
 
@@ -84,11 +89,13 @@ def _intra_node(machine: Machine) -> LevelEstimate:
     pcie = [pcie_bytes_per_second(gpu.pcie) for gpu in gpus]
     crossed = {cpu for gpu in gpus if (cpu := labels.cpu(gpu)) is not None}
     sockets = [socket_bytes_per_second(cpu) for cpu in crossed] if len(crossed) > 1 else []
+    host = [HOST_BYTES_PER_SECOND] if len(gpus) > 1 and any(gpu.peers is False for gpu in gpus) else []
+    slowest = "PCIe" + " and the link between sockets" * bool(sockets) + " and host memory, without peers" * bool(host)
     return LevelEstimate(
         name="intra_node",
-        bytes_per_second=_least([*pcie, *sockets]),
+        bytes_per_second=_least([*pcie, *sockets, *host]),
         alpha_seconds=ALPHA_SECONDS["pcie"],
-        source=f"slowest of PCIe{' and the link between sockets' if sockets else ''}: NCCL v2.30; alpha: {_TUNING}",
+        source=f"slowest of {slowest}: NCCL v2.30; alpha: {_TUNING}",
     )
 
 

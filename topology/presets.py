@@ -100,7 +100,8 @@ def dgx_spark() -> Machine:
 def rtx_pro_6000() -> Machine:
     """Returns a workstation with 4 RTX PRO 6000 on PCIe 5 without peer-to-peer, and two ports of 25 Gb/s Ethernet."""
     gpus = tuple(
-        replace(_gpu(i, f"0000:{0x11 + 0x10 * i:02x}:00.0", "numa0", _PRO_6000, 120, GEN5), gdr=False) for i in range(4)
+        replace(_gpu(i, f"0000:{0x11 + 0x10 * i:02x}:00.0", "numa0", _PRO_6000, 120, GEN5), gdr=False, peers=False)
+        for i in range(4)
     )
     note = "GPUs do not reach each other directly: what they send each other passes through the host's memory."
     nic = _ethernet("0000:e1:00.0", 25e9, GEN4, "enp225s0f0np0", "enp225s0f1np1")
@@ -114,7 +115,9 @@ def rtx_5090() -> Machine:
     """Returns a desktop with 2 RTX 5090 on eight lanes of PCIe 5 each, and 10 Gb/s Ethernet."""
     lanes = replace(GEN5, lanes=8)
     gpus = tuple(
-        replace(_gpu(i, f"0000:{i + 1:02x}:00.0", "numa0", "NVIDIA GeForce RTX 5090", 120, lanes), gdr=False)
+        replace(
+            _gpu(i, f"0000:{i + 1:02x}:00.0", "numa0", "NVIDIA GeForce RTX 5090", 120, lanes), gdr=False, peers=False
+        )
         for i in range(2)
     )
     nic = _ethernet("0000:0a:00.0", 10e9, replace(GEN4, lanes=4), "enp10s0")

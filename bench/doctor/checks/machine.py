@@ -6,6 +6,7 @@ from statistics import median
 
 from gradwire.bench.doctor.checks.steps import LEAST_SECONDS, waited_seconds
 from gradwire.bench.doctor.facts import CoreWork, Diagnosis, JobFacts, RankFacts
+from gradwire.topology.levels import HOST_BYTES_PER_SECOND
 from gradwire.topology.wording import duration, listed, nbytes
 
 SMALL_SHM_NBYTES = 256 << 20
@@ -215,10 +216,6 @@ P2P_FIX = {
     4: "modprobe.d: NVreg_RegistryDwords without PeerMappingOverride or RMDisableP2P; then load the driver anew",
     5: "a virtual machine needs its host's permission (vGPU, passthrough with ACS off); else a newer driver",
 }
-
-HOST_BYTES_PER_SECOND = 12e9
-"""That two GPUs exchange through the host's memory, each way: PCIe 3.0 x16 in NCCL's own model. Source: NCCL
-src/graph/topo.h, PCI_BW."""
 
 
 def no_peer_to_peer(facts: JobFacts) -> Iterator[Diagnosis]:
