@@ -27,20 +27,19 @@ REDUCTIONS = ("sum", SAMPLES)
 SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
 TCP_TRANSPORTS = ("auto", "gloo")
-"""Those that may be given a number of connections."""
+"""Transports that accept a number of connections, `gloo:8`."""
 NICS = GLOOS_NIC, NIC_PER_RANK = "auto", "per_rank"
 ENVIRONMENT_PREFIX = "GRADWIRE_"
 
 NEARLY = 0.8
-"""How alike a misspelt name is to the one that was meant, by difflib: 0.86 for COMPRESSION, 0.95 for COMPRESOR."""
+"""Least similarity of a misspelt name to the one that was meant, by difflib: COMPRESSION has 0.86, COMPRESOR 0.95."""
 
 MOST_CHUNKS = 1024
 """Most pieces of a bucket, 16 times as many as the planner takes: with 100,000 a rank plans for minutes."""
-
 NVTX = "nvtx"
-"""The timeline that goes to Nsight Systems in place of a file."""
+"""Value of `trace` that marks NVTX ranges for Nsight Systems, and writes no file."""
 TRACE_STEPS = 20
-"""Steps of a timeline for which no number is given."""
+"""Steps of a trace if no number is given."""
 
 AUTOMATIC = ENVIRONMENT_PREFIX + "HOOK"
 """Names the compressor that every DDP model of the process gets, `none` for an exact hook."""
@@ -48,7 +47,7 @@ AUTOMATIC = ENVIRONMENT_PREFIX + "HOOK"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Reduction:
-    """What becomes of the ranks' gradients: a part of `Config`. In an option it may be a mapping of these names."""
+    """Reduction of the ranks' gradients, a part of `Config`. As an option it may be a mapping of these names."""
 
     kind: str = "sum"
     """`sum` adds them; `samples` averages over samples instead of ranks: each rank says how many its gradients are the
@@ -90,7 +89,7 @@ class Reduction:
 
     @classmethod
     def of(cls, given: object) -> "Reduction":
-        """A reduction by its kind, as a mapping of fields, or as it is.
+        """Makes a reduction of its kind, or of a mapping of fields; returns a `Reduction` unchanged.
 
         Raises:
             ValueError: It is none of these, or a value does not fit.
@@ -108,7 +107,7 @@ class Reduction:
         return cls(kind=str(given))
 
     def __repr__(self) -> str:
-        """As short as an option may be."""
+        """Returns the shortest option that makes this reduction."""
         fields = {entry.name: (getattr(self, entry.name), entry.default) for entry in dataclasses.fields(self)}
         given = {name: value for name, (value, default) in fields.items() if value != default}
         return repr(self.kind) if given.keys() <= {"kind"} else repr(given)
@@ -130,7 +129,7 @@ def _check_switch(options: object, name: str, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """How ranks are connected and what collectives run; every face takes these options."""
+    """Options of connections and collectives; the hook, the backend, `Outer` and `fsdp.apply` take all of them."""
 
     plan: str = "auto"
     """Plan of the all-reduces: `auto` takes the cheapest; `flat`, `hierarchical` and `leader` force one."""
@@ -207,7 +206,7 @@ class Planning:
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
-    """Whether links are measured before the first step."""
+    """Option that decides whether links are measured before the first step."""
 
     probe: bool | None = None
     """Measurement of the links before the first step. True measures latency and bandwidth of every level (two to five
@@ -223,7 +222,7 @@ class Measuring:
 
 @dataclass(frozen=True, kw_only=True)
 class Compressing:
-    """What travels as what between nodes."""
+    """Options of compression between nodes."""
 
     compressor: str | None = None
     """Name of the compressor for the phase between nodes; None is exact."""
@@ -242,7 +241,7 @@ class Compressing:
 
 @dataclass(frozen=True, kw_only=True)
 class Summing:
-    """What becomes of the ranks' gradients."""
+    """Option that decides how the ranks' gradients are combined."""
 
     reduction: "Reduction | str | Mapping[str, object]" = field(default_factory=Reduction)
     """Reduction of the ranks' gradients; see `Reduction`. `sum` (which `average` divides by the ranks), `samples`, or a
@@ -253,13 +252,13 @@ class Summing:
 
     @property
     def sums(self) -> Reduction:
-        """What becomes of the ranks' gradients."""
+        """Reduction of the ranks' gradients."""
         return Reduction.of(self.reduction)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fusing:
-    """Which gradients travel together."""
+    """Option that decides which buckets are sent together."""
 
     fusion: str | float = BUCKET
     """Buckets that are sent in one all-reduce: `bucket` sends each of DDP's buckets alone; a number joins buckets up to
@@ -300,7 +299,7 @@ class Fusing:
 
 @dataclass(frozen=True, kw_only=True)
 class Watching:
-    """What is noticed, and written down, while training runs."""
+    """Options of warnings and traces during training."""
 
     straggler_every: int = 50
     """Steps between two exchanges of arrival times, which name a straggler; 0 exchanges none. See
@@ -352,7 +351,7 @@ class Watching:
 
 @dataclass(frozen=True, kw_only=True)
 class Surviving:
-    """What becomes of training where ranks are lost."""
+    """Option that decides what happens when a rank fails."""
 
     elastic: bool | str = False
     """Whether training continues with the other ranks after a rank or a node fails; see
@@ -375,7 +374,7 @@ def _names_of(part: type) -> tuple[str, ...]:
 
 PLANNING, MEASURING, COMPRESSION = _names_of(Planning), _names_of(Measuring), _names_of(Compressing)
 SUMMING, FUSION, WATCHING, ELASTIC = map(_names_of, (Summing, Fusing, Watching, Surviving))
-"""Names of each part's options: a face declares by parts what it takes."""
+"""Names of each part's options; entry points declare by parts which options they take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,15 +404,14 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
     @classmethod
     def from_env(cls, **options: object) -> "Config":
-        """The configuration that `options` and the environment give; an option wins over its variable.
+        """Builds a configuration from `options` and the environment; an option wins over its variable.
 
         So does `compressor=None`: exact, whatever GRADWIRE_COMPRESSOR says, and that is logged. `elastic=True` leaves
         open which job is joined: there a HOST:PORT of GRADWIRE_ELASTIC counts.
 
-        Every field has a variable: `GRADWIRE_<NAME>`, and `GRADWIRE_TIMEOUT_SECONDS` for `timeout`. An empty one counts
-        as unset.
-        Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`;
-        `compressor_options` is a JSON object and `rules` a JSON list of objects.
+        Every field has a variable, `GRADWIRE_<NAME>`, and `GRADWIRE_TIMEOUT_SECONDS` for `timeout`; empty is unset.
+        Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; `compressor_options` is a JSON object and
+        `rules` a JSON list of objects.
 
         Raises:
             TypeError: An option has an unknown name.
@@ -447,11 +445,11 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
     @classmethod
     def given(cls, config: "Config | None", options: Mapping[str, object]) -> "Config":
-        """The configuration that a face is made with.
+        """Returns the configuration for an entry point.
 
         Args:
-            config: All of it; None: what `options` and the environment give.
-            options: By name.
+            config: A complete configuration; None builds one from `options` and the environment.
+            options: Options by name.
 
         Raises:
             TypeError: Both are given, or an option has an unknown name.
@@ -466,7 +464,7 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
     @classmethod
     def automatic(cls) -> "Config | None":
-        """The configuration that GRADWIRE_HOOK and the other variables give; None where it is unset or empty.
+        """Builds the configuration of GRADWIRE_HOOK and the other variables; returns None if it is unset or empty.
 
         Raises:
             ValueError: It names no compressor, or another one than GRADWIRE_COMPRESSOR; or another variable's value
@@ -485,18 +483,18 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
         return cls.from_env(compressor=name)
 
     def asked_for(self, names: Sequence[str]) -> list[str]:
-        """Those of the named options that ask for anything: whose value is not the default, in order.
+        """Returns those of the named options whose value is not the default, in order.
 
         `probe=False` asks for nothing: it leaves out what is done by default.
         """
         return [name for name in names if asks(name, getattr(self, name))]
 
     def only(self, names: Sequence[str]) -> "Config":
-        """The same values for the named options, and the defaults for all others."""
+        """Returns a copy that has the named options, and the defaults for all others."""
         return Config(**{name: getattr(self, name) for name in names})
 
     def shared(self) -> dict[str, str]:
-        """The fields that must agree on all ranks, as text."""
+        """Returns the fields that must be equal on all ranks, as text for comparison."""
         own = {"hostname", "nic_bytes_per_second"}
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name not in own}
         values["elastic"] = bool(self.elastic)
@@ -506,11 +504,11 @@ class Config(Surviving, Watching, Fusing, Summing, Compressing, Measuring, Plann
 
 
 _warned: set[str] = set()
-"""Misspelt variables that the user has been told of."""
+"""Misspelt variables of which the user has been warned."""
 
 
 def _warn_of_misspelt() -> None:
-    """Warns of variables that are none of gradwire's and nearly have the name of one: nobody reads them."""
+    """Warns of variables whose name is nearly that of one of gradwire's: they have no effect."""
     own = sorted({*_VARIABLES, *_OTHER_VARIABLES})
     for variable in sorted(set(os.environ) - _warned):
         name = variable.removeprefix(ENVIRONMENT_PREFIX)
@@ -530,7 +528,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that a misspelt one probably stands for, by its letters or its first words; None without one."""
+    """Returns the known name most like a misspelt one, by its letters or its first words; None if none is near."""
     begun = [each for each in known if each.startswith(f"{name}_")]  # TIMEOUT for TIMEOUT_SECONDS
     near = begun or get_close_matches(name, known, 1, NEARLY)
     return next(iter(near or [each for each in known if name.startswith(f"{each}_")]), None)
@@ -557,7 +555,7 @@ def _check_fusion(fusion: str) -> None:
 
 
 def asks(name: str, value: object) -> bool:
-    """Whether a value of an option of `Config` asks for anything; see `Config.asked_for`."""
+    """Returns whether a value of an option differs from the default; see `Config.asked_for`."""
     if name == "probe":
         return value is True
     if name == "reduction":
@@ -568,7 +566,7 @@ def asks(name: str, value: object) -> bool:
 
 
 def automatic_hook_wanted() -> bool:
-    """Whether GRADWIRE_HOOK is set; its value is looked at when the first model is made."""
+    """Returns whether GRADWIRE_HOOK is set; its value is checked when the first model is made."""
     return bool(os.environ.get(AUTOMATIC))
 
 

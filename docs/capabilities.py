@@ -8,7 +8,7 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -47,8 +47,9 @@ def option_sentences() -> dict[str, str]:
         (body,) = ast.parse(inspect.getsource(part)).body
         assert isinstance(body, ast.ClassDef)
         for field, text in zip(body.body, body.body[1:], strict=False):
-            described = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and described:
+            if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
+                continue
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 found[field.target.id] = first_sentence(ast.literal_eval(text.value))
     return {name: found[name] for name in Config.__dataclass_fields__}
 
@@ -66,7 +67,7 @@ def listeners() -> Iterator[type[StepListener]]:
 
 def compressors() -> dict[str, str]:
     """Returns the names of each kind of compressor, joined, and the first sentence of its module."""
-    kinds: dict[type, list[str]] = {}
+    kinds: dict[Callable[..., object], list[str]] = {}
     for name in registry.BUILT_IN:
         factory = registry._factories[name]
         kinds.setdefault(factory.func if isinstance(factory, partial) else factory, []).append(name)
@@ -76,7 +77,7 @@ def compressors() -> dict[str, str]:
     }
 
 
-def _of_module(kind: type) -> str:
+def _of_module(kind: Callable[..., object]) -> str:
     return first_sentence(inspect.getdoc(inspect.getmodule(kind)))
 
 

@@ -1,1 +1,1 @@
-"""Running plans: launches, the programs that they are, and the executor that issues their collectives."""
+"""Running plans: all-reduces, the programs that issue their collectives, and the executors that run those."""

@@ -1,6 +1,7 @@
-"""What an executor is given and gives back: buckets, the launches that carry them, and how a launch ends.
+"""Buckets, the all-reduces that carry them, and `finish`, which completes the futures of buckets at the end.
 
-What happens at the end of a transfer (copying back, completing futures) is in the launch itself, as data.
+An `AllReduce` carries a bucket, a piece of one, or several joined ones. It is data: executors call `pack` before
+it runs and `finish` after it.
 """
 
 import threading
@@ -18,50 +19,58 @@ from gradwire.compressors.base import Layout
 
 FutureTensor = torch.futures.Future[Tensor]
 Open = torch.futures.Future[Tensor | BaseException]
-"""A future of a tensor, or of the error that took its place: raised only in a `.then`, an error's message survives
+"""A future of a tensor, or of an error as a value. It is raised in a `.then`: only so does its message survive
 DDP's reducer."""
 
 _PENDING = threading.RLock()
-"""Held while a bucket's count of launches changes: its pieces may end in different lanes, and garbage that is collected
-meanwhile may end another's."""
+"""Guards `Bucket.pending` and `Bucket.error`: the pieces of a bucket may end in different lanes. Reentrant, because
+garbage collection inside the section may finish another bucket."""
 
 NO_PLAN = RankPlan(Plan("none", (), 1, 0, 0.0, {}, ""), (), (), 0, False)
-"""The rank plan of what follows no plan."""
+"""The rank plan of an operation that follows no plan, such as a sparse sum."""
 
 
 def unwrap(done: Open) -> Tensor:
-    """The tensor of a finished future, the bucket's own; for `done.then(unwrap)`.
+    """Returns the tensor of a finished future, or raises its error; for `done.then(unwrap)`.
+
+    Args:
+        done: Finished future of a bucket.
 
     Raises:
-        BaseException: The value, where it is an error.
+        BaseException: The value, if it is an error.
     """
     value = done.value()
     if isinstance(value, BaseException):
         try:
             raise value.with_traceback(None)
         finally:
-            # The traceback keeps this frame, and the future keeps the error: a circle through C++, never collected.
+            # The traceback keeps this frame and the future the error: a cycle through C++ that is never collected.
             del done, value
     return value
 
 
 class Pool:
-    """Buffers for launches: none is used twice at a time, and those of ended launches are kept for the next step.
+    """Buffers in which buckets are joined, reused from step to step.
 
-    On CUDA nothing is kept: torch's allocator already reuses memory, and knows which streams still read it.
+    On CUDA none is kept: torch's allocator reuses memory itself, and knows which streams still read it.
+
+    Thread safety: all methods may be called from any thread.
+
+    Attributes:
+        allocated: Buffers allocated so far.
     """
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _free and allocated.
         self.allocated = 0
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """A 1-D buffer of exactly `numel` elements, its content undefined.
+        """Returns a 1-D buffer of exactly `numel` elements, uninitialized.
 
         Args:
-            numel: Elements.
-            like: Gives dtype and device.
+            numel: Number of elements.
+            like: Tensor with the dtype and device of the buffer.
         """
         with self._lock:
             free = self._free.get((like.dtype, numel))
@@ -71,7 +80,11 @@ class Pool:
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Takes a buffer that `take` returned, once nothing reads or writes it any more."""
+        """Returns a buffer of `take` to the pool; nothing may read or write it any more.
+
+        Args:
+            buffer: The buffer.
+        """
         if buffer.device.type != "cuda":
             with self._lock:
                 self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
@@ -79,11 +92,11 @@ class Pool:
 
 @dataclass(slots=True)
 class Times:
-    """When a bucket arrived and when it was reduced, by the executor's clock; None before, and where nothing is timed.
+    """Times of a bucket by the executor's clock; None until then, and in steps that are not timed.
 
     Attributes:
-        arrived: When the hook was given it; on CUDA, when its gradients were there.
-        reduced: When its last launch ended.
+        arrived: When DDP handed the bucket to the hook; on CUDA, when its gradients were computed.
+        reduced: When the last all-reduce that carried a part of it ended.
     """
 
     arrived: Mark | None = None
@@ -92,17 +105,17 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """A flat tensor to be averaged, and the future that says when it is.
+    """A flat gradient tensor to be averaged, with the future that DDP waits for.
 
     Attributes:
-        flat: 1-D, contiguous; changed in place. Not to be touched until the future is done.
-        layout: Which parameter lies where in it; None where it is never compressed.
-        times: When it arrived, and when its last launch ended.
-        future: Completed with `flat`, or with an error. On CUDA made when it is needed.
-        pending: Launches that still carry a part of it.
-        error: What went wrong first.
-        ends: On CUDA, where launches that carried a part of it stand on their streams.
-        index: Its place among the buckets of its step.
+        flat: 1-D and contiguous; averaged in place. Must not be used until the future is done.
+        layout: Place of each parameter in `flat`; None if the bucket is never compressed.
+        times: Times of arrival and of the end.
+        future: Completed with `flat` or an error. On CUDA made when it is first needed.
+        pending: Number of all-reduces in flight that carry a part of it. Guarded by `_PENDING`.
+        error: First error of those; None if there was none. Guarded by `_PENDING`.
+        ends: On CUDA, events at the ends of all-reduces that carried a part of it.
+        index: Position among the buckets of its step.
     """
 
     flat: Tensor
@@ -116,14 +129,21 @@ class Bucket:
 
     @classmethod
     def of(cls, flat: Tensor, layout: Layout | None = None, arrived: Mark | None = None, index: int = 0) -> "Bucket":
-        """A bucket that arrives now, with an open future."""
+        """Makes a bucket that arrives now, with an open future.
+
+        Args:
+            flat: As the attribute.
+            layout: As the attribute.
+            arrived: Time of arrival; None if the step is not timed.
+            index: As the attribute.
+        """
         return cls(flat, layout, Times(arrived), None if flat.is_cuda else torch.futures.Future(), index=index)
 
     def result(self) -> FutureTensor:
-        """The future of the averaged `flat`; on a CPU waiting for it raises what went wrong.
+        """Returns the future of the averaged `flat`; on a CPU waiting for it raises the bucket's error.
 
-        On CUDA whoever starts the launch gets the error, and the future has an event on the device: no callback, which
-        would take one more stream.
+        On CUDA an error is raised by the executor's `start` instead, and the future carries an event on the device
+        rather than a callback, which would need a stream of its own.
         """
         if not self.flat.is_cuda:
             assert self.future is not None
@@ -135,16 +155,16 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class AllReduce:
-    """One all-reduce to start: a bucket, a piece of one, or several joined ones.
+    """One all-reduce to start: a bucket, a piece of one, or several joined buckets.
 
     Attributes:
-        parts: 1-D, contiguous, of one dtype and device: what travels, end to end; averaged in place.
-        layout: Which parameter lies where in all of them together, if they may be compressed.
-        buckets: Whose parts these are; their futures are completed at its end.
-        pool: Where the memory that several parts travel in comes from; None takes new memory.
-        counted: Whether reports count it; what the ranks tell each other about themselves is not.
-        alone: Nothing else is under way from here until it has ended, on any rank: one thread takes it through all
-            lanes then, where it is one chunk, and no other one is woken.
+        parts: Tensors to average in place, as if concatenated: 1-D, contiguous, of one dtype and device.
+        layout: Place of each parameter in their concatenation; None if it is not compressed.
+        buckets: Buckets that the parts belong to; their futures are completed at the end.
+        pool: Pool of the buffer in which several parts are joined; None allocates.
+        counted: Whether reports count it; messages between ranks that are no gradients are not counted.
+        alone: Whether nothing else is in flight on any rank until it ends. One thread then takes it through all lanes,
+            if it is one chunk, and wakes no other.
     """
 
     parts: Sequence[Tensor]
@@ -156,10 +176,13 @@ class AllReduce:
 
 
 def pack(all_reduce: AllReduce) -> Tensor:
-    """What travels in one piece: the only part itself, or a copy of all of them, end to end.
+    """Returns one tensor to reduce: the only part itself, or a copy of all parts end to end.
+
+    Args:
+        all_reduce: The all-reduce that is about to start.
 
     Raises:
-        torch.OutOfMemoryError: There is no memory for the copy; the gradients are as they were.
+        torch.OutOfMemoryError: No memory for the copy; the gradients are unchanged.
     """
     parts = all_reduce.parts
     if len(parts) == 1:
@@ -170,21 +193,22 @@ def pack(all_reduce: AllReduce) -> Tensor:
 
 
 def finish(all_reduce: AllReduce, flat: Tensor, error: BaseException | None, now: Mark | None) -> None:
-    """Ends a launch: copies averages back, and completes the futures of buckets that no other launch still carries.
+    """Ends an all-reduce: copies the averages back, and completes the futures of buckets that are complete.
 
     Args:
-        all_reduce: Which.
-        flat: What `pack` gave, with the averages.
-        error: What went wrong, if anything did; the buckets' futures are completed with the first error.
-        now: The moment, for the buckets' times.
+        all_reduce: The all-reduce that has ended.
+        flat: The tensor of `pack`, which holds the averages.
+        error: What failed; None if nothing did. A bucket's future is completed with the first error of its parts.
+        now: Time of the end; None if it is not timed.
     """
     if error is None and len(all_reduce.parts) > 1:
         try:
             sources = torch.split(flat, [part.numel() for part in all_reduce.parts])
-            torch._foreach_copy_(list(all_reduce.parts), list(sources))  # one launch on CUDA
+            torch._foreach_copy_(list(all_reduce.parts), list(sources))  # One kernel on CUDA.
         except BaseException as failed:  # noqa: BLE001 - whatever it is, the futures carry it
             error = failed
-        if all_reduce.pool is not None and error is None:  # after an error another chunk may still write to it
+        # After an error another chunk may still write to the buffer, so it is not reused.
+        if all_reduce.pool is not None and error is None:
             all_reduce.pool.give_back(flat)
     for bucket in all_reduce.buckets:
         with _PENDING:
@@ -201,19 +225,19 @@ def finish(all_reduce: AllReduce, flat: Tensor, error: BaseException | None, now
 
 @dataclass(slots=True, eq=False)
 class RunningAllReduce:
-    """A launch under way.
+    """An all-reduce in flight.
 
     Attributes:
-        all_reduce: What is under way.
-        flat: What travels, in one piece.
-        rank_plan: Its plan, and this rank's part in it.
+        all_reduce: The all-reduce.
+        flat: Tensor of `pack`, reduced in place.
+        rank_plan: This rank's part in its plan.
         scale: Factor on every rank's contribution.
-        flush: Travel dense, with what the compressor holds back added.
+        flush: Whether it is sent uncompressed, with the compressor's residuals added.
         pending: Chunks that have not ended.
-        number: Launches started before it; the same on all ranks.
-        began: When it was started, where that is of interest.
-        ends: On CUDA, where the chunks that have ended stand on their streams.
-        extremes: On CUDA, where the averages are looked at: memory for the least and the largest, 0-dim.
+        number: Number of all-reduces started before it; the same on all ranks.
+        began: Time of its start; None if it is not timed.
+        ends: On CUDA, events at the ends of its chunks.
+        extremes: On CUDA, 0-dim buffers for the least and the largest average; empty unless averages are checked.
         after: Factor on the sum.
     """
 
@@ -232,12 +256,12 @@ class RunningAllReduce:
 
 @dataclass(frozen=True, slots=True)
 class EndedAllReduce:
-    """A launch that has ended well, by the host's clock.
+    """An all-reduce that has succeeded, timed by the host's clock.
 
     Attributes:
-        plan: What was done.
-        began: When it was started, in seconds.
-        ended: When its last chunk ended.
+        plan: Its plan.
+        began: Time of its start in seconds.
+        ended: Time at which its last chunk ended.
     """
 
     plan: Plan
@@ -247,13 +271,13 @@ class EndedAllReduce:
 
 @dataclass(frozen=True, slots=True)
 class WaitingAllReduce:
-    """Where the oldest launch under way stands.
+    """Position of the oldest all-reduce in flight, for stall warnings.
 
     Attributes:
-        number: Launches started before it; the same on all ranks.
-        bucket: The first that it carries.
-        phase: `reduce_scatter intra_node`.
-        seconds: Since it was started.
+        number: Number of all-reduces started before it; the same on all ranks.
+        bucket: First bucket that it carries.
+        phase: Phase that it is in, such as `reduce_scatter intra_node`.
+        seconds: Time since its start.
     """
 
     number: int

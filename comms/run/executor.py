@@ -1,6 +1,7 @@
-"""Who runs launches: lanes of threads on a CPU, streams on a device. The communicator chooses, and nobody asks again.
+"""The interface of executors, which run all-reduces by plans: `LaneExecutor` in threads, `StreamExecutor` on CUDA.
 
-Callers know an `Executor`; what only a device needs does nothing in lanes, and they say why.
+The communicator makes one of the two when it connects. Callers use `Executor` alone: methods that only a CUDA device
+needs do nothing in a `LaneExecutor`. An executor knows no optimizer and no report.
 """
 
 from abc import ABC, abstractmethod
@@ -26,28 +27,31 @@ if TYPE_CHECKING:  # each is loaded where it is asked for
     from gradwire.comms.streams import IssuedWork
 
 CLOSING_SECONDS = 5.0
-"""How long `close` waits for the launches under way: longer than a bucket takes."""
+"""Seconds that `close` waits for all-reduces in flight by default; longer than a bucket takes."""
 
 
 class Executor(ABC):
-    """Runs launches along their plans.
+    """Runs all-reduces in the order in which they are started, each by its plan.
+
+    Invariant: all ranks start the same all-reduces in the same order, so their numbers agree.
+
+    Thread safety: one thread starts all-reduces; `oldest`, `interrupt` and `has_ended` may be called from any thread.
 
     Args:
-        programs: What is issued for a chunk.
-        stats: Counts what is sent.
-        failures: Keeps what has failed first.
+        programs: Generators that issue the collectives of a chunk.
+        stats: Counters of bytes and times, one set for each phase.
+        failures: Handler of the first failure on this rank.
 
     Attributes:
         stats: See above.
         failures: See above.
-        launches: How many have been started.
-        carried: On CUDA, the first bucket that each of the last launches carried.
-        checking: On CUDA, whether the averages of compressed launches are looked at for what is not finite: see
-            `extremes`.
-        last: On CUDA, a moment behind everything that came before the last `release`; None before the first.
-        deadline: On CUDA, watches what is under way.
-        activity: What this rank is about, for errors: before the first launch the groups are connected.
-        aborted: Whether this rank has given up its groups.
+        launches: Number of all-reduces started so far.
+        carried: On CUDA, the index of the first bucket of each of the last 256 all-reduces.
+        checking: On CUDA, whether the averages of compressed buckets are checked for NaN and infinity; see `extremes`.
+        last: On CUDA, an event after everything issued before the last `release`; None before the first.
+        deadline: On CUDA, watches for collectives that exceed the time-out; None on a CPU.
+        activity: What this rank is doing, for error messages.
+        aborted: Whether the groups of this rank have been aborted.
     """
 
     def __init__(self, programs: Programs, stats: PhaseStats, failures: FailureHandler) -> None:
@@ -73,34 +77,33 @@ class Executor(ABC):
         hold: bool = False,
         after: float = 1.0,
     ) -> None:
-        """Starts an all-reduce; returns at once. All ranks start the same ones in the same order.
+        """Starts an all-reduce and returns at once. All ranks start the same ones in the same order.
 
         Args:
-            all_reduce: What is reduced, and whose futures it completes.
-            rank_plan: Its plan, and this rank's part in it.
-            scale: Factor on every rank's contribution, applied before anything is narrowed.
-            flush: Travel dense, with what the compressor holds back added.
-            hold: On CUDA the last all-gathers may wait until another launch has started, or `release` is called.
+            all_reduce: The tensors, changed in place, and the buckets whose futures are completed at the end.
+            rank_plan: This rank's part in the plan.
+            scale: Factor on every rank's contribution, applied before any conversion to a narrower dtype.
+            flush: Whether to send uncompressed, with the compressor's residuals added.
+            hold: On CUDA, whether the last all-gathers may wait until the next `start`, or `release`.
             after: Factor on the sum.
 
         Raises:
             RuntimeError: The executor is closed.
-            CollectiveError: On CUDA: a launch before this one has failed.
-            torch.OutOfMemoryError: There is no memory to join buckets in, or on CUDA for a phase; the stream that
-                computes then waits for what was issued before, and the gradients of this launch are as they were. On
-                CUDA the other ranks hear of it, and nothing can be started any more.
+            CollectiveError: On CUDA: an earlier all-reduce has failed.
+            torch.OutOfMemoryError: No memory to join buckets, or on CUDA for a phase. The gradients of this all-reduce
+                are unchanged. On CUDA the other ranks are told, and nothing more can be started.
         """
 
     def start_steps(
         self, bucket: Bucket, name: str, steps: Generator[Hop, None, Tensor], lanes: tuple[Lane, ...]
     ) -> None:
-        """Starts what follows no plan; returns at once, on CUDA when all is issued.
+        """Starts a coroutine that follows no plan, such as a sparse sum; returns at once, on CUDA when all is issued.
 
         Args:
-            bucket: Its tensor becomes what the steps return; completed at their end.
-            name: What it is, for errors.
-            steps: Issue collectives; on CUDA they may make the host wait.
-            lanes: That they pass on every rank, in this order; no plan has them.
+            bucket: Bucket whose tensor is replaced by the coroutine's result, and whose future is completed then.
+            name: Name of the operation, for errors.
+            steps: The coroutine: issues collectives and yields the next lane; on CUDA it may block the host.
+            lanes: Lanes that it visits on every rank, in this order; no plan uses them.
 
         Raises:
             As `start`.
@@ -111,7 +114,7 @@ class Executor(ABC):
 
     @abstractmethod
     def _start_steps(self, run: RunningAllReduce, name: str, steps: Iterator[Hop], lanes: tuple[Lane, ...]) -> None:
-        """Starts steps that complete their launch by themselves; see `start_steps`."""
+        """Starts a coroutine that completes its own all-reduce; see `start_steps`."""
 
     def _completing(self, run: RunningAllReduce, steps: Generator[Hop, None, Tensor]) -> Iterator[Hop]:
         self._raise_failure()
@@ -123,20 +126,20 @@ class Executor(ABC):
         """Takes one chunk through the phases of its plan; see `Programs.run_chunk`.
 
         Raises:
-            CollectiveError: A launch before this one has failed.
+            CollectiveError: An earlier all-reduce has failed.
         """
         self._raise_failure()
         yield from self._programs.run_chunk(run, chunk)
 
     def migrate(self, layout: Layout, rank_plan: RankPlan, device: torch.device, *, ask: bool = True) -> None:
-        """Starts to move compression state inside this node, for a bucket whose parameters travel in a new layout.
+        """Starts to move compression state between the ranks of this node, for a bucket with a new layout.
 
-        Runs in the order of the launches, before whatever is started next; changes the compressor's state in place.
+        Runs after the all-reduces started before, and before the next one; changes the compressor's state in place.
 
         Args:
-            layout: Which parameter lies where in the bucket.
-            rank_plan: The bucket's: says which runs of elements this rank compresses.
-            device: Where the bucket is.
+            layout: Place of each parameter in the bucket.
+            rank_plan: The bucket's plan: gives the elements that this rank compresses.
+            device: Device of the bucket.
             ask: See `migration.migrate`.
         """
         if self._programs.compresses and rank_plan.shares_ownership:
@@ -144,64 +147,67 @@ class Executor(ABC):
 
     @abstractmethod
     def _start_migration(self, steps: Iterator[Hop]) -> None:
-        """Has steps that move compression state take their turn among the launches."""
+        """Queues a coroutine that moves compression state behind the all-reduces started so far."""
 
     @abstractmethod
     def close(self, seconds: float | None = None) -> bool:
-        """Ends everything when the launches under way have ended; later launches fail.
+        """Waits for the all-reduces in flight and ends the executor; later ones fail.
 
         Args:
-            seconds: For the launches under way; by default `CLOSING_SECONDS` on a CPU, and on CUDA as long as the other
-                ranks are there, at most the time-out: nobody has waited for the step's averages yet. On a CPU those
-                that have not ended then (a rank they need is gone, say) are given up, and their futures completed with
-                an error. On CUDA nothing is given up here, and averages of what has not ended become NaN.
+            seconds: Longest wait. By default `CLOSING_SECONDS` on a CPU; on CUDA the time-out, as long as the other
+                ranks are alive. On a CPU, futures of all-reduces that are unfinished then are completed with an error;
+                on CUDA their averages become NaN.
 
         Returns:
-            Whether what it used may be closed in order: nothing waits on a device for what will not come.
+            Whether transports may be closed in order: no device waits for a rank that will not come.
         """
 
     @property
     @abstractmethod
     def has_ended(self) -> bool:
-        """Whether no thread of it runs any more: none touches the memory of a launch from here on."""
+        """Whether all of its threads have ended, so that no gradient is read or written any more."""
 
     @property
     def failure(self) -> CollectiveError | None:
-        """What has failed first, once the other ranks have been asked."""
+        """The first failure, with what the other ranks reported; None if nothing has failed."""
         return self.failures.error
 
     def _raise_failure(self) -> None:
-        """Raises what has failed."""
+        """Raises the first failure, if there is one."""
         failure = self.failure
         if failure is not None:
-            raise failure.with_traceback(None)  # the frames of earlier launches hold their tensors
+            # Without the traceback, whose frames would keep the tensors of earlier all-reduces.
+            raise failure.with_traceback(None)
 
     @abstractmethod
     def oldest(self) -> WaitingAllReduce | None:
-        """Where the launch stands that was started first of those under way; None without one, and on CUDA. Any thread.
+        """Returns the position of the oldest all-reduce in flight; None if there is none, and on CUDA. Any thread.
 
-        Also None between two looks of a lane: ask again.
+        May also be None for the moment in which a job passes from one lane to the next.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Issues what `start` has held back; all ranks, at the same point of the sequence of launches.
+        """Issues the all-gathers that `start` has held back; all ranks call it at the same point of the sequence.
 
         Raises:
-            CollectiveError: On CUDA: a launch has failed, or another rank is gone.
+            CollectiveError: On CUDA: an all-reduce has failed, or another rank has exited.
         """
 
     @abstractmethod
     def extremes(self) -> list[Tensor]:
-        """The least and largest average of each compressed launch since the last call: CUDA, 0-dim. `release` first."""
+        """Returns the least and largest average of each compressed all-reduce since the last call: CUDA, 0-dim.
+
+        `release` must have been called.
+        """
 
     @abstractmethod
     def interrupt(self, error: Exception) -> None:
-        """Gives up what is under way, and all that would come, because of an error here or elsewhere (on CUDA)."""
+        """Aborts everything in flight because of an error on this rank or another (on CUDA). Any thread."""
 
     @abstractmethod
     def raise_failure(self) -> None:
-        """Raises what has failed, so far as that is known; costs nothing otherwise (on CUDA).
+        """Raises the first failure that is known without asking the device (on CUDA).
 
         Raises:
             CollectiveError: See `interrupt`.
@@ -209,19 +215,19 @@ class Executor(ABC):
 
     @abstractmethod
     def poison(self, bucket: Bucket) -> None:
-        """Has the device make one average NaN where gradwire gives up before the step's last bucket has ended, on CUDA.
+        """Makes one average NaN on the device if this rank aborts before the step's last bucket is done (on CUDA).
 
-        The host may have issued the optimizer's step by then. Changes nothing otherwise; the current stream waits for
-        the bucket, as DDP has it do in any case.
+        The host may have issued the optimizer's step by then, which must not use a wrong average. Changes nothing
+        otherwise. The current stream waits for the bucket, as DDP makes it do anyway.
 
         Args:
-            bucket: The last one that was launched in this step: it ends behind all others.
+            bucket: The last bucket of the step, whose all-reduce ends after all others.
         """
 
     @abstractmethod
     def exclusive(self) -> AbstractContextManager[None]:
-        """Brackets what reads or changes a compressor's state outside of a launch: see `Communicator.exclusive`."""
+        """Returns a context for reading or changing a compressor's state: see `Communicator.exclusive`."""
 
     @abstractmethod
     def sync_current_stream(self) -> None:
-        """Puts the current stream behind everything that was issued (on CUDA)."""
+        """Makes the current stream wait for everything issued so far (on CUDA)."""

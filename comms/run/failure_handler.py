@@ -11,18 +11,20 @@ log = logging.getLogger("gradwire")
 
 
 class FailureHandler:
-    """What has failed first on this rank, with what the other ranks say about it. Any thread.
+    """Keeps the first failure of this rank with a diagnosis from all ranks, and aborts everything else because of it.
+
+    Thread safety: all methods may be called from any thread; the first call of `fail` decides.
 
     Args:
-        groups: Aborted, so that nobody waits for this rank any more.
+        groups: Transports to abort, so that no rank waits for this one.
         reporter: Where ranks that survive a failure exchange what they saw.
         rank: This rank.
-        device_state: On CUDA: how many launches have been started, and whether the device waits for others.
+        device_state: On CUDA, returns the number of all-reduces started and whether the device waits for other ranks.
 
     Attributes:
-        error: The diagnosis; None while nothing has failed.
-        tell: Called with it, once: for ranks that wait for this one elsewhere.
-        wake: Called before the others are asked, who may wait for this rank in what is in none of the groups.
+        error: The diagnosis; None as long as nothing has failed.
+        tell: Called once with the diagnosis, for ranks that wait for this one outside of the groups.
+        wake: Called before the other ranks are asked, to end waits for this rank that `groups` knows nothing of.
     """
 
     def __init__(
@@ -39,21 +41,21 @@ class FailureHandler:
         self._reporter = reporter
         self._rank = rank
         self._device_state = device_state
-        self._diagnosing = threading.Lock()
+        self._diagnosing = threading.Lock()  # Held during a diagnosis; guards `error`.
 
     def fail(
         self, where: str, members: Sequence[int], error: BaseException, first: Callable[[], None] = lambda: None
     ) -> CollectiveError:
-        """Ends everything because a collective has failed, and says what happened to the ranks.
+        """Aborts everything because a collective has failed, and asks the other ranks for a diagnosis.
 
         Args:
-            where: Which collective, in words.
-            members: The ranks that an error's `missing` are indices of.
-            error: What it raised.
-            first: Done before anything else if nothing has failed before.
+            where: Name of the collective, for the message.
+            members: Ranks that `error.missing` indexes.
+            error: What the collective raised.
+            first: Called before anything else, if nothing has failed before.
 
         Returns:
-            The diagnosis of the first failure: one that comes of it takes it too.
+            The diagnosis of the first failure, also for failures that follow from it.
         """
         with self._diagnosing:
             if self.error is not None:
@@ -65,10 +67,10 @@ class FailureHandler:
         return found
 
     def give_up(self, error: CollectiveError) -> None:
-        """Ends everything without asking the other ranks, because this one leaves; wakes whoever waits in the groups.
+        """Aborts everything without a diagnosis because this rank leaves; ends the waits of other ranks for it.
 
         Args:
-            error: What the futures of what is under way raise, unless something has failed before.
+            error: Error for the futures of everything in flight, unless something has failed before.
         """
         if self.error is None:
             self.error = error
@@ -77,12 +79,12 @@ class FailureHandler:
         self._reporter.signal_abort(str(error))
 
     def diagnosed(self) -> CollectiveError | None:
-        """The same as `error`, once a diagnosis that is under way has ended."""
+        """Returns `error` after waiting for a diagnosis that is in progress."""
         with self._diagnosing:
             return self.error
 
     def forget_frames(self) -> None:
-        """Drops the traceback: futures keep the error, and its frames what was under way, gloo's works and so on."""
+        """Drops the traceback of `error`: futures keep the error, and its frames would keep everything in flight."""
         if self.error is not None:
             self.error.__traceback__ = self.error.__context__ = None
 
@@ -92,7 +94,7 @@ class FailureHandler:
             self._groups.abort(f"rank {self._reporter.rank} gave up in {where}: {error}")
             self.wake()
             return self._reporter.diagnose(error, where, members, launches=launches, waiting=waiting)
-        except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
+        except Exception as second:  # noqa: BLE001 - the first failure must be reported in any case
             return CollectiveError(
                 f"{where} failed on rank {self._rank} ({type(error).__name__}: {error}), and asking the other ranks "
                 f"failed too ({type(second).__name__}: {second})",

@@ -14,23 +14,23 @@ if TYPE_CHECKING:  # loaded where it is asked for
 
 
 PhaseKey = tuple[int, str, str]
-"""A phase's place, its collective, and its level."""
+"""Index of a phase in its plan, its collective, and the name of its level."""
 
 
 @dataclass(slots=True)
 class PhaseTotals:
-    """One phase of a plan, summed over all chunks of all buckets that went through it.
+    """Totals of one phase of a plan over all chunks of all buckets.
 
     Attributes:
-        phase: Its place in the plan.
-        op: The collective.
+        phase: Index in the plan.
+        op: Collective of the phase.
         level: Name of the level, or `all ranks`.
-        calls: Collectives that this rank took part in.
-        logical_nbytes: Bytes of gradient that this rank contributed to them.
-        wire_nbytes: Bytes that this rank sent, headers not counted.
-        seconds: From issuing a chunk's collectives to having their result, summed; phases of different chunks overlap.
-            On CUDA by events, in the steps that are timed, and from those for all calls.
-        timed_calls: Calls that `seconds` was measured for.
+        calls: Collectives of this rank.
+        logical_nbytes: Bytes of gradient that this rank contributed.
+        wire_nbytes: Bytes that this rank sent, without headers.
+        seconds: Time from issuing a chunk's collectives to their results, summed; phases of different chunks overlap.
+            On CUDA measured by events in timed steps, and extrapolated to all calls.
+        timed_calls: Number of calls in the measured part of `seconds`.
     """
 
     phase: int
@@ -43,25 +43,32 @@ class PhaseTotals:
     timed_calls: int = 0
 
     def add(self, logical_nbytes: int, wire_nbytes: float) -> None:
-        """Counts a collective: the bytes of gradient that this rank contributed, and those that it sent."""
+        """Counts one collective.
+
+        Args:
+            logical_nbytes: Bytes of gradient that this rank contributed.
+            wire_nbytes: Bytes that it sent.
+        """
         self.calls += 1
         self.logical_nbytes += logical_nbytes
         self.wire_nbytes += wire_nbytes
 
 
 class PhaseStats:
-    """Counts what is sent, phase by phase, with the times that it took. Any thread.
+    """Counts calls, bytes and seconds of each phase.
+
+    Thread safety: all methods may be called from any thread, `read_times` and `totals` from one at a time.
 
     Args:
-        clock: Tells when phases begin and end.
-        level_names: Of the cluster.
+        clock: Clock of the device: the host's on a CPU, events on CUDA.
+        level_names: Names of the cluster's levels, innermost first.
 
     Attributes:
         clock: See above.
-        timing: Whether phases are timed from now on; on a CPU they always are.
-        ended: On a CPU takes the launches that end; None, and nothing is kept.
-        recorder: Notes what happens when, while a trace or a profiler is on; None otherwise.
-        all_reduces: How many have been started.
+        timing: Whether phases are timed from now on; always on a CPU.
+        ended: On a CPU, receives the all-reduces that end; None keeps none.
+        recorder: Recorder of a trace or a profiler; None if neither is on.
+        all_reduces: All-reduces of gradients started so far.
     """
 
     def __init__(self, clock: Clock, level_names: Sequence[str]) -> None:
@@ -73,23 +80,23 @@ class PhaseStats:
         self._level_names = level_names
         self._rows: dict[PhaseKey, PhaseTotals] = {}
         self._issued: list[tuple[PhaseTotals, int, Mark, Mark]] = []
-        """Phases of the step before this one, on CUDA, to be read: (row, calls, began, ended)."""
+        """On CUDA, phases of the previous step whose times are to be read: (totals, calls, began, ended)."""
         self._being_issued: list[tuple[PhaseTotals, int, Mark, Mark]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _rows and the totals in it.
 
     def now(self) -> Mark | None:
-        """The moment, where phases are timed; None otherwise."""
+        """Returns the time if phases are timed; else None."""
         return self.clock.now() if self.timing else None
 
     def add(self, index: int, op: str, level: str, logical_nbytes: int, wire_nbytes: float) -> None:
-        """Counts a collective that belongs to no plan.
+        """Counts a collective that is no phase of a plan.
 
         Args:
-            index: Its place in the report, behind the phases of plans.
-            op: In words.
+            index: Position in reports; larger than that of any phase of a plan.
+            op: Name of the operation.
             level: Name of the level, or `all ranks`.
-            logical_nbytes: Of gradient.
-            wire_nbytes: That this rank sends.
+            logical_nbytes: Bytes of gradient that this rank contributes.
+            wire_nbytes: Bytes that it sends.
         """
         with self._lock:
             row = self._rows.setdefault((index, op, level), PhaseTotals(index, op, level))
@@ -98,17 +105,17 @@ class PhaseStats:
     def count(
         self, index: int, part: PhasePart, element_nbytes: int, began: Mark | None, sent_nbytes: float
     ) -> Mark | None:
-        """Counts one chunk's way through a phase of its plan.
+        """Counts one phase of one chunk.
 
         Args:
-            index: The phase's place in the plan.
-            part: This rank's part in it.
-            element_nbytes: Of the gradient.
-            began: When it was issued; None where it is not timed.
-            sent_nbytes: Bytes sent that the plan alone does not give.
+            index: Index of the phase in the plan.
+            part: This rank's part in the phase.
+            element_nbytes: Bytes of one element of the gradient.
+            began: Time at which it was issued; None if it is not timed.
+            sent_nbytes: Bytes sent in addition to what the plan says: the payloads of a compressor.
 
         Returns:
-            The moment at which the next phase begins; None where `began` is.
+            Time at which the next phase begins; None if `began` is None.
         """
         now = None if began is None else self.clock.now()
         phase = part.phase
@@ -129,20 +136,20 @@ class PhaseStats:
         return now
 
     def note_end(self, run: RunningAllReduce, now: Mark) -> None:
-        """Notes for reports and traces that a launch has ended, on a CPU.
+        """Records the end of an all-reduce for reports and traces, on a CPU.
 
         Args:
-            run: The launch.
-            now: The moment.
+            run: The all-reduce.
+            now: Time of its end.
         """
         if self.recorder is not None:
             self.recorder.note_transfer(run, now)
         if self.ended is not None and run.all_reduce.counted:
-            assert isinstance(run.began, float) and isinstance(now, float)  # by the host's clock
+            assert isinstance(run.began, float) and isinstance(now, float)  # Times of the host's clock.
             self.ended.append(EndedAllReduce(run.rank_plan.plan, run.began, now))
 
     def totals(self) -> tuple[PhaseTotals, ...]:
-        """What has travelled so far, in the order of the phases. On CUDA waits for what was issued."""
+        """Returns the totals so far, in the order of the phases. On CUDA waits for everything issued."""
         for _ in range(2):
             self.read_times()
         with self._lock:
@@ -152,20 +159,20 @@ class PhaseStats:
             )
 
     def phase_seconds(self) -> dict[PhaseKey, tuple[float, int, int]]:
-        """The timed seconds and calls and the bytes of each phase so far, by its place, collective and level.
+        """Returns (timed seconds, timed calls, bytes of gradient) of each phase so far, without waiting.
 
-        On CUDA as far as they have been read. Waits for nothing.
+        On CUDA those whose events have been read.
         """
         with self._lock:
             return {key: (row.seconds, row.timed_calls, row.logical_nbytes) for key, row in self._rows.items()}
 
     def seconds_of_phases(self) -> list[float]:
-        """The seconds that `phase_seconds` gives, in the same order, in a tenth of the time; phases come at its end."""
+        """Returns the seconds of `phase_seconds` in the same order, in a tenth of the time; new phases come last."""
         with self._lock:
             return [row.seconds for row in self._rows.values()]
 
     def read_times(self) -> None:
-        """Reads the times of the phases that were issued before the last call: the device has passed them (on CUDA)."""
+        """Reads the times of phases issued before the previous call, which the device has passed by now (on CUDA)."""
         passed, self._issued, self._being_issued = self._issued, self._being_issued, []
         for row, calls, began, ended in passed:
             row.seconds += self.clock.between(began, ended)

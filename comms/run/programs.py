@@ -1,7 +1,7 @@
-"""What a launch is made of: generators that issue a chunk's collectives and yield where the chunk goes on.
+"""Programs: generators that issue the collectives of a chunk and yield the lane in which the chunk continues.
 
-Everything here calls downward: transports move bytes, compressors yield the collectives that they need. Who takes a
-program forward, and when, an executor says; no program knows one.
+Transports move bytes, and compressors yield the collectives that they need. An executor decides when and in which
+thread or stream a program is advanced; programs know no executor.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -29,32 +29,32 @@ if TYPE_CHECKING:  # each is loaded where it is asked for
     from gradwire.comms.transport.torch_group import GlooTransport
 
 ALL_GATHER_SLICES = "all_gather_slices"
-"""The method of a transport that is the inverse of `reduce_scatter`, beside the operations of compressors."""
+"""Method of a transport that is the inverse of `reduce_scatter`; an operation in addition to those of compressors."""
 
 OVERCOMMITTING = ("cpu",)
-"""Devices that hand out more memory than they have: running out ends the process there, and no error is raised."""
+"""Device types that overcommit memory: running out of it kills the process there, and raises no error."""
 
 
 @dataclass(slots=True)
 class _Ended:
-    """How a phase ends: the works still under way, and the bytes sent that the plan alone does not give."""
+    """The end of a phase: works still in flight, and bytes sent in addition to what the plan says."""
 
     works: list[Work]
     sent_nbytes: float = 0.0
 
 
 class Programs:
-    """The programs of one rank: what it issues for a chunk of a launch, and to move compression state.
+    """Makes the programs of one rank: for the chunks of all-reduces, and to move compression state.
 
     Args:
-        groups: Where transports come from.
+        groups: Transports by lane and members.
         rank: This rank.
-        cluster: Where the ranks are.
-        compressor: Used by the phases that name one.
-        stats: Counts what is sent.
+        cluster: Placement of the ranks.
+        compressor: Compressor of the phases that name one; None if all phases are exact.
+        stats: Counters of bytes and times.
 
     Attributes:
-        node: The ranks of this node.
+        node: Ranks of this node.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class Programs:
         A coroutine: each step issues collectives and names the lane in which the next one runs.
 
         Args:
-            run: The launch; elements `chunk.start` to `chunk.stop` of its `flat` (1-D, any dtype that the transports
-                sum) are replaced by the scaled sum over all ranks, in place. In a compressed phase they go through
-                float32.
-            chunk: Which run of elements, and this rank's transfers.
+            run: The all-reduce. Elements `chunk.start` to `chunk.stop` of its `flat` (1-D, any dtype that transports
+                sum) are replaced by the scaled sum over all ranks, in place. Compressed phases convert to float32.
+            chunk: Range of elements, and this rank's transfers.
         """
         flat, scale = run.flat, run.scale
         lane: Lane = (0, 0)
         began = self._stats.clock.now() if chunk.parts and self._stats.timing else None
         for index, part in enumerate(chunk.parts):
+            # The factor is applied here, unless the first transfer covers the chunk and applies it in its own pass.
             if scale != 1.0 and not part.whole_chunk:
                 flat[chunk.start : chunk.stop].mul_(scale)
                 scale = 1.0
@@ -95,28 +95,31 @@ class Programs:
             else:
                 ended = yield from self._exact(flat, part, lane, index, scale)
             scale = 1.0
+            # Continue in the lane of the next phase, which waits for the works, so that this lane is free meanwhile.
             if part.phase.asynchronous:
                 lane = (index + 1, 0)
                 yield Hop(lane, ended.works)
-                ended.works.clear()  # they hold the buffers that were received
+                # Works keep the buffers that were received.
+                ended.works.clear()
             if self._stats.recorder is not None and began is not None:
                 self._note(run, index, part, began)
             if run.all_reduce.counted:
                 began = self._stats.count(index, part, flat.element_size(), began, ended.sent_nbytes)
             elif began is not None:
                 began = self._stats.clock.now()
+        # The factor on the sum; also the factor on the contribution of a single rank, whose plan has no phases.
         scale *= run.after
-        if scale != 1.0:  # also for a single rank: its plan has no phases
+        if scale != 1.0:
             flat[chunk.start : chunk.stop].mul_(scale)
 
     def migrate(self, layout: Layout, shards: list[tuple[int, int]], device: torch.device, ask: bool) -> Iterator[Hop]:
-        """Moves compression state inside this node; see `migration.migrate`.
+        """Moves compression state between the ranks of this node; see `migration.migrate`.
 
         Args:
-            layout: Which parameter lies where in a bucket.
-            shards: The runs of it that this rank compresses.
-            device: Where the bucket is.
-            ask: See there.
+            layout: Place of each parameter in a bucket.
+            shards: Ranges of elements that this rank compresses.
+            device: Device of the bucket.
+            ask: As for `migration.migrate`.
         """
         assert self._compressor is not None
         node = self._groups[(0, 0), self.node] if len(self.node) > 1 else None
@@ -128,7 +131,7 @@ class Programs:
     def _exact(
         self, flat: Tensor, part: PhasePart, lane: Lane, index: int, scale: float
     ) -> Generator[Hop, None, _Ended]:
-        """The steps of an exact phase, each in a lane of its own."""
+        """Issues the steps of an exact phase, each in a lane of its own."""
         works: list[Work] = []
         for number, step in enumerate(part.steps):
             if number:
@@ -144,10 +147,11 @@ class Programs:
     def _compressed(
         self, run: RunningAllReduce, part: PhasePart, lane: Lane, index: int, scale: float
     ) -> Generator[Hop, None, _Ended]:
-        """The compressed phase: this rank's shards go through the compressor side by side, each round in a lane."""
+        """Runs the compressed phase: all shards of this rank advance together, each round in its own lane."""
         compressor, (transfers,) = self._compressor, part.steps
         recorder = self._stats.recorder
         assert compressor is not None
+        # Start the compressor's generator for each shard of this rank, on float32 contributions.
         shards = [run.flat[transfer.start : transfer.stop] for transfer in transfers]
         wide = [_contribution(shard, scale) for shard in shards]
         running: list[tuple[tuple[int, ...], Iterator[Request]]] = []
@@ -160,6 +164,7 @@ class Programs:
                 by_links.add(transfer.members)
                 steps = self._by_owners(steps, shares, part.phase.in_ring_order)
             running.append((transfer.members, steps))
+        # Each round issues the next collectives of all shards, then waits for them in the next lane.
         sent_nbytes, rounds = 0.0, 0
         while True:
             works: list[Work] = []
@@ -180,6 +185,7 @@ class Programs:
             rounds += 1
             lane = (index, rounds)
             yield Hop(lane, works)
+        # Copy back what was converted or kept apart.
         for shard, result in zip(shards, wide, strict=True):
             if result.data_ptr() != shard.data_ptr():
                 shard.copy_(result)
@@ -191,18 +197,19 @@ class Programs:
         """Issues one transfer of an exact phase.
 
         Args:
-            flat: 1-D, what travels in one piece; the transfer's run of it is changed in place.
-            transfer: Which run, among whom.
-            lane: Where it goes.
+            flat: 1-D tensor of the all-reduce; the transfer's range is changed in place.
+            transfer: Collective, range of elements and members.
+            lane: Lane whose transports are used.
             scale: Factor on this rank's contribution.
-            rings: Runs of `flat` that are summed in the order of gloo's rings; none where any order will do.
+            rings: Ranges of `flat` that are summed in the order of gloo's rings; empty if the order is free.
         """
         group = self._groups[lane, transfer.members]
         if isinstance(transfer, Exchange):
             from gradwire.comms.transport.exchange import exchange  # here: ranks of like nodes need none
 
             return exchange(group, flat, transfer, self._rank)
-        whole = transfer.stop - transfer.start == flat.numel()  # a view costs the host what ten lines of Python do
+        # Avoid the view if the range is everything: it costs the host as much as ten lines of Python.
+        whole = transfer.stop - transfer.start == flat.numel()
         view = flat if whole else flat[transfer.start : transfer.stop]
         if transfer.op == ALL_GATHER:
             return group.all_gather_slices(view, transfer.bounds)
@@ -214,7 +221,7 @@ class Programs:
         return group.reduce_scatter(view, transfer.bounds, scale)
 
     def _by_owners(self, steps: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
-        """A compressor's collectives, with every all_reduce as a reduce_scatter to unequal owners and an all_gather."""
+        """Splits each all_reduce of a compressor into a reduce_scatter to unequal owners and an all_gather."""
         for request in steps:
             collectives = (request,) if isinstance(request, Collective) else request
             sums = [each for each in collectives if each.op == ALL_REDUCE]
@@ -229,24 +236,26 @@ class Programs:
                 others = []
 
     def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark) -> None:
-        """Notes a phase in a trace; lanes note each hop themselves."""
+        """Records a phase in a trace; nothing to do for lanes, which record each hop themselves."""
 
 
 def issue_together(transport: Transport, collectives: Sequence[Collective]) -> Work:
-    """Issues collectives that may be under way together, one after the other where the transport knows no better way.
+    """Issues independent collectives as one, if the transport can; else one after another.
 
-    NCCL has group calls; of two ranks on gloo small ones travel in one message.
+    NCCL has group calls; gloo between two ranks sends small ones in one message.
 
     Args:
-        transport: Of all of them.
-        collectives: The same on all ranks, in the same order.
+        transport: Transport of all of them.
+        collectives: Collectives, the same on all ranks in the same order.
 
     Raises:
-        RuntimeError: One of them could not be issued. On NCCL the transport is then of no use any more.
+        RuntimeError: One could not be issued. On NCCL the transport cannot be used any more.
     """
-    if len(collectives) == 1 and not collectives[0].bounds:  # as most are
+    # The usual case first: a single collective with equal parts.
+    if len(collectives) == 1 and not collectives[0].bounds:
         return _issue_one(transport, collectives[0])
-    if hasattr(transport, "issue_together"):  # a protocol's isinstance() costs more than many a collective
+    # hasattr, because isinstance() of a protocol takes longer than a small collective.
+    if hasattr(transport, "issue_together"):
         together = cast("IssuesTogether", transport).issue_together(collectives)
         if together is not None:
             return together
@@ -255,10 +264,13 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
 
 
 def _with_sum_order(transport: Transport) -> "GlooTransport":
-    """The same transport.
+    """Returns the transport if it sums in the order of gloo's rings.
+
+    Args:
+        transport: Transport of a plan whose bits depend on that order.
 
     Raises:
-        TypeError: It cannot sum in the order of gloo's rings, and other bits would come of another order.
+        TypeError: It sums in another order, which would give other bits.
     """
     if not getattr(transport, "takes_sum_order", False):
         raise TypeError(
@@ -291,9 +303,9 @@ def _issue_one(transport: Transport, collective: Collective) -> Work:
 
 
 def _contribution(shard: Tensor, scale: float) -> Tensor:
-    """Returns scale * shard in float32: the shard itself, or a copy that leaves it intact until the end.
+    """Returns scale * shard in float32: the shard itself, or a copy that leaves the gradient intact until the end.
 
-    A compressor takes memory as it goes. Where that may fail, a gradient that is scaled first is not scaled in place.
+    A copy is made if the compressor may fail for lack of memory later: the gradient must be unchanged then.
     """
     if shard.dtype != torch.float32:
         return shard.float().mul_(scale)
@@ -303,13 +315,13 @@ def _contribution(shard: Tensor, scale: float) -> Tensor:
 
 
 def _flushed(compressor: Compressor, shard: Tensor, layout: Layout) -> Iterator[Request]:
-    """An exact all-reduce that sends what was held back along."""
+    """Yields an exact all-reduce, after adding the compressor's residuals to the shard."""
     compressor.flush(shard, layout)
     yield Collective(ALL_REDUCE, (shard,))
 
 
 def _sent_nbytes(collective: Collective, size: int, rank: int) -> float:
-    """Bytes that one of `size` ranks sends in a collective of a compressor, headers not counted."""
+    """Returns the bytes that `rank` of `size` ranks sends in a collective of a compressor, without headers."""
     nbytes, bounds = collective.tensors[-1].nbytes, collective.bounds
     if collective.op == ALL_REDUCE:
         return 2 * (size - 1) / size * nbytes
