@@ -56,47 +56,50 @@ SUMMARY_STEPS = 12
 the all-reduce of its numbers: a straggler is named after 4 + 12 + 2 steps at the latest."""
 
 SUMMARY_SECONDS = 0.24
-"""And at least so long: an exchange takes some 0.3 to 0.4 ms of a rank's own thread on a busy machine, and faster steps
-should not pay more of it a second than slower ones. Figures: docs/results/diagnosis.md."""
+"""Least time between two summaries. An exchange takes 0.3 to 0.4 ms of a rank's own thread on a busy machine, and short
+steps should not spend more of that in a second than long ones. Figures: docs/results/diagnosis.md."""
 
 WEAK = Margin(5e-3, 0.05)
 """Margin above which a rank is behind: a time slice of the kernel's scheduler, and a twentieth of a step. The larger
 margin `STRONG` suffices in one breakdown."""
 
 LONG_SECONDS = 1.0
-"""A single wait so much longer than usual is explained, too."""
+"""Time by which a single wait must be longer than usual to be explained."""
 
 SLOW_LINK_RATIO, SLOWER_RATIO = 1.5, 2.0
-"""A link is slow where the fastest transfers of the window take so many times as long as the slowest ones of the other
-ranks' links, or so many times as long as three quarters of its own before the window."""
+"""Least ratio of the fastest transfers of a link in the window to the slowest ones of other links; and to three
+quarters of its own before the window."""
 
 USUAL_STEPS = 2 * WINDOW
-"""Least number of steps before the window that say what is usual."""
+"""Least number of steps before the window that tell what is usual."""
 
 USUAL_SUMMARIES = 8
-"""The rank that waits least waits for nobody but the links. Where it waits `SLOW_LINK_RATIO` times as long as in the
-median of so many last summaries, that is a reason to look closer."""
+"""Number of summaries that tell what is usual. The rank that waits least waits only for links: if it waits
+`SLOW_LINK_RATIO` times as long as in their median, a breakdown follows."""
 
 MOST_BUCKETS, MANY_RANKS, FEW_BUCKETS = 64, 512, 16
-"""Numbers are sent for so many buckets, and for fewer among many ranks; of more, one in several stands for all."""
+"""Most buckets in a breakdown; number of ranks above which it has fewer; and most buckets then. With more buckets, one
+in several stands for its neighbours."""
 
 MOST_PHASES = 6
+"""Most phases of a plan whose times are sent."""
 KEPT_STEPS, MOST_UNREAD = 128, 32
+"""Steps whose samples are kept, and steps after which their times are read although nothing is sent."""
 
 Names = Callable[[int], tuple[str, ...]]
-"""Place of a bucket in its step -> names of its parameters."""
+"""Function that returns the names of the parameters of a bucket, by its place in the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One step of one rank.
+    """Times of one step on one rank, in seconds.
 
     Attributes:
-        step: Its number.
-        waits: For each bucket the seconds from its arrival to its reduction.
-        phases: For each phase the seconds in it, summed over the step.
-        own: For each bucket the seconds from the end of the step before, on this rank, to its arrival; negative where
-            that end is not known.
+        step: Number of the step.
+        waits: Time from arrival to reduction, for each bucket.
+        phases: Time in each phase of the plan, summed over the buckets.
+        own: Time from the end of the previous step on this rank to the arrival, for each bucket; negative if that end
+            is not known.
     """
 
     step: int
@@ -107,13 +110,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a rank says of its last steps, in short.
+    """Summary of a rank's last steps: four numbers that are sent regularly.
 
     Attributes:
-        wait_seconds: Median over the window of a step's waits, summed over its buckets; negative where it has too few.
-        longest_seconds: By how much the longest single wait since the last summary exceeded that bucket's median.
-        longest_step: In which step.
-        step_seconds: How long a step takes.
+        wait_seconds: Median of the waits of a step, summed over its buckets; negative if there are too few steps.
+        longest_seconds: Time by which the longest single wait since the last summary exceeded its bucket's median.
+        longest_step: Step of that wait.
+        step_seconds: Length of a step.
     """
 
     wait_seconds: float
@@ -124,19 +127,22 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """What a rank says of its last steps, bucket by bucket; buckets are columns.
+    """Breakdown of a rank's last steps by bucket and phase, sent when a summary gives a reason. In seconds.
+
+    Columns are buckets, or groups of them if there are many. Without a full window, all values but `step_seconds` and
+    `once` are negative.
 
     Attributes:
-        step_seconds: Median.
-        since_step: Since when it has waited as it does now.
-        fast: Seconds of a step in each phase, the least of the window, outliers left out; negative without a window.
-        slow: The most.
-        usual: What three quarters of the steps before the window needed no more than; negative without enough of them.
-        low: For each column the shortest wait of the window, outliers left out. Empty without a window.
-        middle: The median.
-        high: The longest, outliers left out.
-        once: What the rank took by itself until then in the step that was asked about, see `Sample`; negative where
-            nothing was asked.
+        step_seconds: Median length of a step.
+        since_step: First step since which the rank has waited as it does now.
+        fast: Shortest time of a step in each phase, without outliers.
+        slow: Longest time of a step in each phase, without outliers.
+        usual: Time that three quarters of the steps before the window did not exceed, for each phase; negative with
+            too few steps.
+        low: Shortest wait in the window for each column, without outliers.
+        middle: Median wait for each column.
+        high: Longest wait for each column, without outliers.
+        once: `Sample.own` of each column in the step with the long wait; negative without one.
     """
 
     step_seconds: float
@@ -150,13 +156,13 @@ class Breakdown:
     once: tuple[float, ...]
 
     def numbers(self) -> list[float]:
-        """The numbers to be shared."""
+        """Returns the numbers that are sent."""
         phases = (*self.fast, *self.slow, *self.usual)
         return [self.step_seconds, self.since_step, *phases, *self.low, *self.middle, *self.high, *self.once]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Breakdown":
-        """The look whose `numbers` these are."""
+        """Returns the breakdown with these `numbers`."""
         head = 2 + 3 * MOST_PHASES
         rest = (len(numbers) - head) // 4
         phases = [tuple(numbers[2 + part * MOST_PHASES : 2 + (part + 1) * MOST_PHASES]) for part in range(3)]
@@ -166,13 +172,13 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A rank whose gradients come late.
+    """A rank whose gradients arrive late.
 
     Attributes:
-        rank: Which.
-        column: Where the delay begins.
-        seconds: How much later than the median rank, where it is most.
-        strong: So much that one look is enough.
+        rank: Rank in the communicator.
+        column: Column in which the delay begins.
+        seconds: Longest delay of a column, compared with the median rank.
+        strong: Whether one breakdown suffices to name it.
     """
 
     rank: int
@@ -186,9 +192,9 @@ class _SlowLink:
     """A phase whose transfers take too long.
 
     Attributes:
-        phase: Its place in the plan.
-        since_step: Since when, about.
-        before: What a step's transfers took before.
+        phase: Place of the phase in the plan.
+        since_step: Step since which they do, approximately.
+        before: Time of a step's transfers before that, in seconds.
     """
 
     phase: int
@@ -198,14 +204,14 @@ class _SlowLink:
 
 @dataclass(slots=True)
 class _Ended:
-    """A step that has ended, as it is kept until its numbers are wanted.
+    """A step that has ended, and whose times have not been read yet.
 
     Attributes:
-        step: Its number.
+        step: Number of the step.
         buckets: Times of its buckets.
-        previous: Of the last bucket of the step before; None where that was not timed.
-        before: Seconds so far in each phase, when its last bucket had arrived.
-        after: A step later.
+        previous: Times of the last bucket of the previous step; None if that was not timed.
+        before: Total seconds in each phase when its last bucket had arrived.
+        after: The same, one step later.
     """
 
     step: int
@@ -216,16 +222,18 @@ class _Ended:
 
 
 def _median(ordered: Sequence[float]) -> float:
-    """The median of ascending numbers: `statistics.median` takes several times as long to find out what they are."""
+    """Returns the median of ascending numbers; several times as fast as `statistics.median`, which checks types."""
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def late_ranks(breakdowns: Sequence[Breakdown]) -> list[Late]:
-    """The ranks that are late in nearly every step of the window, the latest first; the rule is on top of this file.
+    """Returns the ranks that are late in nearly every step of the window, the longest delay first.
+
+    The rule is in the module's header.
 
     Args:
-        breakdowns: Of all ranks, in their order.
+        breakdowns: Breakdowns of all ranks, in their order.
     """
     step_seconds = statistics.median(breakdown.step_seconds for breakdown in breakdowns)
     least, much = WEAK.of(step_seconds), STRONG.of(step_seconds)
@@ -246,19 +254,26 @@ def late_ranks(breakdowns: Sequence[Breakdown]) -> list[Late]:
 
 
 def _is_slow(seconds: float, usual: float, length: float, ratio: float = SLOW_LINK_RATIO) -> bool:
-    """Whether a step's transfers take much longer than usual."""
+    """Whether a step's transfers take much longer than usual.
+
+    Args:
+        seconds: Time of the transfers.
+        usual: Usual time of them.
+        length: Length of a step in seconds.
+        ratio: Least ratio of both.
+    """
     return seconds > ratio * usual and seconds - usual > WEAK.of(length)
 
 
 def late_once(breakdowns: Sequence[Breakdown]) -> Late | None:
-    """The rank that the others waited for in the one step that was asked about.
+    """Returns the rank for which the others waited in the one step with a long wait.
 
     Args:
-        breakdowns: Of all ranks.
+        breakdowns: Breakdowns of all ranks.
 
     Returns:
-        The rank that took so much longer by itself than the one in the middle, of two the faster one; None where no
-        rank did: then a link kept them waiting.
+        The rank that took much longer by itself than the median rank (of two, the faster one); None if no rank did.
+        Then the ranks waited for a link.
     """
     found: Late | None = None
     for column in range(min(len(breakdown.once) for breakdown in breakdowns)):
@@ -270,11 +285,11 @@ def late_once(breakdowns: Sequence[Breakdown]) -> Late | None:
 
 
 def summaries_differ(summaries: Sequence[Summary], known: frozenset[int]) -> bool:
-    """Whether to look closer: a rank waits less than the middle one by more than the threshold.
+    """Whether a breakdown is needed: other ranks than the known ones wait less than the median rank.
 
     Args:
-        summaries: Of all ranks.
-        known: Ranks that are named already: where they, and no others, wait less, there is no news.
+        summaries: Summaries of all ranks.
+        known: Ranks that are named already.
     """
     if any(summary.wait_seconds < 0 for summary in summaries):
         return False
@@ -284,14 +299,14 @@ def summaries_differ(summaries: Sequence[Summary], known: frozenset[int]) -> boo
 
 
 class _OwnSteps:
-    """What a rank's own steps have taken, and what it says of that to the others.
+    """Times of a rank's own steps, and the summaries and breakdowns that it sends.
 
     Args:
-        communicator: Of the gradients.
+        communicator: Communicator of the gradients.
 
     Attributes:
-        count: Buckets of the step that has ended last.
-        unread: Steps whose numbers nobody has wanted yet.
+        count: Number of buckets of the last step.
+        unread: Steps that have ended, and whose times have not been read yet.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -304,11 +319,14 @@ class _OwnSteps:
         self._ended: float | None = None
 
     def note(self, step: int, buckets: Sequence[Times]) -> bool:
-        """Notes the end of a step; whether the one before is known by now.
+        """Notes the end of a step.
 
         Args:
-            step: Its number.
+            step: Number of the step.
             buckets: Times of its buckets.
+
+        Returns:
+            Whether the previous step is complete by now.
         """
         now = time.perf_counter()
         if self._ended is not None:
@@ -319,7 +337,8 @@ class _OwnSteps:
         timed = stats.timing and bool(buckets)
         if timed or last is not None:
             seconds = stats.seconds_of_phases()
-            if last is not None:  # only now its buckets have been reduced
+            # The buckets of the previous step have all been reduced only now.
+            if last is not None:
                 last.after = seconds
                 self.unread.append(last)
             previous = last.buckets[-1] if last is not None and last.step == step - 1 else None
@@ -327,7 +346,7 @@ class _OwnSteps:
         return last is not None
 
     def read(self) -> None:
-        """Takes in the steps since the last time: nothing is computed at the end of a step in which nothing is sent."""
+        """Converts unread steps to samples. Deferred, so that steps in which nothing is sent cost nothing."""
         between = self._communicator.clock.between
         keys = list(self._communicator.executor.stats.phase_seconds())
         for ended in self.unread:
@@ -336,7 +355,8 @@ class _OwnSteps:
                 for each in ended.buckets
                 if each.arrived is not None and each.reduced is not None
             )
-            if len(waits) < len(ended.buckets):  # of what failed, or is under way
+            # A bucket has failed, or is still in flight.
+            if len(waits) < len(ended.buckets):
                 continue
             end = ended.previous.reduced if ended.previous is not None else None
             own = tuple(
@@ -344,7 +364,8 @@ class _OwnSteps:
                 for each in ended.buckets
             )
             phases = [0.0] * MOST_PHASES
-            before = chain(ended.before, repeat(0.0))  # a phase may be new
+            # A phase may be new in this step: its total before was 0.
+            before = chain(ended.before, repeat(0.0))
             for (place, _, _), seconds, had in zip(keys, ended.after, before, strict=False):
                 if place < MOST_PHASES:
                     phases[place] += seconds - had
@@ -352,21 +373,21 @@ class _OwnSteps:
         self.unread.clear()
 
     def _window(self) -> list[Sample]:
-        """The last steps with as many buckets as the one that has just ended."""
+        """Returns the last `WINDOW` samples with as many buckets as the last step."""
         return [sample for sample in self._samples if len(sample.waits) == self.count][-WINDOW:]
 
     def columns(self) -> tuple[int, ...]:
-        """The buckets that numbers are sent for: all, or the last of each group; the same on all ranks."""
+        """Returns the buckets in a breakdown: all, or the last one of each group; the same on all ranks."""
         count = self.count
         most = MOST_BUCKETS if self._communicator.size <= MANY_RANKS else FEW_BUCKETS
         group = max(1, ceil(count / most))
         return tuple(min(first + group, count) - 1 for first in range(0, count, group))
 
     def summary(self, since: int) -> Summary:
-        """What is said now and then.
+        """Returns the summary of the last steps.
 
         Args:
-            since: The first step whose long waits nobody has been told of.
+            since: First step whose long waits no summary has covered yet.
         """
         window = self._window()
         length = _median(sorted(self._lengths)) if self._lengths else 0.0
@@ -382,10 +403,10 @@ class _OwnSteps:
         return Summary(_median(sorted(sum(sample.waits) for sample in window)), longest, step, length)
 
     def breakdown(self, asked_step: int | None) -> Breakdown:
-        """What is said where the others want to know more.
+        """Returns the breakdown of the last steps.
 
         Args:
-            asked_step: The step that they ask about; None where they ask about none.
+            asked_step: Step with a long wait that is to be explained; None without one.
         """
         window, columns = self._window(), self.columns()
         length = _median(sorted(self._lengths)) if self._lengths else 0.0
@@ -413,7 +434,7 @@ class _OwnSteps:
         )
 
     def _usual(self) -> tuple[float, ...]:
-        """Seconds of a step in each phase that three quarters of the steps before the window did not exceed."""
+        """Returns the time in each phase that three quarters of the steps before the window did not exceed."""
         before = [sample for sample in self._samples if len(sample.waits) == self.count][:-WINDOW]
         if len(before) < USUAL_STEPS:
             return (-1.0,) * MOST_PHASES
@@ -421,7 +442,7 @@ class _OwnSteps:
         return tuple(each[3 * len(each) // 4] for each in ordered)
 
     def _since(self) -> int:
-        """The first step since when this rank has waited as it does now, as far back as is known."""
+        """Returns the first step since which this rank has waited as it does now, as far back as samples are kept."""
         sums = [(sample.step, sum(sample.waits)) for sample in self._samples if len(sample.waits) == self.count]
         now = _median(sorted(wait for _, wait in sums[-WINDOW:]))
         least = min(
@@ -440,18 +461,18 @@ class _OwnSteps:
 
 
 class _Diagnosis:
-    """What the breakdowns of all ranks mean; the same on every rank.
+    """Diagnosis of the breakdowns of all ranks; every rank draws the same conclusions from the same numbers.
 
     Args:
-        communicator: Of the gradients.
-        names: What a bucket holds.
-        ranks: In the default group, of all ranks.
+        communicator: Communicator of the gradients.
+        names: Returns the parameters of a bucket.
+        ranks: Rank in the default group of each rank; messages name these.
 
     Attributes:
-        found: What the last look found.
-        once: The last single long wait.
-        suspects: Ranks that were late in the last breakdown, and are to be looked at once more.
-        confirms_link: Whether a link is to be looked at once more.
+        found: Stragglers and slow links as of the last breakdown.
+        once: Rank for which the others waited in the last single long wait; None without one.
+        suspects: Ranks that were late in the last breakdown, and are named if they are late in the next one.
+        confirms_link: Whether a link was slow in the last breakdown, and is named if it is slow in the next one.
     """
 
     def __init__(self, communicator: Communicator, names: Names, ranks: Sequence[int]) -> None:
@@ -466,20 +487,22 @@ class _Diagnosis:
         self._slow_link: _SlowLink | None = None
 
     def update(self, breakdowns: Sequence[Breakdown], columns: tuple[int, ...], asked: int | None) -> None:
-        """Draws the conclusion.
+        """Updates the diagnosis.
 
         Args:
-            breakdowns: Of all ranks.
-            columns: The buckets that they are of.
-            asked: The step that was asked about; None where none was.
+            breakdowns: Breakdowns of all ranks.
+            columns: Bucket of each column.
+            asked: Step with a long wait that is to be explained; None without one.
         """
         length = statistics.median(breakdown.step_seconds for breakdown in breakdowns)
+        # Explain a single long wait, once.
         repeated = self.once is not None and self.once.since_step == asked
         if asked is not None and not repeated and (late := late_once(breakdowns)) is not None:
             self.once = self._late((self._ranks[late.rank],), late, columns, length, asked, once=True)
             self._log(self.once)
         if any(not breakdown.low or breakdown.low[0] < 0 for breakdown in breakdowns):
             return
+        # Name ranks that are late by much, or in two breakdowns in a row; look at links only if no rank is late.
         late_now = late_ranks(breakdowns)
         named = self.named()
         sure = [late for late in late_now if late.strong or late.rank in self.suspects | named]
@@ -487,6 +510,7 @@ class _Diagnosis:
         found = self._stragglers(sure, breakdowns, columns, length)
         if not late_now:
             found += self._links_of(breakdowns, length)
+        # Keep the last findings until a second breakdown does not show them.
         if not found and self.found:
             self._missed += 1
             if self._missed < 2:
@@ -498,7 +522,7 @@ class _Diagnosis:
     def _stragglers(
         self, late: Sequence[Late], breakdowns: Sequence[Breakdown], columns: tuple[int, ...], length: float
     ) -> list[Straggler]:
-        """One for each node that has late ranks."""
+        """Returns one straggler for each node with late ranks."""
         stragglers = {each.rank for each in late}
         since = [each.since_step for rank, each in enumerate(breakdowns) if rank not in stragglers]
         first = int(statistics.median_low(since)) if since else -1
@@ -527,15 +551,16 @@ class _Diagnosis:
         )
 
     def _links_of(self, breakdowns: Sequence[Breakdown], length: float) -> list[Straggler]:
-        """The links on which a step's transfers take much longer than on others, or than they did."""
+        """Returns links on which a step's transfers take much longer than on other links, or than before."""
         for phase in range(MOST_PHASES):
-            # A phase's time of the rank that came last holds no wait for another one.
+            # The rank that entered a phase last has waited for no other one: the least time of a group is the link's.
             fast = {group: min(breakdowns[rank].fast[phase] for rank in group) for group in self._links_of_phase(phase)}
             slow = {group: min(breakdowns[rank].slow[phase] for rank in group) for group in fast}
             if not fast or min(fast.values()) <= 0:
                 continue
             known = self._slow_link if self._slow_link is not None and self._slow_link.phase == phase else None
             middle = sorted(slow.values())[(len(slow) - 1) // 2]
+            # Compare with the other links of the phase, then with the same ones before.
             found, before = [group for group, each in fast.items() if _is_slow(each, middle, length)], middle
             usual = max(breakdown.usual[phase] for breakdown in breakdowns) if known is None else known.before
             if not found and usual > 0 and _is_slow(min(fast.values()), usual, length, SLOWER_RATIO):
@@ -544,7 +569,8 @@ class _Diagnosis:
                 if known is not None:
                     self._slow_link = None
                 continue
-            if known is None:  # once more, then it is believed
+            # Name it only if the next breakdown shows it again.
+            if known is None:
                 since = int(statistics.median_low(breakdown.since_step for breakdown in breakdowns))
                 self._slow_link = known = _SlowLink(phase, since, before)
                 self.confirms_link = True
@@ -564,9 +590,9 @@ class _Diagnosis:
         return []
 
     def _links_of_phase(self, phase: int) -> list[tuple[int, ...]]:
-        """The sets of ranks that wait for each other in a phase: a node's, or those of one place in every node.
+        """Returns the sets of ranks that wait for each other in a phase: a node's, or those of one place in every node.
 
-        None inside nodes of CPUs.
+        Empty for phases inside nodes of CPUs, which have no links.
         """
         cluster = self._communicator.cluster
         levels = [level for index, _, level in self._communicator.executor.stats.phase_seconds() if index == phase]
@@ -583,7 +609,7 @@ class _Diagnosis:
         return next((f"{op} {level}" for index, op, level in keys if index == phase), f"phase {phase}")
 
     def _change(self, found: list[Straggler]) -> None:
-        """Takes up a new conclusion; says what is new in it."""
+        """Replaces the findings, and logs what is new in them."""
         before = {(each.cause, each.ranks): each for each in self.found}
         now = {(each.cause, each.ranks): each for each in found}
         self.found = tuple(
@@ -597,12 +623,12 @@ class _Diagnosis:
                 log.info("no longer: %s", each)
 
     def named(self) -> frozenset[int]:
-        """The ranks that the last look found late, by their place in the group."""
+        """Returns the late ranks of the last breakdown, by their ranks in the communicator."""
         named = {rank for each in self.found if each.cause == COMPUTES_LATE for rank in each.ranks}
         return frozenset(place for place, rank in enumerate(self._ranks) if rank in named)
 
     def _log(self, straggler: Straggler) -> None:
-        """Rank 0 logs for all."""
+        """Logs a finding on rank 0, for all ranks."""
         if self._communicator.rank == 0:
             log.warning("%s", straggler)
 
@@ -615,13 +641,15 @@ class _Diagnosis:
 
 
 class StragglerWatch:
-    """One rank's part in finding out who is late. Every rank makes one, and tells it of every step.
+    """Straggler detection of one rank. Every rank makes one, and calls `step_ended` at the end of every step.
+
+    Thread safety: none; all methods are for the training thread.
 
     Args:
-        communicator: Of the gradients.
-        every: Steps between two breakdowns that have no reason.
-        names: What a bucket holds.
-        ranks: In the default group, of all ranks: what messages and reports name.
+        communicator: Communicator of the gradients.
+        every: Steps between two breakdowns without a reason.
+        names: Returns the parameters of a bucket.
+        ranks: Rank in the default group of each rank; messages and reports name these.
     """
 
     def __init__(self, communicator: Communicator, every: int, names: Names, ranks: Sequence[int]) -> None:
@@ -640,21 +668,23 @@ class StragglerWatch:
 
     @property
     def found(self) -> tuple[Straggler, ...]:
-        """What the last look found; the same on all ranks."""
+        """Stragglers and slow links as of the last breakdown; the same on all ranks."""
         return self._diagnosis.found
 
     @property
     def once(self) -> Straggler | None:
-        """The last single long wait."""
+        """Rank for which the others waited in the last single long wait; None without one."""
         return self._diagnosis.once
 
     def step_ended(self, step: int, buckets: Sequence[Times]) -> None:
-        """Notes the end of a backward pass; all ranks, at the same point of the sequence of launches.
+        """Notes the end of a backward pass. All ranks call it at the same point of their sequence of launches.
 
         Args:
-            step: Its number, ascending by one.
+            step: Number of the step, ascending by one.
             buckets: Times of its buckets, in the order in which they arrived.
         """
+        # Invariant: all ranks send the same kind of numbers in the same step. What decides about it is the step's
+        # number, and numbers that all ranks have received.
         if self._steps.note(step, buckets):
             self._fresh += 1
             self._timed += 1
@@ -663,6 +693,7 @@ class StragglerWatch:
             if self._pending is not None:
                 return
         due = self._fresh > 0 and step - self._broken_down_at >= max(self._every, self._stride)
+        # Send a breakdown, or a summary if it is time.
         if self._breakdown_next or due:
             self._breakdown_next = False
             self._steps.read()
@@ -680,7 +711,7 @@ class StragglerWatch:
         self._pending = step, Shared(self._communicator, numbers), breakdown, self._steps.columns()
 
     def _receive(self, step: int) -> None:
-        """Takes in what was shared a step before; on a device two, when the stream that computes has passed it."""
+        """Reads numbers that were sent one step ago; on CUDA two, so that the computing stream has reached them."""
         assert self._pending is not None
         if step - self._pending[0] <= self._communicator.clock.lag:
             return
@@ -704,7 +735,7 @@ class StragglerWatch:
         self._diagnosis.confirms_link = False
 
     def _waits_grow(self, summaries: Sequence[Summary], length: float) -> bool:
-        """Whether links seem to have become slow."""
+        """Whether all ranks wait longer than usual, which is a sign of a slow link."""
         least = min(summary.wait_seconds for summary in summaries)
         if least < 0:
             return False
