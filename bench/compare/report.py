@@ -54,6 +54,9 @@ def middle(values: list[float]) -> tuple[float, float]:
     return first, third
 
 
+GREAT_ERROR = 0.5
+"""Relative error of a gradient above which a reader may take a compressor for broken."""
+
 RECORDS = frozenset(("turn", "gradient_nbytes", "reason", "nic_nbytes"))
 """Keys of what rank 0 says, one of which each line has."""
 
@@ -201,6 +204,8 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
                 f"No faster and no slower than plain DDP, as far as these steps say: {', '.join(unsure)}. More "
                 "--rounds say more, or a machine with nothing else to do."
             )
+        if any(one.error is not None and one.error > GREAT_ERROR for one in measured.results):
+            console.print("A gradient error near 1 is one step's: error feedback sends later what a step leaves out.")
         for one in measured.results:
             if one.reason is not None:
                 console.print(f"{one.name} does not run: {one.reason}")

@@ -495,6 +495,11 @@ class EmulatedCluster:
             ),
         )
 
+    def nic_bytes(self) -> tuple[NicBytes, ...]:
+        """Return the bytes that each node's NICs have carried since the cluster was made."""
+        none = [(0, 0)] * len(self.interfaces)
+        return tuple(self._nic_bytes(node, none, now) for node, now in enumerate(self._carried()))
+
     def _carried(self) -> list[list[tuple[int, int]]]:
         """(sent, received) of each NIC of each node until now."""
         return [[holder.nic_bytes(interface) for interface in self.interfaces] for holder in self._holders]

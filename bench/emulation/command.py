@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import get_args
 
@@ -15,6 +16,7 @@ from gradwire.bench.emulation.cluster import (
     MOST_RANKS,
     EmulatedCluster,
     Names,
+    NicBytes,
     RunResult,
     check_carrier,
     check_congestion,
@@ -25,7 +27,7 @@ from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.paths import PathOptions
 from gradwire.bench.emulation.placement import Order
 from gradwire.bench.emulation.rate import format_nic_rates, parse_nic_rates
-from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.emulation.signals import EndedBySignal, clean_end
 from gradwire.bench.pipe import reader_may_leave
 from gradwire.bench.terminal import STDOUT, CleanConsole, add_json_option, complain, right_columns, working, write_json
 from gradwire.topology.printable import shortened
@@ -178,17 +180,18 @@ def ranks_of_nodes(options: argparse.Namespace) -> list[int]:
     return nodes
 
 
-def nic_table(cluster: EmulatedCluster, result: RunResult) -> Table:
-    """Returns the table of what each node's link carried.
+def nic_table(cluster: EmulatedCluster, nic_bytes: Sequence[NicBytes], after: str) -> Table:
+    """Return the table of what each node's link carried.
 
     Args:
-        cluster: The cluster that ran.
-        result: What its `run` returned.
+        cluster: A cluster that runs or ran.
+        nic_bytes: Bytes that each node's NICs carried.
+        after: Time in which they did so.
     """
     rate = ", ".join(dict.fromkeys(map(format_nic_rates, cluster.rates_by_nic))) or "no limit"
-    title = f"bytes on the links ({rate}, {result.seconds:.1f} s)"
+    title = f"bytes on the links ({rate}, {after})"
     table = Table("node", *right_columns("ranks", "sent", "received"), title=title, min_width=48)
-    for nic in result.nic_bytes:
+    for nic in nic_bytes:
         table.add_row(nic.hostname, str(cluster.nodes[nic.node]), f"{nic.tx:,}", f"{nic.rx:,}")
         for each in nic.nics if len(nic.nics) > 1 else ():
             table.add_row(f"  {each.interface}", "", f"{each.tx:,}", f"{each.rx:,}")
@@ -297,15 +300,20 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
                 )
             )
         print_line = _printer(options)
-        result = cluster.run(
-            own_python(command),
-            order=options.order,
-            timeout_seconds=options.timeout,
-            grace_seconds=options.grace,
-            raw=print_line is None,
-            on_line=print_line,
-        )
-        CleanConsole(stderr=True).print(nic_table(cluster, result))
+        console = CleanConsole(stderr=True)
+        try:
+            result = cluster.run(
+                own_python(command),
+                order=options.order,
+                timeout_seconds=options.timeout,
+                grace_seconds=options.grace,
+                raw=print_line is None,
+                on_line=print_line,
+            )
+        except EndedBySignal:
+            console.print(nic_table(cluster, cluster.nic_bytes(), "stopped"))
+            raise
+        console.print(nic_table(cluster, result.nic_bytes, f"{result.seconds:.1f} s"))
         if cluster.paths is not None:
             _show_paths(cluster)
         write_json(options.json, as_record(cluster, result, command, options.order))

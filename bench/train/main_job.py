@@ -162,50 +162,26 @@ def presume_rate(batch: int) -> str:
     return readable_rate(plain.node_nbytes_per_step, plain.seconds_per_step)
 
 
-def _table(title: str, *figures: str) -> Table:
-    columns = Column("hook", no_wrap=True), *right_columns(*figures)
-    return Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def counted_table(results: list[TrainingResult], title: str) -> Table:
-    """Returns the table of a comparison whose links were not slow: what a node would send, no time of this run.
+def result_table(results: list[TrainingResult], title: str, *, counted: bool = False) -> Table:
+    """Return the table of the comparison.
 
     Args:
-        results: The first row is the one the others are compared with.
+        results: The others are compared with the first.
         title: Where it ran.
+        counted: Show the bytes that a node would send and predicted seconds, because the links were not slow.
     """
-    table = _table(title, "MB a node sends", "predicted s", "loss at the end", "bits/byte")
-    seconds = predicted_seconds(results)
+    figures = ["MB a node sends", "predicted s"] if counted else ["MB on a link", "s per step"]
+    columns = right_columns(*figures, "loss at the end", "bits/byte", *(() if counted else ("speed-up",)))
+    title_row = Column("hook", no_wrap=True)
+    table = Table(title_row, *columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    seconds = predicted_seconds(results) if counted else {one.hook: one.seconds_per_step for one in results}
     for result in results:
-        nbytes = result.node_nbytes_per_step
-        table.add_row(
-            result.hook,
-            "-" if nbytes is None else f"{nbytes / 1e6:.2f}",
-            f"{seconds[result.hook]:.3f}" if result.hook in seconds else "-",
-            f"{result.final_loss:.4f}",
-            f"{result.validation_bits_per_byte:.3f}",
-        )
-    return table
-
-
-def result_table(results: list[TrainingResult], title: str) -> Table:
-    """Returns the table of the comparison.
-
-    Args:
-        results: The first row is the one the others are compared with.
-        title: Where it ran.
-    """
-    table = _table(title, "s per step", "MB on a link", "loss at the end", "bits/byte", "speed-up")
-    for result in results:
-        nbytes = result.nic_nbytes_per_step
-        table.add_row(
-            result.hook,
-            f"{result.seconds_per_step:.3f}",
-            "-" if nbytes is None else f"{nbytes / 1e6:.2f}",
-            f"{result.final_loss:.4f}",
-            f"{result.validation_bits_per_byte:.3f}",
-            f"{results[0].seconds_per_step / result.seconds_per_step:.2f}x",
-        )
+        nbytes = result.node_nbytes_per_step if counted else result.nic_nbytes_per_step
+        cells = ["-" if nbytes is None else f"{nbytes / 1e6:.2f}"]
+        cells += [f"{seconds[result.hook]:.3f}" if result.hook in seconds else "-"]
+        cells += [f"{result.final_loss:.4f}", f"{result.validation_bits_per_byte:.3f}"]
+        cells += [] if counted else [f"{results[0].seconds_per_step / result.seconds_per_step:.2f}x"]
+        table.add_row(result.hook, *cells)
     return table
 
 
@@ -250,7 +226,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             assert bits_per_second is not None
             title = f"2 nodes x 2 ranks, {format_rate(bits_per_second)} links"
     first = results[0]
-    console.print(result_table(results, title) if reason is None else counted_table(results, title))
+    console.print(result_table(results, title, counted=reason is not None))
     console.print(
         f"{first.steps} steps, {first.gradient_nbytes / 1e6:.2f} MB of gradients; per step; loss in nats, "
         f"{first.first_loss:.2f} at the start\n"

@@ -93,15 +93,17 @@ def test_no_signal_leaves_anything_behind(
     script = "setsid sleep 600 & echo ready; sleep 600"
     words = ["--nodes", "2", "--ranks-per-node", "1", "--prefix", *path, "--", "sh", "-c", script]
     with subprocess.Popen(
-        [*EMULATE, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path
+        [*EMULATE, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
     ) as process:
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stderr is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[rank 0] ready\n", "[rank 1] ready\n"}
         namespaces = namespaces_below(process.pid)
         # Two nodes and the bridge.
         assert len(namespaces) == 3
         process.send_signal(number)
         status = process.wait(timeout=30)
+        # The bytes until then are shown, if the signal leaves the time.
+        assert (", stopped)" in process.stderr.read()) == (number != signal.SIGKILL)
     assert status == (128 + number if number == signal.SIGTERM else -number)
     assert not wait_until_gone(namespaces)
 

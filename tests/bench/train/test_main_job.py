@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from gradwire.bench.emulation.rate import parse_rate
-from gradwire.bench.train.main_job import READABLE_MBIT, counted_table, main, readable_rate, result_table, steps_within
+from gradwire.bench.train.main_job import READABLE_MBIT, main, readable_rate, result_table, steps_within
 from gradwire.bench.train.story import foretell, tell
 from gradwire.bench.train.train import TrainingResult
 from gradwire.comms.plan.advise import warning_of
@@ -101,7 +101,7 @@ def test_without_a_slow_link_bytes_are_told_and_times_only_predicted() -> None:
 
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(counted_table(results, "here"))
+        console.print(result_table(results, "here", counted=True))
     rows = {
         line.split()[0]: line.split() for line in capture.get().splitlines() if "gradwire" in line or "plain" in line
     }
