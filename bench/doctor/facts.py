@@ -1,4 +1,4 @@
-"""What the doctor knows of a job, as data: each rank's own view, what was measured, and what is wrong by it."""
+"""Data of an examination: facts that ranks read on their machines, measurements, and the findings of the checks."""
 
 import dataclasses
 import json
@@ -13,10 +13,10 @@ from gradwire.topology.fabric import TCP_SHARE
 R = TypeVar("R")
 
 DEFAULT_GRADIENT_NBYTES = 100_000_000
-"""Gradient bytes where the user gave none: 25 million parameters in float32, which is ResNet-50."""
+"""Bytes of gradients without `--gradient-mb` and `--script`: 25 million float32 parameters, as ResNet-50 has."""
 
 BUCKET_NBYTES = 25 << 20
-"""DDP's default bucket, each of which waits for the network once. Source: DistributedDataParallel, bucket_cap_mb."""
+"""Bytes of DDP's default bucket, which is one all-reduce. Source: DistributedDataParallel, bucket_cap_mb."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,21 +31,21 @@ class NetworkInterface:
     mtu: int = 1500
     """Bytes of the largest packet."""
     bits_per_second: float | None = None
-    """What the NIC says its link runs at; None where a virtual driver would make it up."""
+    """Rate of the link by the driver; None for virtual NICs, whose drivers report a made-up rate."""
     pcie_bits_per_second: float | None = None
-    """Rate of the PCIe link to the NIC; None for others, and in virtual machines, where it means nothing."""
+    """Rate of the PCIe link to the NIC; None if it has none, and in virtual machines, which show a made-up one."""
     other_half: str | None = None
     """The interface of the same port that has PCIe lanes of its own, as on DGX Spark."""
     duplex: str | None = None
-    """`full` or `half`, as the driver says."""
+    """`full` or `half` by the driver; None if it does not say."""
     up: bool = True
     link_changes: int = 0
-    """How often its link came or went while the doctor looked."""
+    """Number of times that the link went up or down during the examination."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """One GPU as NVML sees it while its ranks work."""
+    """State of a GPU under load, read by NVML."""
 
     index: int
     name: str
@@ -56,29 +56,29 @@ class GpuState:
     """Peer access to each GPU of the node, as NVML's nvmlGpuP2PStatus_t numbers it: 0 where this one may read its
     memory."""
     slowed_by: tuple[str, ...] = ()
-    """Why the driver holds its clock down."""
+    """Reasons for which the driver lowers the clock, such as heat or the power limit; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What one rank sees of its machine."""
+    """Facts that one rank reads on its machine, without measuring anything."""
 
     rank: int
     host: tuple[str, ...]
-    """Hostname, boot id, device number of /dev/shm: equal on ranks that share a node."""
+    """Hostname, boot id and device number of /dev/shm. Two ranks share a node if all three are equal."""
     local_rank: int | None = None
-    """The rank's number on its node, as the launcher says."""
+    """LOCAL_RANK; None if the launcher does not set it."""
     device: str = "cpu"
     versions: Mapping[str, str] = field(default_factory=dict)
-    """python, torch, gradwire, and where there are GPUs nccl, cuda, driver."""
+    """Name -> version: python, torch, gradwire; with GPUs also nccl, cuda, driver."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that steer libraries."""
+    """Environment variables that configure NCCL, gloo, torch, UCX and gradwire."""
     cores: int = 1
     """Logical CPUs of the machine."""
     affinity: tuple[int, ...] = (0,)
     """Logical CPUs that this process may use."""
     cpu_limit: float | None = None
-    """CPUs that a container's quota allows all its processes together."""
+    """CPUs that a cgroup's quota allows its processes together; None without a quota."""
     threads: int = 1
     """torch's threads for one operation."""
     shm_nbytes: int | None = None
@@ -86,23 +86,23 @@ class RankFacts:
     shm_free_nbytes: int | None = None
     interfaces: tuple[NetworkInterface, ...] = ()
     gloo_interface: str | None = None
-    """The interface on which gloo's connections were seen; where none could be, the one it would take."""
+    """Interface of gloo's connections; if none could be observed, the one that gloo would choose."""
     gloo_seen: bool = False
-    """Whether gloo's connections were seen."""
+    """Whether `gloo_interface` was observed on connections, and not derived."""
     gloo_error: str | None = None
-    """Why gloo did not connect."""
+    """Error of gloo's connection; None if it connected."""
     nccl_interface: str | None = None
-    """The one NCCL would take for its sockets."""
+    """Interface that NCCL would choose for sockets."""
     gpus: tuple[GpuState, ...] = ()
     gdr: tuple[tuple[str, str, str], ...] = ()
-    """(`fail` or `warn`, what is wrong, what to do) of `gradwire gdr-check`."""
+    """Findings of `gradwire gdr-check`: (`fail` or `warn`, text, fix)."""
     tcp_window_nbytes: int | None = None
-    """The most that the kernel lets a connection's receiver buffer, net.ipv4.tcp_rmem; half of it is window."""
+    """Maximum of net.ipv4.tcp_rmem in bytes; half of it is available as receive window."""
     tcp_send_nbytes: int | None = None
-    """The most that it lets a sender buffer, net.ipv4.tcp_wmem."""
+    """Maximum of net.ipv4.tcp_wmem, a connection's send buffer, in bytes."""
     container: str = ""
     governor: str | None = None
-    """How the kernel picks the CPU's clock."""
+    """Name of the kernel's CPU frequency governor, such as `performance`."""
 
     @property
     def hostname(self) -> str:
@@ -110,43 +110,43 @@ class RankFacts:
         return self.host[0]
 
     def interface(self, name: str | None) -> NetworkInterface | None:
-        """One interface by its name."""
+        """Return the interface with this name; None if the node has none."""
         return next((each for each in self.interfaces if each.name == name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRates:
-    """What two nodes reach with plain TCP; rates in bytes per second, (there, back). The best of `times` tries."""
+    """Best of several TCP measurements between two nodes. Rates are bytes per second, as (a to b, b to a)."""
 
     a: int
     b: int
     latency_seconds: float
-    """Seconds one way: half of the shortest round trip seen."""
+    """Half of the shortest round trip."""
     one: tuple[float, float] = (0.0, 0.0)
     """Rates of one connection."""
     many: tuple[float, float] = (0.0, 0.0)
-    """Rates of several at once."""
+    """Rates of several connections together, one direction at a time."""
     both: tuple[float, float] = (0.0, 0.0)
-    """Rates of several in each direction, both at once."""
+    """Rates of several connections together, while both directions are used."""
     sent: tuple[int, int] = (0, 0)
-    """Segments of flows that left the link more than half empty, all tries together."""
+    """Segments sent in all tries by flows that were paced below half of the link's rate."""
     lost: tuple[int, int] = (0, 0)
-    """Segments of these that were lost, as the senders' kernels count them."""
+    """Segments of `sent` that the senders' kernels retransmitted."""
     window_share: float | None = None
-    """Share of one connection's time in which the receiver's window held it back, in the worse direction; None where
-    the kernel does not say."""
+    """Share of time in which the receiver's window limited one connection, in the worse direction; None if the kernel
+    does not report it."""
     buffer_share: float | None = None
-    """Share of that time in which the sender's buffer did."""
+    """Share of time in which the send buffer limited it."""
     clock_seconds: float = 0.0
-    """How far b's clock is ahead of a's."""
+    """Seconds by which b's clock is ahead of a's."""
     packet_nbytes: int | None = None
-    """Packets of this size were sent that no router may cut; None: no such probe was possible."""
+    """Size of the probe packets, which routers must not fragment; None if no such probe was possible."""
     packets_pass: bool | None = None
-    """Whether they came back, where small ones did."""
+    """Whether the probe packets were echoed, given that small ones were; None if not even those."""
     times: int = 1
 
     def better(self, other: "PairRates") -> "PairRates":
-        """The better of two measurements in each: noise only makes a network look worse than it is."""
+        """Combine two measurements, the better value of each: other load makes a network look worse, never better."""
         return dataclasses.replace(
             self,
             latency_seconds=min(self.latency_seconds, other.latency_seconds),
@@ -173,7 +173,7 @@ def _larger(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreachedPair:
-    """Two nodes of which the first one could not reach the second one's listener."""
+    """Pair of nodes of which a could not connect to b."""
 
     a: int
     b: int
@@ -182,18 +182,18 @@ class UnreachedPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceRate:
-    """What two nodes reach over one interface that is not in use."""
+    """Rate between two nodes over an interface that the job does not use."""
 
     a: int
     b: int
     interface: str
     bytes_per_second: float
-    """Rate of the slower direction; 0 where the interface does not lead from one to the other."""
+    """Rate of the slower direction; 0 if the nodes do not reach each other over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignTraffic:
-    """What one node's NIC carried, by its counters, while no rank of the doctor sent anything; bytes per second."""
+    """Rates of other programs' traffic: the byte counters of one NIC while no rank sent anything. Bytes per second."""
 
     node: int
     interface: str
@@ -203,99 +203,99 @@ class ForeignTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreWork:
-    """How much one rank's core does beside all others'; the same small sum again and again."""
+    """Speed of one rank's core: repetitions of a small computation while all ranks compute."""
 
     rank: int
     per_second: float
-    """Sums a second of one thread, all ranks at once."""
+    """Repetitions a second in one thread."""
     again: tuple[float, ...] = ()
-    """Shares of a good node's work that a node which looked slow does, both alone, one for each repetition."""
+    """For a node that looked slow: its speed over a good node's, while only these two compute, for each repetition."""
     threads_seconds: float | None = None
-    """Seconds of an operation with torch's own number of threads, all ranks at once."""
+    """Seconds of a multi-threaded operation with torch's number of threads, while all ranks run it."""
     fair_seconds: float | None = None
-    """The same with as many threads as the rank has cores."""
+    """Seconds of the same operation with one thread for each core that the rank has to itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendTime:
-    """An all-reduce of all ranks by one backend."""
+    """Timing of one backend's all-reduce over all ranks."""
 
     backend: str
     nbytes: int
     seconds: float | None
-    """A usual round of the slowest rank; None where it failed."""
+    """Median over the rounds of the slowest rank's time; None if it failed."""
     best_seconds: float | None = None
-    """The best round; noise only makes it longer."""
+    """Shortest round: other load only makes rounds longer."""
     error: str | None = None
     rank: int | None = None
-    """The rank on which it failed."""
+    """Rank on which it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptRun:
-    """What was seen of a script on one rank."""
+    """Measurements of the `--script` on one rank."""
 
     gradient_nbytes: int = 0
-    """Bytes of the gradients of all parameters that had one, in their own type."""
+    """Bytes of the gradients of all parameters that had one, in their own dtypes."""
     unused_nbytes: int = 0
     """Bytes of the trainable parameters of the optimizers that had no gradient in any step."""
     step_seconds: float | None = None
-    """Seconds from one optimizer step to the next, the usual one; None where fewer than two were made."""
+    """Median seconds from one optimizer step to the next; None if the script made fewer than two."""
     activity: Mapping[str, float] = field(default_factory=dict)
-    """What its main thread did in a step, as `gradwire.comms.watch.activity` names it -> seconds."""
+    """Activity of the main thread, as `gradwire.comms.watch.activity` names it -> seconds of a step."""
     lines: Mapping[str, str] = field(default_factory=dict)
-    """What its main thread did -> the line where it did that most."""
+    """Activity -> line of the script in which it was observed most often."""
     all_reduces: Mapping[str, float] = field(default_factory=dict)
-    """Line of the script -> all-reduces that it issued in a step, of the group of all ranks."""
+    """Line of the script -> all-reduces over all ranks that it issued, for each step."""
     under_way_seconds: float | None = None
-    """Seconds of a step in which this rank had a collective under way; None without one."""
+    """Seconds of a step in which this rank had a collective in flight; None if it had none."""
     error: str | None = None
     status: int = 0
-    """Exit status of a script that ended by itself, 128 + N for signal N; 0 where its steps or time were up."""
+    """Exit status of a script that exited by itself, 128 + N for signal N; 0 if the doctor ended it."""
     seconds: float = 0.0
-    """Seconds until it ended, or was ended."""
+    """Seconds from its start until it exited or was ended."""
     stands: str | None = None
-    """The line that its main thread was at shortly before its time was up."""
+    """Line of the main thread shortly before the time limit; None if the script did not reach it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """Everything the checks look at."""
+    """All measurements of a job: the input of the checks."""
 
     ranks: tuple[RankFacts, ...]
     gradient_nbytes: int = DEFAULT_GRADIENT_NBYTES
     step_seconds: float | None = None
     """Seconds of a step of the user's script, measured or given."""
     link_bytes_per_second: float | None = None
-    """What the user says a node's link gives, one direction."""
+    """Rate of a node's link in one direction by `--link`; None if not given."""
     pairs: tuple[PairRates, ...] = ()
     unreached: tuple[UnreachedPair, ...] = ()
     """Pairs of nodes that could not be measured."""
     others: tuple[InterfaceRate, ...] = ()
     foreign: tuple[ForeignTraffic, ...] = ()
-    """What the NICs in use carried while no rank sent anything, by node."""
+    """Other programs' traffic on the NICs in use, by node."""
     own_bytes_per_second: Mapping[int, float] = field(default_factory=dict)
-    """Node -> what the same program moves inside it, over the loopback: more it could not show on a network."""
+    """Node -> rate of the same measurement over its loopback: the most that this program could measure on a network."""
     work: tuple[CoreWork, ...] = ()
     backends: tuple[BackendTime, ...] = ()
     missing_ranks: tuple[int, ...] = ()
-    """Ranks that did not come."""
+    """Ranks that did not join within the time limit."""
     started_ranks: Mapping[int, str] = field(default_factory=dict)
-    """The started ranks of these, those that have said that they run, before they import torch -> their host."""
+    """Missing rank that reported its start before it imported torch -> its host."""
     launcher: str = ""
-    """What started the ranks, as `bench.nccl_tests.start.Start.by` names it."""
+    """Launcher of the ranks, as `bench.nccl_tests.start.Start.by` names it."""
     waited_seconds: float = 0.0
-    """Seconds for ranks that are missing."""
+    """Seconds for which the others waited for the missing ranks."""
     notes: tuple[str, ...] = ()
-    """What could not be looked at, and why."""
+    """Things that could not be examined, each with the reason."""
     script_runs: tuple[ScriptRun, ...] = ()
     """Runs of `--script`, by rank."""
     script_status: int = 0
-    """The first status other than 0 with which the user's script ended by itself on a rank, as a shell says it."""
+    """Exit status of the rank whose script failed first, as a shell reports it; 0 if none failed."""
 
     @property
     def nodes(self) -> list[list[RankFacts]]:
-        """The ranks of each node, both in order of the ranks."""
+        """Ranks of each node; nodes are ordered by their lowest rank."""
         found: dict[tuple[str, ...], list[RankFacts]] = {}
         for each in sorted(self.ranks, key=lambda one: one.rank):
             found.setdefault(each.host, []).append(each)
@@ -303,26 +303,29 @@ class JobFacts:
 
     @property
     def names(self) -> list[str]:
-        """The nodes' names; numbered where two share one."""
+        """Hostname of each node, with its number appended if two nodes share one."""
         hosts = [node[0].hostname for node in self.nodes]
         return [f"{name}#{place}" if hosts.count(name) > 1 else name for place, name in enumerate(hosts)]
 
     @property
     def no_gpu_has_peers(self) -> bool:
-        """Whether on every node with several GPUs none of them reaches another one: known, and so."""
+        """Whether the drivers say that no GPU reaches another GPU of its node; False if that is not known."""
         several = [node[0].gpus for node in self.nodes if len(node[0].gpus) > 1]
         states = [status for gpus in several for gpu in gpus for to, status in enumerate(gpu.p2p) if to != gpu.index]
         return bool(states) and all(states) and all(gpu.p2p for gpus in several for gpu in gpus)
 
     @property
     def has_gpus(self) -> bool:
-        """Whether any rank sees one."""
+        """Whether any rank sees a GPU."""
         return any(each.gpus or each.device == "cuda" for each in self.ranks)
 
     def reached(self, node: int) -> tuple[float, float] | None:
-        """What a node sends and receives with its best partner, bytes per second; None where that is not known.
+        """Return the rates at which a node sends to and receives from its best partners, in bytes per second.
 
-        Pairs that lose whole packets say nothing of the link's rate.
+        None if no pair with this node was measured. Pairs whose full-size packets are lost do not count.
+
+        Args:
+            node: Number of the node.
         """
         whole = [pair for pair in self.pairs if pair.packets_pass is not False]
         sent = [pair.many[0] for pair in whole if pair.a == node] + [pair.many[1] for pair in whole if pair.b == node]
@@ -330,8 +333,14 @@ class JobFacts:
         received += [pair.many[0] for pair in whole if pair.b == node]
         return (max(sent), max(received)) if sent else None
 
-    def promised(self, node: int) -> float | None:
-        """What a node's link should give by the user's word, or by the NIC in use; payload bytes per second."""
+    def expected_rate(self, node: int) -> float | None:
+        """Return the payload rate that a node's link should have, by `--link` or by the NIC in use.
+
+        Bytes per second; None if neither says.
+
+        Args:
+            node: Number of the node.
+        """
         if self.link_bytes_per_second is not None:
             return self.link_bytes_per_second * TCP_SHARE
         first = self.nodes[node][0]
@@ -341,15 +350,22 @@ class JobFacts:
         return min(nic.bits_per_second, nic.pcie_bits_per_second or float("inf")) / 8 * TCP_SHARE
 
     def good_rate(self) -> float:
-        """What a healthy link of this job gives, bytes per second: the usual best of its nodes, or what is promised."""
+        """Return the rate of a healthy link of this job, in bytes per second.
+
+        It is the median of what the nodes reach, or what a link should have if that is more.
+        """
         reached = [min(rates) for node in range(len(self.nodes)) if (rates := self.reached(node)) is not None]
-        promised = [rate for node in range(len(self.nodes)) if (rate := self.promised(node)) is not None]
+        expected = [rate for node in range(len(self.nodes)) if (rate := self.expected_rate(node)) is not None]
         limit = min(self.own_bytes_per_second.values(), default=float("inf"))
         usual = median(reached) if reached else 0.0
-        return max([usual, *(min(rate, limit) for rate in promised[:1])]) or 1.25e9
+        return max([usual, *(min(rate, limit) for rate in expected[:1])]) or 1.25e9
 
     def foreign_share(self, node: int) -> float:
-        """Share of a good link that other programs use on a node's NIC, in the busier direction, 0 to 1."""
+        """Return the share of a healthy link that other programs use on a node's NIC, in the busier direction, 0 to 1.
+
+        Args:
+            node: Number of the node.
+        """
         rates = [max(each.sent, each.received) for each in self.foreign if each.node == node]
         return min(1.0, max(rates, default=0.0) / self.good_rate())
 
@@ -361,25 +377,25 @@ class JobFacts:
 
     @property
     def all_reduce_seconds(self) -> float | None:
-        """The fastest measured all-reduce, for the job's gradients; None if none was measured."""
+        """Time of the fastest measured backend, scaled to the job's gradients; None if none was measured."""
         times = [each.seconds / each.nbytes for each in self.backends if each.seconds is not None]
         return min(times) * self.gradient_nbytes if times else None
 
     def exchange_seconds(self, bytes_per_second: float) -> float:
-        """The least time of an exact all-reduce of the gradients between the nodes, in which every link has this rate.
+        """Return the least time of an exact all-reduce of the gradients if every node's link has this rate.
 
         Source: 2 (n - 1) / n of the bytes cross each link in each direction: Patarasu and Yuan, "Bandwidth optimal
         all-reduce algorithms for clusters of workstations", JPDC 2009, section 3.
 
         Args:
-            bytes_per_second: One direction.
+            bytes_per_second: Rate in each direction.
         """
         count = len(self.nodes)
         return 2 * (count - 1) / count * self.gradient_nbytes / max(bytes_per_second, 1.0)
 
     @property
     def compute_seconds(self) -> float:
-        """A step of the user's script; where it is not known, as long as a healthy exchange takes, 1 s on one node."""
+        """Seconds that a step computes: the step if known, else assumed to be its exchange, and 1 s on one node."""
         if self.step_seconds is not None:
             return self.step_seconds
         return self.exchange_seconds(self.good_rate()) if len(self.nodes) > 1 else 1.0
@@ -387,32 +403,32 @@ class JobFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Something that is wrong, in words for someone who knows none of ours."""
+    """Finding of a check: what is wrong, what it costs and what to do, in words that need no knowledge of gradwire."""
 
     key: str
-    """Identifier for programs: never changes."""
+    """Stable identifier for programs, a key of `checks.basis.BASES`."""
     title: str
     confidence: float
     """Probability that the finding is right, 0 to 1."""
     cost_seconds: float = 0.0
-    """Seconds that it costs a step, for the user's gradients; 0 where it cannot be told."""
+    """Seconds that it adds to each step, for the user's gradients; 0 if it adds none or the cost is unknown."""
     evidence: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
-    """What to type or change."""
+    """Commands to type or things to change, a line each."""
     nodes: tuple[str, ...] = ()
     stops: bool = False
-    """Whether a job would not start, or would hang."""
+    """Whether a job would not start, or would hang, because of it."""
     remark: bool = False
     """Whether it costs nothing, or too little to be a fault: it does not change the exit status."""
-    mended_bytes_per_second: float | None = None
+    fixed_bytes_per_second: float | None = None
     """Rate of a link once the fix is applied; None if the fix does not change it."""
 
 
 def to_record(facts: object) -> dict[str, object]:
-    """A dataclass as what JSON knows.
+    """Convert a dataclass of this module to a JSON object.
 
     Args:
-        facts: Of this file.
+        facts: Instance to convert.
     """
     assert dataclasses.is_dataclass(facts) and not isinstance(facts, type)
     record = json.loads(json.dumps(dataclasses.asdict(facts)))
@@ -421,11 +437,13 @@ def to_record(facts: object) -> dict[str, object]:
 
 
 def from_record(kind: type[R], record: object) -> R:
-    """A dataclass of this file from its record; fields that are unknown here are left out, as other versions have them.
+    """Build a dataclass of this module from its record.
+
+    Fields of other versions, unknown to this one, are ignored.
 
     Args:
-        kind: Of the dataclass.
-        record: What `to_record` gave.
+        kind: Class to build.
+        record: Return value of `to_record`.
     """
     assert isinstance(record, dict) and dataclasses.is_dataclass(kind)
     known = {each.name for each in dataclasses.fields(kind)}

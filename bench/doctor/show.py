@@ -103,7 +103,7 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
         ]
     if not facts.pairs:
         return ["No link was measured: the nodes do not reach each other.", f"Type: {again}, when that is mended"]
-    good = min(mended_rates(facts, found))
+    good = min(rates_after_fixes(facts, found))
     exact = facts.exchange_seconds(good)
     first = _nothing(facts, found) if all(each.remark for each in found) else "Once that is mended"
     alone = computed_seconds(facts)
@@ -117,7 +117,11 @@ def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
             f"{first}: {count} nodes beat one with exact sums if a step on one node alone takes more than "
             f"{duration(overlap.least_compute_seconds(count, exact))}. In a shorter step the link ({rate(good)}) is "
             "the limit: send fewer bytes, or send less often."
-            + ("" if facts.promised(0) else " What a link should give is not known here: say it with --link 25gbit.")
+            + (
+                ""
+                if facts.expected_rate(0)
+                else " What a link should give is not known here: say it with --link 25gbit."
+            )
         )
     return [f"{line}{_faster_backend(facts)}", f"Type: {predict_command(facts, found)}"]
 
@@ -132,7 +136,7 @@ def _nothing(facts: JobFacts, found: Sequence[Diagnosis]) -> str:
     return "Nothing found that costs a twentieth of a step" if found else "Nothing found"
 
 
-def mended_rates(facts: JobFacts, found: Sequence[Diagnosis]) -> list[float]:
+def rates_after_fixes(facts: JobFacts, found: Sequence[Diagnosis]) -> list[float]:
     """Each node's rate once the fixes of the findings are applied, in bytes per second.
 
     Args:
@@ -142,7 +146,7 @@ def mended_rates(facts: JobFacts, found: Sequence[Diagnosis]) -> list[float]:
     good = facts.good_rate()
     rates = []
     for node, name in enumerate(facts.names):
-        then = [each.mended_bytes_per_second or 0.0 for each in found if name in each.nodes]
+        then = [each.fixed_bytes_per_second or 0.0 for each in found if name in each.nodes]
         reached = min(facts.reached(node) or (good, good))
         # A rate near that of the others is theirs: the rest is noise.
         rates.append(max(good if reached >= SLOW * good else reached, *then, 0.0))
@@ -181,7 +185,7 @@ def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
     ranks = counts[0] if len(set(counts)) == 1 else ",".join(str(each) for each in counts)
     # The command wants a NIC's rate, and takes what TCP leaves of it for nodes without GPUs; payload was measured.
     share = payload_share(has_gpus=facts.has_gpus)
-    nics = [f"{max(1, round(8 * each / share / 1e6))}mbit" for each in mended_rates(facts, found)]
+    nics = [f"{max(1, round(8 * each / share / 1e6))}mbit" for each in rates_after_fixes(facts, found)]
     nic = nics[0] if len(set(nics)) == 1 else ",".join(nics)
     trip = 2 * max(pair.latency_seconds for pair in facts.pairs)
     far = ""
@@ -210,7 +214,7 @@ def headline(facts: JobFacts) -> list[str]:
     lines = [
         *lines,
         (
-            f"Costs are for {size} of gradients{given}{step}. At {rate(good)} a link, the best seen or promised, "
+            f"Costs are for {size} of gradients{given}{step}. At {rate(good)} a link, the best measured or expected, "
             f"their exchange takes at least {duration(least)} in every step."
         ),
     ]

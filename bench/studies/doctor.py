@@ -202,7 +202,7 @@ def faults(folder: Path) -> tuple[InjectedFault, ...]:
         InjectedFault(name="throttled node", key="slow_node", node="node2", meanwhile=throttled),
         InjectedFault(name="lost duplex", key="half_duplex", node="node1", inject=on_node(1, HALF_DUPLEX)),
         InjectedFault(name="MTU of one node", key="mtu", node="node1", inject=on_node(1, OTHER_MTU)),
-        InjectedFault(name="too many threads", key="crowded_cores", environment={"OMP_NUM_THREADS": "16"}),
+        InjectedFault(name="too many threads", key="oversubscribed_cores", environment={"OMP_NUM_THREADS": "16"}),
         InjectedFault(
             name="mixed versions",
             key="versions",
@@ -211,7 +211,7 @@ def faults(folder: Path) -> tuple[InjectedFault, ...]:
         ),
         InjectedFault(name="bad variable", key="variable", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
         InjectedFault(
-            name="ranks on one core", key="crowded_cores", before="taskset -pc 0 $$ > /dev/null;", extra=True
+            name="ranks on one core", key="oversubscribed_cores", before="taskset -pc 0 $$ > /dev/null;", extra=True
         ),
         InjectedFault(
             name="small packets on the way",  # the switch carries smaller ones than the NICs send, and says nothing

@@ -46,7 +46,7 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
     "single_connection": ("slow_exchange",),
     "wrong_interface": ("slow_link", "slow_exchange", "idle_nic"),
     "rank_order": ("slow_exchange",),
-    "crowded_cores": ("slow_exchange",),
+    "oversubscribed_cores": ("slow_exchange",),
     "slow_node": ("slow_exchange", "late_rank"),
     "unused_parameters": ("many_exchanges",),
     "variable": ("slow_exchange",),
@@ -73,7 +73,7 @@ OF_THE_EXCHANGE = (
 )
 """Keys of findings whose cost is a part of the all-reduce, and so at most the measured one."""
 
-OF_THE_COMPUTATION = ("slow_node", "crowded_cores", "slow_gpu", "shared_gpu")
+OF_THE_COMPUTATION = ("slow_node", "oversubscribed_cores", "slow_gpu", "shared_gpu")
 """Keys of findings whose cost is a share of what a step computes. Without a known step that is assumed to take as long
 as the exchange, so these findings come after those whose cost was measured."""
 

@@ -100,8 +100,8 @@ BASES = {
         "ranks of one node share memory there: NCCL and gradwire do, gloo does not, DataLoader's workers do",
         f"{_NCCL}, Troubleshooting, Shared memory; docker run reference, --shm-size",
     ),
-    "crowded_cores": Basis(
-        "the node is this job's alone; on a shared one the quota or binding is what others were promised",
+    "oversubscribed_cores": Basis(
+        "the node is this job's alone; on a shared one the quota or binding is what others were assigned",
         "PyTorch, Performance tuning guide, Utilize OpenMP; srun(1), --cpu-bind; cgroups(7)",
     ),
     "slow_node": Basis(

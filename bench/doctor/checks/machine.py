@@ -70,7 +70,7 @@ def shared_memory(facts: JobFacts) -> Iterator[Diagnosis]:
         )
 
 
-def crowded_cores(facts: JobFacts) -> Iterator[Diagnosis]:
+def oversubscribed_cores(facts: JobFacts) -> Iterator[Diagnosis]:
     """Ranks bound to the same core, a container's quota, or more threads than cores; one for all nodes alike."""
     crowds: dict[str, list[tuple[str, float, str, tuple[str, ...]]]] = {}
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
@@ -97,7 +97,7 @@ def crowded_cores(facts: JobFacts) -> Iterator[Diagnosis]:
         names = tuple(name for name, *_ in nodes)
         worst, times, text, fix = max(nodes, key=lambda each: each[1])
         yield Diagnosis(
-            key="crowded_cores",
+            key="oversubscribed_cores",
             title=title.format(who=listed(names)),
             confidence=0.9,
             cost_seconds=facts.compute_seconds * (times - 1),
@@ -286,4 +286,4 @@ def clocks(facts: JobFacts) -> Iterator[Diagnosis]:
     )
 
 
-CHECKS = (shared_memory, crowded_cores, slow_node, slow_gpus, no_peer_to_peer, gpudirect, clocks)
+CHECKS = (shared_memory, oversubscribed_cores, slow_node, slow_gpus, no_peer_to_peer, gpudirect, clocks)

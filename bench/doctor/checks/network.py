@@ -112,10 +112,10 @@ def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
     for node in nodes:
         others = [best[each] for each in nodes if each != node]
         usual = median(others) if len(others) > 1 else 0.0
-        promised = facts.promised(node) or 0.0
+        expected = facts.expected_rate(node) or 0.0
         # Beyond what this program moves inside the node a slow rate says nothing of the link.
         limit = facts.own_bytes_per_second.get(node, float("inf")) / HEADROOM
-        wanted, why = max((min(usual, limit), "the other nodes reach"), (min(promised, limit), "the link should give"))
+        wanted, why = max((min(usual, limit), "the other nodes reach"), (min(expected, limit), "the link should give"))
         if wanted and best[node] < SLOW * wanted:
             slow[node] = (wanted, why)
     if not slow:
@@ -141,7 +141,7 @@ def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
         pronoun = "it" if len(slow) == 1 else "they"
     on = listed(ends) if tied else names[worst]
     nic = _used_nic(facts.nodes[worst][0])
-    on_nic = facts.promised(worst)
+    on_nic = facts.expected_rate(worst)
     evidence = [
         f"{names[worst]} sends {rate(reached[0])} and receives {rate(reached[1])} at best; {why} {rate(wanted)}"
         + ("; both ends share that rate: look at each" if tied else "")
@@ -162,7 +162,7 @@ def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
             "in a cloud: the instance type's network rate; another job or a backup on the same link",
         ),
         nodes=tuple(names[node] for node in slow),
-        mended_bytes_per_second=wanted,
+        fixed_bytes_per_second=wanted,
     )
 
 
@@ -551,7 +551,7 @@ def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
             title=f"The job uses {used}, and {best.interface} is {best.bytes_per_second / now:.1f} times faster",
             confidence=0.95,
             cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(best.bytes_per_second),
-            mended_bytes_per_second=best.bytes_per_second,
+            fixed_bytes_per_second=best.bytes_per_second,
             evidence=(
                 (
                     f"{names[best.a]} to {names[best.b]}: {rate(now)} over {used}, {rate(best.bytes_per_second)} "

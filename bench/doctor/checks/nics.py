@@ -49,7 +49,7 @@ def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
             ),
             _why(first, facts.has_gpus),
         ),
-        mended_bytes_per_second=together,
+        fixed_bytes_per_second=together,
         # A slow second interface is usually for management: worth a word, and no fault.
         remark=together < ANOTHER * now,
         fix=_fix(first, nic, best.interface, facts.has_gpus),

@@ -175,11 +175,11 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
     "one LOCAL_RANK": ("shared_gpu", lambda facts: on_node(two_each(facts), 0, local_rank=0)),
     "small /dev/shm": ("shared_memory", lambda facts: on_node(facts, 1, shm_nbytes=64 << 20, shm_free_nbytes=64 << 20)),
     "full /dev/shm": ("shared_memory", lambda facts: on_node(facts, 1, shm_free_nbytes=1 << 20)),
-    "a quota": ("crowded_cores", lambda facts: on_node(facts, 1, cpu_limit=0.5)),
+    "a quota": ("oversubscribed_cores", lambda facts: on_node(facts, 1, cpu_limit=0.5)),
     "bound to one core": (
-        "crowded_cores", lambda facts: on_node(two_each(facts), 0, affinity=(3,)),
+        "oversubscribed_cores", lambda facts: on_node(two_each(facts), 0, affinity=(3,)),
     ),
-    "too many threads": ("crowded_cores", lambda facts: busy(facts, 128, 2.0)),
+    "too many threads": ("oversubscribed_cores", lambda facts: busy(facts, 128, 2.0)),
     "a throttled node": ("slow_node", lambda facts: again(facts, (0.3, 0.9, 0.4, 0.5, 0.2))),
     "a hot GPU": (
         "slow_gpu",
@@ -549,7 +549,7 @@ def test_threads_that_differ_are_counted_as_they_are() -> None:
     facts = replace(
         facts, ranks=tuple(replace(e, threads=1, affinity=(0, 1)) if e.rank == first else e for e in facts.ranks)
     )
-    text = " ".join(line for each in diagnose(facts) if each.key == "crowded_cores" for line in each.evidence)
+    text = " ".join(line for each in diagnose(facts) if each.key == "oversubscribed_cores" for line in each.evidence)
     assert "2 ranks with 1 to 2 threads each are 3 threads" in text or "2 ranks with 2 threads each are 4" in text
 
 
