@@ -367,6 +367,28 @@ def test_an_error_of_the_device_is_told_to_the_others() -> None:
         one.close()
 
 
+def test_a_neighbour_that_does_not_answer_keeps_no_other_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 gets its reply while rank 0 connects to rank 1, whose port drops all attempts: its queue is full."""
+    monkeypatch.setattr(ring_connections, "CONNECT_SECONDS", 1e6)
+    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+    with ExitStack() as closing:
+        dropping = closing.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waiting = closing.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(dropping.getsockname())
+        where = [dropping.getsockname()[1], ["127.0.0.1"], kernel.own_kernel(), "ab" * ring_connections.TOKEN_NBYTES]
+        store.set("alive/1", json.dumps(where))
+        alone = LivenessRing(store, 0, 3, Failures(), Heard())
+        closing.callback(alone.close)
+        until(lambda: any(peer.connecting for peer in list(alone._connections.peers.values())))
+        port = alone._connections.listener.getsockname()[1]
+        neighbour = closing.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS))
+        neighbour.sendall(ring_connections.GREETING + (2).to_bytes(4, "big") + bytes(16))
+        assert neighbour.recv(len(ring_connections.GREETING)) == ring_connections.GREETING
+        assert any(peer.connecting for peer in list(alone._connections.peers.values()))
+
+
 HELLO = ring_connections.GREETING + (1).to_bytes(4, "big") + bytes(16)
 """What rank 1 says first; a proof follows, which zeros are not."""
 
