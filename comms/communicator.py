@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -205,7 +206,7 @@ class Communicator:
     def peer_wait(self) -> PeerWait:
         """Return a `PeerWait` for operations that report no failures themselves, such as making gloo groups."""
         found = self._groups.peer_wait(range(self.size))
-        found.notify = self._reporter.signal_abort_to_each
+        found.notify = partial(self._reporter.signal_abort, directly=True)
         return found
 
     @property

@@ -1,11 +1,11 @@
-"""When a rank is lost: every survivor says which rank is missing and in which phase, within seconds.
+"""Reports a failure to the other ranks, and agrees within seconds on which ranks are missing.
 
-A dead rank cannot speak, so the survivors do: each one that sees a collective fail publishes that it is alive and what
-it saw, waits a moment for the others to do the same, and names those that said nothing. Where all have spoken, nobody
-is missing: one of them has failed by itself, for want of memory perhaps, and each repeats what those saw whom no other
-one had told.
+A dead rank cannot report, so the survivors do. Each rank that sees a collective fail publishes a report in the store,
+waits for the reports of the others, and names those that published none. If all have reported, no rank is missing: one
+of them has failed by itself, perhaps for want of memory, and the error message quotes the reports that explain it.
 
-What notices a failure, everywhere in gradwire, and how it is told, is in `failures`.
+How failures are detected and what they carry is in `failures`; `AbortSignal` is the store key that tells all ranks to
+stop.
 """
 
 import json
@@ -13,15 +13,15 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any
 
-from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.failures import FAILED, LONGEST_REASON, OVERDUE, Failures, PeerFailure
-from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.bootstrap.probe import (
     ANSWERS,
     ENDED,
@@ -41,44 +41,42 @@ from gradwire.comms.errors import PeerError
 log = logging.getLogger("gradwire")
 
 PATIENCE = timedelta(seconds=15)
-"""How long survivors wait for the others' word, besides the time between two looks at the reporter. Most look once a
-second; the rest is for busy machines."""
+"""Time that survivors wait for the others' reports, in addition to the time between two polls. Most ranks report within
+a second; the rest is for busy machines."""
 
 CALLING_AFTER = timedelta(seconds=2)
 """Delay after a failure before ranks that have not reported are probed directly."""
 
 STORE_PATIENCE = timedelta(seconds=5)
-"""The store patience for each answer of the store, once a collective has failed: survivors go on to call each other
-instead."""
+"""Timeout of each store request after a failure. On expiry, survivors probe each other directly."""
 
-ALARM_PATIENCE = timedelta(seconds=1)
-"""The alarm patience for the store to say whether there is an alarm; a store that is late is not asked again before it
-has answered."""
+ABORT_PATIENCE = timedelta(seconds=1)
+"""Timeout of a poll of the abort signal. No new poll is sent while one is pending."""
 
 BLOCK = 64
-"""Ranks whose words are asked for in one question."""
+"""Ranks whose reports are read in one store request."""
 
 POLL_SECONDS = 1.0
-"""Seconds between two looks at the store's alarm, in groups of up to `POLLS_PER_SECOND` ranks."""
+"""Seconds between two polls of the abort signal, in groups of up to `POLLS_PER_SECOND` ranks."""
 
 POLLS_PER_SECOND = 2048
-"""Most looks a second of all ranks of a group together: one server answers them, on one thread. Each rank of torch's
-own NCCL group asks it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
+"""Polls per second of all ranks of a group together, at most: one store server answers them, on one thread. Each rank
+of torch's own NCCL group polls it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
 
 MOST_SEEN = 4
-"""Ranks whose words are repeated where nobody is missing, at most."""
+"""Ranks whose reports are quoted if no rank is missing, at most."""
 
 NAP_SECONDS = 0.05
-"""Seconds between the first two looks at the reporter; each later one comes twice as late, up to `poll_seconds`."""
+"""First pause between two polls for reports; each later one is twice as long, up to `poll_seconds`."""
 
 
 def poll_seconds(size: int) -> float:
-    """Seconds between two looks of each of `size` ranks at the store's alarm."""
+    """Return the seconds between two polls of the abort signal by each of `size` ranks."""
     return max(POLL_SECONDS, size / POLLS_PER_SECOND)
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed. `missing` holds the ranks that are gone, as far as the survivors know."""
+    """Raised by every rank when a collective failed. `missing` holds the ranks that are gone, as far as known."""
 
     def __init__(self, message: str, missing: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -86,11 +84,11 @@ class CollectiveError(RuntimeError):
 
 
 class FailureReporter(ABC):
-    """Where a rank that gives up tells the others, and hears of them.
+    """Tells the other ranks that this one aborts, and knows whether one of them has.
 
     Args:
         rank: This rank, as the reporter numbers it.
-        failures: What is known of those whom the reporter is for.
+        failures: Failures of the ranks that the reporter is for.
     """
 
     def __init__(self, rank: int, failures: Failures) -> None:
@@ -98,17 +96,18 @@ class FailureReporter(ABC):
         self.failures = failures
 
     def abort_reason(self) -> str | None:
-        """Why another rank has given up; None while none has."""
+        """Return the reason why another rank has aborted, or None."""
         failure = self.failures.poll()
         return None if failure is None else failure.reason
 
-    def signal_abort(self, reason: str) -> None:
-        """Raises the alarm, and waits for nobody: the other ranks give up with this reason."""
-        self.failures.report(PeerFailure(reason, FAILED))
+    def signal_abort(self, reason: str, *, directly: bool = False) -> None:
+        """Make the other ranks abort with this reason; does not wait for them.
 
-    def signal_abort_to_each(self, reason: str) -> None:
-        """As `warn`, so that they hear it, too, where what the alarm is raised through ends with this rank."""
-        self.signal_abort(reason)
+        Args:
+            reason: Reason, for their error messages.
+            directly: Also notify peers without the store, because it may end with this process.
+        """
+        self.failures.report(PeerFailure(reason, FAILED))
 
     @abstractmethod
     def diagnose(
@@ -117,56 +116,92 @@ class FailureReporter(ABC):
         """Report a failure to the other ranks and return the error to raise; see `StoreFailureReporter.diagnose`."""
 
 
-class _StoreAlarm:
-    """What the ranks of a group tell each other of a failure through their store: the first one counts. Any thread.
+class AbortSignal:
+    """Store key that holds the failure for which all ranks of a group stop: the first one that is set counts.
+
+    Thread safety: all methods may be called from any thread.
 
     Args:
-        store: As of a `StoreFailureReporter`.
+        store: Store shared by the ranks, with a prefix of its own.
+        rank: This rank.
+        key: Name of the key.
+    """
+
+    def __init__(self, store: PollingStore, rank: int, key: str = "abort") -> None:
+        self._store = store
+        self._rank = rank
+        self._key = key
+
+    def read(self) -> PeerFailure | None:
+        """Return the failure, or None if none is set.
+
+        Raises:
+            MessageError: The value is malformed.
+            RuntimeError: The store is unreachable.
+        """
+        return PeerFailure.unpacked(self._store.read(self._key)) if self._store.check([self._key]) else None
+
+    def set(self, failure: PeerFailure) -> None:
+        """Set the failure unless one is set.
+
+        Raises:
+            RuntimeError: The store is unreachable.
+        """
+        self._store.compare_set(self._key, "", failure.packed(self._rank).decode())
+
+    def try_set(self, failure: PeerFailure) -> None:
+        """Set the failure if the store is reachable."""
+        try:
+            self.set(failure)
+        except RuntimeError as error:
+            log.debug("the store was unreachable when rank %d signalled an abort: %s", self._rank, error)
+
+
+class _PolledAbortSignal(AbortSignal):
+    """An `AbortSignal` that is polled while ranks work: a store that is late or gone is no failure.
+
+    Args:
+        store: As in `AbortSignal`.
         rank: This rank.
     """
 
     def __init__(self, store: PollingStore, rank: int) -> None:
-        self._store = store.within(STORE_PATIENCE)
-        self._asked = store.within(ALARM_PATIENCE)
-        self._rank = rank
+        super().__init__(store.within(STORE_PATIENCE), rank)
+        self._polled = AbortSignal(store.within(ABORT_PATIENCE), rank)
+        self._answering = store
         self._store_is_gone = False
 
-    def told(self) -> PeerFailure | None:
-        """The failure; None where nobody has given up, or where the store is gone (connections break then)."""
-        if self._store_is_gone or not self._store.is_answering:
+    def poll(self) -> PeerFailure | None:
+        """Return the failure, or None if none is set or the store does not answer."""
+        if self._store_is_gone or not self._answering.is_answering:
             return None
         try:
-            return PeerFailure.unpacked(self._store.read("alarm")) if self._asked.check(["alarm"]) else None
+            return self._polled.read()
         except MessageError as error:
-            log.debug("what stands in the store in place of an alarm is none: %s", error)
-            return None
-        except StoreUnreachableError as error:  # stopped or cut off, it may be back; torch says what is broken
-            log.debug("the store cannot be asked for alarms: %s", error)
-            return None
-        except RuntimeError as error:  # it stays so, and torch logs the whole stack for every question
-            self._store_is_gone = True
-            log.debug("the store cannot be asked for alarms any more: %s", error)
-            return None
-
-    def tell(self, failure: PeerFailure) -> None:
-        """Tells the others of a failure, if the store is there."""
-        try:
-            self.set(failure)
+            log.debug("the abort signal in the store is malformed: %s", error)
+        except StoreUnreachableError as error:
+            # It may come back; broken connections show by themselves.
+            log.debug("the abort signal cannot be polled: %s", error)
         except RuntimeError as error:
-            log.debug("the store was gone before rank %d could raise the alarm: %s", self._rank, error)
-
-    def set(self, failure: PeerFailure) -> None:
-        """As `tell`.
-
-        Raises:
-            RuntimeError: The store is gone.
-        """
-        self._store.compare_set("alarm", "", failure.packed(self._rank).decode())
+            # It will not come back, and torch logs a whole stack for every further request.
+            self._store_is_gone = True
+            log.debug("the abort signal cannot be polled any more: %s", error)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
-    """What a rank says that lives, though it has given up: see `StoreFailureReporter.diagnose`."""
+class _Report:
+    """Report of a rank that lives, though it has aborted.
+
+    Attributes:
+        dead: Ranks that it knows to have failed.
+        launches: Number of launches that it had started.
+        waiting: Its device waits for other ranks.
+        overdue: It aborted for a timeout.
+        seen: What it saw; empty if another rank's abort told it.
+        own: It failed by itself, not for a peer.
+        phase: Phase of the collective that failed; empty for an abort outside of collectives.
+    """
 
     dead: tuple[Rank, ...]
     launches: Count
@@ -177,43 +212,45 @@ class _Word:
     phase: str = ""
 
 
-_WORD: MessageType[_Word] = MessageType(_Word)
+_REPORT: MessageType[_Report] = MessageType(_Report)
 _VERDICT: MessageType[tuple[tuple[int, ...], Mapping[int, str]]] = MessageType(
     tuple[tuple[Rank, ...], Annotated[Mapping[int, str], Most(MOST_SEEN)]]
 )
-"""Ranks that are gone, and by rank what others saw."""
+"""A packed verdict: missing ranks, and what others saw, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What the collector of all words has found.
+    """Result of collecting all reports.
 
     Attributes:
         missing: Ranks that are gone.
-        seen: Where none is: by rank, what those saw whom no other one had told. A few of them.
+        seen: If none is: by rank, what up to `MOST_SEEN` ranks saw.
     """
 
     missing: set[int]
     seen: dict[int, str]
 
     @classmethod
-    def unpacked(cls, said: bytes) -> "_Verdict":
-        missing, seen = _VERDICT.read(said)
+    def unpacked(cls, data: bytes) -> "_Verdict":
+        """Parse what `packed` returned on another rank."""
+        missing, seen = _VERDICT.read(data)
         return cls(set(missing), dict(seen))
 
     def packed(self) -> str:
+        """Serialize for the store."""
         return json.dumps([sorted(self.missing), self.seen])
 
 
 class StoreFailureReporter(FailureReporter):
-    """Where the survivors of one group leave their word, or those of several groups that wait for each other.
+    """Reporter of one group of ranks, or of several groups that wait for each other, over their store.
 
     Args:
-        store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
+        store: Store shared by all ranks, with a prefix of its own, whose waits block no other user.
         rank: This rank.
         size: Number of ranks.
-        everybody: Gives the ranks that may be missing; None: all of them. Asked when something has failed.
-        directory: Where the other ranks can be called; None where they say in the store where.
+        everybody: Returns the ranks that may be missing, and is called after a failure; None means all ranks.
+        directory: Addresses of the other ranks; None if they publish them in the store (see `publish`).
     """
 
     def __init__(
@@ -225,40 +262,39 @@ class StoreFailureReporter(FailureReporter):
         directory: PeerTable | None = None,
     ) -> None:
         polling = store if isinstance(store, PollingStore) else PollingStore(store, STORE_PATIENCE, ranks=size)
-        self._alarm = _StoreAlarm(polling, rank)
+        self._abort = _PolledAbortSignal(polling, rank)
         self._directory = directory or PeerTable("", rank, {})
-        super().__init__(rank, Failures((self._directory.reported_failure, self._alarm.told), self._alarm.tell))
+        super().__init__(rank, Failures((self._directory.reported_failure, self._abort.poll), self._abort.try_set))
         self._store = polling.within(STORE_PATIENCE)
         self._size = size
         self._everybody = everybody or (lambda: range(size))
         self._group: Sequence[int] = range(size)
 
-    def signal_abort(self, reason: str) -> None:
+    def signal_abort(self, reason: str, *, directly: bool = False) -> None:
         """See `FailureReporter`. Also publishes this rank's report, so that peers do not wait for it."""
-        seen = f"a reason to give up: {reason}"[:LONGEST_REASON]  # some see a connection close before they hear it
-        word = {"dead": [], "launches": 0, "waiting": True, "overdue": False, "seen": seen, "own": True}
+        directory = self._directory
+        if directly:
+            # Read the addresses first: peers may stop the store once the signal is set.
+            with suppress(StoreUnreachableError):
+                directory = self._addresses_of(range(self._size), range(self._size))
+        # Peers may see a connection of this rank close before they see the signal, and then quote this.
+        seen = f"a reason to give up: {reason}"[:LONGEST_REASON]
+        report = {"dead": [], "launches": 0, "waiting": True, "overdue": False, "seen": seen, "own": True}
         try:
-            self._store.compare_set(f"word/{self.rank}", "", json.dumps(word))
+            self._store.compare_set(f"report/{self.rank}", "", json.dumps(report))
         except RuntimeError as error:
-            log.debug("the store was gone before rank %d could say that it lives: %s", self.rank, error)
+            log.debug("the store was unreachable before rank %d could publish its report: %s", self.rank, error)
         super().signal_abort(reason)
-
-    def signal_abort_to_each(self, reason: str) -> None:
-        """See `FailureReporter`. Also notifies peers directly: this process may host the store."""
-        try:
-            directory = self._addresses_of(range(self._size), range(self._size))
-        except StoreUnreachableError:
-            directory = self._directory
-        self.signal_abort(reason)
-        directory.notify(directory.probe_targets(()), PeerFailure(reason, FAILED))
+        if directly:
+            directory.notify(directory.probe_targets(()), PeerFailure(reason, FAILED))
 
     @property
     def plain_store(self) -> Store:
-        """What else the ranks tell each other goes through, below a prefix of its own."""
+        """The store itself, with the ranks' prefix; other users add a prefix of their own."""
         return self._store.plain
 
     def of_group(self, ranks: Sequence[int]) -> "StoreFailureReporter":
-        """The same reporter for one of several groups.
+        """Return this reporter as one of several groups uses it.
 
         Args:
             ranks: The reporter's number of each of the group's ranks.
@@ -270,52 +306,54 @@ class StoreFailureReporter(FailureReporter):
     def peer_wait(self) -> PeerWait:
         """Return a `PeerWait` for operations that report no failures themselves, such as making gloo groups.
 
-        Of several groups they are the ranks of the store that have said where they can be called.
+        It probes the ranks that have published an address.
         """
         everybody = range(self._size)
 
-        def ended(ranks: Sequence[int]) -> list[int]:
+        def exited(ranks: Sequence[int]) -> list[int]:
             try:
                 return self._addresses_of(ranks, everybody).exited(ranks)
             except StoreUnreachableError:
+                # The process that served the store may have exited after it notified this one.
                 if self.abort_reason() is None:
                     raise
-                return []  # who served the store has told why, and ended
+                return []
 
-        found = PeerWait(everybody, self.rank, ended, self.abort_reason)
-        found.notify = self.signal_abort_to_each
+        found = PeerWait(everybody, self.rank, exited, self.abort_reason)
+        found.notify = partial(self.signal_abort, directly=True)
         return found
 
-    def publish(self, start: str) -> None:
-        """Says in the store where the others can call this process, as long as it lives: see `_addresses_of`.
+    def publish(self, generation: str) -> None:
+        """Publish the address of this process's probe server, for as long as the process lives.
 
         Args:
-            start: Names these ranks; the same on all of them.
+            generation: Id of these ranks' generation, the same on all of them.
         """
         server = ProbeServer.open()
-        server.register(start, self.rank)
-        place = PeerAddress(server.port, tuple(own_addresses(self._store.host)), own_kernel())
-        self._store.set(f"address/{self.rank}", place.packed())
-        self._directory = PeerTable(start, self.rank, {}, server=server)
+        server.register(generation, self.rank)
+        self._store.set(f"address/{self.rank}", PeerAddress.here(server.port, self._store.host).packed())
+        self._directory = PeerTable(generation, self.rank, {}, server=server)
         self.failures.add_source(self._directory.reported_failure)
 
     def diagnose(
         self, error: BaseException, phase: str, members: Sequence[int], *, launches: int = 0, waiting: bool = True
     ) -> CollectiveError:
-        """Publishes this rank's word, listens to the others, and says what happened.
+        """Publish this rank's report, agree with the others on who is missing, and return the error to raise.
+
+        Takes at most `PATIENCE` if ranks do not report, otherwise until all have.
 
         Args:
             error: What the transport raised.
-            phase: The phase in words: `all_reduce inter_node`.
-            members: Ranks, as the group numbers them, of what failed in it, where known.
-            launches: How many launches this rank has started, where all ranks say so.
-            waiting: Whether its device waits for others. After a time-out one that does not, and has started fewer
-                launches than another one, is the rank that did not come.
+            phase: Operation and phase, such as `all_reduce inter_node`.
+            members: Ranks of the failed collective, as the group numbers them; empty if unknown.
+            launches: Number of launches that this rank has started, if all ranks count them.
+            waiting: The device waits for other ranks. After a timeout, a rank whose device does not, and which has
+                started fewer launches than another one, is the missing rank.
 
         Returns:
-            The error for every future of this rank; within `PATIENCE` where ranks are silent, else as soon as all have
-            published what they saw.
+            The error for every future of this rank.
         """
+        # What this rank knows by itself.
         missing_of = error.missing if isinstance(error, PeerError) and members else ()
         dead = {self._group[members[index]] for index in missing_of}
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -323,13 +361,17 @@ class StoreFailureReporter(FailureReporter):
         first = self.failures.first
         told = first is not None and first.said_by not in (None, self.rank) and first.reason in str(error)
         seen = "" if told else f"{phase} fail: {cause}"[:LONGEST_REASON]
-        own = type(error) is not RuntimeError and not isinstance(error, PeerError)  # gloo's are about others, too
-        word = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
+        # gloo raises RuntimeError for failures of peers, too.
+        own = type(error) is not RuntimeError and not isinstance(error, PeerError)
+        report = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
+        # Agree with the others; without the store, probe some of them.
         try:
-            self._store.give_up_if_silent(STORE_PATIENCE)  # the stall watch has asked it, or a look for alarms
-            verdict = self._listen({**word, "seen": seen, "own": own}, cause)
+            # A thread of this process may have waited for the store in vain already.
+            self._store.give_up_if_silent(STORE_PATIENCE)
+            verdict = self._agree_on_missing({**report, "seen": seen, "own": own}, cause)
         except RuntimeError as store_error:
             return self._without_store(f"{phase} failed on rank {self.rank}", cause, store_error, members, dead)
+        # Word the verdict.
         missing = tuple(sorted(verdict.missing - {self.rank}))
         if missing:
             who = self._who(missing)
@@ -342,9 +384,9 @@ class StoreFailureReporter(FailureReporter):
     def _without_store(
         self, what: str, cause: str, store_error: RuntimeError, members: Sequence[int], dead: set[int]
     ) -> CollectiveError:
-        """Probe some peers directly: which have exited, which do not answer.
+        """Probe some peers directly and return the error to raise.
 
-        The first rank to come tells the others what it has found, who would take it for lost, too, once it has ended.
+        The first rank to do so notifies the peers of the result: they would take its own exit for the failure.
         """
         reason = str(store_error).splitlines()[0].rstrip(".")
         if (told := self._directory.reported_failure()) is not None:
@@ -380,81 +422,103 @@ class StoreFailureReporter(FailureReporter):
         which, verb = ("rank", "is") if len(missing) == 1 else ("ranks", "are")
         return f"{which} {_list(missing)} of {self._size} {verb} missing{then}"
 
-    def _listen(self, word: dict[str, object], cause: str) -> _Verdict:
-        """Who is missing.
+    def _agree_on_missing(self, report: dict[str, object], cause: str) -> _Verdict:
+        """Publish this rank's report and return the verdict.
 
-        The first rank to come collects all words and publishes the verdict, which the others wait for: if
-        everybody collected, the store would be asked as many questions as there are pairs of ranks.
+        The first rank to arrive collects all reports; the others wait for its verdict, which keeps the store at O(n)
+        requests instead of O(n^2).
+
+        Raises:
+            RuntimeError: The store is unreachable.
         """
-        source = OVERDUE if word["overdue"] else FAILED
-        self._store.set(f"word/{self.rank}", json.dumps(word))
-        self._alarm.set(PeerFailure(f"rank {self.rank} saw {word['phase']} fail: {cause}", source))
+        source = OVERDUE if report["overdue"] else FAILED
+        self._store.set(f"report/{self.rank}", json.dumps(report))
+        self._abort.set(PeerFailure(f"rank {self.rank} saw {report['phase']} fail: {cause}", source))
         first = int(self._store.compare_set("collector", "", str(self.rank))) == self.rank
         deadline = time.monotonic() + PATIENCE.total_seconds() + poll_seconds(self._size)
         if not first:
             nap_seconds = max(NAP_SECONDS, poll_seconds(self._size) / 8)
-            while not (told := self._store.check(["verdict"])) and time.monotonic() < deadline + POLL_SECONDS:
+            while not (decided := self._store.check(["verdict"])) and time.monotonic() < deadline + POLL_SECONDS:
                 time.sleep(nap_seconds)
                 nap_seconds = min(2 * nap_seconds, poll_seconds(self._size))
-            if told:
+            if decided:
                 try:
                     return _Verdict.unpacked(self._store.read("verdict"))
                 except MessageError as error:
-                    log.debug("the verdict cannot be read, and is found anew: %s", error)
-        verdict = self._collect(word, deadline)
+                    log.debug("the verdict is malformed, and is made again: %s", error)
+        # This rank is the collector, or the collector has failed.
+        verdict = self._collect(report, deadline)
         self._store.set("verdict", verdict.packed())
         return verdict
 
     def _collect(self, own: dict[str, Any], deadline: float) -> _Verdict:
-        """Reads all words, a block of ranks in a question; who is silent is asked for alone, ever more rarely."""
-        words, silent, dead = {self.rank: own}, set(self._everybody()) - {self.rank}, set(own["dead"])
+        """Read the reports of all ranks until none is missing or the deadline has passed.
+
+        One store request reads `BLOCK` reports; ranks of incomplete blocks are polled one by one, ever more rarely.
+
+        Args:
+            own: This rank's report.
+            deadline: Monotonic seconds.
+        """
+        reports, silent, dead = {self.rank: own}, set(self._everybody()) - {self.rank}, set(own["dead"])
         began = time.monotonic()
-        calling = began + CALLING_AFTER.total_seconds() + poll_seconds(self._size)
+        probing = began + CALLING_AFTER.total_seconds() + poll_seconds(self._size)
         nap_seconds, thorough = NAP_SECONDS, began
         while True:
             now = time.monotonic()
             last = now > deadline
+            # Read whole blocks each time, single ranks only now and then.
             one_by_one = last or self._size <= BLOCK or now >= thorough
             if one_by_one:
                 thorough = now + 2 * (now - began) + POLL_SECONDS
             for block in _blocks(silent - dead):
-                said = self._read(block) or (
+                found = self._read(block) or (
                     [one for rank in block for one in self._read([rank])] if one_by_one else []
                 )
-                for rank, word in said:
+                for rank, report in found:
                     silent.discard(rank)
-                    words[rank] = word
-                    dead |= set(word["dead"])
-            if now > calling:
-                calling = deadline + 1.0
+                    reports[rank] = report
+                    dead |= set(report["dead"])
+            # Once, probe the ranks that have not reported: those that have exited are not waited for.
+            if now > probing:
+                probing = deadline + 1.0
                 first = sorted(silent - dead)[:MOST_PROBES]
-                dead |= set(self._addresses_of(silent - dead, words).exited(first))
+                dead |= set(self._addresses_of(silent - dead, reports).exited(first))
             if not silent - dead or last:
                 break
             time.sleep(nap_seconds)
             nap_seconds = min(2 * nap_seconds, POLL_SECONDS)
-        for rank in dead & silent:  # who has spoken is not missing, though it has ended since
-            words.update(self._read([rank]))
-        missing = (dead | silent) - words.keys()
-        if not missing and any(each["overdue"] for each in words.values()):
-            most = max(each["launches"] for each in words.values())
-            missing = {rank for rank, each in words.items() if each["launches"] < most and not each["waiting"]}
+        # A rank that has reported is not missing, even if it has exited since.
+        for rank in dead & silent:
+            reports.update(self._read([rank]))
+        missing = (dead | silent) - reports.keys()
+        # After a timeout, the rank that is behind and waits for no one is the missing one.
+        if not missing and any(each["overdue"] for each in reports.values()):
+            most = max(each["launches"] for each in reports.values())
+            missing = {rank for rank, each in reports.items() if each["launches"] < most and not each["waiting"]}
         if missing:
             return _Verdict(missing, {})
-        return _Verdict(set(), {rank: words[rank]["seen"] for rank in self._telling(words)})
+        return _Verdict(set(), {rank: reports[rank]["seen"] for rank in self._quoted_ranks(reports)})
 
-    def _telling(self, words: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """Whose words are repeated: who fails by itself first, then who has raised the alarm, who accuses nobody."""
-        alarm = self._alarm.told()
-        teller = None if alarm is None else alarm.said_by
+    def _quoted_ranks(self, reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """Choose up to `MOST_SEEN` ranks whose reports the error message quotes.
+
+        First ranks that failed by themselves, then the one that signalled the abort, then those that blame no peer.
+        """
+        signal = self._abort.poll()
+        signaller = None if signal is None else signal.said_by
 
         def order(rank: int) -> tuple[bool, bool, bool, int]:
-            return not words[rank]["own"], rank != teller, bool(words[rank]["dead"]), rank
+            return not reports[rank]["own"], rank != signaller, bool(reports[rank]["dead"]), rank
 
-        return sorted((rank for rank in words if words[rank]["seen"]), key=order)[:MOST_SEEN]
+        return sorted((rank for rank in reports if reports[rank]["seen"]), key=order)[:MOST_SEEN]
 
     def _addresses_of(self, silent: Collection[int], living: Collection[int]) -> PeerTable:
-        """Where silent ranks can be called, and the living ones beside them, that may be of their hosts."""
+        """Return the addresses of silent ranks, and of living ones close to them, which may run on the same hosts.
+
+        Raises:
+            StoreUnreachableError: The addresses are in the store, and it does not answer.
+        """
         if self._directory.addresses:
             return self._directory
         wanted = set(sorted(silent)[:MOST_PROBES])
@@ -466,26 +530,26 @@ class StoreFailureReporter(FailureReporter):
                 try:
                     addresses[rank] = PeerAddress.unpacked(self._store.read(f"address/{rank}"))
                 except MessageError as error:
-                    log.debug("rank %d has not said where it can be called: %s", rank, error)
+                    log.debug("the address of rank %d is malformed: %s", rank, error)
         return replace(self._directory, addresses=addresses)
 
     def _read(self, ranks: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-        """The words of some ranks; none where one of them is silent. What is no word counts for silence."""
-        keys = [f"word/{rank}" for rank in ranks]
+        """Read the reports of some ranks; empty if one of them has none. A malformed report counts as none."""
+        keys = [f"report/{rank}" for rank in ranks]
         if not self._store.check(keys):
             return []
         texts = self._store.multi_get(keys) if len(keys) > 1 else [self._store.read(keys[0])]
         found = []
         for rank, text in zip(ranks, texts, strict=True):
             try:
-                found.append((rank, asdict(_WORD.read(text))))
+                found.append((rank, asdict(_REPORT.read(text))))
             except MessageError as error:
-                log.debug("the word of rank %d cannot be read: %s", rank, error)
+                log.debug("the report of rank %d is malformed: %s", rank, error)
         return found
 
 
 def _blocks(ranks: set[int]) -> list[list[int]]:
-    """Ranks in order, those of one block together."""
+    """Split ranks, in order, by the block that they belong to."""
     found: dict[int, list[int]] = {}
     for rank in sorted(ranks):
         found.setdefault(rank // BLOCK, []).append(rank)

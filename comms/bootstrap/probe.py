@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from gradwire.comms.bootstrap.addresses import listener
+from gradwire.comms.bootstrap.addresses import LOOK_UP_SECONDS, listener, own_addresses
 from gradwire.comms.bootstrap.failures import LONGEST_FAILURE_NBYTES, PeerFailure
 from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
-from gradwire.comms.bootstrap.kernel import listener_state, to_call
+from gradwire.comms.bootstrap.kernel import listener_state, own_kernel, to_call
 from gradwire.comms.bootstrap.pending_connections import PendingConnections
 from gradwire.comms.bootstrap.threads import BackgroundThread, call_each
 from gradwire.comms.boundary.messages import Addresses, Kernel, MessageType, Port
@@ -240,6 +240,25 @@ class PeerAddress:
     kernel: str = ""
 
     @classmethod
+    def here(cls, port: int, toward: str | None, seconds: float = LOOK_UP_SECONDS) -> "PeerAddress":
+        """Return the address of a port of this process.
+
+        Args:
+            port: TCP port.
+            toward: Host that other ranks reach as well, such as the store's; its route decides which address is best.
+            seconds: Time for a resolver; addresses that take longer are left out.
+        """
+        return cls(port, tuple(own_addresses(toward, seconds)), own_kernel())
+
+    def state(self) -> str:
+        """Ask the kernel of its host whether a process listens there; see `listener_state`."""
+        return listener_state(self.kernel, self.port, self.addresses)
+
+    def to_try(self) -> list[str]:
+        """Return the IP addresses to connect to, in order."""
+        return to_call(self.kernel, self.addresses)
+
+    @classmethod
     def unpacked(cls, text: bytes) -> "PeerAddress":
         """Parse what `packed` returned on another rank.
 
@@ -354,7 +373,7 @@ class PeerTable:
         if listener_state(peer.kernel, peer.port, ()) == ENDED_HERE:
             return ENDED
         refused = silent = False
-        for address in to_call(peer.kernel, peer.addresses):
+        for address in peer.to_try():
             try:
                 with socket.create_connection((address, peer.port), PROBE_SECONDS) as connection:
                     reply = _request(connection, _secret(self.generation, rank), request)

@@ -16,15 +16,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Annotated
 
-from gradwire.comms.bootstrap.addresses import listener, own_addresses
+from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.failures import ABSENT, LEFT, UNREACHED, PeerFailure, PeerFailureError
 from gradwire.comms.bootstrap.failures import ENDED as HAS_ENDED
-from gradwire.comms.bootstrap.kernel import ENDED, UNKNOWN, listener_state, own_kernel, to_call
+from gradwire.comms.bootstrap.kernel import ENDED, UNKNOWN
 from gradwire.comms.bootstrap.pending_connections import accept
+from gradwire.comms.bootstrap.probe import PeerAddress
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.boundary.messages import Addresses, Count, Kernel, MessageError, MessageType, Most, Port
 from gradwire.comms.boundary.proof import NONCE_NBYTES, PROOF_NBYTES, new_nonce, proof_of
@@ -90,11 +91,24 @@ def rank_state(store: Store, rank: int) -> str:
     if not store.check([f"alive/{rank}"]):
         return UNKNOWN
     try:
-        port, addresses, kernel, _ = _RECORD.read(store.get(f"alive/{rank}"))
+        address, _ = _record(store.get(f"alive/{rank}"))
     except MessageError as error:
         log.debug("the record of rank %d in the store is malformed: %s", rank, error)
         return UNKNOWN
-    return listener_state(kernel, port, addresses)
+    return address.state()
+
+
+def _record(text: bytes) -> tuple[PeerAddress, bytes]:
+    """Parse a rank's record: its address and its secret.
+
+    Raises:
+        MessageError: The record is malformed.
+    """
+    port, addresses, kernel, token = _RECORD.read(text)
+    try:
+        return PeerAddress(port, addresses, kernel), bytes.fromhex(token)
+    except ValueError:
+        raise MessageError("the secret in the record is not hexadecimal") from None
 
 
 class MemberRecords:
@@ -116,8 +130,8 @@ class MemberRecords:
     def publish(self, port: int, token: bytes) -> None:
         """Publish this rank's record. Does not wait for a resolver: addresses that take long to find are left out."""
         toward = self._store.host if isinstance(self._store, PollingStore) else None
-        record = [port, own_addresses(toward, 0.0), own_kernel(), token.hex()]
-        self._store.set(f"alive/{self._rank}", json.dumps(record))
+        address = PeerAddress.here(port, toward, 0.0)
+        self._store.set(f"alive/{self._rank}", json.dumps([*astuple(address), token.hex()]))
 
     def publish_shutdown(self, launches: int) -> None:
         """Record that this rank shuts down in order, for ranks that connect later."""
@@ -134,18 +148,14 @@ class MemberRecords:
         """
         return self._store.check([f"alive/{rank}"])
 
-    def address_of(self, rank: int) -> tuple[int, list[str], str, bytes]:
-        """Return the port, addresses, kernel and secret of a rank that has joined.
+    def address_of(self, rank: int) -> tuple[PeerAddress, bytes]:
+        """Return the address and the secret of a rank that has joined.
 
         Raises:
             RuntimeError: The store is unreachable.
             MessageError: The record is malformed.
         """
-        port, addresses, kernel, token = _RECORD.read(self._store.get(f"alive/{rank}"))
-        try:
-            return port, list(addresses), kernel, bytes.fromhex(token)
-        except ValueError:
-            raise MessageError(f"the record of rank {rank} has no secret") from None
+        return _record(self._store.get(f"alive/{rank}"))
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has recorded its shutdown, and if so add it to `left`.
@@ -507,14 +517,14 @@ class Dialer:
             if not self._records.has_joined(neighbour.rank):
                 self._nap_seconds = min(2 * self._nap_seconds, self._poll_seconds)
                 return False
-            port, addresses, kernel, token = self._records.address_of(neighbour.rank)
+            address, token = self._records.address_of(neighbour.rank)
         except (RuntimeError, MessageError) as error:
             # The store's process has exited, or the neighbour's failure will show to its other neighbour.
             log.debug("the store cannot say where rank %d is: %s", neighbour.rank, error)
             neighbour.reached, neighbour.addresses = True, deque()
             return False
-        neighbour.addresses = deque((each, port, token) for each in to_call(kernel, addresses))
-        neighbour.tried = f"port {port} of {', '.join(addresses)}"
+        neighbour.addresses = deque((each, address.port, token) for each in address.to_try())
+        neighbour.tried = f"port {address.port} of {', '.join(address.addresses)}"
         return True
 
 

@@ -22,6 +22,7 @@ from datetime import timedelta
 from functools import partial
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
+from gradwire.comms.bootstrap.failure_reporter import AbortSignal
 from gradwire.comms.bootstrap.failures import OVER, UNREACHED, Failures, PeerFailure
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
 from gradwire.comms.bootstrap.liveness import LivenessRing
@@ -201,7 +202,7 @@ class Membership:
             Whether it was; true where the store is gone, which was to say so.
         """
         try:
-            first = PeerFailure.unpacked(self._store.read(f"{view.generation}/alarm")).said_by
+            first = PeerFailure.unpacked(self._store.read(f"{view.generation}/abort")).said_by
         except RuntimeError as error:
             log.debug("the store cannot say who has ended generation %d: %s", view.generation, error)
             return True
@@ -273,26 +274,20 @@ class Membership:
             latest = self._latest
         latest.close(orderly=orderly)
 
-    def _raise_alarm(self, view: View, failure: PeerFailure) -> None:
-        """Tells the other ranks of a generation that it is over."""
-        try:
-            self._store.compare_set(f"{view.generation}/alarm", "", failure.packed(view.rank).decode())
-        except RuntimeError as error:
-            log.debug("the store was gone before an alarm could be raised: %s", error)
-
     def _begin(self, generation: "_Generation") -> None:
         """Joins the ring of a generation."""
         view = generation.view
-        generation.failures.notify = partial(self._raise_alarm, view)
+        signal = AbortSignal(self._store, view.rank, f"{view.generation}/abort")
+        generation.failures.notify = signal.try_set
         if view.size == 1:
             return
-        key, ring = f"{view.generation}/alarm", self._ring_store(view)
+        ring = self._ring_store(view)
 
         def told() -> PeerFailure | None:
             if (note := self.note) is not None and note is not self._noted:
                 self._store.set(f"note/{view.members[view.rank]}", note)
                 self._noted = note
-            return PeerFailure.unpacked(self._store.read(key)) if self._store.check([key]) else None
+            return signal.read()
 
         def started() -> int:
             return self.started() if generation is self._current else 0

@@ -46,8 +46,8 @@ ELASTIC = (
     ),
     Mutation(
         "an alarm names no rank",
-        _MEMBERS,
-        "failure.packed(view.rank)",
+        _FAILURE,
+        "failure.packed(self._rank)",
         "failure.packed(0)",
         "Rank 0 leaves for the failure of another one.",
         (_AGAIN,),
@@ -200,15 +200,15 @@ ELASTIC = (
     Mutation(
         "an alarm stays here",
         _MEMBERS,
-        '            self._store.compare_set(f"{view.generation}/alarm", "", failure.packed(view.rank).decode())\n',
-        "            pass\n",
+        "        generation.failures.notify = signal.try_set\n",
+        "        generation.failures.notify = lambda failure: None\n",
         "Ranks that are no neighbours of the lost one wait on.",
         (_AGAIN, _LOSSES),
     ),
     Mutation(
         "nobody looks for an alarm",
         _MEMBERS,
-        "            return PeerFailure.unpacked(self._store.read(key)) if self._store.check([key]) else None\n",
+        "            return signal.read()\n",
         "            return None\n",
         "A failure that has ended no process is heard of by nobody.",
         (_AGAIN,),
@@ -330,7 +330,7 @@ ELASTIC = (
     Mutation(
         "silent ranks are not called",
         _FAILURE,
-        "                dead |= set(self._addresses_of(silent - dead, words).exited(first))\n",
+        "                dead |= set(self._addresses_of(silent - dead, reports).exited(first))\n",
         "",
         "Survivors wait for those whose processes have ended.",
         (_REPORTER, _LIVENESS),

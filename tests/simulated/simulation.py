@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Self
 from unittest.mock import patch
 
-from gradwire.comms.bootstrap import kernel, liveness, pending_connections, ring_connections, store
+from gradwire.comms.bootstrap import kernel, liveness, pending_connections, probe, ring_connections, store
 from gradwire.comms.bootstrap.store import StoreUnreachableError
 from gradwire.comms.elastic import membership, resilient_ops
 
@@ -541,13 +541,16 @@ def simulated(simulation: Simulation) -> Iterator[None]:
         for name, replacement in {
             "start_connecting": start_connecting,
             "listener": listener,
+            "FIRST_NAP_SECONDS": NAP_SECONDS,
+        }.items():
+            stack.enter_context(patch.object(ring_connections, name, replacement))
+        for name, replacement in {
             "listener_state": listener_state,
             "own_kernel": lambda: simulation.process.host,
             "own_addresses": lambda *toward: [simulation.process.host],
             "to_call": lambda name, addresses: list(addresses),
-            "FIRST_NAP_SECONDS": NAP_SECONDS,
         }.items():
-            stack.enter_context(patch.object(ring_connections, name, replacement))
+            stack.enter_context(patch.object(probe, name, replacement))
         stack.enter_context(patch.object(membership, "call_each", partial(_call_each, simulation)))
         stack.enter_context(patch.object(store.PollingStore, "_ask", ask))
         stack.enter_context(patch.object(membership, "NAP_SECONDS", NAP_SECONDS))

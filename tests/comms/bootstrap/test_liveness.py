@@ -156,7 +156,7 @@ def test_an_alarm_in_the_store_reaches_ranks_that_are_no_neighbours() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
     reporter = StoreFailureReporter(store, 0, 1)
-    store.set("alarm", PeerFailure("rank 7 saw an all-reduce fail", FAILED).packed(7))
+    store.set("abort", PeerFailure("rank 7 saw an all-reduce fail", FAILED).packed(7))
     alone = LivenessRing(store, 0, 1, reporter.failures, heard)
     assert heard.told.wait(SECONDS)
     assert "rank 7 saw" in str(heard.error)
@@ -440,7 +440,7 @@ def test_a_next_rank_that_never_comes_keeps_nobody_from_hearing_an_alarm() -> No
     heard = Heard()
     alone = LivenessRing(store, 0, 2, StoreFailureReporter(store, 0, 2).failures, heard)
     time.sleep(0.1)
-    store.set("alarm", PeerFailure("rank 7 saw an all-reduce fail", FAILED).packed(7))
+    store.set("abort", PeerFailure("rank 7 saw an all-reduce fail", FAILED).packed(7))
     assert heard.told.wait(SECONDS)
     alone.close()
 
@@ -493,7 +493,7 @@ def diagnose_all(size: int, errors: dict[int, BaseException], words: dict[int, d
             return self
 
         def check(self, keys: Any) -> bool:
-            asked[self.rank] += keys[0].startswith("word/")
+            asked[self.rank] += keys[0].startswith("report/")
             return super().check(keys)
 
     found: dict[int, CollectiveError] = {}
@@ -528,7 +528,7 @@ def test_after_a_time_out_the_rank_that_did_not_come_is_named() -> None:
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     for rank in (1, 2):
         word = {"dead": [], "phase": "", "overdue": True, "seen": "", "own": False, "waiting": True, **late[rank]}
-        store.set(f"word/{rank}", json.dumps(word))
+        store.set(f"report/{rank}", json.dumps(word))
     ended = PeerError("rank 2 has ended", (2,))  # after it has spoken
     assert StoreFailureReporter(store, 0, 3).diagnose(ended, "an all-reduce", range(3), launches=7).missing == (1,)
 
@@ -555,7 +555,7 @@ def test_a_rank_that_says_why_it_fails_is_repeated_and_not_missed() -> None:
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(4)]
     threads[1].start()
-    until(lambda: store.check(["alarm"]))
+    until(lambda: store.check(["abort"]))
     until(lambda: reporters[3].abort_reason() is not None)
     errors.append(PeerError(reporters[3].abort_reason() or ""))
     for rank in (0, 2, 3):
@@ -597,7 +597,7 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     def call_and_say(self: PeerTable, ranks: Any) -> dict[int, str]:
         found = call(self, ranks)
         if not ends:
-            store.set("word/2", json.dumps(word))  # after it was called
+            store.set("report/2", json.dumps(word))  # after it was called
         return found
 
     monkeypatch.setattr(PeerTable, "probe", call_and_say)
@@ -608,7 +608,7 @@ def test_silent_ranks_are_called_and_only_who_has_ended_is_missed(monkeypatch: p
     store.set("address/2", json.dumps([gone if ends else living.port, ["127.0.0.1"], kernel.own_kernel()]))
     living.register("start", 1)
     living.register("start", 2)
-    store.set("word/1", json.dumps(word))
+    store.set("report/1", json.dumps(word))
     reporter = StoreFailureReporter(store, 0, 3, directory=PeerTable("start", 0, {}))
     errors: list[CollectiveError] = []
     thread = threading.Thread(

@@ -220,8 +220,8 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     ),
     "a ring's place": (ring_connections._RECORD.read, json.dumps([4000, ["10.0.0.1"], "kernel", "ab" * 16]).encode()),
     "launches of a rank that has left": (ring_connections._LAUNCHES.read, b"17"),
-    "a survivor's word": (
-        failure_reporter._WORD.read,
+    "a survivor's report": (
+        failure_reporter._REPORT.read,
         json.dumps(
             {"dead": [1], "phase": "x", "launches": 3, "waiting": True, "overdue": False, "seen": "y", "own": True}
         ).encode(),
