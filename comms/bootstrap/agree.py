@@ -1,10 +1,10 @@
-"""How ranks agree, once they know who they are: every rank says something, rank 0 decides, every rank follows.
+"""Agreement over the store: every rank publishes a value, rank 0 decides, and all ranks get the same result or error.
 
-`decide` is all there is; the rest says what the decision is: the words of all (`gather`), that they are the same
-(`same`), or what differs (`compare`). It goes through the store, for what is decided seldom and must fail alike on all
-ranks. What is not decided here: who the ranks are (rendezvous.py), what a grid of ranks wants of which each knows its
-row and column alone (sharded/agreement.py), who is left (elastic/membership.py); numbers of every step travel with the
-gradients, through no store (observe/share.py).
+`Agreement.decide` is the one mechanism. `gather` returns the values of all ranks, `same` checks that they are equal,
+and `compare` names a fact that differs. Use it for decisions that are rare and must fail in the same way on all ranks.
+Not decided here: who the ranks are (rendezvous.py), settings of a grid in which each rank knows only its row and column
+(sharded/agreement.py), and which ranks survive a failure (elastic/membership.py). Values of every step are sent with
+the gradients (observe/share.py).
 """
 
 import hashlib
@@ -29,38 +29,40 @@ T = TypeVar("T")
 REFUSED = "refused"
 
 MOST_NBYTES = 1 << 28
-"""Bytes that a rank says at most: the shapes of a model's parameters."""
+"""Bytes of one rank's value, at most. The largest are the shapes of a model's parameters."""
 
 _VALUE: MessageType[object] = MessageType(object, most_nbytes=MOST_NBYTES, finite=False)
 _DECIDED: MessageType[tuple[str, object]] = MessageType(
     tuple[Literal["accepted", "refused"], object], most_nbytes=MOST_NBYTES, finite=False
 )
-"""Any value of JSON: whoever has asked knows what it means. A rule may use infinity for what is not known."""
+"""A verdict and its result, which may be any JSON value. Infinity is allowed: rules use it for unknown numbers."""
 _FACTS: MessageType[tuple[tuple[str, str], ...]] = MessageType(tuple[tuple[str, str], ...], most_nbytes=MOST_NBYTES)
 
 BLOCK = 512
-"""Values that rank 0 reads in one question."""
+"""Values that rank 0 reads in one store request."""
 
 GRACE = timedelta(seconds=5)
-"""The grace for the rank that has given up first to say who is missing, beyond what ranks wait between two looks."""
+"""Extra time, after a timeout, for the first rank that timed out to publish which ranks are missing."""
 
 
 class Agreement:
-    """One rank's voice. Every rank makes one with the same name and calls the same methods in the same order.
+    """One rank's part in the agreements of a group.
+
+    Invariant: every rank makes one with the same name, and calls the same methods in the same order.
 
     Args:
-        store: A store that all ranks share.
+        store: Store shared by all ranks.
         rank: This rank.
         size: Number of ranks.
         name: Prefix of the keys, unique in the store.
-        timeout: How long to wait for the others.
-        must: What all ranks must do, for the message of who waits in vain in `gather`.
-        ended: Says which ranks have ended, which are waited for in vain; None: nobody knows.
-        names: What the ranks are called in messages, where that is not by their numbers here.
+        timeout: Time to wait for the other ranks.
+        must: What all ranks must do, for the error message of `gather`: "all ranks must ...".
+        ended: Finds ranks that have exited, so that they are not waited for; None disables that check.
+        names: Numbers of the ranks in messages, if they differ from those here.
 
     Attributes:
-        rank: This one.
-        size: How many there are.
+        rank: This rank.
+        size: Number of ranks.
     """
 
     def __init__(
@@ -85,14 +87,14 @@ class Agreement:
         self._round = 0
 
     def decide(self, value: object, rule: Callable[[list[object]], object]) -> object:
-        """Gathers every rank's value on rank 0, applies the rule there, and returns its result on all ranks.
+        """Gather every rank's value on rank 0, apply the rule there, and return its result on all ranks.
 
         Args:
-            value: Anything that JSON can hold.
-            rule: From the values, in rank order, to the decision; only called on rank 0.
+            value: JSON value of this rank.
+            rule: Maps the values, in rank order, to the result; called on rank 0 only. A `ValueError` refuses.
 
         Raises:
-            ValueError: A rank did not take part within the time-out, or they meant different things: refused on all.
+            ValueError: A rank did not take part within the timeout, or the rule refused; raised on all ranks.
             StoreUnreachableError: The store does not answer.
         """
         self._round += 1
@@ -101,20 +103,20 @@ class Agreement:
         if self.rank == 0:
             return self._preside(place, rule)
         try:
-            self._store.wait([f"{place}/verdict"], self._timeout, self._looking(place, [0]))
+            self._store.wait([f"{place}/verdict"], self._timeout, self._peer_check(place, [0]))
         except StoreUnreachableError:
             raise
         except PeerError as error:
             self._store.compare_set(f"{place}/verdict", "", json.dumps([REFUSED, str(error)]))
         except RuntimeError:
-            self._give_up(place)
-        return self._obey(place)
+            self._time_out(place)
+        return self._result(place)
 
     def same(self, value: object) -> None:
-        """Checks that every rank asks for the same thing.
+        """Check that the value is the same on all ranks.
 
         Raises:
-            ValueError: Some do not, or do not ask at all; raised on every rank that asked.
+            ValueError: It is not, or a rank did not take part; raised on every rank that did.
         """
 
         def alike(values: list[object]) -> object:
@@ -125,32 +127,33 @@ class Agreement:
         self.decide(value, alike)
 
     def gather(self, value: T) -> list[T]:
-        """What each rank has said, in the order of ranks.
+        """Return the values of all ranks, in rank order.
 
         Args:
-            value: Anything that JSON can hold.
+            value: JSON value of this rank.
 
         Raises:
-            RuntimeError: A rank has not spoken within the time-out.
+            RuntimeError: A rank did not take part within the timeout.
         """
         if self.size == 1:
             return [value]
         try:
             return cast(list[T], self.decide(value, list))
-        except ValueError as error:  # `list` takes anything: a rank has not come
+        except ValueError as error:
+            # The rule `list` refuses nothing, so a rank did not take part.
             raise RuntimeError(f"{error}: all ranks must {self._must}") from None
 
     def compare(self, facts: Mapping[str, str], remedy: str, like: Sequence[int] | None = None) -> None:
-        """Has all ranks find out whether they say the same; each sends its facts only where somebody's differ.
+        """Check that facts are the same on all ranks. Digests are compared first; facts are sent only if they differ.
 
         Args:
             facts: Name -> value, in an order that is the same on all ranks if they agree.
-            remedy: What to do where they do not.
-            like: For each rank the one that it must say the same as, alike on all ranks; None: rank 0 for all.
+            remedy: Advice for the error message.
+            like: For each rank, the rank that it must equal; the same on all ranks. None compares all with rank 0.
 
         Raises:
-            ValueError: On all ranks, with the same words: a fact differs.
-            RuntimeError: A rank has not come within the time-out.
+            ValueError: A fact differs; raised on all ranks with the same message.
+            RuntimeError: A rank did not take part within the timeout.
         """
         text = json.dumps(list(facts.items()))
         said = self.gather(hashlib.sha256(text.encode()).hexdigest())
@@ -175,6 +178,7 @@ class Agreement:
         )
 
     def _preside(self, place: str, rule: Callable[[list[object]], object]) -> object:
+        """Collect the values, apply the rule, and publish the verdict; rank 0 only."""
         try:
             values = self._values(place)
             verdict = [REFUSED, self._missing(place)] if values is None else ["accepted", rule(values)]
@@ -183,16 +187,16 @@ class Agreement:
         except PeerError as error:
             verdict = [REFUSED, str(error)]
         self._store.compare_set(f"{place}/verdict", "", json.dumps(verdict))
-        return self._obey(place)
+        return self._result(place)
 
     def _values(self, place: str) -> list[object] | None:
-        """What every rank proposes, in rank order; None where one does not in time."""
+        """Return the values of all ranks, in rank order; None if one is missing after the timeout."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         values: list[object] = []
         for keys in self._blocks(place):
             try:
                 seconds = max(0.0, deadline - time.monotonic())
-                self._store.wait(keys, timedelta(seconds=seconds), self._looking(place, range(self.size)))
+                self._store.wait(keys, timedelta(seconds=seconds), self._peer_check(place, range(self.size)))
             except (StoreUnreachableError, PeerError):
                 raise
             except RuntimeError:
@@ -200,47 +204,55 @@ class Agreement:
             values += map(_VALUE.read, self._store.multi_get(keys))
         return values
 
-    def _looking(self, place: str, ranks: Sequence[int]) -> Callable[[], None]:
-        """What looks, while this rank waits for the word of some, whether those that are silent have ended."""
+    def _peer_check(self, place: str, ranks: Sequence[int]) -> Callable[[], None]:
+        """Return a callback for a store wait. It raises `PeerError` once a rank that is waited for has exited."""
         backoff = Backoff()
 
-        def look() -> None:
+        def check() -> None:
             if self._ended is None or not backoff.is_due():
                 return
             if self.rank == 0:
                 silent = (rank for rank in ranks if rank and not self._store.check([f"{place}/{rank}"]))
                 ranks_to_ask = list(islice(silent, MOST_PROBES))
-            else:  # whose verdict is waited for: it may have spoken
+            else:
+                # Rank 0, whose verdict is waited for, even if it has published its value.
                 ranks_to_ask = list(ranks)
             if ended := self._ended(ranks_to_ask):
                 names = ", ".join(str(self._names[rank]) for rank in ended)
                 raise PeerError(f"rank {names} has ended: look at its output", tuple(ended))
 
-        return look
+        return check
 
     def _blocks(self, place: str) -> list[list[str]]:
         keys = [f"{place}/{rank}" for rank in range(self.size)]
         return [keys[start : start + BLOCK] for start in range(0, self.size, BLOCK)]
 
-    def _give_up(self, place: str) -> None:
-        """Whoever gives up first looks who is missing, and decides for all: rank 0's verdict is set the same way."""
+    def _time_out(self, place: str) -> None:
+        """After a timeout, publish a verdict that names the missing ranks, or wait for the rank that does.
+
+        The first rank to time out decides for all. Rank 0 sets its verdict by the same compare-and-set.
+        """
         if int(self._store.compare_set(f"{place}/judge", "", str(self.rank))) != self.rank:
             try:
                 self._store.wait([f"{place}/verdict"], GRACE + timedelta(seconds=Naps(self.size).longest))
                 return
             except StoreUnreachableError:
                 raise
-            except RuntimeError:  # that one is lost itself
-                log.debug("nobody has decided %s", place)
+            except RuntimeError:
+                # That rank has failed, too.
+                log.debug("no verdict of %s was published", place)
         self._store.compare_set(f"{place}/verdict", "", json.dumps([REFUSED, self._missing(place)]))
 
-    def _obey(self, place: str) -> object:
+    def _result(self, place: str) -> object:
+        """Read the verdict, and return its result or raise its error."""
         kind, result = _DECIDED.read(self._store.read(f"{place}/verdict"))
         if kind == REFUSED:
             raise ValueError(f"`{self._name}` was refused on all ranks: {result}")
-        return result  # what the rule returned, as JSON gives it back
+        # What the rule returned, after JSON: tuples are lists.
+        return result
 
     def _missing(self, place: str) -> str:
+        """Return the error message that names the ranks without a value."""
         blocks = [keys for keys in self._blocks(place) if not self._store.check(keys)]
         silent = [int(key.rsplit("/", 1)[1]) for keys in blocks for key in keys if not self._store.check([key])]
         names = ", ".join(str(self._names[rank]) for rank in silent)

@@ -1,11 +1,10 @@
-"""What the kernel says: whether a process has ended, and of this process's TCP connections what they have carried.
+"""Facts from the Linux kernel: whether a process still listens on its port, and counters of own TCP connections.
 
-Nothing but the kernel that a process runs on counts where a rank is to be given up.
-
-A connection that is refused says little. The address may be the caller's own (the loopback, docker's bridge, a host
-name that resolves to 127.0.1.1), or another host's by now, and a firewall that rejects refuses as well. Of a process on
-this very kernel, in this network, the kernel lists whether anybody listens at its port. Of others nothing is known
-until they say nothing for long, or their kernel closes a connection that has been theirs.
+Only the kernel that a process runs on can say that it has exited. A refused connection says little: the address may be
+this host's own (the loopback, docker's bridge, a host name that resolves to 127.0.1.1), or another host's by now, and a
+firewall refuses connections as well. For a process on this kernel and network namespace, the kernel lists whether
+anything listens on its port. For others nothing is known until they are silent for long, or until their kernel closes a
+connection that has been theirs.
 
 Source: struct tcp_info, Linux include/uapi/linux/tcp.h; SO_MAX_PACING_RATE, socket(7), asm-generic/socket.h.
 """
@@ -30,11 +29,11 @@ log = logging.getLogger("gradwire")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
 TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
-"""Every socket of this network namespace. Source: proc_pid_net(5)."""
+"""Files that list all TCP sockets of this network namespace. Source: proc_pid_net(5)."""
 
 DESCRIPTORS = Path("/proc/self/fd")
 _AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
-"""Has Python leave a descriptor's mode alone, whatever `setdefaulttimeout` says: it is shared with torch's."""
+"""Socket type by which Python keeps the descriptor's blocking mode, despite `setdefaulttimeout`: torch shares it."""
 
 _TCP_INFO = struct.Struct("=2xB21xI72xI16xQ20xI4xI8xQQQ24xI")
 """The fields of `TcpInfo`, in their order; the four times in microseconds."""
@@ -44,20 +43,21 @@ _MOST_PACED = 2**32 - 2
 """Bytes per second; one more means no limit."""
 
 LISTENING = "0A"
+"""State of a listening socket in these files."""
+
 CALL_SECONDS, CALLS_SECONDS = 1.0, 2.0
-"""Seconds for one address of a rank, and for all of them."""
+"""Timeouts of connecting to one address of a process, and to all of them."""
 
 KERNEL_DIGITS = 12
-"""The kernel digits of the name of a kernel and its network, hexadecimal: two of 10,000 hosts have the same with a
-chance of 2e-7."""
+"""Hexadecimal digits of the id of a kernel and network namespace. Collision probability among 10,000 hosts: 2e-7."""
 
 ENDED, LISTENS, REFUSED, UNKNOWN = "ended", "listens", "refused", "unknown"
-"""What is known of who listened at a port: its own kernel says that nobody does; somebody does; its host refuses, as
-after its end, or as a firewall does; nothing."""
+"""State of a port, as far as it is known: its own kernel says that nothing listens; something listens; its host refuses
+connections, as after an exit or because of a firewall; nothing is known."""
 
 
 def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
-    """Hostname (or the one given), boot id, device number of /dev/shm."""
+    """Return the host name (or the one given), the boot id, and the device number of /dev/shm."""
     memory = Path("/dev/shm")
     return (
         hostname or socket.gethostname(),
@@ -68,20 +68,21 @@ def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
 
 @lru_cache(maxsize=1)
 def own_kernel() -> str:
-    """The name of this boot of this host, with this process's network; empty where they cannot be told apart."""
+    """Return an id of this boot of this host and this network namespace; empty if the kernel does not tell."""
     try:
         boot, network = BOOT_ID.read_text().strip(), NETWORK.stat().st_ino
     except OSError as error:
         log.debug("this kernel does not say which it is: %s", error)
         return ""
-    words = f"{boot} {network} {socket.gethostname()}"  # a copy of a running machine has the same boot
+    # With the host name: a clone of a running machine has the same boot id.
+    words = f"{boot} {network} {socket.gethostname()}"
     return hashlib.sha256(words.encode()).hexdigest()[:KERNEL_DIGITS] if boot else ""
 
 
 def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """This process's TCP sockets: the descriptor, and a duplicate that is closed when the next one is asked for.
+    """Yield this process's TCP sockets: the descriptor, and a duplicate that is closed at the next iteration.
 
-    None where the kernel shows no descriptors.
+    Yields nothing if /proc shows no descriptors.
     """
     try:
         descriptors = [int(entry.name) for entry in DESCRIPTORS.iterdir()]
@@ -92,11 +93,13 @@ def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             copy = os.dup(descriptor)
-        except OSError:  # closed meanwhile
+        except OSError:
+            # Closed meanwhile.
             continue
         try:
             connection = socket.socket(type=_AS_IT_IS, fileno=copy)
-        except OSError:  # another file's descriptor by now, or of a kind that has no name
+        except OSError:
+            # The number belongs to another file by now, or to a socket without an address.
             os.close(copy)
             continue
         with connection:
@@ -105,29 +108,30 @@ def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def outside_connections() -> Iterator[tuple[str, str, socket.socket]]:
-    """This process's TCP connections with other hosts: own address, the peer's, and a duplicate as of `tcp_sockets`."""
+    """Yield this process's TCP connections to other hosts: own address, peer address, and a duplicate of the socket."""
     for _, connection in tcp_sockets():
-        with suppress(OSError):  # not connected
+        # An OSError means that the socket is not connected.
+        with suppress(OSError):
             own, peer = str(connection.getsockname()[0]), str(connection.getpeername()[0])
             if own != peer:
                 yield own, peer, connection
 
 
 class TcpInfo(NamedTuple):
-    """What the kernel has counted of one TCP connection so far; 0 for what it is too old to count.
+    """Counters of one TCP connection; 0 if the kernel is too old for a counter.
 
     Attributes:
-        timeouts: Retransmissions in a row, since something was acknowledged last.
-        unacknowledged: Segments under way.
-        retransmitted: Segments that were sent again.
-        acknowledged_nbytes: Payload; from Linux 4.1 on.
-        trip_seconds: The shortest round trip; from Linux 4.9 on, 0 before the first one.
-        segments: Sent, with data.
-        busy_seconds: In which something was under way, from Linux 4.10 on as the next two; in ticks of milliseconds.
-        receiver_seconds: Of these, in which the receiver took no more.
-        sender_seconds: Of these, in which the sender's buffer held no more.
-        sent_twice: Segments that were sent again for nothing; from Linux 5.4 on.
-        is_whole: Whether the kernel counts all of them.
+        timeouts: Retransmissions in a row since the last acknowledgement.
+        unacknowledged: Segments in flight.
+        retransmitted: Segments sent again.
+        acknowledged_nbytes: Payload bytes acknowledged; since Linux 4.1.
+        trip_seconds: Shortest round trip; since Linux 4.9, 0 before the first one.
+        segments: Segments with data sent.
+        busy_seconds: Time with data in flight, in steps of milliseconds; since Linux 4.10, like the next two.
+        receiver_seconds: Part of it in which the receiver's window was full.
+        sender_seconds: Part of it in which the send buffer was full.
+        sent_twice: Segments sent again needlessly; since Linux 5.4.
+        is_whole: Whether the kernel has all counters.
     """
 
     timeouts: int
@@ -144,13 +148,13 @@ class TcpInfo(NamedTuple):
 
     @classmethod
     def of(cls, connection: socket.socket) -> Self:
-        """What the kernel says now.
+        """Read the counters of a connection.
 
         Args:
-            connection: Of TCP.
+            connection: TCP socket.
 
         Raises:
-            OSError: It is none, or was closed.
+            OSError: It is no TCP socket, or was closed.
         """
         facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         whole = len(facts) == _TCP_INFO.size
@@ -164,23 +168,24 @@ class TcpInfo(NamedTuple):
 
 
 def pace(connection: socket.socket, bytes_per_second: float) -> None:
-    """Holds what a TCP connection sends to a rate; TCP paces by itself where no fq queue does (tcp(7), tc-fq(8)).
+    """Limit the send rate of a TCP connection. TCP paces by itself if no fq queue does (tcp(7), tc-fq(8)).
 
     Args:
-        connection: Of TCP.
-        bytes_per_second: Of payload and headers; 1 at least.
+        connection: TCP socket.
+        bytes_per_second: Rate of payload and headers; at least 1.
     """
     rate = min(max(int(bytes_per_second), 1), _MOST_PACED)
     connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", rate))
 
 
 def is_listened_at(port: int) -> bool | None:
-    """Whether anybody in this network namespace listens at a TCP port, as the kernel says; None where it does not."""
+    """Return whether anything in this network namespace listens on a TCP port; None if the kernel does not tell."""
     known = False
     for table in TABLES:
         try:
             lines = table.read_text().splitlines()[1:]
-        except OSError as error:  # no IPv6, say
+        except OSError as error:
+            # For example, a kernel without IPv6.
             log.debug("the kernel does not list its sockets: %s", error)
             continue
         known = True
@@ -192,12 +197,12 @@ def is_listened_at(port: int) -> bool | None:
 
 
 def listener_state(kernel: str, port: int, addresses: Sequence[str]) -> str:
-    """What is known of a process that listened at a port: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`.
+    """Return the state of a process's port: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`. May take `CALLS_SECONDS`.
 
     Args:
-        kernel: `own_kernel` of that process.
-        port: Where it listened for as long as it lived.
-        addresses: Of its host.
+        kernel: `own_kernel()` of that process.
+        port: Port on which it listens as long as it lives.
+        addresses: IP addresses of its host.
     """
     if kernel and kernel == own_kernel():
         listened_at = is_listened_at(port)
@@ -220,20 +225,21 @@ def listener_state(kernel: str, port: int, addresses: Sequence[str]) -> str:
 
 
 def of_others(addresses: Sequence[str]) -> list[str]:
-    """Those of some addresses that are not this host's own: who is called there may be anybody."""
+    """Return the addresses that are not this host's own: there, some other process could answer."""
     own = {*interface_addresses(), LOOPBACK}
     return [each for each in addresses if each not in own]
 
 
 def to_call(kernel: str, addresses: Sequence[str]) -> list[str]:
-    """The addresses at which a process can be called: on this kernel the loopback, where no firewall is."""
+    """Return the addresses to connect to, in order; the loopback first if the process runs on this kernel."""
     if kernel and kernel == own_kernel():
         return [LOOPBACK, *(each for each in addresses if each != LOOPBACK)]
     return of_others(addresses) or list(addresses)
 
 
 def _forget() -> None:
+    """Clear the cache in a forked child, which may move to another network namespace."""
     own_kernel.cache_clear()
 
 
-os.register_at_fork(after_in_child=_forget)  # which may move to another network
+os.register_at_fork(after_in_child=_forget)

@@ -1,15 +1,15 @@
-"""How the ranks of a start find each other: O(n) questions to the store in all, a few of each rank.
+"""Rendezvous: the ranks of a group exchange `PeerInfo` over the store, with O(n) requests in all and a few per rank.
 
-Rank 0 draws a name for the start and publishes it. Every rank puts what it says about itself below that name, one rank
-in `BLOCK` packs what its block has said into one value, and rank 0 makes one of all blocks, which everybody reads. A
-table of 16,384 ranks has some 100 kB, because most ranks say the same about most things.
+Rank 0 draws a generation id and publishes it. Every rank publishes its info below that id, one rank in `BLOCK` packs
+the infos of its block into one value, and rank 0 packs all blocks into one table, which every rank reads. A table of
+16,384 ranks has some 100 kB, because most ranks have equal values in most fields.
 
-The store may still hold what an earlier start has left (an elastic restart keeps it): nothing below another name is
-read, and a rank that has followed the name of an earlier start follows the new one as soon as it is there.
+The store may still hold what an earlier start has left (an elastic restart keeps it). Keys below another id are
+ignored, and a rank that has followed the id of an earlier start follows the new one as soon as it is published.
 
-A rank says where it can be called as soon as there is a name. So one that ends before all have come is looked for at
-its probe server by those that wait for it: rank 0 for the packers, and they for rank 0. Of a rank that has not come
-nothing is known, unless the ranks have met before, in a group that is still there.
+A rank publishes the address of its probe server with its info. So a rank that exits before all have joined is detected
+by those that wait for it: rank 0 probes the packers, and they probe rank 0. A rank that never joined cannot be probed,
+unless the ranks have met before, in a group that still exists.
 """
 
 import json
@@ -38,32 +38,40 @@ from gradwire.comms.errors import DidNotJoinError, PeerError
 log = logging.getLogger("gradwire")
 
 BLOCK = 64
-"""Ranks whose words one of them packs. The root of the ranks would ask the fewest questions of any single rank: 128 of
-16,384; with 64, rank 0 reads 256 values and each packer 64."""
+"""Ranks whose infos one of them packs. With 64, rank 0 of 16,384 ranks reads 256 values and each packer 64; the square
+root of the number of ranks would give the smallest maximum, 128."""
 
 GENERATION_NBYTES = 16
-"""Bytes of a start's name: hexadecimal digits."""
+"""Bytes of a generation id: hexadecimal digits."""
 
 LINGER_SECONDS = 2.0
-"""Seconds for the others to read what does not fit, before the process that may serve the store ends."""
+"""Time for the other ranks to read why the rendezvous was refused, before a process that may serve the store exits."""
 
 GRACE_SECONDS = 2.0
-"""Seconds for rank 0 to find out who is missing, and to say so, after its time-out."""
+"""Time for rank 0, after its timeout, to publish which ranks are missing."""
 
 LATE_SECONDS = 30.0
-"""Seconds after which a rank says for whom all wait: the time-out, torch's own by default, may be half an hour."""
+"""Time after which a rank logs which ranks all wait for. The timeout, torch's by default, may be half an hour."""
 
 ROUND = "round"
-"""The key of rank 0's word: the start's name, what all have to agree about, and the outcome once there is one."""
-
+"""Key of rank 0's record: generation id, the settings that must agree, and the outcome once there is one."""
 
 MOST_TABLE_NBYTES = 1 << 26
-"""Bytes of what all ranks say, inflated: 500 a rank, of 100,000 ranks."""
+"""Bytes of a table, decompressed, at most: 500 per rank for 100,000 ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Rank 0's word: see `ROUND`."""
+    """Record of rank 0.
+
+    Attributes:
+        generation: Generation id.
+        size: Number of ranks.
+        device: Type of the device: `cpu` or `cuda`.
+        nic_bytes_per_second: Configured rate of the NICs; None if not configured.
+        shared: Settings that must be equal on all ranks.
+        outcome: None while ranks join; empty if all have; else `refused`, `missing` or `ended`, with reason or ranks.
+    """
 
     generation: Annotated[str, Most(64)]
     size: Count
@@ -75,7 +83,12 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """What stands before the numbers of a packed table: how many ranks, and each column's different values."""
+    """Head of a packed table.
+
+    Attributes:
+        ranks: Number of ranks.
+        values: Field -> distinct values as JSON. The index of each rank's value follows the head.
+    """
 
     ranks: Annotated[int, Within(1, 1 << 24)]
     values: Mapping[str, tuple[str, ...]]
@@ -87,11 +100,14 @@ _TABLE: MessageType[_Table] = MessageType(_Table, most_nbytes=MOST_TABLE_NBYTES)
 
 
 class PeerInfos(Sequence[PeerInfo]):
-    """What all ranks have said, in rank order: a column for each field, with every different value once.
+    """Infos of all ranks, in rank order, as a table: a column for each field, with each distinct value once.
 
     Args:
-        generation: A name for this start of these ranks: the same on all of them, and another after a restart.
-        columns: For each field of `PeerInfo` but the rank, its values as JSON and the index of each rank's.
+        generation: Generation id: the same on all ranks, and another one after a restart.
+        columns: For each field of `PeerInfo` but the rank, its distinct values as JSON and the index of each rank's.
+
+    Attributes:
+        generation: Generation id.
     """
 
     def __init__(self, generation: str, columns: "dict[str, Column]") -> None:
@@ -101,11 +117,11 @@ class PeerInfos(Sequence[PeerInfo]):
 
     @classmethod
     def of(cls, peer_infos: Iterable[PeerInfo], generation: str) -> "PeerInfos":
-        """Those given, in rank order."""
+        """Make the table of infos given in rank order."""
         return cls(generation, _columns([json.dumps(asdict(info)) for info in peer_infos]))
 
     def __len__(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(next(iter(self._columns.values()))[1])
 
     @overload
@@ -113,7 +129,7 @@ class PeerInfos(Sequence[PeerInfo]):
     @overload
     def __getitem__(self, index: slice) -> list[PeerInfo]: ...
     def __getitem__(self, index: int | slice) -> PeerInfo | list[PeerInfo]:
-        """What a rank says; with a slice, several ranks."""
+        """Return the info of a rank, or a list for a slice."""
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         rank = range(len(self))[index]
@@ -121,49 +137,49 @@ class PeerInfos(Sequence[PeerInfo]):
         return PeerInfo(rank=rank, **said)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the ranks have said the same."""
+        """Compare the infos; the generation does not count."""
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
     def pack(self) -> bytes:
-        """Bytes for the store; see `unpack`."""
+        """Serialize; see `unpack`."""
         return _pack(self._columns)
 
     @classmethod
     def unpack(cls, generation: str, packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> "PeerInfos":
-        """What `pack` was called on.
+        """Parse what `pack` returned on another rank.
 
         Args:
-            generation: As in the constructor.
-            packed: Bytes of another rank.
-            most_nbytes: Bytes of the table, inflated, at most.
+            generation: Generation id of the result.
+            packed: Bytes from `pack`.
+            most_nbytes: Decompressed bytes, at most.
 
         Raises:
-            MessageError: They are something else.
+            MessageError: The bytes are malformed.
         """
         return cls(generation, _unpack(packed, most_nbytes))
 
 
 Column = tuple[list[str], "array[int]"]
-"""Different values, and of each rank the index of its own."""
+"""Distinct values of a field, and for each rank the index of its value."""
 
 
 def exchange(
     store: Store, own: PeerInfo, timeout: timedelta, server: ProbeServer | None = None, ended: FindExited | None = None
 ) -> PeerInfos:
-    """Publishes this rank's info and returns every rank's.
+    """Publish this rank's info and return the infos of all ranks.
 
     Args:
-        store: A store that all ranks share, with a prefix of its own.
-        own: This rank's.
-        timeout: For all of it.
+        store: Store shared by all ranks, with a prefix of its own.
+        own: Info of this rank.
+        timeout: Timeout of the whole rendezvous.
         server: Probe server that answers for this rank from now on, at the port that `own` gives; None if none does.
-        ended: Says which of these ranks have ended that have met before; None: they have not.
+        ended: Finds ranks that have exited, if these ranks have met before; None if they have not.
 
     Raises:
-        RuntimeError: A rank did not join within the time-out; the message names those that are missing.
-        PeerError: A rank has ended before all had joined.
+        RuntimeError: A rank did not join within the timeout; the message names the missing ranks.
+        PeerError: A rank exited before all had joined.
         StoreUnreachableError: The store does not answer.
         ValueError: A rank has another world size, device, or configuration; the message names the field and both
             values. Raised on every rank.
@@ -181,7 +197,15 @@ def exchange(
 
 
 class _Rank:
-    """What rank 0 and the others do alike."""
+    """Common part of rank 0 and the other ranks.
+
+    Args:
+        store: See `exchange`.
+        own: See `exchange`.
+        timeout: See `exchange`.
+        server: See `exchange`.
+        ended: See `exchange`.
+    """
 
     def __init__(
         self,
@@ -203,33 +227,35 @@ class _Rank:
         self._warns_at = time.monotonic() + LATE_SECONDS
 
     def leave(self) -> None:
-        """Is called in vain from now on."""
+        """Report this rank as stopped to probes."""
         if self._server is not None:
             self._server.unregister(self._generation, self._own.rank)
 
     def _publish(self, generation: str) -> None:
-        """Puts this rank's info below the name of a start."""
+        """Publish this rank's info below a generation id."""
         self._generation = generation
-        if self._server is not None:  # before anybody knows where to call
+        # Register first: peers may probe as soon as the address is published.
+        if self._server is not None:
             self._server.register(generation, self._own.rank)
-        self._packed = self._own.rank % BLOCK != 0  # nothing to do then
+        # Only the first rank of a block packs.
+        self._packed = self._own.rank % BLOCK != 0
         self._store.set(f"{generation}/rank/{self._own.rank}", json.dumps(asdict(self._own)))
 
     def _pack_block(self) -> None:
-        """Packs the words of the block, where this rank does that and all are there."""
+        """Pack the infos of this rank's block, if that is its task and all have been published."""
         if self._packed:
             return
         keys = [f"{self._generation}/rank/{rank}" for rank in self._block(self._own.rank // BLOCK)]
         if self._store.check(keys):
-            words = [text.decode() for text in self._store.multi_get(keys)]
-            self._store.set(f"{self._generation}/block/{self._own.rank // BLOCK}", _pack(_columns(words)))
+            texts = [text.decode() for text in self._store.multi_get(keys)]
+            self._store.set(f"{self._generation}/block/{self._own.rank // BLOCK}", _pack(_columns(texts)))
             self._packed = True
 
     def _block(self, number: int) -> range:
         return range(number * BLOCK, min((number + 1) * BLOCK, self._own.size))
 
     def _refuse(self, reason: str) -> ValueError:
-        """Keeps this process, which may serve the store, here until the other ranks have read the reason, too."""
+        """Return the error after the other ranks have read the reason, too: this process may serve the store."""
         deadline = time.monotonic() + LINGER_SECONDS
         naps = Naps(self._own.size)
         key = f"{self._generation}/refusals"
@@ -237,19 +263,20 @@ class _Rank:
             self._store.add(key, 1)
             while self._store.add(key, 0) < self._own.size and time.monotonic() < deadline:
                 naps.sleep(deadline)
-        except StoreUnreachableError:  # its server has left nevertheless: nothing more to wait for
+        except StoreUnreachableError:
+            # The server has exited nevertheless, so there is nothing to wait for.
             return ValueError(reason)
         return ValueError(reason)
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of some ranks that are known to have ended: at the places that they have given, now or before."""
+        """Probe ranks, at the addresses published now or in an earlier meeting, and return those that have exited."""
         places = {}
         for rank in ranks:
             if self._generation and self._store.check([f"{self._generation}/rank/{rank}"]):
                 try:
                     said = _PEER_INFO.read(self._store.read(f"{self._generation}/rank/{rank}"))
                 except MessageError as error:
-                    log.debug("what rank %d says about itself cannot be read: %s", rank, error)
+                    log.debug("the info of rank %d is malformed: %s", rank, error)
                     continue
                 if said.port:
                     places[rank] = PeerAddress(said.port, said.addresses, said.kernel)
@@ -259,7 +286,11 @@ class _Rank:
         return sorted(found)
 
     def _warn_once(self, late: Callable[[], Sequence[int]]) -> None:
-        """Says, once that has taken long, for which ranks all wait."""
+        """Log once, after `LATE_SECONDS`, which ranks all wait for.
+
+        Args:
+            late: Returns those ranks.
+        """
         if time.monotonic() <= self._warns_at:
             return
         self._warns_at = math.inf
@@ -285,10 +316,11 @@ class _Rank:
 
 
 class _Leader(_Rank):
-    """Rank 0."""
+    """Rank 0: draws the generation id, and decides the outcome."""
 
     def meet(self) -> PeerInfos:
-        self._say(uuid.uuid4().hex[:GENERATION_NBYTES])
+        """Run the rendezvous; see `exchange`."""
+        self._announce(uuid.uuid4().hex[:GENERATION_NBYTES])
         self._publish(self._generation)
         blocks = [f"{self._generation}/block/{number}" for number in range(-(-self._own.size // BLOCK))]
         naps = Naps()
@@ -296,45 +328,47 @@ class _Leader(_Rank):
             self._pack_block()
             if self._store.check([f"{self._generation}/refused"]):
                 reason = self._store.read(f"{self._generation}/refused").decode()
-                self._say(self._generation, {"refused": reason})
+                self._announce(self._generation, {"refused": reason})
                 raise self._refuse(reason)
             if self._packed and self._store.check(blocks):
                 break
             if time.monotonic() > self._deadline:
                 missing = self._missing(blocks)
-                self._say(self._generation, {"missing": missing})
+                self._announce(self._generation, {"missing": missing})
                 raise self._did_not_join(missing)
             if (
-                self._may_know()
+                self._can_probe()
                 and self._backoff.is_due()
                 and (ended := self._ended(self._missing(blocks, MOST_PROBES)))
             ):
-                self._say(self._generation, {"ended": ended})
+                self._announce(self._generation, {"ended": ended})
                 raise self._has_ended(ended)
             self._warn_once(lambda: self._missing(blocks, MOST_PROBES))
             naps.sleep(self._deadline)
+        # All have joined: publish the table, then the outcome.
         found = PeerInfos(self._generation, _join([_unpack(block) for block in self._store.multi_get(blocks)]))
         self._store.set(f"{self._generation}/all", found.pack())
-        self._say(self._generation, {})
+        self._announce(self._generation, {})
         return found
 
-    def _say(self, generation: str, outcome: dict[str, object] | None = None) -> None:
+    def _announce(self, generation: str, outcome: dict[str, object] | None = None) -> None:
+        """Publish rank 0's record; see `_Round`."""
         self._generation = generation
-        word = {
+        record = {
             "generation": generation,
             "size": self._own.size,
             "device": self._own.device,
             "nic_bytes_per_second": self._own.nic_bytes_per_second,
             "shared": self._own.shared,
         }
-        self._store.set(ROUND, json.dumps({**word, "outcome": outcome}))
+        self._store.set(ROUND, json.dumps({**record, "outcome": outcome}))
 
-    def _may_know(self) -> bool:
-        """Whether anything can be known of who is missing: of this rank's own block that is who has not come."""
+    def _can_probe(self) -> bool:
+        """Whether missing ranks can be probed: only if the group met before, or other blocks have addresses."""
         return self._ended_before is not None or self._own.size > BLOCK
 
     def _missing(self, blocks: Sequence[str], most: int | None = None) -> list[int]:
-        """The ranks that have said nothing, or whose packer has stopped; not many more than `most`."""
+        """Return the ranks that have published nothing, and packers that have not packed; about `most` of them."""
         missing: list[int] = []
         for number, block in enumerate(blocks):
             if most is not None and len(missing) >= most:
@@ -347,68 +381,69 @@ class _Leader(_Rank):
 
 
 class _Follower(_Rank):
-    """Every other rank."""
+    """Every other rank: follows the generation id of rank 0."""
 
     def meet(self) -> PeerInfos:
+        """Run the rendezvous; see `exchange`."""
         naps, came = self._naps(), False
         while True:
             came = came or self._store.check([ROUND])
             if came:
-                word = asdict(_ROUND.read(self._store.read(ROUND)))
-                if word["generation"] != self._generation and word["outcome"] is None:
-                    self._follow(word)
+                record = asdict(_ROUND.read(self._store.read(ROUND)))
+                if record["generation"] != self._generation and record["outcome"] is None:
+                    self._follow(record)
                     naps = self._naps()
-                elif word["generation"] == self._generation and word["outcome"] is not None:
-                    return self._obey(word["outcome"])
+                elif record["generation"] == self._generation and record["outcome"] is not None:
+                    return self._finish(record["outcome"])
             if self._generation:
                 self._pack_block()
             if time.monotonic() > self._deadline:
-                raise self._nobody_decided()
+                raise self._timed_out()
             if self._own.rank == 1 and not self._generation:
                 self._warn_once(lambda: [0])
-            if self._backoff.is_due() and self._is_to_look() and self._ended([0]):
-                self._end_without_leader()
+            if self._backoff.is_due() and self._probes_leader() and self._ended([0]):
+                self._report_leader_exited()
                 continue
             naps.sleep(self._deadline)
 
     def _naps(self) -> Naps:
-        """The packers look more often: they are few, and all others wait for them."""
+        """Return the pauses between polls: short ones for packers, which are few and waited for by all others."""
         return Naps(self._own.size if self._own.rank % BLOCK else -(-self._own.size // BLOCK))
 
-    def _is_to_look(self) -> bool:
-        """Whether this rank looks after rank 0: where its own kernel knows, or as one of few."""
+    def _probes_leader(self) -> bool:
+        """Whether this rank probes rank 0: all ranks of its kernel do, as that costs nothing, and a few others."""
         if not self._generation or self._own.size <= BLOCK or self._own.rank % BLOCK == 1:
             return True
         key = f"{self._generation}/rank/0"
         return self._store.check([key]) and _PEER_INFO.read(self._store.read(key)).kernel == own_kernel()
 
-    def _end_without_leader(self) -> None:
-        """Says to all, in the place of rank 0, that it has ended, unless it has come to an outcome before.
+    def _report_leader_exited(self) -> None:
+        """Publish that rank 0 has exited, unless rank 0 has published an outcome before.
 
         Raises:
-            PeerError: There is no start that could end.
+            PeerError: Rank 0 has exited before it published a generation.
         """
         if not self._generation:
             raise self._has_ended([0])
-        word = self._store.read(ROUND).decode()
-        said = asdict(_ROUND.read(word))
-        if said["generation"] == self._generation and said["outcome"] is None:
-            self._store.compare_set(ROUND, word, json.dumps({**said, "outcome": {"ended": [0]}}))
+        text = self._store.read(ROUND).decode()
+        record = asdict(_ROUND.read(text))
+        if record["generation"] == self._generation and record["outcome"] is None:
+            self._store.compare_set(ROUND, text, json.dumps({**record, "outcome": {"ended": [0]}}))
 
-    def _follow(self, word: dict[str, Any]) -> None:
-        """Takes part in a generation, unless it does not fit this rank; it is an earlier one if nobody ever ends it.
+    def _follow(self, record: dict[str, Any]) -> None:
+        """Join a generation if its settings fit this rank. It may be one that an earlier start has left unfinished.
 
-        From now on rank 0's time-out decides, which began not later, so that all ranks hear from it who is missing.
+        From now on the timeout of rank 0 decides, which began no later, so that all ranks name the same missing ranks.
         """
-        self.leave()  # of an earlier start
-        self._generation = word["generation"]
-        if (reason := _misfit(self._own, word)) is not None:
+        self.leave()
+        self._generation = record["generation"]
+        if (reason := _misfit(self._own, record)) is not None:
             self._store.compare_set(f"{self._generation}/refused", "", reason)
             raise self._refuse(reason)
-        self._publish(word["generation"])
+        self._publish(record["generation"])
         self._deadline = time.monotonic() + self._timeout.total_seconds() + GRACE_SECONDS + Naps(self._own.size).longest
 
-    def _obey(self, outcome: dict[str, Any]) -> PeerInfos:
+    def _finish(self, outcome: dict[str, Any]) -> PeerInfos:
         if "refused" in outcome:
             raise self._refuse(outcome["refused"])
         if "missing" in outcome:
@@ -417,7 +452,7 @@ class _Follower(_Rank):
             raise self._has_ended(outcome["ended"])
         return PeerInfos.unpack(self._generation, self._store.read(f"{self._generation}/all"))
 
-    def _nobody_decided(self) -> RuntimeError:
+    def _timed_out(self) -> RuntimeError:
         if not self._generation:
             return self._did_not_join([0])
         return RuntimeError(
@@ -426,21 +461,21 @@ class _Follower(_Rank):
         )
 
 
-def _misfit(own: PeerInfo, word: dict[str, Any]) -> str | None:
-    """What a rank and rank 0 do not agree about, in words."""
-    if own.size != word["size"]:
-        return _words("world_size", own.rank, own.size, word["size"])
-    if own.device != word["device"]:
-        return _words("device", own.rank, own.device, word["device"])
-    if (own.nic_bytes_per_second is None) != (word["nic_bytes_per_second"] is None):
-        return _words("nic_bytes_per_second", own.rank, own.nic_bytes_per_second, word["nic_bytes_per_second"])
+def _misfit(own: PeerInfo, record: dict[str, Any]) -> str | None:
+    """Return the error message if a setting differs between a rank and rank 0, else None."""
+    if own.size != record["size"]:
+        return _mismatch("world_size", own.rank, own.size, record["size"])
+    if own.device != record["device"]:
+        return _mismatch("device", own.rank, own.device, record["device"])
+    if (own.nic_bytes_per_second is None) != (record["nic_bytes_per_second"] is None):
+        return _mismatch("nic_bytes_per_second", own.rank, own.nic_bytes_per_second, record["nic_bytes_per_second"])
     for name, value in own.shared.items():
-        if word["shared"].get(name) != value:
-            return _words(name, own.rank, value, word["shared"].get(name))
+        if record["shared"].get(name) != value:
+            return _mismatch(name, own.rank, value, record["shared"].get(name))
     return None
 
 
-def _words(name: str, rank: int, here: object, there: object) -> str:
+def _mismatch(name: str, rank: int, here: object, there: object) -> str:
     if name == "kernels":
         return (
             f"`kernels` are {here} on rank {rank} and {there} on rank 0; wanted the same on all ranks: "
@@ -452,23 +487,23 @@ def _words(name: str, rank: int, here: object, there: object) -> str:
     )
 
 
-def _columns(words: Sequence[str]) -> dict[str, Column]:
-    """PeerInfos as JSON, one for each rank, by field.
+def _columns(texts: Sequence[str]) -> dict[str, Column]:
+    """Make the columns of infos given as JSON, one for each rank.
 
     Raises:
-        MessageError: One is something else.
+        MessageError: An info is malformed.
     """
-    said = [asdict(_PEER_INFO.read(word)) for word in words]
+    infos = [asdict(_PEER_INFO.read(text)) for text in texts]
     found = {}
     for name in (each.name for each in fields(PeerInfo) if each.name != "rank"):
-        texts = [json.dumps(one[name]) for one in said]
-        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-        found[name] = (list(numbers), array("I", (numbers[text] for text in texts)))
+        values = [json.dumps(one[name]) for one in infos]
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+        found[name] = (list(numbers), array("I", (numbers[value] for value in values)))
     return found
 
 
 def _join(parts: Sequence[dict[str, Column]]) -> dict[str, Column]:
-    """The columns of several blocks of ranks, one below the other."""
+    """Concatenate the columns of several blocks of ranks."""
     found = {}
     for name in parts[0]:
         numbers: dict[str, int] = {}
@@ -482,9 +517,9 @@ def _join(parts: Sequence[dict[str, Column]]) -> dict[str, Column]:
 
 
 def _pack(columns: dict[str, Column]) -> bytes:
-    """A table in few bytes: deflated JSON of the values, and of each index the difference to the rank before.
+    """Serialize columns: compressed JSON of the values, and for each index its difference to the previous rank's.
 
-    Those differences are mostly 0 (ranks that say the same) or 1 (ranks that all say something else).
+    Those differences are mostly 0 (equal values) or 1 (all values distinct), which compresses well.
     """
     ranks = len(next(iter(columns.values()))[1])
     head = json.dumps({"ranks": ranks, "values": {name: values for name, (values, _) in columns.items()}}).encode()
@@ -496,10 +531,10 @@ def _pack(columns: dict[str, Column]) -> bytes:
 
 
 def _unpack(packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> dict[str, Column]:
-    """What `_pack` was given.
+    """Parse what `_pack` returned.
 
     Raises:
-        MessageError: It is something else.
+        MessageError: The bytes are malformed.
     """
     text = inflated(packed, most_nbytes)
     stop = 4 + int.from_bytes(text[:4], "little")
@@ -518,7 +553,7 @@ def _unpack(packed: bytes, most_nbytes: int = MOST_TABLE_NBYTES) -> dict[str, Co
 
 
 def _little(numbers: "array[int]") -> "array[int]":
-    """Numbers of 4 bytes each, the lowest first, on every host."""
+    """Swap bytes in place on big-endian hosts, so that 4-byte numbers are little-endian in the table; return them."""
     assert numbers.itemsize == 4
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -528,4 +563,4 @@ def _little(numbers: "array[int]") -> "array[int]":
 _FIELDS: dict[str, MessageType[Any]] = {
     name: MessageType(kind) for name, kind in get_type_hints(PeerInfo).items() if name != "rank"
 }
-"""Field of a `PeerInfo` -> what reads its value, as JSON."""
+"""Field of a `PeerInfo` -> parser of its JSON value."""

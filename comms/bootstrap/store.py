@@ -1,14 +1,13 @@
-"""A store of which every question ends: with an answer, or within a time-out.
+"""A client of torch's store in which every request ends: with a response, or by a timeout.
 
-A client of torch's TCPStore is one connection with one lock, and has no time-out for an answer: where the process that
-serves it is stopped, or the network between is cut, a question waits for ever (seen on torch 2.13: `check` in
-`recvBytes` of c10d/Utils.hpp), and every other thread of the process that asks waits behind it. So a thread of its own
-asks, and whoever wants the answer waits for it no longer than he has said.
+A TCPStore client is one connection with one lock and no timeout for a response. If the process that serves it is
+stopped, or the network is cut, a request waits forever (seen on torch 2.13: `check` in `recvBytes` of c10d/Utils.hpp),
+and every other thread that makes one waits behind it. So requests are made by a thread of their own, and each caller
+waits for the response only as long as its timeout.
 
-A thread that waits for a key inside the client keeps the other threads of its process from setting theirs, so two
-lanes (or two models) that connect in different order on two ranks would wait for each other. A client each
-(`Store.clone()`) costs a connection each, and bursts of them stall for five seconds (seen on torch 2.13); looking again
-and again costs neither.
+A thread that waits for a key inside the client keeps the other threads of its process from setting theirs, so two lanes
+(or two models) that connect in different order on two ranks would deadlock. A client each (`Store.clone()`) costs a
+connection each, and bursts of them stall for five seconds (seen on torch 2.13). Polling has neither problem.
 """
 
 import os
@@ -27,28 +26,30 @@ from gradwire.comms.bootstrap.threads import BackgroundThread
 
 FIRST_NAP_SECONDS = 0.001
 LONGEST_NAP_SECONDS = 0.05
-"""Longest pause between two looks of one rank, where few wait."""
+"""First and longest pause between two polls of one rank, if few ranks wait."""
 
 POLLS_PER_SECOND = 8192
-"""Most looks a second of all ranks that may wait for one key: one server answers some 20,000, on one thread."""
+"""Polls per second of all ranks that may wait for one key, at most: a server answers some 20,000, on one thread."""
 
 IDLE_SECONDS = 3.0
-"""Seconds without a question after which the thread that asks ends, until there is another one."""
+"""Idle time after which the request thread ends; the next request starts another."""
 
 Result = TypeVar("Result")
 
 
 class StoreUnreachableError(RuntimeError):
-    """The store has not answered in time, or its connection is broken."""
+    """Raised if the store has not answered in time, or its connection is broken."""
 
 
 class PollingStore(Store):
-    """Passes everything on to another store; `wait` and `get` look again and again instead of blocking inside.
+    """Wraps a store: every request has a timeout, and `wait` and `get` poll instead of blocking inside the client.
+
+    Thread safety: all methods may be called from any thread.
 
     Args:
-        store: Where the keys are.
-        timeout: For every call without one of its own; an answer that takes longer raises.
-        ranks: How many may wait for the same key: they look the more rarely the more there are.
+        store: Store with the keys.
+        timeout: Timeout of every request without one of its own.
+        ranks: Number of ranks that may wait for the same key; the more, the more rarely each of them polls.
     """
 
     def __init__(self, store: Store, timeout: timedelta, *, ranks: int = 1) -> None:
@@ -56,105 +57,106 @@ class PollingStore(Store):
         self._store = store
         self._seconds = timeout.total_seconds()
         self._ranks = ranks
-        # Kept, or torch would make another object of it at each look, with a client each.
+        # Kept: torch makes a new Python object for it at each access, which would get a client each.
         self._root = unprefixed(store)
         self._client = _client_of(self._root)
 
     @property
     def plain(self) -> Store:
-        """The store underneath, for C++ threads that go on asking it: through this one they would need the GIL."""
+        """The wrapped store, for C++ threads that use it: through this wrapper they would need the GIL."""
         return self._store
 
     @property
     def host(self) -> str | None:
-        """Where it is served; None where it is in this process, or nobody knows."""
+        """Host name of the store's server; None if unknown, or if the store is in this process."""
         return self._root.host if isinstance(self._root, TCPStore) else None
 
     @property
     def is_answering(self) -> bool:
-        """Whether nobody has given up a question that is still open: whoever asks now would wait behind it."""
+        """Whether a new request would be served at once: no request is pending whose caller has timed out."""
         return self._client is None or self._client.is_answering
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the store has last answered this process; 0 where it answers in this process itself."""
+        """Seconds since the last response; 0 if the store is in this process."""
         return 0.0 if self._client is None else self._client.silent_seconds
 
     def give_up_if_silent(self, patience: timedelta) -> None:
-        """Asks nothing: looks whether another thread has waited in vain for `patience` already.
+        """Check whether another thread's request has been pending for `patience`. Sends no request.
 
         Raises:
-            StoreUnreachableError: Somebody has; he may wait still.
+            StoreUnreachableError: It has.
         """
         if self._client is not None:
             self._client.give_up_if_silent(patience.total_seconds())
 
     def within(self, timeout: timedelta) -> "PollingStore":
-        """The same keys over the same connection, with another time-out."""
+        """Return the same keys over the same connection, with another timeout."""
         return PollingStore(self._store, timeout, ranks=self._ranks)
 
     def below(self, prefix: str) -> "PollingStore":
-        """The keys that begin with `prefix/`, over the same connection."""
+        """Return the keys that begin with `prefix/`, over the same connection."""
         return PollingStore(PrefixStore(prefix, self._store), timedelta(seconds=self._seconds), ranks=self._ranks)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Sets a key.
+        """Set a key.
 
         Raises:
-            StoreUnreachableError: As every call here.
+            StoreUnreachableError: The store did not answer; so every method here.
         """
-        self._ask(f"set {key}", lambda: self._store.set(key, value))  # type: ignore[arg-type]  # bytes, too
+        # torch's stub lacks bytes.
+        self._ask(f"set {key}", lambda: self._store.set(key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Returns a key's value, once it has one.
+        """Wait until a key has a value, and return it.
 
         Raises:
-            RuntimeError: It had none within the time-out.
+            RuntimeError: It had none within the timeout.
         """
         self.wait([key])
         return self._ask(f"get {key}", lambda: self._store.get(key))
 
     def read(self, key: str) -> bytes:
-        """The value of a key that is known to have one: a single question."""
+        """Return the value of a key that is known to have one, with a single request."""
         return self._ask(f"get {key}", lambda: self._store.get(key))
 
     def add(self, key: str, value: int) -> int:
-        """Adds to a counter and returns the sum."""
+        """Add to a counter and return the sum."""
         return self._ask(f"add {key}", lambda: self._store.add(key, value))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Sets a key that holds `expected_value` (or has none, if that is empty), and returns what it holds then."""
+        """Set a key if it holds `expected_value` (or nothing, if that is empty), and return its value after that."""
         return self._ask(f"compare_set {key}", lambda: self._store.compare_set(key, expected_value, desired_value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have values."""
+        """Return whether all keys have values."""
         return self._check(keys, self._seconds)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys that all have one, in one question.
+        """Wait until all keys have values, and return them with one request.
 
         Raises:
-            RuntimeError: One had none within the time-out.
+            RuntimeError: One had none within the timeout.
         """
         self.wait(keys)
         return list(self._ask(f"multi_get {_shortly(keys)}", lambda: self._store.multi_get(list(keys))))
 
     def delete_key(self, key: str) -> bool:
-        """Deletes a key; whether there was one."""
+        """Delete a key and return whether it existed."""
         return self._ask(f"delete_key {key}", lambda: self._store.delete_key(key))
 
     def wait(
         self, keys: Sequence[str], timeout: timedelta | None = None, meanwhile: Callable[[], object] = lambda: None
     ) -> None:
-        """Returns when all keys have values.
+        """Wait until all keys have values.
 
         Args:
-            keys: Which.
-            timeout: None takes that of the store.
-            meanwhile: Called between two looks; what it raises ends the wait.
+            keys: Keys to wait for.
+            timeout: Longest wait; None for the store's timeout.
+            meanwhile: Called between two polls; an exception that it raises ends the wait.
 
         Raises:
-            RuntimeError: They had none within the time-out.
+            RuntimeError: They had none within the timeout.
         """
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + seconds
@@ -168,17 +170,20 @@ class PollingStore(Store):
     def _check(self, keys: Sequence[str], seconds: float) -> bool:
         return self._ask(f"check {_shortly(keys)}", lambda: self._store.check(list(keys)), seconds)
 
-    def _ask(self, words: str, question: Callable[[], Result], seconds: float | None = None) -> Result:
+    def _ask(self, words: str, request: Callable[[], Result], seconds: float | None = None) -> Result:
         if self._client is None:
-            return question()
-        return self._client.ask(words, question, self._seconds if seconds is None else seconds)
+            return request()
+        return self._client.ask(words, request, self._seconds if seconds is None else seconds)
 
 
 class Naps:
-    """Ever longer naps between two looks at a store.
+    """Pauses between polls of a store, each twice as long as the one before.
 
     Args:
-        ranks: How many look for the same thing.
+        ranks: Number of ranks that poll for the same key.
+
+    Attributes:
+        longest: Longest pause, in seconds.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -186,17 +191,26 @@ class Naps:
         self.longest = max(LONGEST_NAP_SECONDS, ranks / POLLS_PER_SECOND)
 
     def sleep(self, deadline: float) -> None:
-        """Sleeps twice as long as the last time, and hardly beyond a moment of `time.monotonic()`."""
+        """Sleep for the next pause, or until `deadline` (monotonic seconds) if that is earlier."""
         time.sleep(max(FIRST_NAP_SECONDS, min(self._next, deadline - time.monotonic())))
         self._next = min(2 * self._next, self.longest)
 
 
-class _Question(Generic[Result]):
-    """What one thread wants to know and another one asks."""
+class _Request(Generic[Result]):
+    """Request that one thread waits for and the request thread makes.
 
-    def __init__(self, words: str, question: Callable[[], Result]) -> None:
+    Args:
+        words: Request in words, for messages.
+        request: Makes it.
+
+    Attributes:
+        answered: Set once `answer` or `error` is there.
+        given_up: The caller has timed out.
+    """
+
+    def __init__(self, words: str, request: Callable[[], Result]) -> None:
         self.words = words
-        self.question = question
+        self.request = request
         self.answered = threading.Event()
         self.given_up = False
         self.answer: Result | None = None
@@ -204,20 +218,20 @@ class _Question(Generic[Result]):
 
     def run(self) -> None:
         try:
-            self.answer = self.question()
+            self.answer = self.request()
         except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
             self.error = error
         self.answered.set()
 
 
 class _Client:
-    """Asks one store, on one thread that lives as long as there are questions.
+    """Makes the requests to one store, on a thread that lives as long as there are requests.
 
-    A finalizer may ask, in whichever thread collects garbage and wherever that stands: so nobody holds a lock, and who
-    is collected on the thread that asks is answered there.
+    Invariant: no lock is held. A finalizer may make a request in whichever thread collects garbage, at any point; on
+    the request thread itself the request is made at once.
 
     Args:
-        place: Where the store is, in words.
+        place: Store in words, for messages.
     """
 
     def __init__(self, place: str) -> None:
@@ -226,27 +240,27 @@ class _Client:
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        self._questions: SimpleQueue[_Question[object] | None] = SimpleQueue()
+        self._requests: SimpleQueue[_Request[object] | None] = SimpleQueue()
         self._threads: set[threading.Thread] = set()
         self._ends = False
-        self._asking: _Question[object] | None = None
+        self._asking: _Request[object] | None = None
         self._asked_at = 0.0
         self._heard = time.monotonic()
         self._broken: str | None = None
 
     @property
     def is_answering(self) -> bool:
-        """Whether no question is open that has been given up, and the connection stands."""
+        """Whether the connection stands and no request is pending whose caller has timed out."""
         asking = self._asking
         return self._broken is None and not (asking is not None and asking.given_up)
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the last answer."""
+        """Seconds since the last response."""
         return time.monotonic() - self._heard
 
     def give_up_if_silent(self, seconds: float) -> None:
-        """Raises where the question that is open has been so for `seconds`."""
+        """Raise `StoreUnreachableError` if a request has been pending for `seconds`."""
         asking, waited = self._asking, time.monotonic() - self._asked_at
         if asking is not None and not asking.answered.is_set() and waited >= seconds:
             raise StoreUnreachableError(self._silence(asking.words, waited))
@@ -258,21 +272,23 @@ class _Client:
             "the network to its host is cut"
         )
 
-    def ask(self, words: str, question: Callable[[], Result], seconds: float) -> Result:
-        """Returns the store's answer.
+    def ask(self, words: str, request: Callable[[], Result], seconds: float) -> Result:
+        """Make a request and return the store's response.
 
         Raises:
             StoreUnreachableError: There was none within `seconds`, or the connection is broken.
         """
-        if self._process != os.getpid():  # a fork has the questions, but not the thread
+        # A fork has copies of the requests, but not the thread.
+        if self._process != os.getpid():
             self._begin()
-        if self._broken is not None:  # it stays so, and torch logs the whole stack for every question
+        # A broken connection stays broken, and torch logs a whole stack for each further request.
+        if self._broken is not None:
             raise StoreUnreachableError(self._broken)
-        asked = _Question(words, question)
+        asked = _Request(words, request)
         if threading.current_thread() in self._threads:
             asked.run()
         else:
-            self._questions.put(cast("_Question[object]", asked))
+            self._requests.put(cast("_Request[object]", asked))
             if not self._threads:
                 BackgroundThread(
                     "gradwire store",
@@ -295,32 +311,34 @@ class _Client:
         return cast(Result, asked.answer)
 
     def _end(self) -> None:
-        """Has the thread end when there are no questions."""
+        """Let the thread end as soon as there are no requests."""
         self._ends = True
-        self._questions.put(None)
+        self._requests.put(None)
 
     def _fail(self, error: BaseException) -> None:
-        """Answers those who wait with the error: nobody else would."""
+        """Pass the error to all callers that wait for a response."""
         self._threads.discard(threading.current_thread())
         asking, self._asking = self._asking, None
-        while asking is not None or not self._questions.empty():
+        while asking is not None or not self._requests.empty():
             if asking is not None and not asking.answered.is_set():
                 asking.error = RuntimeError(f"the thread that asks {self._place} has failed: {error!r}")
                 asking.answered.set()
             try:
-                asking = self._questions.get_nowait()
+                asking = self._requests.get_nowait()
             except Empty:
                 return
 
     def _serve(self) -> None:
+        """Make requests until there are none for `IDLE_SECONDS`; the request thread."""
         this = threading.current_thread()
         self._threads.add(this)
         while True:
             try:
-                asked = self._questions.get(timeout=0.0 if self._ends else IDLE_SECONDS)
+                asked = self._requests.get(timeout=0.0 if self._ends else IDLE_SECONDS)
             except Empty:
                 self._threads.discard(this)
-                if self._questions.empty():  # else somebody has asked who took it that this one would answer
+                # A caller may have put a request in the queue meanwhile, expecting this thread to make it.
+                if self._requests.empty():
                     return
                 self._threads.add(this)
                 continue
@@ -330,16 +348,17 @@ class _Client:
                 asked.run()
                 self._asking = None
                 self._heard = time.monotonic()
-            del asked  # it holds the store
+            # Release the store now: the next request may come much later.
+            del asked
 
 
 _clients: "weakref.WeakKeyDictionary[Store, _Client]" = weakref.WeakKeyDictionary()
 _clients_lock = threading.RLock()
-"""Garbage that is collected while a thread holds it may want it, too."""
+"""Guards `_clients`. Reentrant: while a thread holds it, the garbage collector may run a finalizer that takes it."""
 
 
 def _client_of(root: Store) -> _Client | None:
-    """Who asks for all that share a connection; None for a store that answers in this process, or in Python."""
+    """Return the client shared by all users of a connection; None for a store that needs none."""
     if not isinstance(root, TCPStore):
         return None
     with _clients_lock:
@@ -349,7 +368,7 @@ def _client_of(root: Store) -> _Client | None:
 
 
 def unprefixed(store: Store) -> Store:
-    """The store below all prefixes: that which a process from outside can reach."""
+    """Return the store below all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -1,20 +1,19 @@
-"""Background threads: each handles its own failure, and none is in C++ when the interpreter ends.
+"""Background threads: each handles its own failure, and none is in C++ when the interpreter is finalized.
 
-An exception that nothing catches ends a thread, and with it whatever only that thread does: callers wait for ever, a
-signal is answered by nobody. So every thread of gradwire is a `BackgroundThread`, which has one handler for every
-exception: it logs what the job goes on without, and calls what turns the feature off and releases what it holds.
+An uncaught exception ends a thread, and with it whatever only that thread does: callers wait forever, a signal is not
+handled. So every thread of gradwire is a `BackgroundThread`, which has one handler for every exception: it logs what
+the job continues without, and calls a function that turns the feature off and releases its resources.
 
-A daemon thread that comes back from C++ while Python is being finalized, from a question to the store or from a tensor
-operation, never gets the GIL: before 3.14 Python ends such a thread by unwinding its stack. pybind11 and nanobind take
-the GIL back in destructors, which may not be unwound, so the C++ library ends the whole process by SIGABRT, and its
-exit code is lost. So before Python is finalized each thread is asked to end and waited for; one that waits for another
-rank is made to give up; and what is left then is stopped where it would have ended the process (csrc/cpu/abort.cpp).
-Python 3.14 stops such threads by itself.
+A daemon thread that returns from C++ while Python is being finalized, from a store request or a tensor operation, never
+gets the GIL: before 3.14 Python ends such a thread by unwinding its stack. pybind11 and nanobind take the GIL back in
+destructors, which may not be unwound, so the C++ library ends the whole process by SIGABRT, and its exit code is lost.
+So before Python is finalized each thread is asked to end and is joined; one that waits for another rank is made to stop
+waiting; and a thread that is still left is stopped at the point where it would have ended the process
+(csrc/cpu/abort.cpp). Python 3.14 stops such threads by itself.
 
-Torch's own threads of gloo come back in the same way: one lets go of the last collective after who waited for it has
-gone on, and with it of what Python had put into the thread's state. A group that DistributedDataParallel has used
-outlives `destroy_process_group` (torch 2.13), so its threads are there when Python ends; they are waited for until they
-rest.
+Torch's own gloo threads return in the same way: a thread drops the last collective after its waiter has gone on, and
+with it the Python objects in the thread's state. A group that DistributedDataParallel has used outlives
+`destroy_process_group` (torch 2.13), so its threads exist when Python ends; they are waited for until they are idle.
 
 Source: Python's documentation of PyEval_RestoreThread and of daemon threads (what changed in 3.14); [except.terminate]
 of the C++ standard.
@@ -37,37 +36,39 @@ Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 EXIT_SECONDS = 5.0
-"""Seconds for all threads to end with the process: longer than a bucket takes, which other ranks may wait for."""
+"""Time at exit for all threads to end by themselves: longer than a bucket takes, which other ranks may wait for."""
 
 GIVE_UP_SECONDS = 2.0
-"""Seconds for those that have not ended by then, once they are told to give up: a wait for gloo looks once a second."""
+"""Time for the remaining threads to stop waiting for other ranks: a wait for gloo polls once a second."""
 
 NAP_SECONDS = 0.05
+"""Seconds between two checks whether a thread has ended."""
 
 GLOO_THREAD = "pt_gloo_runloop"
-"""The name that torch gives those that run gloo's collectives."""
+"""Name that torch gives the threads that run gloo's collectives."""
 
 GLOO_SECONDS = 1.0
-"""Seconds for gloo's threads to rest; one that waits for a peer rests, too."""
+"""Time for gloo's threads to become idle; one that waits for a peer counts as idle."""
 
 _running: "set[BackgroundThread]" = set()
-"""Changed by single calls of its methods, without a lock: garbage that is collected under one might want it, too."""
+"""Running threads. Changed by single atomic calls, without a lock: the garbage collector could run a finalizer that
+takes the same lock."""
 
 
 class BackgroundThread(threading.Thread):
-    """A daemon thread that handles its own failure, and has ended when Python is finalized.
+    """Daemon thread that handles its own failure, and has ended when Python is finalized.
 
     Args:
-        name: For debuggers and traces.
-        target: What it does.
-        without: What the job goes on without if the thread fails, as a clause of the message: `nothing is watched any
-            more`. None logs nothing, for threads whose `on_failure` hands the exception to a caller that raises it.
-        on_failure: Called in the thread with the exception that has ended `target`, whichever it is: turns the feature
-            off, wakes who waits for the thread, and releases what it holds.
-        end: Has it end soon, when the process does; None where its owner's finalizer does that.
-        give_up: Has it leave a wait for other ranks that would outlast the process; None where it waits for none.
-        awaited: Whether the end of the process waits for it. Not for one that calls Python's own library alone, which
-            can be ended anywhere.
+        name: Thread name, for debuggers and traces.
+        target: Function to run.
+        without: Consequence of a failure of the thread, as a clause of the log message: `nothing is watched any more`.
+            None logs nothing, for threads whose `on_failure` passes the exception to a caller that raises it.
+        on_failure: Called in the thread with the exception that ended `target`: turns the feature off, wakes waiters
+            and releases resources.
+        end: Asks the thread to end soon, at exit; None if its owner's finalizer does that.
+        give_up: Makes the thread stop waiting for other ranks, at exit; None if it does not wait for any.
+        awaited: Join the thread at exit. False for one that calls only Python's standard library, which may be ended
+            anywhere.
     """
 
     def __init__(
@@ -102,14 +103,15 @@ class BackgroundThread(threading.Thread):
         """See `threading.Thread.run`."""
         try:
             super().run()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, SystemExit too: nothing else would hear of it
+        except BaseException as error:  # noqa: BLE001 - SystemExit, too: nothing else would report it
             self._fail(error)
         finally:
-            self._on_failure = self._end = self._give_up = None  # with what they hold
+            # Release the objects that these functions refer to.
+            self._on_failure = self._end = self._give_up = None
             _running.discard(self)
 
     def _fail(self, error: BaseException) -> None:
-        """Says what has happened, and turns the feature off; raises nothing."""
+        """Log the failure and turn the feature off; raises nothing."""
         try:
             if self._without is not None:
                 log.error(
@@ -120,7 +122,8 @@ class BackgroundThread(threading.Thread):
                     self._without,
                     exc_info=error,
                 )
-        finally:  # a log handler of the program's may raise, too
+        finally:
+            # In any case: a log handler of the user's program may raise.
             try:
                 if self._on_failure is not None:
                     self._on_failure(error)
@@ -128,18 +131,18 @@ class BackgroundThread(threading.Thread):
                 log.error("what the thread %r held could not be released: %r", self.name, second)
 
     def ask_to_end(self) -> None:
-        """Has it end soon; returns at once."""
+        """Ask the thread to end soon; returns at once."""
         if (end := self._end) is not None:
             end()
 
     def make_give_up(self) -> None:
-        """Has it leave a wait for other ranks; returns at once."""
+        """Make the thread stop waiting for other ranks; returns at once."""
         if (give_up := self._give_up) is not None:
             give_up()
 
 
 def in_thread(call: Callable[[], Result], name: str, *, awaited: bool = True) -> "SimpleQueue[Result | BaseException]":
-    """Has a thread call what may not come back, and puts there what it returns or raises: see `outcome_of`."""
+    """Call a function that may never return in a thread; the queue receives its result or exception (`outcome_of`)."""
     told: SimpleQueue[Result | BaseException] = SimpleQueue()
     BackgroundThread(name, lambda: told.put(call()), without=None, on_failure=told.put, awaited=awaited).start()
     return told
@@ -148,19 +151,19 @@ def in_thread(call: Callable[[], Result], name: str, *, awaited: bool = True) ->
 def call_each(
     call: Callable[[Argument], Result], arguments: Iterable[Argument], name: str, *, awaited: bool = True
 ) -> list[Result]:
-    """Calls with each of some arguments at once, in a thread each, and returns the results in the same order.
+    """Call a function with each argument in parallel, in a thread each, and return the results in the same order.
 
-    Unlike an executor of `concurrent.futures` it also works while the process ends: those take no calls once the main
-    thread has ended, though finalizers are yet to come.
+    Unlike an executor of `concurrent.futures` it also works at exit: those take no calls once the main thread has
+    ended, although finalizers run after that.
 
     Args:
-        call: Ends by itself, within a bounded time.
-        arguments: Few.
-        name: Of the threads.
-        awaited: As of `BackgroundThread`.
+        call: Function that ends by itself within a bounded time.
+        arguments: Arguments; each one costs a thread.
+        name: Name of the threads.
+        awaited: Join the threads at exit; see `BackgroundThread`.
 
     Raises:
-        BaseException: What the first call that failed has raised, once all have ended.
+        BaseException: Exception of the first call that failed, after all have ended.
     """
     told = [in_thread(partial(call, each), name, awaited=awaited) for each in arguments]
     found = [each.get() for each in told]
@@ -168,31 +171,32 @@ def call_each(
 
 
 def outcome_of(found: Result | BaseException) -> Result:
-    """Returns what a thread has returned, or raises what it has raised."""
+    """Return the result from `in_thread`, or raise it if it is an exception."""
     if not isinstance(found, BaseException):
         return found
     try:
         raise found
     finally:
-        del found  # else the error, its frames and what they hold would be a circle
+        # Break the reference cycle of the exception, its traceback and this frame.
+        del found
 
 
 def wait_for_all(seconds: float = EXIT_SECONDS, give_up_seconds: float = GIVE_UP_SECONDS) -> list[str]:
-    """Asks the threads that run to end, and waits for them; then makes those that are left give up.
+    """Ask all running threads to end and join them; make the remaining ones stop waiting for other ranks.
 
     Args:
-        seconds: For threads to end by themselves.
-        give_up_seconds: For those that have not, once they were told to give up.
+        seconds: Time for threads to end by themselves.
+        give_up_seconds: Time for the remaining ones after that.
 
     Returns:
-        The names of those that have not ended.
+        Names of the threads that have not ended.
     """
     left = _wait(BackgroundThread.ask_to_end, seconds)
     return [thread.name for thread in (left and _wait(BackgroundThread.make_give_up, give_up_seconds))]
 
 
 def _wait(say: Callable[[BackgroundThread], object], seconds: float) -> set[BackgroundThread]:
-    """Says something to each thread that runs, once, and waits for them; those that are left."""
+    """Call `say` once with each running thread, join the threads, and return those that are left after `seconds`."""
     deadline = time.monotonic() + seconds
     told: set[BackgroundThread] = set()
     while True:
@@ -210,11 +214,12 @@ def _wait(say: Callable[[BackgroundThread], object], seconds: float) -> set[Back
 
 
 def gloo_rests(tasks: Path = Path("/proc/self/task")) -> bool:
-    """Whether none of torch's threads of gloo runs or wants to (proc_pid_stat(5): states R and D)."""
+    """Whether none of torch's gloo threads is running or runnable (proc_pid_stat(5): states R and D)."""
     for stat in tasks.glob("*/stat"):
         try:
             name, state = stat.read_text().split("(", 1)[1].rsplit(") ", 1)
-        except (FileNotFoundError, ProcessLookupError):  # has ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):
+            # The thread has ended meanwhile.
             continue
         if name == GLOO_THREAD and state[0] in "RD":
             return False
@@ -222,26 +227,30 @@ def gloo_rests(tasks: Path = Path("/proc/self/task")) -> bool:
 
 
 def wait_for_gloo() -> None:
-    """Waits until torch's threads of gloo rest, without the GIL, which they may want."""
+    """Wait, without holding the GIL, until torch's gloo threads are idle."""
     deadline = time.monotonic() + GLOO_SECONDS
     resting = 0
-    while resting < 2 and time.monotonic() < deadline:  # twice: one that has just been given the GIL runs on
+    # Twice in a row: a thread that has just been given the GIL runs on.
+    while resting < 2 and time.monotonic() < deadline:
         time.sleep(NAP_SECONDS / 10)
         resting = resting + 1 if gloo_rests() else 0
 
 
 class _Process:
-    """What lives as long as this module."""
+    """Lives as long as this module, so that its finalizer runs at exit."""
 
 
 def _at_exit() -> None:
+    """Join all threads; stop what is left in C++ before it could end the process by SIGABRT."""
     if left := wait_for_all():
         log.debug("still in C++ at the end of the process: %s", ", ".join(left))
     wait_for_gloo()
-    if left or "gradwire._native" in sys.modules:  # else nothing of this process waits in C++
+    # Otherwise no thread of this process waits in C++.
+    if left or "gradwire._native" in sys.modules:
         try:
             from gradwire.compressors.compiled import native
-        except (ImportError, RuntimeError) as error:  # as in `gradwire doctor` from the wheel for every machine
+        except (ImportError, RuntimeError) as error:
+            # As in `gradwire doctor` from the wheel without compiled code.
             log.debug("threads in C++ may end the process: %s", error)
             return
         if not native.stop_unwound_threads():
@@ -250,4 +259,4 @@ def _at_exit() -> None:
 
 _process = _Process()
 weakref.finalize(_process, _at_exit)
-"""Finalizers that are left at exit run youngest first: those of gradwire's objects, which close them, before this."""
+"""Its finalizer runs after those of gradwire's objects, which close them: at exit the youngest finalizer runs first."""

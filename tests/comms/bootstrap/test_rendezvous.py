@@ -143,7 +143,7 @@ def test_rank_0_that_ends_before_all_have_come_is_named_by_the_others() -> None:
     store, size = HashStore(), 4
     first = ended(0, size)
     alone = rendezvous._Leader(PollingStore(store, SECONDS), first, SECONDS, None, None)
-    alone._say("start")
+    alone._announce("start")
     alone._publish("start")
 
     def join(rank: int) -> str:
