@@ -1,4 +1,4 @@
-"""A group in which every other rank sends the same as this one: what a rank computes can be timed without a network."""
+"""This module has `EchoGroup`, with which the work of one rank is timed without a network."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from gradwire.compressors.base import Member
 
 
 class EchoGroup:
-    """Rank 0 of `size` ranks that all hold the same tensors; nothing leaves the process.
+    """Simulates rank 0 of a group in which all ranks hold the same tensors; nothing is sent.
 
     Args:
         size: Number of ranks.
 
     Attributes:
-        rounds: Times so far that every rank would have waited for every other: 2 for a ring's all_reduce, else 1.
-        exchanged: Whether there was an all_to_all or an all_gather.
+        rounds: Number of times so far that all ranks would have waited for each other: 2 for an all_reduce, else 1.
+        exchanged: True once there was an all_to_all or an all_gather.
     """
 
     def __init__(self, size: int) -> None:
@@ -26,7 +26,7 @@ class EchoGroup:
 
     @property
     def member(self) -> Member:
-        """This rank's place, as compressors want it."""
+        """This rank and its group, as compressors take it."""
         return Member(self.rank, self.size)
 
     def all_reduce(self, tensor: Tensor) -> Done:

@@ -1,4 +1,4 @@
-"""Messages between some ranks in one collective, read from and written to their places in a flat tensor."""
+"""This module issues collectives of unequal messages, which are read from and written to places in a flat tensor."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> Work:
-    """Issues an exchange; what arrives is in its place in `flat` once the work has been waited for.
+    """Issue an exchange; the messages are in their places in `flat` once the work has been waited for.
 
-    A rank that sends or receives a single message does so without a copy, but where it adds.
+    A rank that sends or receives a single message does so without a copy, unless it adds the message.
 
     Args:
-        group: Of the transfer's members: gloo or MPI.
-        flat: 1-D, contiguous, any dtype; to be summed, one that torch adds.
-        transfer: What goes where.
-        rank: This rank.
+        group: Transport of the transfer's members: gloo or MPI.
+        flat: 1-D, contiguous; changed in place. For sums, of a dtype that torch can add.
+        transfer: Messages with their places.
+        rank: Global rank of this process.
 
     Raises:
         TypeError: `group` cannot send unequal messages.
@@ -38,6 +38,7 @@ def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> W
     width = flat.element_size()
     largest = max((each.stop - each.start for each in transfer.messages), default=0) * width
     source = _collected([flat[each.start : each.stop] for each in outgoing], flat)
+    # Receive in place if there is one message that is not added.
     adds = transfer.op == REDUCE_SCATTER
     if len(incoming) == 1 and not adds:
         received = flat[incoming[0].start : incoming[0].stop]
@@ -48,6 +49,7 @@ def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> W
     issued = unequal.exchange(
         received.view(torch.uint8), source.view(torch.uint8), output_splits, source_splits, largest
     )
+    # Add the messages to this rank's own part, or copy them to their places, once they have arrived.
     if adds and incoming:
         place = sum(each.source < rank for each in incoming)
         own = flat[incoming[0].start : incoming[0].stop]
@@ -64,11 +66,11 @@ def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> W
 
 
 def all_to_all_of(group: Transport, output: Tensor, source: Tensor, splits: Sequence[int]) -> Work:
-    """Sends each rank its run of `source`; `output` receives this rank's run from every rank, in rank order.
+    """Send each rank its run of `source`, and receive this rank's run of every rank, in rank order.
 
     Args:
-        group: Gloo or MPI.
-        output: 1-D, `group.size * splits[group.rank]` elements.
+        group: Transport: gloo or MPI.
+        output: 1-D, `group.size * splits[group.rank]` elements; takes the runs.
         source: 1-D, `sum(splits)` elements.
         splits: Elements of each rank's run, the same on all ranks.
 
@@ -82,7 +84,7 @@ def all_to_all_of(group: Transport, output: Tensor, source: Tensor, splits: Sequ
 def _unequal(group: Transport) -> "TorchTransport | MpiGroup":
     if isinstance(group, TorchTransport):
         return group
-    from gradwire.comms.transport.mpi import MpiGroup  # here: it is loaded where it is asked for
+    from gradwire.comms.transport.mpi import MpiGroup  # loaded only if MPI is used
 
     if not isinstance(group, MpiGroup):
         raise TypeError(f"`group` is a {type(group).__name__}; wanted gloo or MPI, which send unequal messages")
@@ -96,5 +98,5 @@ def _collected(runs: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _splits(members: Sequence[int], messages: dict[int, Message], width: int) -> list[int]:
-    """Bytes to or from each member."""
+    """Return the bytes to or from each member."""
     return [(messages[member].stop - messages[member].start) * width if member in messages else 0 for member in members]

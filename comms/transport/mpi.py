@@ -1,11 +1,13 @@
-"""MPI between machines, through mpi4py on CPU tensors, for clusters whose MPI knows the network better than TCP does.
+"""This module implements `Transport` for CPU tensors with MPI, through mpi4py.
 
-MPI moves bytes; gradwire adds. MPI's own reductions know no bfloat16 and promise equal bits on all ranks only as advice
-to implementors (MPI 4.1, section 6.9.1), so sums are made here in rank order, each slice on one rank. An all_reduce is
-an exchange of slices, a sum, and an all-gather: 2(n-1)/n of the tensor sent, the lower bound.
+It is for clusters whose MPI uses the network better than TCP does.
 
-Each group has two communicators of its own: what `issue` starts goes through one, what `wait` starts through the other.
-Both are used in the same order on all ranks, though by different threads, so MPI must allow several.
+MPI moves bytes, and gradwire adds. MPI's own reductions know no bfloat16 and promise equal bits on all ranks only as
+advice to implementors (MPI 4.1, section 6.9.1), so sums are made here in rank order, each slice on one rank. An
+all_reduce is an exchange of slices, a sum, and an all-gather: 2(n-1)/n of the tensor sent, the lower bound.
+
+Each group has two MPI communicators: one for collectives that are issued, one for those that start inside `wait`. Both
+are used in the same order on all ranks, though by different threads, so MPI must support several threads.
 """
 
 import time
@@ -33,22 +35,22 @@ if TYPE_CHECKING:
 
 _groups_made = count()
 _TAGS = 32749
-"""Groups that the same ranks make at the same time, in different lanes, must differ in their tag; MPI promises tags up
-to 32767 (MPI 4.1, section 9.1.2)."""
+"""Number of tags, a prime. Groups that the same ranks make at the same time, in different lanes, must have different
+tags, and MPI guarantees tags up to 32767 (MPI 4.1, section 9.1.2)."""
 
 _given_up: "list[tuple[MPI.Request, tuple[object, ...]]]" = []
-"""Requests that took too long, with their buffers, until the process ends: MPI may still read and write these, and a
-request of a nonblocking collective can neither be cancelled nor freed (MPI 4.1, sections 3.8.4 and 6.12)."""
+"""Requests that timed out, with their buffers, kept until the process ends. MPI may still access the buffers, and a
+request of a nonblocking collective can be neither cancelled nor freed (MPI 4.1, sections 3.8.4 and 6.12)."""
 
 _POLL_SECONDS = (0.0, 0.0, 0.0, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6)
-"""Waits between two looks at a request: short ones first, then asleep, as the ranks may outnumber the cores."""
+"""Pauses between two polls of a request, in seconds: short ones first, then longer, as ranks may outnumber cores."""
 
 
 def load() -> ModuleType:
-    """mpi4py's module, with MPI initialised for the threads that this transport needs.
+    """Return the module of mpi4py, with MPI initialised for several threads.
 
     Raises:
-        RuntimeError: mpi4py is missing, or MPI refuses threads.
+        RuntimeError: mpi4py is missing, or MPI does not support several threads.
     """
     try:
         mpi = load_mpi()
@@ -63,16 +65,16 @@ def load() -> ModuleType:
 
 
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup":
-    """Makes the communicators of a group; only its members take part.
+    """Make the communicators of a group; only its members take part.
 
     Args:
-        store: A store with a prefix of its own for this group.
+        store: Store with a prefix of its own for this group.
         rank: This rank's index in the group.
         size: Number of ranks.
-        timeout: For the meeting and for every collective.
+        timeout: Longest wait for the members, and time-out of every collective.
 
     Raises:
-        RuntimeError: mpi4py is missing, MPI refuses threads, or a rank did not join.
+        RuntimeError: mpi4py is missing, MPI does not support several threads, or a rank did not join.
         ValueError: A rank was not started by this mpirun.
     """
     mpi = load()
@@ -95,15 +97,15 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup
 
 
 class MpiGroup:
-    """A `Transport` (see groups.py) over MPI; all its works are asynchronous.
+    """The collectives of `Transport` over MPI; all its works are asynchronous.
 
     Args:
-        mpi: mpi4py's module.
-        first: Communicator for what is issued.
-        second: Communicator of the same ranks for what follows inside `wait`.
+        mpi: Module of mpi4py.
+        first: Communicator for collectives that are issued.
+        second: Communicator of the same ranks for collectives that start inside `wait`.
         rank: This rank's index.
         size: Number of ranks.
-        timeout: For every collective.
+        timeout: Time-out of every collective.
     """
 
     def __init__(
@@ -160,17 +162,17 @@ class MpiGroup:
         return _Request(request, (sent, received), "exchange", self._seconds)
 
     def close(self) -> None:
-        """Frees the communicators; all members together."""
+        """Free the communicators; all members call it."""
         self._second.Free()
         self._first.Free()
 
     def _scatter(self, flat: Tensor, bounds: Sequence[int], scale: float) -> Work:
-        """Every rank sends each slice to its owner, which sums them in rank order."""
+        """Send each slice to its owner, which adds the slices of all ranks in rank order."""
         width = flat.element_size()
         own = bounds[self.rank + 1] - bounds[self.rank]
         received = flat.new_empty((self.size, own))
         rows = SlicesToSum(received)
-        scale_in_place(flat, scale)  # after all memory is taken
+        scale_in_place(flat, scale)  # after all memory is allocated
         sizes = [stop - start for start, stop in pairwise(bounds)]
         sent, buffer = _bytes(flat), _bytes(received)
         request = self._first.Ialltoallv(
@@ -188,7 +190,7 @@ class MpiGroup:
 
 
 class _Request:
-    """A request of MPI; keeps its buffers alive."""
+    """A work for a request of MPI; keeps the buffers alive."""
 
     def __init__(self, request: "MPI.Request", buffers: tuple[object, ...], name: str, seconds: float) -> None:
         self._request = request
@@ -197,10 +199,10 @@ class _Request:
         self._seconds = seconds
 
     def wait(self) -> None:
-        """Looks at the request until it is done; MPI moves data only while somebody looks.
+        """Poll the request until it is done; MPI moves data only while it is polled.
 
         Raises:
-            PeerError: It took longer than the time-out.
+            PeerError: The time-out is over.
         """
         deadline, looks = time.monotonic() + self._seconds, 0
         while not self._request.Test():
@@ -213,11 +215,11 @@ class _Request:
 
 
 def _counted(splits: Sequence[int], width: int) -> tuple[list[int], list[int]]:
-    """Counts and offsets in bytes, as MPI wants them."""
+    """Return counts and offsets in bytes, as MPI takes them."""
     counts = [split * width for split in splits]
     return counts, [0, *accumulate(counts)][:-1]
 
 
 def _bytes(tensor: Tensor) -> "numpy.typing.NDArray[numpy.uint8]":
-    """The tensor's memory as bytes, shared."""
+    """Return the memory of a tensor as an array of bytes, without a copy."""
     return tensor.view(-1).view(torch.uint8).numpy()

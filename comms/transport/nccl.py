@@ -1,8 +1,8 @@
-"""CUDA tensors, inside a node and between nodes: NCCL through torch's ProcessGroupNCCL.
+"""This module implements `Transport` for CUDA tensors on torch's ProcessGroupNCCL, inside a node and between nodes.
 
-NCCL knows NVLink, NVSwitch, PCIe and InfiniBand better than anything on top of it could; what gradwire adds is which
-ranks talk to each other, and how much. So every sum is NCCL's own: native collectives in place, no buffer, no copy, no
-pass of ours over the bucket where NCCL multiplies as it sums.
+NCCL makes the best use of NVLink, NVSwitch, PCIe and InfiniBand; gradwire decides which ranks communicate, and how many
+bytes. So every sum is a native collective of NCCL, in place, without buffers and copies, and without a pass of gradwire
+over the bucket if NCCL can multiply while it sums.
 """
 
 import logging
@@ -42,28 +42,30 @@ from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collec
 log = logging.getLogger("gradwire")
 
 ABORT_SECONDS = 1.0
-"""How long NCCL gets at least to let go of a group in which nothing is under way: milliseconds on an idle machine."""
+"""Shortest wait for the abort of an idle communicator, in seconds; it takes milliseconds on an idle machine."""
 
 MEETING_SECONDS = 0.02
-"""Seconds between two looks at whether the other ranks are through, in `close`."""
+"""Seconds between two polls in `close` for the other ranks."""
 
 POLL_SECONDS = 0.002
-"""Seconds between two looks at whether a group has connected, and at what is under way in `close`."""
+"""Seconds between two polls for a group that connects, and in `close` for collectives in flight."""
 
 WATCHDOG_MARGIN = timedelta(hours=1)
-"""How much later torch's watchdog may end this process than gradwire gives a collective up: it counts from the issue,
-gradwire from the end of the step, and once it has begun to end the process nothing stops it. It is left as a last
-resort, for a process in which Python has stopped."""
+"""Time by which torch's watchdog is later than gradwire's time-out. The watchdog counts from the issue of a collective
+and gradwire from the end of the step, and once the watchdog begins to end the process, nothing stops it. It remains as
+a last resort, for a process in which Python hangs."""
 
 INTER_NODE_CTAS = 8
-"""Thread blocks, at most, of a collective between nodes. One keeps an SM to itself, and two drive a NIC of 12 to 24
-GB/s (NCCL's authors, github.com/NVIDIA/nccl issues 438 and 689): four for 400 Gbit/s, eight for 800. Eight are 6 % of
-the 132 SMs of an H100; NCCL's own limit is 32 or 64. It takes fewer where fewer do, and a user's NCCL_MAX_CTAS wins."""
+"""Largest number of thread blocks (CTAs) of a collective between nodes. Each occupies an SM, and two drive a NIC of 12
+to 24 GB/s (NCCL's authors, github.com/NVIDIA/nccl issues 438 and 689): four for 400 Gbit/s, eight for 800. Eight are 6
+% of the 132 SMs of an H100; NCCL's own limit is 32 or 64. NCCL takes fewer if fewer are enough, and a user's
+NCCL_MAX_CTAS overrides this."""
 
 NODE_CTAS = 32
-"""Thread blocks that a collective takes, at most, where nobody limits it: what NCCL's own limit is up to Hopper."""
+"""Largest number of thread blocks of a collective without a limit: NCCL's own limit up to Hopper."""
 
 NARROW = (torch.float16, torch.bfloat16)
+"""Dtypes in which NCCL rounds a factor before it multiplies."""
 
 Call = Callable[[], BackendWork]
 """Issues one collective."""
@@ -75,16 +77,16 @@ def _never(members: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclGroups:
-    """What the NCCL groups of one communicator have in common.
+    """Properties that all NCCL groups of one communicator share.
 
     Attributes:
-        name: Of the communicator; groups are called `gradwire/<name>/<members>` in logs and in the flight recorder.
-        global_ranks: Rank in the default group of each rank of the communicator; empty where both are the same.
+        name: Name of the communicator; groups are called `gradwire/<name>/<members>` in logs and flight recorder.
+        global_ranks: Rank in the default group of each rank of the communicator; empty if both are the same.
         size: Number of ranks of the communicator.
-        backend: The NCCL backend of the process group that the communicator was made for: it serves the set of all
-            ranks, so that NCCL is not connected twice; None connects a group for that set, too.
-        between_nodes: Whether every member of a set of ranks is on a node of its own.
-        sums_in_switch: Whether a switch can sum for a set of ranks, or for those of each node in it (NVLS).
+        backend: NCCL backend of the user's process group, which serves the set of all ranks, so that NCCL is not
+            connected twice; None connects a group for that set, too.
+        between_nodes: Returns True if every member of a set of ranks is on a node of its own.
+        sums_in_switch: Returns True if a switch can sum for a set of ranks, or for those of each node in it (NVLS).
     """
 
     name: str = "default"
@@ -96,11 +98,17 @@ class NcclGroups:
 
 
 class _Summing:
-    """How a group sums numbers of one dtype with one factor. Torch's options are made once: they cost what a call does.
+    """The way in which a group sums tensors of one dtype with one factor.
+
+    Options objects of torch are made once, because making one costs as much as a call.
 
     Args:
-        operation: What NCCL sums with.
-        multiplies_first: Whether the tensor is multiplied before.
+        operation: Reduction of NCCL.
+        multiplies_first: True if the tensor must be multiplied by the factor before.
+
+    Attributes:
+        all_reduce: Torch's options of an all-reduce.
+        reduce_scatter: Torch's options of a reduce-scatter.
     """
 
     def __init__(self, operation: dist.ReduceOp, multiplies_first: bool) -> None:
@@ -114,10 +122,17 @@ class _Summing:
 
 @lru_cache(maxsize=64)
 def _summing(dtype: torch.dtype, scale: float, size: int, in_switch: bool) -> _Summing:
-    """How so many ranks sum `scale` times a tensor; `in_switch`: where a switch sums, see `NcclTransport`."""
+    """Return the way in which `size` ranks sum `scale` times a tensor.
+
+    Args:
+        dtype: Dtype of the tensor.
+        scale: Factor.
+        size: Number of ranks.
+        in_switch: True if a switch can sum for the ranks, which it does for the plain sum only.
+    """
     if scale == 1.0:
         return _Summing(cast(dist.ReduceOp, dist.ReduceOp.SUM), False)
-    # Torch copies where a reduce-scatter has one rank (2.13), and leaves the factor out.
+    # With one rank torch's reduce-scatter is a copy without the factor (2.13).
     if size == 1 or in_switch or not multiplies_exactly(dtype, scale):
         return _Summing(cast(dist.ReduceOp, dist.ReduceOp.SUM), True)
     if scale == 1.0 / size:
@@ -128,10 +143,10 @@ def _summing(dtype: torch.dtype, scale: float, size: int, in_switch: bool) -> _S
 
 
 class NcclCalls:
-    """The calls of torch that make collectives of one group, each to be issued later.
+    """Makes the calls of torch for collectives of one group; each call is issued later.
 
     Args:
-        group: Torch's.
+        group: NCCL backend of torch.
         rank: This rank's index in the group.
         size: Number of ranks.
         sums_in_switch: See `NcclTransport`.
@@ -143,12 +158,12 @@ class NcclCalls:
         self._sums_in_switch = sums_in_switch
 
     def own_slice(self, whole: Tensor, numel: int, *, summing: _Summing | None = None) -> Call:
-        """Equal slices: each rank's on all, in place; with `summing`, what that makes of it on all, on its rank alone.
+        """Return the all-gather of equal slices, in place; with `summing` the reduce-scatter.
 
         Args:
             whole: All slices, one after the other.
             numel: Elements of a slice.
-            summing: How, where it is summed.
+            summing: Reduction of a reduce-scatter; None for an all-gather.
         """
         own = whole[self.rank * numel : (self.rank + 1) * numel]
         if summing is None:
@@ -157,39 +172,39 @@ class NcclCalls:
         return lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options)
 
     def all_reduce(self, tensor: Tensor, scale: float) -> Call:
-        """The sum of `scale * tensor` over all ranks, in place."""
+        """Return the all-reduce of `scale * tensor`, in place."""
         flat = _real(tensor)[0]
         options = self.summing(flat, scale).all_reduce
         return lambda: self._group.allreduce([flat], options)
 
     def summing(self, tensor: Tensor, scale: float) -> _Summing:
-        """How to sum `tensor`: multiplied here where NCCL cannot multiply as it sums, or no switch would sum then."""
+        """Return the way to sum `tensor`; multiplies it in place if NCCL or a switch cannot do so in the sum."""
         summing = _summing(tensor.dtype, scale, self.size, self._sums_in_switch)
         if summing.multiplies_first:
             tensor.mul_(scale)
         return summing
 
     def reduce(self, tensor: Tensor, root: int, operation: dist.ReduceOp) -> Call:
-        """What `operation` makes of `tensor` on all ranks, on one of them."""
+        """Return the reduction of `tensor` to rank `root`."""
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank = operation, root
         return lambda: self._group.reduce([tensor], options)
 
     def broadcast(self, tensor: Tensor, root: int) -> Call:
-        """One rank's `tensor`, on all."""
+        """Return the broadcast of `tensor` of rank `root`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         return lambda: self._group.broadcast([tensor], options)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Call:
-        """As many elements of each rank, one after the other, on all."""
+        """Return the all-gather of `source`, equally large on all ranks."""
         target, own = _flat(output), _flat(source)
         return lambda: getattr(self._group, ALL_GATHER_SINGLE)(target, own, AllgatherOptions())
 
     def all_gather_unequal(self, output: Tensor, source: Tensor, bounds: Sequence[int]) -> Call:
-        """Sends this rank's rows to every rank, straight from where they are: sends and receives, a rank may have none.
+        """Return the all-gather of different numbers of rows, in place, as sends and receives; a rank may have no rows.
 
-        As broadcasts in a ring every node but one would pass on what each of the others has: 2 S with both stages.
+        Broadcasts in a ring would make every node but one forward the rows of each other node: twice the bytes.
         """
         own, width = _flat(source), (2 if output.is_complex() else 1) * output.shape[1:].numel()
         runs = [_flat(output[start:stop]) for start, stop in pairwise(bounds)]
@@ -201,7 +216,7 @@ class NcclCalls:
         return lambda: self._group.alltoall(runs, [own] * self.size, dist.AllToAllOptions())
 
     def all_to_all(self, output: Tensor, source: Tensor, bounds: Sequence[int] = ()) -> Call:
-        """See `Transport.all_to_all`; with `bounds`, the rows of `source` for each rank."""
+        """Return the all-to-all; `bounds` are the bounds of the rows for each rank if they are not equally many."""
         target, own = _flat(output), _flat(source)
         received: list[int] = []
         sent: list[int] = []
@@ -216,16 +231,21 @@ class NcclTransport:
     """The collectives of `Transport` on one NCCL communicator.
 
     All of them are in place and allocate nothing. A collective that needs several calls of NCCL issues them as one
-    group call. Narrow dtypes are summed as NCCL does it: docs/develop/cuda.md.
+    group call. NCCL decides how narrow dtypes are summed; see docs/develop/cuda.md.
+
+    Thread safety: collectives are issued from one thread at a time. `abort` may be called from any thread.
 
     Args:
-        group: Made by `make_nccl`, or the user's own.
+        group: Group made by `make_nccl`, or the user's own.
         rank: This rank's index in the group.
         size: Number of ranks.
-        owned: Whether `close` ends the group; a user's own group is left to the user, but for a failure.
-        group_calls: Whether coalescing on `group` makes one group call; else calls are issued one after the other.
-        sums_in_switch: Whether NCCL can have a switch sum for these ranks, which it does for the plain sum alone.
-        ctas: Thread blocks that a collective may take, as far as that is known.
+        owned: True if `close` ends the group. A user's own group is only aborted, after a failure.
+        group_calls: True if coalescing on `group` makes one group call; else calls are issued one after the other.
+        sums_in_switch: True if a switch can sum for these ranks, which it does for the plain sum only.
+        ctas: Largest number of thread blocks of a collective.
+
+    Attributes:
+        serializer: Orders this communicator's collectives after others of the device; None if that is not necessary.
     """
 
     def __init__(
@@ -243,19 +263,18 @@ class NcclTransport:
         self.size = size
         self.ctas = ctas
         self.serializer: LaunchSerializer | None = None
-        """Set where what the communicators of this device issue is to run one after the other."""
         self._group = group
         self._options: Any = None if owned else group.options
         self._owned = owned
         self._group_calls = group_calls
         self._calls = NcclCalls(group, rank, size, sums_in_switch=sums_in_switch)
-        # Torch's works hold their outputs, so those of the last collective live until the next one is issued, or the
-        # group is closed: at most one collective's tensors. Only these works tell, without a wait of the host, whether
-        # the GPU is through (`is_done`), and a later look that let go of them would race the thread that issues.
+        # The works of the last collective keep its outputs alive until the next collective or `close`. They are kept,
+        # because only they show without a wait of the host if the GPU has finished (`is_done`), and releasing them
+        # there would race with the thread that issues.
         self._last: Sequence[BackendWork] = ()
         self._reason: str | None = None
         self._aborting: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards: self._reason, self._aborting, when `abort` sets them.
 
     @property
     def communicator(self) -> object:
@@ -263,15 +282,14 @@ class NcclTransport:
         return self._group
 
     def connect(self, device: torch.device, timeout: timedelta) -> None:
-        """Connects the ranks at once, not at the first collective; returns when all of them have joined.
+        """Connect the ranks now and not at the first collective; returns when all of them have joined.
 
-        NCCL connects in one call, which returns when all ranks have come and cannot be ended from outside: torch's
-        `abort` reaches only communicators that are connected. So a thread makes that call, and is left behind where
-        this rank gives up.
+        NCCL connects in one call that returns when all ranks have joined and cannot be ended: torch's `abort` only
+        reaches connected communicators. So a background thread makes the call, and is abandoned if this rank aborts.
 
         Args:
-            device: This rank's device, with its index.
-            timeout: For all ranks to join.
+            device: This rank's device, with an index.
+            timeout: Longest wait for all ranks.
 
         Raises:
             PeerError: A rank did not join in time, or `abort` was called meanwhile.
@@ -296,8 +314,8 @@ class NcclTransport:
         if self._owned:
             self._group.eager_connect_single_device(device)
             return
-        # A user's group may have its communicator already, and to connect it again would make a second one; a
-        # collective makes it if it is missing, alike in every version of torch.
+        # A user's group may be connected already, and connecting it again would make a second communicator. A
+        # collective connects it only if necessary, in every version of torch.
         self._group.allreduce([torch.zeros(1, dtype=torch.float32, device=device)], dist.AllreduceOptions()).wait()
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
@@ -351,10 +369,10 @@ class NcclTransport:
         return self._issue([self._calls.broadcast(_real(tensor)[0], root)])
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work:
-        """Issues collectives of a compressor as one group call.
+        """Issue collectives of a compressor as one group call.
 
         Args:
-            collectives: The same on all ranks, in the same order.
+            collectives: Collectives to issue; the same on all ranks, in the same order.
 
         Raises:
             ValueError: One of them is unknown; nothing was issued.
@@ -380,13 +398,15 @@ class NcclTransport:
         return self._issue(calls)
 
     def abort(self, reason: str) -> None:
-        """Gives the communicator up, also a user's own: what is under way ends, with undefined results. Any thread.
+        """Abort the communicator, also a user's own, in the background; results in flight are undefined.
 
-        Returns at once. NCCL may take long to give a communicator up, and waits for others of this process that share
-        the GPU: they are all to be aborted at once, each by a thread of its own.
+        NCCL may take long to abort a communicator, and waits for other communicators of this process on the same GPU.
+        So each is aborted by a thread of its own, all at once.
+
+        Thread safety: may be called from any thread.
 
         Args:
-            reason: Raised by every later collective.
+            reason: Error text of every later collective.
         """
         with self._lock:
             if self._aborting is not None:
@@ -401,22 +421,22 @@ class NcclTransport:
             self._aborting.start()
 
     def is_done(self) -> bool:
-        """Whether everything issued so far has ended on the GPU, well or not.
+        """Return True if all issued collectives have ended on the GPU, with or without an error.
 
-        False once the communicator is given up: torch answers under a lock that the abort holds, and keeps the GIL.
+        False once `abort` was called: torch would wait for a lock that the abort holds, with the GIL held.
         """
         return self._aborting is None and all(work.is_completed() for work in self._last)  # they run in order
 
     def close(self, seconds: float = CLOSE_SECONDS, meeting: PollingStore | None = None) -> None:
-        """Ends torch's threads and the connections, unless the group is the user's own; never hangs.
+        """End torch's threads and the connections within a time limit, unless the group is the user's own.
 
-        Every rank waits until all that it has issued is done, and until the others say so of theirs; then each lets go
-        of the communicator by itself, with `abort`. torch's `shutdown` is never called: in it NCCL waits for the other
-        ranks, and torch holds a lock meanwhile that `abort` needs.
+        Every rank waits until its collectives are done and the other ranks have published the same; then it aborts the
+        communicator. Torch's `shutdown` is not used: NCCL waits there for the other ranks, and torch holds a lock
+        meanwhile that `abort` needs.
 
         Args:
-            seconds: For what is under way, and for the other ranks, together.
-            meeting: A store of the members, where they say that they are through; None does not wait for them.
+            seconds: Longest wait for collectives in flight and for the other ranks, together.
+            meeting: Store in which the members publish that they have finished; None does not wait for them.
         """
         if self._owned and self._aborting is None:
             deadline = time.monotonic() + seconds
@@ -439,7 +459,7 @@ class NcclTransport:
         self._last = ()
 
     def _meet(self, store: PollingStore, deadline: float) -> None:
-        """Returns when all members are through with the communicator, or `deadline` has come."""
+        """Wait until all members have finished with the communicator, or until `deadline`."""
         try:
             if store.add("through", 1) == self.size:
                 store.set("all", "")
@@ -448,7 +468,7 @@ class NcclTransport:
                     log.debug("not all of %d ranks are through with a group: left without them", self.size)
                     return
                 time.sleep(MEETING_SECONDS)
-        except RuntimeError as error:  # who serves the store has left, and was the last to do so
+        except RuntimeError as error:  # the process that serves the store has exited, as the last one
             log.debug("the store cannot say whether %d ranks are through: %s", self.size, error)
 
     def _abort(self) -> None:
@@ -459,7 +479,7 @@ class NcclTransport:
             raise PeerError(self._reason)
 
     def _issue(self, calls: Sequence[Call]) -> Work:
-        """Issues collectives, several as one group call where the group makes them."""
+        """Issue collectives; several as one group call if the group supports that."""
         if self.serializer is not None:
             self.serializer.wait_for_others(self._group)
         own_timeout = None if self._owned else self._watched_later()
@@ -477,18 +497,18 @@ class NcclTransport:
         return cast(Work, works[0]) if len(works) == 1 else Works(cast(Sequence[Work], works))
 
     def _watched_later(self) -> timedelta:
-        """Has torch's watchdog leave what is issued next to gradwire; returns the time-out that the user has set."""
+        """Postpone torch's watchdog for the collectives issued next, and return the time-out that the user has set."""
         own: timedelta = self._options._timeout
         self._group._set_default_timeout(own + WATCHDOG_MARGIN)
         return own
 
     def _group_call(self, calls: Sequence[Call]) -> BackendWork:
-        """One group call of NCCL. The works of the calls inside stand for nothing; that of the whole does.
+        """Issue calls as one group call of NCCL, and return its work; the works of the single calls are not used.
 
         Raises:
-            BaseException: What a call or the launch has raised. The group call is then ended all the same: NCCL counts
-                open ones for each thread, and would hold back whatever this thread issues next, on any communicator.
-                This rank has then issued another collective than the others have, so the communicator is aborted.
+            BaseException: Error of a call or of the launch. The group call is ended nevertheless: NCCL counts open
+                group calls of each thread, and would not launch anything else of this thread, on any communicator.
+                This rank has then issued other collectives than its peers, so the communicator is aborted.
         """
         self._group._start_coalescing()
         try:
@@ -521,18 +541,18 @@ def connect(
     max_ctas: int | None = None,
     sums_in_switch: bool = False,
 ) -> NcclTransport:
-    """A transport for `size` ranks, each with one CUDA device; it connects in `NcclTransport.connect`.
+    """Return a transport for `size` ranks, each with one CUDA device; `NcclTransport.connect` connects it.
 
     Args:
-        store: A store of C++, with a prefix of its own for this group. torch's heartbeat thread asks the one below the
-            prefix every second; a store of Python would need the interpreter's lock for that, which a thread that waits
-            for the heartbeat thread to end may hold.
+        store: Store implemented in C++, with a prefix of its own. Torch's heartbeat thread polls the store below the
+            prefix every second; a store in Python would need the GIL for that, and a thread that waits for the
+            heartbeat thread to end may hold the GIL.
         rank: This rank's index in the group.
         size: Number of ranks.
-        timeout: After which gradwire gives a collective up; torch's watchdog, `WATCHDOG_MARGIN` later.
-        name: What the flight recorder and logs call the group.
-        global_ranks: The members' ranks in the default group.
-        max_ctas: Thread blocks, at most, that a collective may take; None leaves it to NCCL.
+        timeout: Time-out of a collective in gradwire; torch's watchdog is `WATCHDOG_MARGIN` later.
+        name: Name of the group in the flight recorder and logs.
+        global_ranks: Ranks of the members in the default group.
+        max_ctas: Largest number of thread blocks of a collective; None leaves it to NCCL.
         sums_in_switch: See `NcclTransport`.
 
     Raises:
@@ -556,14 +576,14 @@ def connect(
 
 
 def borrow(backend: TorchGroup, rank: int, size: int, *, sums_in_switch: bool = False) -> NcclTransport:
-    """A transport on a user's own NCCL backend, which stays the user's."""
+    """Return a transport on a user's own NCCL backend, which `close` leaves to the user."""
     return NcclTransport(
         backend, rank, size, owned=False, group_calls=makes_group_calls(backend), sums_in_switch=sums_in_switch
     )
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks in short: `0-7`, `0-56/8` for every eighth, `0-2,5`."""
+    """Return ascending ranks as a short text: `0-7`, `0-56/8` for every eighth rank, `0-2,5`."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
         if step > 0 and all(after - before == step for before, after in pairwise(ranks)):
@@ -578,7 +598,7 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def equal_slices(bounds: Sequence[int]) -> int:
-    """Elements of a slice that every rank has at `rank * numel`; the last rank may have more. 0 where slices differ."""
+    """Return the elements of each slice if all are equal (the last one may be longer); 0 if they differ."""
     size, numel = len(bounds) - 1, bounds[1]
     if bounds[-1] < size * numel or any(bounds[rank] != rank * numel for rank in range(size)):
         return 0
@@ -587,7 +607,7 @@ def equal_slices(bounds: Sequence[int]) -> int:
 
 @lru_cache(maxsize=64)
 def multiplies_exactly(dtype: torch.dtype, scale: float) -> bool:
-    """Whether NCCL multiplies by `scale` as precisely as torch: it rounds the factor to the dtype first.
+    """Return True if NCCL multiplies by `scale` as precisely as torch; NCCL rounds the factor to the dtype first.
 
     1/6 in bfloat16 is 0.2 % too large, for every element of every gradient; powers of two are exact.
     """
@@ -600,7 +620,7 @@ def multiplies_exactly(dtype: torch.dtype, scale: float) -> bool:
 
 @lru_cache(maxsize=1024)
 def _divided(bounds: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Elements of each of the equal slices, and (rank, start, stop) of what they leave of each rank's slice, if any."""
+    """Return the elements of the equal slices, and (rank, start, stop) of the rest of each rank's slice."""
     size, numel = len(bounds) - 1, equal_slices(bounds)
     slices = tuple((rank, start, stop) for rank, (start, stop) in enumerate(pairwise(bounds)) if stop > start)
     if not numel:
@@ -610,7 +630,7 @@ def _divided(bounds: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int, int], 
 
 
 def _real(tensor: Tensor, bounds: Sequence[int] = ()) -> tuple[Tensor, Sequence[int]]:
-    """A tensor that NCCL knows the dtype of: complex numbers are pairs of real ones."""
+    """Return a complex tensor, and bounds, as pairs of real numbers; real tensors as they are."""
     if not tensor.is_complex():
         return tensor, bounds
     return torch.view_as_real(tensor).view(-1), [2 * bound for bound in bounds]

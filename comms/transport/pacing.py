@@ -1,14 +1,14 @@
-"""How fast many connections together may send over a long path: hardly faster than it has been seen to carry.
+"""This module limits the rate of many connections on a long path to slightly more than the path was seen to carry.
 
-Connections that each try for more fill the queues before the path, in both directions. Acknowledgements then wait
-behind data and come in bunches, what they set free is sent in bunches, and of two queues one is full, and drops, while
-the other one is empty: over 80 ms and 0.1 % loss 64 connections got 0.71 of a link of 100 Mbit/s. With all of them
-together held to its rate they got 0.94, to 1.1 times that 0.92, to twice 0.83.
+Without a limit each connection tries to send faster, and they fill the queues before the path, in both directions.
+Acknowledgements then wait in a queue with data and arrive in bunches, so data is sent in bunches, too, and one queue
+overflows while the other one is empty. Over 80 ms and 0.1 % loss, 64 connections got 0.71 of a link of 100 Mbit/s
+without a limit, 0.94 if all together were limited to the link's rate, 0.92 at 1.1 times and 0.83 at twice that rate.
 
-What the path carries is what has been acknowledged while a message was handed out, or, where it was handed out within
-less than some round trips, until the next one begins, by the seconds in which connections had something under way. That
-is at most the path's rate, and less where the connections had to grow first or a processor came late, so it is the
-largest of some messages that counts, with some more to find out whether there is more.
+The rate of a path is measured as the bytes that are acknowledged while a message is handed out to the connections,
+divided by the seconds in which they had bytes in flight. If a message is handed out within a few round trips, the
+measurement goes on until the next message. The result is at most the path's rate, and less if windows had to grow first
+or a processor was late. So the largest of several results counts, and the limit is somewhat above it.
 
 Source: Zhang, Shenker, Clark, "Observations on the dynamics of a congestion control algorithm: the effects of two-way
 traffic", SIGCOMM 1991; Aggarwal, Savage, Anderson, "Understanding the performance of TCP pacing", INFOCOM 2000.
@@ -22,30 +22,30 @@ from gradwire.comms.bootstrap.kernel import TcpInfo, pace
 from gradwire.comms.links.distance import LEAST_ROUND_TRIP_SECONDS
 
 GAIN = 1.15
-"""The factor over the largest rate seen."""
+"""Limit as a multiple of the largest measured rate."""
 
 SHORT_GAIN = 3.0
-"""The factor where messages are handed out within some round trips: their windows are still growing, so that the path
-carries more than they show. With 1.15, 1.5, 2 and 3 a sum of 4 MB over 150 ms and 100 Mbit/s took 0.62, 0.65, 0.63 and
-0.51 s, held to nothing 0.56; of 1 MB over 20 ms 0.14, 0.12, 0.14 and 0.14 s (2026-11-24)."""
+"""Limit as a multiple of the largest measured rate if messages are handed out within a few round trips: windows still
+grow, so the path carries more than was measured. With 1.15, 1.5, 2 and 3 a sum of 4 MB over 150 ms and 100 Mbit/s took
+0.62, 0.65, 0.63 and 0.51 s, without a limit 0.56; of 1 MB over 20 ms 0.14, 0.12, 0.14 and 0.14 s (2026-11-24)."""
 
 LIMITED, GROWTH = 0.9, 1.5
-"""What carried this share of what it was held to was held back by that alone, and is held to so much more."""
+"""Share of the limit from which a rate shows that the limit was too low, and the factor by which it is then raised."""
 
 REMEMBERED = 8
-"""Messages whose rates count."""
+"""Number of last messages whose rates count."""
 
 LEAST_TRIPS = 2.0
-"""Round trips that a message has to take before its rate is believed."""
+"""Shortest duration of a message, in round trips, for its rate to count."""
 
 
 def next_pace(pace: float | None, rates: Sequence[float], gain: float = GAIN) -> float:
-    """Bytes per second to hold all connections to.
+    """Return the limit for all connections together, in bytes per second.
 
     Args:
-        pace: What they were held to in the last message; None for nothing.
-        rates: That messages have had, the last one at the end; not empty.
-        gain: The factor over them.
+        pace: Limit during the last message; None if there was none.
+        rates: Measured rates of messages, the latest one last; not empty.
+        gain: Factor over the largest rate.
     """
     if pace is not None and rates[-1] > LIMITED * pace:
         return GROWTH * pace
@@ -53,45 +53,52 @@ def next_pace(pace: float | None, rates: Sequence[float], gain: float = GAIN) ->
 
 
 class Pacing:
-    """Holds connections that send together to the rate that they have had together."""
+    """Limits the total rate of connections that send together, by the rates of their last messages.
+
+    Attributes:
+        pace: Limit of all connections together in bytes per second; None until a rate is measured.
+    """
 
     def __init__(self) -> None:
         self.pace: float | None = None
-        """Bytes per second of all together; None while nothing is known."""
         self._rates: deque[float] = deque(maxlen=REMEMBERED)
         self._is_handing_out = False
         self._began: list[tuple[socket.socket, TcpInfo]] = []
-        """Each connection and its counts, as the message began whose rate is not known yet."""
+        """Each connection with its counters at the start of the message that is being measured."""
         self._held: dict[int, int] = {}
-        """Descriptor -> bytes per second, as the kernel was last told."""
+        """Descriptor -> limit in bytes per second that the kernel was last given."""
 
     def begin(self, sockets: Sequence[socket.socket]) -> None:
-        """There is something to hand out to these connections, where there was nothing."""
+        """Start to measure a message, and set the limit; called when connections get bytes to send again.
+
+        Args:
+            sockets: Sockets of the connections.
+        """
         if self._is_handing_out:
             return
         self._is_handing_out = True
-        self._learn(SHORT_GAIN)  # the last message may have been handed out at once
+        self._learn(SHORT_GAIN)  # if the last message was handed out too fast, its measurement ends here
         self._hold(sockets)
         counts = [(each, TcpInfo.of(each)) for each in sockets]
         goes_on = [each for each, _ in self._began] == list(sockets) and any(now.unacknowledged for _, now in counts)
-        if not goes_on:  # else the parts of one bucket follow each other, each too short to be judged
+        if not goes_on:  # parts of one bucket follow each other and are measured together
             self._began = counts
 
     def end(self) -> None:
-        """All has been handed out."""
+        """End the message: all of it has been handed out to connections."""
         if self._is_handing_out:
             self._is_handing_out = False
             self._learn(GAIN)
 
     def _learn(self, gain: float) -> None:
-        """Takes in the rate of the message that began last, if it has been under way for long enough."""
+        """Measure the rate of the last message, unless it was too short, and update the limit."""
         counted = [(before, TcpInfo.of(connection)) for connection, before in self._began]
         trip = max((now.trip_seconds for _, now in counted), default=0.0)
         longest = max((now.busy_seconds - before.busy_seconds for before, now in counted), default=0.0)
         if trip < LEAST_ROUND_TRIP_SECONDS or longest < LEAST_TRIPS * trip:
             return
         self._began = []
-        # Nothing can have been acknowledged within the first round trip, unless something was on its way.
+        # In the first round trip nothing can be acknowledged, unless bytes were in flight before.
         rate = sum(
             (now.acknowledged_nbytes - before.acknowledged_nbytes)
             / (
@@ -105,7 +112,7 @@ class Pacing:
             self.pace = next_pace(self.pace, self._rates, gain)
 
     def _hold(self, sockets: Sequence[socket.socket]) -> None:
-        """Tells the kernel, where that is something new."""
+        """Set the limit of each connection in the kernel, if it has changed."""
         if self.pace is None or not sockets:
             return
         each = round(self.pace / len(sockets))

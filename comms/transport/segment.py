@@ -1,8 +1,8 @@
-"""How the ranks of a node come to share memory, all of them or none, and leave nothing behind.
+"""This module gives the ranks of a node shared memory: all of them or none; see `open_group`.
 
-The memory is a file without a name (`memfd_create`): when its last process ends, however it ends, it is gone. The first
-rank makes it and hands its descriptor to the others over a socket, whose name the kernel forgets, too (man 7 unix,
-abstract sockets). A rank that ends while the group is made closes its connection, so it is named at once.
+The memory is an anonymous file (`memfd_create`), which the kernel frees when its last process exits for any reason.
+Rank 0 makes it and sends its descriptor to the other ranks over an abstract Unix socket (man 7 unix), whose name
+disappears with the socket. If a rank exits during the set-up, its connection closes, so the error names it at once.
 """
 
 import errno
@@ -33,25 +33,34 @@ from gradwire.compressors.compiled import native
 log = logging.getLogger("gradwire")
 
 FOLDER = Path("/dev/shm")
-"""Where ranks meet that share this folder and not the network namespace: they see no abstract socket of each other."""
+"""Folder for a socket with a file name, for ranks in different network namespaces: abstract sockets are not visible
+there."""
 
 LONGEST_POLL_SECONDS = 0.25
-"""Longest pause between two looks of the first rank into the store, for what ranks say there that cannot connect."""
+"""Longest pause in seconds between two polls of the store by rank 0, for messages of ranks that cannot connect."""
 
 LATE_SECONDS = 5.0
-"""Seconds beyond the time-out, for the first rank to say who is missing."""
+"""Seconds that other ranks wait beyond the time-out, for rank 0's message which rank is missing."""
 
 _CREDENTIALS = struct.Struct("iII")
-"""What SO_PEERCRED gives, `struct ucred`: process, user, group. Ids are unsigned (Linux include/linux/socket.h)."""
+"""Struct of SO_PEERCRED, `struct ucred`: process, user and group id. Source: Linux include/linux/socket.h."""
 
 MESSAGE_NBYTES = 1 << 16
-"""Most bytes of what ranks say to each other here; a line each."""
+"""Largest number of unread bytes from another rank."""
 
-FAILED, ELSEWHERE, DOOR, FOLDER_DOOR = "failed", "elsewhere", "door", "folder_door"
+FAILED, ELSEWHERE, SOCKET, FOLDER_SOCKET = "failed", "elsewhere", "socket", "folder_socket"
+"""Keys in the store: an error, a rank in another network namespace, rank 0's offer, and its socket in the folder."""
 
 
 class _Rendezvous:
-    """The store, seen as one set of words that the ranks of one group leave for each other."""
+    """Messages of one group's ranks in the store during the set-up, and the checks of their waits.
+
+    Args:
+        store: Store that the ranks share.
+        key: Name of the group; prefix of its keys.
+        deadline: Latest time of the set-up, of `time.monotonic`.
+        peer_wait: Liveness check of the ranks; None disables it.
+    """
 
     def __init__(self, store: Store, key: str, deadline: float, peer_wait: PeerWait | None) -> None:
         self._store = store
@@ -64,23 +73,23 @@ class _Rendezvous:
         self._store.set(f"{self._key}/{word}", value)
 
     def find(self, word: str) -> str | None:
-        """A word, where it is there."""
+        """Return a message; None if it is not there."""
         if not self._store.check([f"{self._key}/{word}"]):
             return None
         return str(self._store.get(f"{self._key}/{word}").decode())
 
     def fail(self, message: str) -> None:
-        """Gives the first rank, which tells the others, a reason; the store itself may be what has failed."""
+        """Publish an error for rank 0, which tells the other ranks. The store itself may have failed."""
         with suppress(RuntimeError):  # our own error is the one to report
             self.say(FAILED, message)
 
     def hear(self, word: str) -> str:
-        """Waits for a word of the first rank.
+        """Wait for a message of rank 0.
 
-        A `wait` of the store's own, cut into slices, would make TCPStore log every slice.
+        It polls, because TCPStore logs every `wait` that times out.
 
         Raises:
-            PeerError: It did not come before the deadline, or a rank has ended.
+            PeerError: It did not arrive before the deadline, or a rank has exited.
         """
         naps = Naps()
         while (said := self.find(word)) is None:
@@ -91,12 +100,12 @@ class _Rendezvous:
         return said
 
     def look_for_losses(self) -> None:
-        """Raises a PeerError where a rank has ended, or one of another group has given up, for whom others may wait."""
+        """Raise a PeerError if a rank of the group has exited, or a rank of another group has aborted."""
         if self._peer_wait is not None and (lost := self._peer_wait.failure(self._during)) is not None:
             raise lost
 
     def absent(self, ranks: Sequence[int]) -> PeerError:
-        """Says who is missing."""
+        """Return the error for ranks that did not join."""
         return PeerError(
             f"{self._names(ranks)} did not come to the set-up of the shared-memory group {self._key!r} within "
             "`timeout`",
@@ -104,20 +113,28 @@ class _Rendezvous:
         )
 
     def ended(self, *ranks: int) -> PeerError:
-        """Says that ranks have ended, or why another rank has given up: they may have heard of that, and ended."""
+        """Return the error for ranks that have exited, or the abort reason that made them exit."""
         if self._peer_wait is not None:
             return PeerError(self._peer_wait.describe(ranks, self._during), ranks)
         return PeerError(f"{self._names(ranks)} has ended {self._during}: look at its output", ranks)
 
     def _names(self, ranks: Sequence[int]) -> str:
-        """Ranks of this group, by the numbers that they have in the job where these are known."""
+        """Return the names of ranks of this group, by their numbers in the job if these are known."""
         names = ranks if self._peer_wait is None else [self._peer_wait.members[rank] for rank in ranks]
         return f"rank {', '.join(map(str, names))}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """A line between two ranks: who has come, or has mapped the memory; that all have, or why not."""
+    """A message between two ranks of the group.
+
+    Attributes:
+        rank: Sender, when it connects or has mapped the memory.
+        mapped: True once the sender has mapped the memory.
+        go: True from rank 0 when all ranks have mapped it.
+        failed: Reason of a failed set-up.
+        missing: Ranks that caused the failure.
+    """
 
     rank: Rank | None = None
     mapped: bool | None = None
@@ -128,7 +145,7 @@ class _Said:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Where rank 0 waits, and for what group."""
+    """Rank 0's offer of shared memory: the name of its socket, its network namespace, and facts to compare."""
 
     name: Annotated[str, Most(100)]
     network: str
@@ -138,7 +155,7 @@ class _Offer:
 
 @dataclass(frozen=True, slots=True)
 class _NoOffer:
-    """Why rank 0 has no memory."""
+    """Rank 0's error when it could not allocate the memory."""
 
     error: str
     errno: int | None
@@ -148,11 +165,18 @@ _SAID: MessageType[_Said] = MessageType(_Said, most_nbytes=MESSAGE_NBYTES)
 _OFFER: MessageType[_Offer | _NoOffer] = MessageType(_Offer | _NoOffer)
 
 
-class _Line:
-    """A connection between two ranks of one user: lines of JSON, and one descriptor.
+class _RankConnection:
+    """A connection between two ranks of one user, which carries lines of JSON and one file descriptor.
+
+    Args:
+        connection: Connected Unix socket.
+
+    Attributes:
+        socket: The same socket.
+        ended: True once the other end has closed the connection.
 
     Raises:
-        OSError: The other end belongs to another user, is gone, or says what no rank says.
+        OSError: The other end belongs to another user, or sends invalid messages.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -161,7 +185,9 @@ class _Line:
         self.ended = False
         _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.getuid():
-            raise PermissionError(errno.EPERM, f"a process of user {uid} has called; this one is of user {os.getuid()}")
+            raise PermissionError(
+                errno.EPERM, f"a process of user {uid} has connected; this one is of user {os.getuid()}"
+            )
 
     def say(self, **said: object) -> None:
         self.socket.sendall(json.dumps(said).encode() + b"\n")
@@ -170,25 +196,25 @@ class _Line:
         socket.send_fds(self.socket, [b"\n"], [descriptor])
 
     def take(self, deadline: float) -> int | None:
-        """The descriptor that comes; None where the other end has closed instead."""
+        """Receive the descriptor; None if the other end sends an error or closes the connection instead."""
         self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
         data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
         self.ended = not data
         if descriptors:
-            os.set_inheritable(descriptors[0], False)  # recv_fds hands no flags on (Python 3.11)
+            os.set_inheritable(descriptors[0], False)  # recv_fds does not set it (Python 3.11)
             return descriptors[0]
-        self._heard += data  # of the reason why there is none
+        self._heard += data  # first byte of an error message
         return None
 
     def hear(self, deadline: float) -> dict[str, object] | None:
-        """The next line; None where the other end has closed instead. TimeoutError after the deadline."""
+        """Wait for the next line; None if the other end closes the connection. Raises TimeoutError at the deadline."""
         while (line := self.read()) is None and not self.ended:
             self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
             self.feed()
         return line
 
     def feed(self) -> None:
-        """Takes in what has arrived."""
+        """Receive what has arrived, without parsing it."""
         try:
             data = self.socket.recv(4096)
         except ConnectionResetError:
@@ -196,10 +222,10 @@ class _Line:
         self.ended = not data
         self._heard += data
         if len(self._heard) > MESSAGE_NBYTES:
-            raise OSError(errno.EMSGSIZE, "a rank says too much")
+            raise OSError(errno.EMSGSIZE, f"a rank has sent more than {MESSAGE_NBYTES} bytes without a reply")
 
     def read(self) -> dict[str, object] | None:
-        """The next line that has arrived whole."""
+        """Return the next complete line that has arrived; None if there is none."""
         line, newline, rest = self._heard.partition(b"\n")
         if not newline:
             return None
@@ -207,7 +233,7 @@ class _Line:
         try:
             return {key: each for key, each in asdict(_SAID.read(line)).items() if each is not None}
         except MessageError as error:
-            raise OSError(errno.EBADMSG, f"what has come is not from a rank: {error}") from None
+            raise OSError(errno.EBADMSG, f"a message is not from a rank: {error}") from None
 
 
 REMEDIES = {
@@ -218,21 +244,24 @@ REMEDIES = {
     errno.EACCES: "the container's security profile forbids memfd_create or fallocate: allow them",
     errno.ENOSYS: "the kernel or sandbox has no memfd_create",
 }
-"""What to do about an errno of memfd_create(2) or fallocate(2) that does not mean a lack of memory."""
+"""Errno of memfd_create(2) or fallocate(2) -> its cause and fix, if it does not mean a lack of memory."""
 
 OVER_NETWORK = "or give each rank a node of its own, GRADWIRE_HOSTNAME=rank$RANK, to send over the network instead"
+"""Alternative to shared memory, for error messages."""
 
 
 def _remedy(number: int | None) -> str:
-    """What a user can do about an error of the system in making shared memory."""
+    """Return what a user can do about an errno during the allocation of shared memory."""
     return f"{REMEDIES.get(number or 0, 'give the container or job more memory')}, {OVER_NETWORK}"
 
 
 def _allocate(nbytes: int) -> int:
-    """Makes memory of `nbytes` that is really there, and returns its descriptor: where there is none, this fails.
+    """Allocate `nbytes` of shared memory, and return its file descriptor.
+
+    All pages are allocated now: a lack of memory is an error here, and no SIGBUS in a later collective.
 
     Raises:
-        OSError: With what was found, what was wanted and what to do.
+        OSError: The memory cannot be allocated.
     """
     try:
         descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC)
@@ -250,12 +279,12 @@ def _allocate(nbytes: int) -> int:
 
 
 class _First:
-    """Rank 0 of the group: makes the memory, hands it out, and says when all have it, or why not.
+    """Rank 0's part of the set-up: it makes the memory, sends it to all ranks, and tells them the outcome.
 
     Args:
-        words: What the ranks say in the store.
+        words: Messages of the ranks in the store.
         size: Number of ranks.
-        closing: Closes what is opened here.
+        closing: Stack that closes the sockets.
     """
 
     def __init__(self, words: _Rendezvous, size: int, closing: ExitStack) -> None:
@@ -264,21 +293,21 @@ class _First:
         self._closing = closing
         self._selector = closing.enter_context(selectors.DefaultSelector())
         self._name = f"gradwire-{secrets.token_hex(16)}"
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _RankConnection] = {}
         self._mapped = {0}
 
     def open(self, block_nbytes: int, map_it: Callable[[int], native.SharedMemoryGroup]) -> native.SharedMemoryGroup:
         try:
             descriptor = _allocate(native.shm_segment_nbytes(self._size, block_nbytes))
         except OSError as error:
-            self._words.say(DOOR, json.dumps({"error": error.strerror, "errno": error.errno}))
+            self._words.say(SOCKET, json.dumps({"error": error.strerror, "errno": error.errno}))
             raise
-        group = map_it(descriptor)  # and owns the descriptor from now on
+        group = map_it(descriptor)  # the group owns the descriptor from now on
         if self._size == 1:
             return group
         self._listen(f"\0{self._name}")
         offer = {"name": self._name, "network": _network(), "size": self._size, "block_nbytes": block_nbytes}
-        self._words.say(DOOR, json.dumps(offer))
+        self._words.say(SOCKET, json.dumps(offer))
         try:
             self._hand_out(descriptor)
         except PeerError as error:
@@ -297,17 +326,17 @@ class _First:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def _hand_out(self, descriptor: int) -> None:
-        """Returns when all ranks have mapped the memory.
+        """Send the descriptor to all ranks, and wait until they have mapped the memory.
 
         Raises:
-            PeerError: One has ended, has failed, or has not come.
+            PeerError: A rank has exited, has failed, or did not join.
         """
         next_poll = 0.0
         poll_seconds = LONGEST_POLL_SECONDS / 8
         in_folder = False
         while len(self._mapped) < self._size:
             for key, _ in self._selector.select(poll_seconds):
-                if isinstance(key.data, _Line):
+                if isinstance(key.data, _RankConnection):
                     self._hear(key.data, descriptor)
                 elif isinstance(key.fileobj, socket.socket):
                     self._accept(key.fileobj)
@@ -326,19 +355,19 @@ class _First:
     def _accept(self, listener: socket.socket) -> None:
         connection = self._closing.enter_context(listener.accept()[0])
         try:
-            line = _Line(connection)
+            line = _RankConnection(connection)
         except OSError as error:
             log.warning("%s", error)
             connection.close()
             return
         self._selector.register(connection, selectors.EVENT_READ, line)
 
-    def _hear(self, line: _Line, descriptor: int) -> None:
+    def _hear(self, line: _RankConnection, descriptor: int) -> None:
         line.feed()
         while (said := line.read()) is not None:
             rank = said.get("rank")
             if not isinstance(rank, int) or not 0 < rank < self._size:
-                raise OSError(errno.EBADMSG, f"what has come is not from a rank: {said}")
+                raise OSError(errno.EBADMSG, f"a message is not from a rank: {said}")
             # Invariant: a rank keeps its first connection. A later one is of another process of this user: taken in
             # its place, it would get the memory, and the rank would hear nothing more.
             if self._lines.setdefault(rank, line) is not line:
@@ -351,7 +380,7 @@ class _First:
             else:
                 try:
                     line.give(descriptor)
-                except (BrokenPipeError, ConnectionResetError):  # it has ended since it called
+                except (BrokenPipeError, ConnectionResetError):  # it has exited since it connected
                     line.ended = True
         if line.ended:
             self._selector.unregister(line.socket)
@@ -370,13 +399,13 @@ class _First:
         _sweep()
         self._closing.callback(path.unlink, missing_ok=True)
         self._listen(str(path))
-        self._words.say(FOLDER_DOOR, str(path))
+        self._words.say(FOLDER_SOCKET, str(path))
 
     def _tell(self, **said: object) -> None:
         for rank, line in self._lines.items():
             try:
                 line.say(**said)
-            except OSError as error:  # it has ended: the others see it in the first collective
+            except OSError as error:  # it has exited: the first collective will show it
                 log.debug("rank %d cannot be told how the set-up has ended: %s", rank, error)
 
 
@@ -388,23 +417,26 @@ def _join(
     closing: ExitStack,
     map_it: Callable[[int], native.SharedMemoryGroup],
 ) -> native.SharedMemoryGroup:
-    """Every other rank's part."""
-    offer = _OFFER.read(words.hear(DOOR))
+    """The part of every rank but rank 0: receive the memory, map it, and wait for the outcome."""
+    # Read rank 0's offer, and compare the arguments.
+    offer = _OFFER.read(words.hear(SOCKET))
     if isinstance(offer, _NoOffer):
         raise PeerSystemError(offer.errno, f"rank 0 {offer.error}")
     for name, own, theirs in (("size", size, offer.size), ("block_nbytes", block_nbytes, offer.block_nbytes)):
         if theirs != own:
             raise ValueError(f"`{name}` is {own} here and {theirs} on rank 0: all ranks must pass the same value")
+    # Connect: to the abstract socket, or from another network namespace to one in the folder.
     connection = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     if offer.network == _network():
         place = f"\0{offer.name}"
     else:
         words.say(ELSEWHERE, str(rank))
-        place = words.hear(FOLDER_DOOR)
+        place = words.hear(FOLDER_SOCKET)
+    # Receive and map the memory, and wait until rank 0 says that all ranks have done so.
     deadline = words.deadline + LATE_SECONDS
     try:
         connection.connect(place)
-        line = _Line(connection)
+        line = _RankConnection(connection)
         line.say(rank=rank)
         descriptor = line.take(deadline)
         group = None
@@ -426,17 +458,17 @@ def _join(
 
 
 def _network() -> str:
-    """Names this process's network namespace: who is in another one sees no abstract socket of it."""
+    """Return an id of this process's network namespace, outside of which its abstract sockets are not visible."""
     try:
         facts = Path("/proc/self/ns/net").stat()
-    except OSError as error:  # no /proc: one network for all
+    except OSError as error:  # without /proc all ranks are taken to share one
         log.debug("this process's network namespace is not known: %s", error)
         return ""
     return f"{facts.st_dev}.{facts.st_ino}"
 
 
 def _sweep() -> None:
-    """Removes the sockets in the folder whose owners were killed while they listened."""
+    """Remove sockets in the folder whose processes were killed while they listened."""
     for path in FOLDER.glob("gradwire-*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:
@@ -446,7 +478,7 @@ def _sweep() -> None:
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                log.debug("%s cannot be looked at: %s", path, error)
+                log.debug("%s cannot be checked: %s", path, error)
 
 
 def open_group(
@@ -458,12 +490,21 @@ def open_group(
     block_nbytes: int,
     peer_wait: PeerWait | None = None,
 ) -> native.SharedMemoryGroup:
-    """Maps new memory in all ranks; returns when every rank has mapped it.
+    """Map new shared memory in all ranks; returns when every rank has mapped it.
+
+    Args:
+        store: Store that all ranks of the group share.
+        rank: This rank's index.
+        size: Number of ranks.
+        key: Name of the group in the store.
+        timeout: Longest wait for the set-up, and time-out of collectives.
+        block_nbytes: Bytes of one staging block.
+        peer_wait: Liveness check of the ranks; None disables it.
 
     Raises:
-        OSError: There is no memory, here or on the first rank.
+        OSError: The memory cannot be allocated, here or on rank 0.
         ValueError: A rank disagrees about `size` or `block_nbytes`.
-        PeerError: A rank did not join in time, has ended, or has failed.
+        PeerError: A rank did not join in time, has exited, or has failed.
     """
     words = _Rendezvous(store, key, time.monotonic() + timeout.total_seconds(), peer_wait)
 

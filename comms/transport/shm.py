@@ -1,4 +1,7 @@
-"""Collectives through shared memory: CPU tensors of ranks that live on one node."""
+"""This module implements `Transport` for CPU tensors of ranks on one node, through shared memory; see `ShmGroup`.
+
+The collectives themselves are in csrc/cpu/shm; here arguments are checked and errors raised.
+"""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,8 +18,8 @@ from gradwire.comms.transport.works import Done
 from gradwire.compressors.compiled import native
 
 BLOCK_NBYTES = 512 << 10
-"""Staging per rank and slot. Source: bench/studies/shm_peers.py on a 2-core EPYC VM: larger blocks leave the
-second-level cache, smaller ones pay for more barriers."""
+"""Bytes of staging memory for each rank and slot. Larger blocks do not fit the second-level cache, smaller ones need
+more barriers. Source: bench/studies/shm_peers.py on a 2-core EPYC VM."""
 
 _SMALLEST_BLOCK_NBYTES = 4096
 _DTYPES = {
@@ -36,7 +39,7 @@ _DTYPES = {
     )
 }
 _FLOATING = 4
-"""Codes below are floating-point types; csrc/cpu/shm/kernels.h has the same order."""
+"""Number of floating-point types, which have the smallest codes; csrc/cpu/shm/kernels.h has the same order."""
 _BYTES_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _OPS = {"sum": 0, "max": 1, "min": 2}
 _DONE = Done()
@@ -44,7 +47,7 @@ _STRIDED = torch.strided
 
 
 def _code(name: str, tensor: Tensor, scale: float) -> int:
-    """The native code of a tensor to sum with a factor, after checking that it can be addressed and multiplied."""
+    """Check that a tensor can be summed with a factor in shared memory, and return the native code of its dtype."""
     code = _DTYPES.get(tensor.dtype)
     _check(name, tensor)
     if code is None:
@@ -65,7 +68,7 @@ def _number_of(op: str) -> int:
 
 
 def _check(name: str, tensor: Tensor) -> None:
-    # Cheap properties alone: `tensor.device.type` takes 0.25 us, a tenth of a small collective.
+    # Only cheap properties first: `tensor.device.type` takes 0.25 us, a tenth of a small collective.
     if tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
         return
     if not tensor.is_cpu:
@@ -77,7 +80,7 @@ def _check(name: str, tensor: Tensor) -> None:
 
 
 def _bytes(name: str, tensor: Tensor) -> tuple[int, int]:
-    """(numel, native code) under which a tensor of any dtype can be copied."""
+    """Return (numel, native code) of a supported dtype of the same size, to copy a tensor of any dtype."""
     _check(name, tensor)
     code = _DTYPES.get(tensor.dtype)
     if code is not None:
@@ -88,10 +91,12 @@ def _bytes(name: str, tensor: Tensor) -> tuple[int, int]:
 
 
 class ShmGroup:
-    """One rank's end of a group in shared memory; `create` is called by all ranks at once.
+    """The collectives of `Transport` among ranks that share memory; all ranks call `create`.
 
-    Sums run in rank order on every rank, so the bits are the same everywhere and in every run; float16 and bfloat16
-    are summed in float32 and rounded once. Every collective returns when it is done. One thread at a time.
+    Every rank adds in rank order, so the bits are the same on all ranks and in every run. float16 and bfloat16 are
+    summed in float32 and rounded once. A collective is done when its call returns.
+
+    Thread safety: collectives are called from one thread at a time. `abort` may be called from any thread.
     """
 
     def __init__(self, group: native.SharedMemoryGroup, rank: int, size: int) -> None:
@@ -111,21 +116,21 @@ class ShmGroup:
         block_nbytes: int | None = None,
         peer_wait: PeerWait | None = None,
     ) -> "ShmGroup":
-        """Meets the other ranks and maps one segment with them.
+        """Map shared memory together with the other ranks; returns when all of them have mapped it.
 
         Args:
-            store: Reaches all ranks of the group.
+            store: Store that all ranks of the group share.
             rank: 0 <= rank < size.
             size: Number of ranks, all on this node.
-            key: Names the group in `store`; never used twice.
-            timeout: Longest wait for a peer, at set-up and in each collective.
-            block_nbytes: Size of one staging block; each rank has three. A multiple of 64.
+            key: Name of the group in `store`; used only once.
+            timeout: Longest wait for a peer, here and in each collective.
+            block_nbytes: Bytes of one staging block, a multiple of 64; each rank has three. None: `BLOCK_NBYTES`.
             peer_wait: Liveness check while ranks that have not arrived are waited for; None disables it.
 
         Raises:
             OSError: /dev/shm is missing, too small or not writable, on any rank.
             ValueError: An argument is out of range, or differs between the ranks.
-            PeerError: A rank did not join within `timeout`, or has ended.
+            PeerError: A rank did not join within `timeout`, or has exited.
         """
         block = BLOCK_NBYTES if block_nbytes is None else block_nbytes
         if not 1 <= size <= native.SHM_MAX_RANKS:
@@ -164,49 +169,54 @@ class ShmGroup:
             raise ValueError(f"`root` is {root}; wanted 0 <= root < {self.size}")
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0, op: str = "sum") -> Done:
-        """Replaces `tensor` by `op` over the ranks of `scale * tensor`, in place; the same bits on all of them.
+        """Replace `tensor` by the reduction of `scale * tensor` over the ranks, with the same bits on all ranks.
+
+        Args:
+            tensor: CPU tensor, contiguous; changed in place.
+            scale: Factor on every rank's contribution; 1 for integers.
+            op: Reduction: `sum`, `max` or `min`.
 
         Raises:
             ValueError: Wrong device, not contiguous, unknown `op`, or an integer tensor with a `scale`.
-            MismatchError: Another rank called something else, or with another numel or dtype.
-            PeerError: A peer is gone.
+            MismatchError: Another rank has called another collective, or with another numel or dtype.
+            PeerError: A peer has exited or aborted.
         """
         code = _code("tensor", tensor, scale)
         number = _number_of(op)
         return self._finish(self._native.all_reduce(tensor.data_ptr(), tensor.numel(), code, number, scale))
 
     def reduce(self, tensor: Tensor, root: int, scale: float = 1.0, op: str = "sum") -> Done:
-        """Like `all_reduce`, but only rank `root`'s `tensor` changes."""
+        """Reduce like `all_reduce`, but change only the `tensor` of rank `root`."""
         code = _code("tensor", tensor, scale)
         self._check_root(root)
         number = _number_of(op)
         return self._finish(self._native.reduce(tensor.data_ptr(), tensor.numel(), code, root, number, scale))
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Done:
-        """Sums `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
+        """Sum `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
 
-        The rest of `tensor` keeps what it held.
+        The rest of `tensor` is not changed.
         """
         code = _code("tensor", tensor, scale)
         offsets = self._check_bounds(tensor, bounds)
         return self._finish(self._native.reduce_scatter(tensor.data_ptr(), tensor.numel(), code, offsets, scale))
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Done:
-        """The inverse of `reduce_scatter`, for any dtype: in place, every rank's slice ends up on all ranks."""
+        """Copy every rank's slice to all ranks, in place, for any dtype; the inverse of `reduce_scatter`."""
         numel, code = _bytes("tensor", tensor)
         offsets = self._check_bounds(tensor, bounds)
-        if numel != tensor.numel():  # complex128 travels as pairs
+        if numel != tensor.numel():  # complex128 is copied as pairs
             offsets = [offset * numel // tensor.numel() for offset in offsets]
         return self._finish(self._native.all_gather_slices(tensor.data_ptr(), numel, code, offsets))
 
     def all_gather(self, output: Tensor, source: Tensor) -> Done:
-        """Fills `output` (numel = size * source.numel(), any dtype) with every rank's `source`, in rank order."""
+        """Fill `output` (numel = size * source.numel(), any dtype) with every rank's `source`, in rank order."""
         self._check_pair(output, source, self.size)
         numel, code = _bytes("source", source)
         return self._finish(self._native.all_gather(output.data_ptr(), source.data_ptr(), numel, code))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Done:
-        """Sends the r-th of `size` equal parts of `source` (along dim 0) to rank r; any dtype, `output` alike."""
+        """Send the r-th of `size` equal parts of `source` (along dim 0) to rank r; `output` has its dtype and shape."""
         self._check_pair(output, source, 1)
         if source.numel() % self.size:
             raise ValueError(f"`source` has {source.numel()} elements; wanted a multiple of the {self.size} ranks")
@@ -216,13 +226,13 @@ class ShmGroup:
         return self._finish(self._native.all_to_all(output.data_ptr(), source.data_ptr(), numel, code))
 
     def broadcast(self, tensor: Tensor, root: int) -> Done:
-        """Copies `tensor` (any dtype) of rank `root` to all ranks, in place."""
+        """Copy `tensor` (any dtype) of rank `root` to all ranks, in place."""
         self._check_root(root)
         numel, code = _bytes("tensor", tensor)
         return self._finish(self._native.broadcast(tensor.data_ptr(), numel, code, root))
 
     def barrier(self) -> Done:
-        """Returns when all ranks have arrived."""
+        """Wait until all ranks have arrived."""
         return self._finish(self._native.barrier())
 
     def _check_pair(self, output: Tensor, source: Tensor, times: int) -> None:
@@ -234,9 +244,9 @@ class ShmGroup:
             )
 
     def abort(self, reason: str) -> None:
-        """Makes every rank that waits in this group, now or later, raise PeerError with `reason`. Any thread."""
+        """Make every rank that waits in this group, now or later, raise a PeerError with `reason`."""
         self._native.abort(reason)
 
     def close(self) -> None:
-        """Leaves the group and unmaps its memory; a peer that still waits for this rank raises PeerError."""
+        """Leave the group and unmap its memory; a peer that still waits for this rank raises a PeerError."""
         self._native.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gradwire.comms.transport.segment import _Line
+from gradwire.comms.transport.segment import _RankConnection
 
 
 class Called:
@@ -29,7 +29,7 @@ def user(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.mark.parametrize("uid", [0, 1000, (1 << 31) - 1, 1 << 31, 4294967290])
 def test_a_caller_of_the_same_user_is_let_in(uid: int, user: Callable[[int], None]) -> None:
     user(uid)
-    _Line(Called(uid))  # type: ignore[arg-type]
+    _RankConnection(Called(uid))  # type: ignore[arg-type]
     user(uid ^ 1)
-    with pytest.raises(PermissionError, match=f"of user {uid} has called; this one is of user {uid ^ 1}"):
-        _Line(Called(uid))  # type: ignore[arg-type]
+    with pytest.raises(PermissionError, match=f"of user {uid} has connected; this one is of user {uid ^ 1}"):
+        _RankConnection(Called(uid))  # type: ignore[arg-type]

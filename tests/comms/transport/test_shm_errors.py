@@ -196,7 +196,7 @@ def test_a_first_rank_that_has_heard_the_alarm_and_hung_up_is_not_named() -> Non
     """The same where its memory is called for in vain."""
     offer = {"name": "gradwire-gone", "network": segment._network(), "size": 2, "block_nbytes": BLOCK_NBYTES}
     store = HashStore()
-    store.set("messenger/door", json.dumps(offer))
+    store.set("messenger/socket", json.dumps(offer))
     peer_wait = PeerWait((4, 5), 1, None, lambda: "rank 7 has run out of luck")
     with pytest.raises(PeerError, match=r"^rank 7 has run out of luck$") as caught:
         ShmGroup.create(store, 1, 2, key="messenger", timeout=timedelta(minutes=10), peer_wait=peer_wait)

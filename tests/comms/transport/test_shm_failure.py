@@ -162,7 +162,7 @@ def test_survivors_name_a_killed_rank(server: TCPStore, victim: int) -> None:
     assert [code for rank, code in enumerate(codes) if rank != victim] == [0, 0]
 
 
-@pytest.mark.parametrize(("victim", "word"), [(0, "door"), (1, "hello"), (1, "hello, and is gone"), (1, "mapped")])
+@pytest.mark.parametrize(("victim", "word"), [(0, "socket"), (1, "hello"), (1, "hello, and is gone"), (1, "mapped")])
 @forks
 def test_a_rank_killed_during_set_up_is_named_at_once_and_leaves_nothing(
     server: TCPStore, victim: int, word: str
@@ -174,7 +174,7 @@ def test_a_rank_killed_during_set_up_is_named_at_once_and_leaves_nothing(
 
     def dying() -> None:
         own = client(server)
-        say = segment._Line.say
+        say = segment._RankConnection.say
 
         class Fatal:
             def __getattr__(self, name: str) -> object:
@@ -185,23 +185,23 @@ def test_a_rank_killed_during_set_up_is_named_at_once_and_leaves_nothing(
                 if key.endswith(word):
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        def last_say(line: segment._Line, **said: object) -> None:
+        def last_say(line: segment._RankConnection, **said: object) -> None:
             say(line, **said)
             if ("mapped" in said) == (word == "mapped"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(segment._Line, "say", last_say)  # noqa: B010 - mypy takes no method for another
+        setattr(segment._RankConnection, "say", last_say)  # noqa: B010 - mypy takes no method for another
         ShmGroup.create(Fatal(), victim, 2, key=word, timeout=timedelta(seconds=60), block_nbytes=65536)  # type: ignore[arg-type]
 
     pid = run_child(dying)
-    give = segment._Line.give
+    give = segment._RankConnection.give
 
-    def give_late(line: segment._Line, descriptor: int) -> None:
+    def give_late(line: segment._RankConnection, descriptor: int) -> None:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         give(line, descriptor)
 
     if word.endswith("gone"):
-        setattr(segment._Line, "give", give_late)  # noqa: B010 - see above
+        setattr(segment._RankConnection, "give", give_late)  # noqa: B010 - see above
     with pytest.raises(PeerError, match=f"rank {victim} has (ended during the set-up|died)") as caught:
         # Where it dies with its last word, that shows in the first collective.
         ShmGroup.create(
@@ -352,13 +352,13 @@ def test_a_second_claim_of_a_connected_rank_is_refused(
     """Another process of this user gets neither the memory nor the place of the rank that it claims to be."""
     monkeypatch.setattr(secrets, "token_hex", lambda nbytes: f"claim-{os.getpid()}")
     store, connected_rank = HashStore(), threading.Event()
-    give = segment._Line.give
+    give = segment._RankConnection.give
 
-    def giving(line: segment._Line, descriptor: int) -> None:
+    def giving(line: segment._RankConnection, descriptor: int) -> None:
         give(line, descriptor)
         connected_rank.set()
 
-    monkeypatch.setattr(segment._Line, "give", giving)
+    monkeypatch.setattr(segment._RankConnection, "give", giving)
 
     def body(rank: int) -> float:
         if rank == 2:  # comes last, so that the set-up is not over when rank 1 is claimed again
