@@ -1,12 +1,12 @@
-"""The order in which jobs pass through lanes: a queue in front of each lane, and whose turn it is.
+"""Lanes and the order in which jobs pass through them.
 
-Communicators belong to lanes, and a lane is served by one thread (see `run.lane_executor`). As every rank submits the
-same jobs in the same order and every job visits the same lanes, each communicator sees the same sequence of
-collectives on all ranks, and no rank has to look at the clock, or at which bucket happens to be ready, to decide what
-comes next. While one chunk is on the wire, the next one is reduced inside the node.
+A *lane* is a pipeline stage with its own worker thread and communicators (see `run.lane_executor`). Every rank submits
+the same jobs in the same order, and every job visits the same lanes, so each communicator sees the same sequence of
+collectives on all ranks; no decision depends on a clock or on which bucket happens to be ready. While one chunk is on
+the wire, the next one is reduced inside the node.
 
-A job that needs fewer rounds than the one before it would overtake it before a lane that both visit, and would do
-so on some ranks only. So a lane serves its visitors in the order of submission, and waits for one that is late.
+A job that needs fewer rounds than the one before it could overtake it in front of a lane that both visit, on some
+ranks only. A lane therefore serves its jobs in the order of submission, and waits for a job that is late.
 """
 
 import queue
@@ -19,12 +19,17 @@ from enum import Enum, auto
 from gradwire.compressors.base import Work
 
 Lane = tuple[int, int]
-"""Index of the phase, and of the step inside it where one phase takes several."""
+"""Index of a phase, and of a step inside it if the phase takes several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Where a job goes on, and what must be done by then."""
+    """Transition of a job to another lane.
+
+    Attributes:
+        lane: Next lane.
+        works: Collectives that must be done before the job continues there.
+    """
 
     lane: Lane
     works: Sequence[Work]
@@ -32,15 +37,15 @@ class Hop:
 
 @dataclass(slots=True, eq=False)
 class LaneJob:
-    """A chunk of a launch, which moves from lane to lane.
+    """A chunk of an all-reduce, which moves from lane to lane.
 
     Attributes:
-        steps: The generator that does the work: it yields where it wants to go on.
-        visits: The lanes it will visit whatever happens, in which it keeps its place in the order of submission.
-            Others, which only some jobs visit, serve in the order of arrival.
-        lane: The lane it is in.
-        works: What must be waited for before its next step.
-        hop: Where it goes on, once the lane it is in is done with it; None where it has ended.
+        steps: Coroutine that does the work and yields its next lane.
+        visits: Lanes that it visits in any case, in which it keeps its place in the order of submission. Other lanes,
+            which only some jobs visit, serve jobs in the order of arrival.
+        lane: Lane that it is in.
+        works: Collectives to wait for before the next step.
+        hop: Transition after the current step; None if the job has ended.
     """
 
     steps: Iterator[Hop]
@@ -51,14 +56,14 @@ class LaneJob:
 
 
 class _Signal(Enum):
-    """What is put into a queue besides a job that arrives."""
+    """Entries of a queue that are no jobs."""
 
     LOOK_AGAIN = auto()
     CLOSE = auto()
 
 
 class _StageQueue:
-    """The jobs in front of one lane: those expected, in their order, and those that have arrived."""
+    """Queue in front of one lane: jobs expected, in the order of submission, and jobs that have arrived."""
 
     def __init__(self) -> None:
         self.arrivals: queue.SimpleQueue[LaneJob | _Signal] = queue.SimpleQueue()
@@ -67,16 +72,24 @@ class _StageQueue:
 
 
 class Lanes:
-    """The queues in front of all lanes of one rank. Several threads may use it; one thread serves each lane."""
+    """Queues in front of all lanes of one rank.
+
+    Thread safety: any thread may submit and close; one thread serves each lane.
+    """
 
     def __init__(self) -> None:
         self._queues: defaultdict[Lane, _StageQueue] = defaultdict(_StageQueue)
         self._under_way: dict[LaneJob, None] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _queues, _under_way and _closed, and `expected` of each queue.
         self._closed = False
 
     def submit(self, job: LaneJob) -> None:
-        """Takes in a new job. All ranks submit the same jobs in the same order.
+        """Puts a new job in front of its first lane.
+
+        Invariant: all ranks submit the same jobs in the same order.
+
+        Args:
+            job: The job.
 
         Raises:
             RuntimeError: The lanes are closed.
@@ -90,10 +103,12 @@ class Lanes:
             self._queues[job.lane].arrivals.put(job)
 
     def serve(self, lane: Lane) -> Iterator[LaneJob]:
-        """The jobs of a lane, each when its turn has come; the end, once all lanes are closed and no job is under way.
+        """Yields the jobs of a lane in turn; ends when all lanes are closed and no job is in flight.
 
-        Whoever takes a job forward leaves in its `hop` where it goes on. It is passed on before the next one is waited
-        for.
+        The caller runs a job's step and sets `hop` to its transition. The job is passed on before the next is awaited.
+
+        Args:
+            lane: Lane to serve; by one thread only.
         """
         while (job := self._take(lane)) is not None:
             yield job
@@ -101,21 +116,22 @@ class Lanes:
                 self._end(job)
             else:
                 self._move(job, job.hop)
-            del job  # or its buckets would live as long as the next one is waited for
+            # Release the job's buckets now: the next job may arrive much later.
+            del job
 
     def close(self) -> None:
-        """Lets every `serve` end once all jobs under way have ended; later submissions fail."""
+        """Makes every `serve` end after the jobs in flight; later submissions fail."""
         with self._lock:
             self._closed = True
             self._close_if_drained()
 
     def under_way(self) -> list[LaneJob]:
-        """The jobs that were submitted and have not ended."""
+        """Returns the jobs in flight, in the order of submission."""
         with self._lock:
             return list(self._under_way)
 
     def _take(self, lane: Lane) -> LaneJob | None:
-        """Waits for the job whose turn it is; None once all lanes are closed and no job is under way."""
+        """Waits for the next job of a lane; returns None when all lanes are closed and no job is in flight."""
         with self._lock:
             waiting = self._queues[lane]
         while True:
@@ -130,13 +146,13 @@ class Lanes:
                 waiting.present[news] = None
 
     def _move(self, job: LaneJob, hop: Hop) -> None:
-        """Puts a job that was taken into the queue of the lane it goes on in."""
+        """Moves a job to the queue of its next lane."""
         with self._lock:
             job.lane, job.works = hop.lane, hop.works
             self._queues[hop.lane].arrivals.put(job)
 
     def _end(self, job: LaneJob) -> None:
-        """Takes a job that has ended out of the queues that it will not reach, and lets those behind it pass."""
+        """Removes a job that has ended from all queues, so that the jobs behind it can pass."""
         with self._lock:
             for lane in job.visits:
                 waiting = self._queues[lane]
@@ -153,7 +169,7 @@ class Lanes:
                 waiting.arrivals.put(_Signal.CLOSE)
 
     def _next(self, waiting: _StageQueue, lane: Lane) -> LaneJob | None:
-        """Takes the job whose turn it is off the queue, if it is there."""
+        """Removes the next job from a queue and returns it; None if it has not arrived."""
         passing = next((job for job in waiting.present if lane not in job.visits), None)
         first = waiting.expected[0] if waiting.expected else None
         job = passing or (first if first in waiting.present else None)

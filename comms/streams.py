@@ -1,9 +1,10 @@
-"""CUDA: two streams beside the one that computes, and the clock of the device. Nothing here makes the host wait.
+"""Side streams for communication on CUDA, and the clocks of host and device. Nothing here makes the host wait.
 
-Everything is issued at once, from the thread that runs backward, and ordered by streams: a chunk's phases follow each
-other on one of two side streams, neighbouring chunks are on different ones. The caching allocator gives a block that
-was freed back to the stream that it was allocated on, so whatever is used on another stream is noted there with
-`record_stream`. Source: torch's notes on CUDA semantics, "Memory management" and `torch.Tensor.record_stream`.
+Everything is issued at once from the thread that runs the backward pass, and streams keep the order: the phases of a
+chunk run on one of two side streams, and neighbouring chunks on different ones. The caching allocator returns a freed
+block to the stream that it was allocated on, so tensors used on another stream are marked with `record_stream`.
+
+Source: torch's notes on CUDA semantics, "Memory management" and `torch.Tensor.record_stream`.
 """
 
 import logging
@@ -20,18 +21,18 @@ from gradwire.comms.bootstrap.compat import BackendWork
 log = logging.getLogger("gradwire")
 
 COPY_SECONDS = 2.0
-"""Seconds for four bytes to the device, where nothing on its stream is before them."""
+"""Timeout of copying four bytes to the device on a stream with nothing before them."""
 
 COPY_POLL_SECONDS = 0.001
 
 POLL_SECONDS = 0.001
-"""Seconds between two looks at a collective, where somebody waits for it on the host."""
+"""Seconds between two checks of a collective for which the host waits."""
 
 STREAMS = 2
-"""One for the chunk between the nodes, one for the chunk inside them."""
+"""Number of side streams: one for the chunk between the nodes, one for the chunk inside them."""
 
 HIGH_PRIORITY = -1
-"""Priority of the side streams: what a codec computes is short, and the network waits for it."""
+"""Priority of the side streams: codec kernels are short, and the network waits for them."""
 
 VERDICT_PRIORITY = -2
 """Priority of the stream that a verdict is copied on: never 0.
@@ -42,28 +43,33 @@ and a copy would be, too. A device that has only 0 and -1 takes this for -1, whi
 """
 
 Mark = float | torch.cuda.Event
-"""A moment: seconds on the host, or an event on a stream."""
+"""A time: seconds of the host's clock, or an event on a stream."""
 
 
 class Clock(Protocol):
-    """What tells when something happened to gradients."""
+    """A clock of work on gradients: the host's, or events of a device."""
 
     lag: int
-    """Steps after which `between` waits for nothing."""
+    """Number of steps after which `between` need not wait for the device."""
 
     @property
     def now(self) -> Callable[[], Mark]:
-        """The moment that it is called at; on a device, at which everything before it on the current stream is done."""
+        """Returns the time of the call; on a device, the time when the work before it on the current stream is done."""
 
     def between(self, first: Mark, last: Mark) -> float:
-        """Seconds from one moment to another; waits for the device to reach both."""
+        """Returns the seconds between two times; waits until the device has reached both.
+
+        Args:
+            first: The earlier time.
+            last: The later time.
+        """
 
 
 class HostClock:
-    """The clock of work that is done when the host has done it.
+    """The clock of work on the CPU.
 
     Args:
-        now: Seconds that only grow.
+        now: Returns monotonic seconds.
     """
 
     lag = 0
@@ -79,7 +85,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """The clock of work on a CUDA device: events on its streams, read a step later.
+    """The clock of work on a CUDA device: events on its streams, which are read a step later.
 
     Args:
         device: A CUDA device.
@@ -106,10 +112,10 @@ class DeviceClock:
 
 
 class LateFlag:
-    """A bool of the device that the host reads later, when the device has long passed it.
+    """A bool computed on the device that the host reads one step later, without having to wait then.
 
     Args:
-        flag: 0-dim bool on a CUDA device; copied behind what is on the current stream now.
+        flag: 0-dim bool tensor on a CUDA device; copied after the work on the current stream.
     """
 
     def __init__(self, flag: Tensor) -> None:
@@ -120,13 +126,13 @@ class LateFlag:
         self._copied = torch.cuda.current_stream(flag.device).record_event()
 
     def read(self) -> bool:
-        """Its value; waits for the device where that has not come so far."""
+        """Returns the value; waits if the device has not computed it yet."""
         self._copied.synchronize()
         return bool(self._host)
 
 
 class StepVerdict:
-    """A number on the device that averages are multiplied by: 1, and NaN once gradwire has given up.
+    """A factor on the device for averages: 1, or NaN after an abort, so that no optimizer uses a wrong average.
 
     Args:
         device: A CUDA device.
@@ -141,10 +147,10 @@ class StepVerdict:
         self._given_up = False
         self.apply_to(
             torch.ones(1, dtype=torch.float32, device=device)
-        )  # loads the kernel, which beside a waiting collective may hang
+        )  # Loads the kernel now: loading it while a collective waits may hang.
 
     def apply_to(self, flat: Tensor) -> None:
-        """Multiplies the first element on the current stream; the rest stays as it is.
+        """Multiplies the first element by the factor, on the current stream.
 
         Args:
             flat: 1-D, floating-point, not empty; changed in place.
@@ -152,9 +158,9 @@ class StepVerdict:
         flat[:1].mul_(self._factor)
 
     def give_up(self) -> None:
-        """Makes it NaN, before this returns, whatever the device waits for: a copy needs no multiprocessor. Any thread.
+        """Sets the factor to NaN before it returns, even while the device waits for a collective. Any thread.
 
-        A device that does not take a copy within `COPY_SECONDS` is lost itself.
+        A copy needs no multiprocessor. If the device does not execute it within `COPY_SECONDS`, a warning is logged.
         """
         if self._given_up:
             return
@@ -175,12 +181,12 @@ class StepVerdict:
 
 
 class IssuedWork:
-    """The end of a collective that was issued without an event, in the shape of an event.
+    """The end of a collective issued without an event, with the methods of an event.
 
     Args:
-        work: Torch's.
-        given_up: Whether the communicator is being aborted. Then the work is not asked: it would wait for the abort,
-            and keep the GIL.
+        work: torch's work of the collective.
+        given_up: Returns whether the communicator is being aborted. The work is not queried then: it would wait for the
+            abort while it holds the GIL.
     """
 
     def __init__(self, work: BackendWork, given_up: Callable[[], bool]) -> None:
@@ -188,27 +194,27 @@ class IssuedWork:
         self._given_up = given_up
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Returns whether the collective is done, or has been aborted."""
         return self._given_up() or self._work.is_completed()
 
     def synchronize(self) -> None:
-        """Blocks the host until the device has passed it."""
+        """Blocks the host until the collective is done."""
         while not self.query():
             time.sleep(POLL_SECONDS)
 
 
 class SideStreams:
-    """Two streams of high priority beside the one that computes.
+    """Two streams of high priority, in addition to the current stream that computes.
 
-    One event orders them all: a stream that waits for it waits for what it was recorded behind by then, so it may be
-    recorded anew at once (CUDA's `cudaStreamWaitEvent`). And torch is handed numbers of devices, and streams as context
-    managers: `torch.cuda.stream` and an event for each edge take ten times as long on the host.
+    One event orders them all: `cudaStreamWaitEvent` waits for the work that the event captured at the call, so it can
+    be recorded again at once. Devices are passed to torch by number and streams are used as context managers, because
+    `torch.cuda.stream` and an event for each dependency take ten times as long on the host.
 
     Args:
-        device: A CUDA device, with its index.
+        device: CUDA device with an index.
 
     Attributes:
-        verdict: What averages are multiplied by.
+        verdict: Factor that makes averages NaN after an abort.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -218,11 +224,11 @@ class SideStreams:
         self._streams = [torch.cuda.Stream(device, HIGH_PRIORITY) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
     def begin(self, numbers: Iterable[int], tensors: Iterable[Tensor]) -> None:
-        """Puts the streams of some chunks behind what is on the current stream now.
+        """Makes the streams of some chunks wait for the work on the current stream.
 
         Args:
-            numbers: Of the chunks.
-            tensors: Used on those streams from now on; kept from reuse until they are through with them.
+            numbers: Numbers of the chunks.
+            tensors: Tensors used on those streams from now on; their memory is not reused before these are done.
         """
         self._reached.record(torch.cuda.current_stream(self._index))
         for number in {number % STREAMS for number in numbers}:
@@ -232,28 +238,28 @@ class SideStreams:
                 tensor.record_stream(stream)
 
     def of(self, number: int) -> AbstractContextManager[object]:
-        """Makes the stream of one chunk the current one.
+        """Returns a context in which the stream of one chunk is the current stream.
 
         Args:
-            number: Of the chunk.
+            number: Number of the chunk.
         """
         return cast(AbstractContextManager[object], self._streams[number % STREAMS])
 
     def mark(self, number: int) -> torch.cuda.Event:
-        """An event behind everything on the stream of one chunk."""
+        """Returns an event after the work on the stream of one chunk."""
         event: torch.cuda.Event = self._streams[number % STREAMS].record_event()
         return event
 
     def wait(self, number: int, events: Iterable[torch.cuda.Event]) -> None:
-        """Puts the stream of one chunk behind some events."""
+        """Makes the stream of one chunk wait for events."""
         for event in events:
             self._streams[number % STREAMS].wait_event(event)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Makes a stream the current one that is behind everything issued so far, and before what comes on the others.
+        """A context whose current stream runs after everything issued before and before everything issued after it.
 
-        The stream that computes goes on beside it: `sync_current_stream` puts it behind.
+        The stream that computes does not wait for it, unless `sync_current_stream` is called.
         """
         first, *others = self._streams
         for before in (torch.cuda.current_stream(self._index), *others):
@@ -264,7 +270,7 @@ class SideStreams:
             self._put_behind(stream, first)
 
     def sync_current_stream(self) -> None:
-        """Puts the current stream behind everything issued so far."""
+        """Makes the current stream wait for everything issued so far."""
         computing = torch.cuda.current_stream(self._index)
         for stream in self._streams:
             self._put_behind(computing, stream)

@@ -40,9 +40,12 @@ GIVING_UP_SECONDS = 2.0
 
 @dataclass(slots=True, eq=False)
 class _ChunkJob(LaneJob):
-    """A chunk in the lanes, or what follows no plan and has a name; `run` is None for a migration: it has no future.
+    """A job of this executor: a chunk, an operation without a plan, or a migration of compression state.
 
-    One that `stays` is taken through all lanes by the thread of the first one.
+    Attributes:
+        run: All-reduce that the chunk belongs to; None for a migration, which completes no future.
+        name: Name of an operation without a plan, for errors; empty for a chunk.
+        stays: Whether the thread of the first lane takes it through all lanes.
     """
 
     run: RunningAllReduce | None = None
@@ -51,14 +54,14 @@ class _ChunkJob(LaneJob):
 
 
 class LaneExecutor(Executor):
-    """Runs launches in the threads of lanes.
+    """Runs all-reduces in one thread for each lane, on a CPU.
 
     Args:
-        name: Of the threads.
-        groups: Where transports come from.
+        name: Name of the threads.
+        groups: Transports by lane and members.
         rank: This rank.
-        cluster: Where the ranks are.
-        compressor: Used by the phases that name one.
+        cluster: Placement of the ranks.
+        compressor: Compressor of the phases that name one; None if all phases are exact.
         reporter: Where ranks that survive a failure exchange what they saw.
     """
 
@@ -79,7 +82,7 @@ class LaneExecutor(Executor):
         self._level_names = cluster.level_names
         self._lanes = Lanes()
         self._threads: dict[Lane, threading.Thread] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _threads, and `pending` of every RunningAllReduce.
 
     def start(
         self,
@@ -118,7 +121,7 @@ class LaneExecutor(Executor):
         self._submit(_ChunkJob(steps, name="migration of compression state"))
 
     def run_chunk(self, run: RunningAllReduce, chunk: Chunk) -> Iterator[Hop]:
-        """See `Executor.run_chunk`; the last chunk to end completes the launch."""
+        """See `Executor.run_chunk`; the last chunk to end completes the all-reduce."""
         if self.failures.error is not None:
             self._raise_failure()
         yield from self._programs.run_chunk(run, chunk)
@@ -130,12 +133,13 @@ class LaneExecutor(Executor):
             try:
                 self.stats.note_end(run, now)
             except BaseException as error:
-                finish(run.all_reduce, run.flat, error, now)  # as no chunk is left that would
+                # No other chunk is left that would complete the futures.
+                finish(run.all_reduce, run.flat, error, now)
                 raise
             finish(run.all_reduce, run.flat, None, now)
 
     def close(self, seconds: float | None = None) -> bool:
-        """See `Executor.close`. Called from a lane (by the garbage collector, say), it waits for nothing."""
+        """See `Executor.close`. Does not wait if a lane's own thread calls it, as the garbage collector may."""
         self._lanes.close()
         if threading.current_thread() in list(self._threads.values()):
             return True
@@ -147,16 +151,16 @@ class LaneExecutor(Executor):
         return True
 
     def _join(self, seconds: float) -> None:
-        """Waits for the threads of all lanes, at most so long."""
+        """Waits for the threads of all lanes, `seconds` at most."""
         deadline = time.monotonic() + seconds
         for thread in list(self._threads.values()):  # others may be opened meanwhile
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _give_up_all(self, why: str) -> None:
-        """Completes the futures of all launches under way with an error, and wakes the lanes that wait for others.
+        """Completes the futures of all all-reduces in flight with an error, and wakes the lanes that wait.
 
         Args:
-            why: They are given up: a clause that names this rank.
+            why: Reason, as a clause that names this rank.
         """
         self._lanes.close()
         jobs = self._lanes.under_way()
@@ -178,7 +182,7 @@ class LaneExecutor(Executor):
         self._open((*job.visits, job.lane))
 
     def _open(self, lanes: Sequence[Lane]) -> None:
-        """Makes a thread for each lane that has none."""
+        """Starts a thread for each lane that has none."""
         for lane in lanes:
             if lane in self._threads:
                 continue
@@ -188,7 +192,8 @@ class LaneExecutor(Executor):
                         f"{self._name} lane {lane}",
                         partial(self._serve, lane),
                         without="all-reduces fail on this rank",
-                        on_failure=lambda error: self._give_up_all(  # what comes behind would wait for it for ever
+                        # Jobs behind it would wait for this lane for ever.
+                        on_failure=lambda error: self._give_up_all(
                             f"the thread of a lane has failed on rank {self._rank} ({type(error).__name__}: {error})"
                         ),
                         end=self._lanes.close,
@@ -197,16 +202,17 @@ class LaneExecutor(Executor):
                     self._threads[lane].start()
 
     def _serve(self, lane: Lane) -> None:
-        # A thread inherits `torch.set_flush_denormal` from the one that starts it. Where one rank has called it, what
-        # every rank decodes for itself would get other bits there than elsewhere.
+        # A thread inherits `torch.set_flush_denormal` from the thread that starts it. If a script had set it on one
+        # rank only, that rank would decode payloads to other bits than the others.
         torch.set_flush_denormal(False)
         for job in self._lanes.serve(lane):
             assert isinstance(job, _ChunkJob)
             self._step(job, lane)
-            del job  # or its buckets would live as long as this thread waits for the next one
+            # Release the job's buckets now: the next job may arrive much later.
+            del job
 
     def _step(self, job: _ChunkJob, lane: Lane) -> None:
-        """Waits for what is under way, and takes a job forward to its next hop, or to its end; all hops if it stays."""
+        """Waits for a job's works and runs it to its next hop or its end; through all hops if it stays."""
         job.hop = None
         try:
             while True:
@@ -229,7 +235,7 @@ class LaneExecutor(Executor):
             self._fail(job, lane, error)
 
     def _recorded_step(self, recorder: "Recorder", job: _ChunkJob, lane: Lane) -> Hop | None:
-        """What `_step` does, noted: the wait for what is under way, and what is issued then."""
+        """Does what `_step` does, and records the wait and the step as two spans of a trace."""
         track, number = f"lane {lane[0]}.{lane[1]}", -1 if job.run is None else job.run.number
         if job.works:
             with recorder.span(track, f"wait for {self._place_of(job)}", launch=number):
@@ -240,10 +246,7 @@ class LaneExecutor(Executor):
             return next(job.steps, None)
 
     def oldest(self) -> WaitingAllReduce | None:
-        """Where the launch stands that was started first of those under way; None without one, and on CUDA. Any thread.
-
-        Also None between two looks of a lane: ask again.
-        """
+        """See `Executor.oldest`."""
         for job in self._lanes.under_way():
             assert isinstance(job, _ChunkJob)
             run = job.run
@@ -253,7 +256,7 @@ class LaneExecutor(Executor):
         return None
 
     def _place_of(self, job: _ChunkJob) -> str:
-        """The phase that a job is in, in words."""
+        """Returns the phase that a job is in, `reduce_scatter intra_node`, or the name of one without a plan."""
         if job.run is None or job.name:
             return job.name
         phases = job.run.rank_plan.plan.phases
@@ -265,14 +268,14 @@ class LaneExecutor(Executor):
         return f"{phase.op} {phase.place(self._level_names)}"
 
     def _fail(self, job: _ChunkJob, lane: Lane, error: BaseException) -> None:
-        """Ends a job that has failed, and with the first one everything that comes after it."""
+        """Ends a job that has failed; the first failure aborts everything after it."""
         phases = job.run.rank_plan.plan.phases if job.run is not None else ()
         phase = phases[min(lane[0], len(phases) - 1)] if phases else None
         where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
         self._give_up(job, self.failures.fail(where, self._programs.node, error))
 
     def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
-        """Ends a job's launch with an error; its other chunks' ends do not count any more."""
+        """Completes a job's all-reduce with an error; later ends of its other chunks have no effect."""
         if job.run is None:
             return
         with self._lock:
@@ -282,24 +285,24 @@ class LaneExecutor(Executor):
             finish(job.run.all_reduce, job.run.flat, error, None)
 
     def release(self) -> None:
-        """Nothing is held back: whatever is started goes to its lanes at once."""
+        """Does nothing: lanes hold nothing back."""
 
     def extremes(self) -> list[Tensor]:
-        """None: the host looks at the averages themselves, when their futures are done."""
+        """Returns none: on a CPU the averages themselves are checked when their futures are done."""
         return []
 
     def interrupt(self, error: Exception) -> None:
-        """Nothing waits on a device: lanes hear of an error from the transports that they wait for."""
+        """Does nothing: no device waits, and lanes get errors from the transports that they wait for."""
 
     def raise_failure(self) -> None:
-        """Nothing: the futures of what has failed raise it."""
+        """Does nothing: failed futures raise."""
 
     def poison(self, bucket: Bucket) -> None:
-        """Nothing: an average that has failed never reaches an optimizer, because its future raises."""
+        """Does nothing: a failed average never reaches an optimizer, because its future raises."""
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Needs nothing: the caller has waited for the launches."""
+        """Returns an empty context: the caller has waited for all all-reduces."""
         return nullcontext()
 
     def sync_current_stream(self) -> None:
-        """Nothing: what is done is done for the caller, too."""
+        """Does nothing: there are no streams."""

@@ -1,4 +1,7 @@
-"""The caller issues everything at once on CUDA, where there are no threads, and streams keep it in order."""
+"""The executor of CUDA tensors: the calling thread issues everything at once, and streams keep the order.
+
+It has no threads, and the host waits for nothing during a step.
+"""
 
 import logging
 import math
@@ -32,14 +35,20 @@ if TYPE_CHECKING:  # loaded where it is asked for
 log = logging.getLogger("gradwire")
 
 CLOSING_POLL_SECONDS = 0.02
-"""Seconds between two looks at whether the device has come to the end."""
+"""Seconds between two checks whether the device is done, in `close`."""
 
 CLOSED = "gradwire is closed on this rank: make a new HookState, or a new process group, for further all-reduces"
 
 
 @dataclass(slots=True, eq=False)
 class _HeldChunk:
-    """A chunk whose all-gathers are issued behind the way up of the chunk that follows it, on CUDA."""
+    """A chunk whose all-gathers are issued after the reducing phases of the next chunk.
+
+    Attributes:
+        run: All-reduce that it belongs to.
+        steps: Coroutine of the chunk.
+        number: Number of the chunk in the step; chooses its stream.
+    """
 
     run: RunningAllReduce
     steps: Iterator[Hop]
@@ -47,19 +56,19 @@ class _HeldChunk:
 
 
 class DevicePrograms(Programs):
-    """The programs of a rank with a device: NCCL sums in its own order, and phases are timed by the device's clock."""
+    """Programs for CUDA: NCCL chooses the order of sums, and phases are timed by events of the device."""
 
     def issue(
         self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float, rings: Sequence[tuple[int, int]] = ()
     ) -> Work:
-        """See `Programs.issue`; noted on the host, too."""
+        """See `Programs.issue`; also records the time that issuing takes on the host."""
         if self._stats.recorder is None:
             return super().issue(flat, transfer, lane, scale, rings)
         with self._stats.recorder.host_range(f"{transfer.op} among {len(transfer.members)} ranks"):
             return super().issue(flat, transfer, lane, scale, rings)
 
     def _by_owners(self, steps: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
-        """The same collectives: sums are NCCL's own. See docs/develop/cuda.md."""
+        """Returns the collectives unchanged: NCCL sums by itself. See docs/develop/cuda.md."""
         return steps
 
     def _note(self, run: RunningAllReduce, index: int, part: PhasePart, began: Mark) -> None:
@@ -69,17 +78,17 @@ class DevicePrograms(Programs):
 
 
 class StreamExecutor(Executor):
-    """Issues launches on side streams of a CUDA device, from the thread that asks for them.
+    """Issues all-reduces on side streams of a CUDA device, in the calling thread.
 
     Args:
-        groups: Where transports come from.
+        groups: Transports by lane and members.
         rank: This rank.
-        cluster: Where the ranks are.
-        compressor: Used by the phases that name one.
+        cluster: Placement of the ranks.
+        compressor: Compressor of the phases that name one; None if all phases are exact.
         reporter: Where ranks that survive a failure exchange what they saw.
-        streams: Beside the one that computes.
-        clock: The device's.
-        deadline: Watches what is under way; None where nobody needs to.
+        streams: Side streams, in addition to the current stream that computes.
+        clock: Clock of the device.
+        deadline: Watches for collectives that exceed the time-out; None if nothing is watched.
     """
 
     def __init__(
@@ -117,15 +126,16 @@ class StreamExecutor(Executor):
         hold: bool = False,
         after: float = 1.0,
     ) -> None:
-        """See `Executor.start`. Issues it behind what is on the current stream now; the host waits for nothing.
+        """See `Executor.start`. Issues the collectives after the work on the current stream; the host does not wait.
 
-        Each chunk goes its way up at once: all phases up to the one that ends its reduction. Its way down, the
-        all-gathers, is issued behind the way up of the chunk after it, also where that is of the next bucket. Each
-        communicator runs its collectives in the order of issue, so otherwise the next chunk would wait, inside the
-        node, for this one to come back from the network, and the network would idle meanwhile.
+        The reducing phases of a chunk are issued at once. Its all-gathers are issued after the reducing phases of the
+        next chunk, which may be of the next bucket. A communicator runs its collectives in the order of issue, so
+        otherwise the next chunk would wait inside the node until this one is back from the network, and the network
+        would be idle meanwhile.
 
-        The order is that of chunks and phases alone. How many rounds a compressor needs differs between the ranks of a
-        node (a dense rule, an empty shard) and does not matter: no collective of another chunk comes in between.
+        Invariant: the order depends on chunks and phases alone, so it is the same on all ranks. The number of rounds of
+        a compressor may differ between the ranks of a node (a dense rule, an empty shard), because no collective of
+        another chunk comes between them.
         """
         self._raise_failure()
         streams, stats = self._streams, self.stats
@@ -139,6 +149,7 @@ class StreamExecutor(Executor):
                 and self._issue_alone(all_reduce, rank_plan, scale)
             ):
                 return
+            # Number the chunks within the step; a number decides the stream.
             numbers = range(self._issued, self._issued + len(rank_plan.chunks))
             self._issued += len(numbers)
             last = numbers[-1] if numbers else self._issued
@@ -152,11 +163,12 @@ class StreamExecutor(Executor):
                     run.began = stats.now()
                 if self.checking and all_reduce.layout is not None and run.flat.numel():
                     run.extremes = (run.flat.new_empty(()), run.flat.new_empty(()))  # while the gradient is intact
+            # The buffer of joined buckets belongs to the last chunk's stream: the other streams wait for the copy.
             if len(all_reduce.parts) > 1:
-                # The memory of joined buckets belongs to the last chunk's stream, which all others end before.
                 packed = streams.mark(last)
                 for number in numbers[:-1][:STREAMS]:
                     streams.wait(number, (packed,))
+            # Issue the reducing phases of each chunk, then the all-gathers of the chunk before it.
             for number, chunk in zip(numbers, rank_plan.chunks, strict=True):
                 steps = self.run_chunk(run, chunk)
                 with streams.of(number):
@@ -164,6 +176,7 @@ class StreamExecutor(Executor):
                 before, self._held = self._held, _HeldChunk(run, steps, number)
                 if before is not None:
                     self._issue_rest(before)
+            # End: nothing to issue (one rank), no chunk may wait for a later one, or none has all-gathers.
             if not numbers:
                 with streams.of(last):
                     self._end(run)
@@ -177,9 +190,10 @@ class StreamExecutor(Executor):
             self._give_up_now(error)
 
     def _issue_alone(self, all_reduce: AllReduce, rank_plan: RankPlan, scale: float) -> bool:
-        """Issues one all-reduce of a whole bucket as torch's own hook does; False where it travels otherwise.
+        """Issues a flat all-reduce of one whole bucket as torch's own hook does; returns False for any other bucket.
 
-        Nothing is gained here, so nothing may be lost: no stream, no event and no future but the collective's own.
+        Such a bucket is as fast as under plain DDP, so it must cost no more: it uses no stream, event or future but
+        those of the collective.
         """
         (bucket, *others), (chunk,) = all_reduce.buckets, rank_plan.chunks
         if others or bucket.future is not None or all_reduce.parts[0] is not bucket.flat:
@@ -194,7 +208,7 @@ class StreamExecutor(Executor):
         return bucket.future is not None
 
     def _issue_rest(self, held: _HeldChunk) -> None:
-        """Issues a chunk's way down, and ends its launch behind all of its chunks."""
+        """Issues the all-gathers of a chunk, and ends the all-reduce after its last chunk."""
         run = held.run
         with self._streams.of(held.number):
             _advance(held.steps, len(run.rank_plan.plan.phases) + 1)
@@ -266,13 +280,13 @@ class StreamExecutor(Executor):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """See `Executor.alone`."""
+        """See `Executor.exclusive`."""
         self.release()
         with self._streams.exclusive():
             yield
 
     def oldest(self) -> WaitingAllReduce | None:
-        """None: where the device stands is not known to the host."""
+        """Returns None: the host does not know the position of the device."""
         return None
 
     def sync_current_stream(self) -> None:
@@ -280,16 +294,16 @@ class StreamExecutor(Executor):
         self._streams.sync_current_stream()
 
     def close(self, seconds: float | None = None) -> bool:
-        """See `Executor.close`: waits for the device, and gives up nothing.
+        """See `Executor.close`: waits for the device, which may be several steps behind the host.
 
-        The host may be steps ahead of a rank that is late. Whoever is lost meanwhile interrupts, and ends the wait.
+        A rank failure during the wait calls `interrupt`, which ends it.
         """
         self._closed = True
         until = math.inf if seconds is None else time.monotonic() + seconds
         while not self._interrupted and self._device_is_busy and not self._is_overdue and time.monotonic() < until:
             time.sleep(CLOSING_POLL_SECONDS)
         if self.is_under_way:
-            self._streams.verdict.give_up()  # an abort ends it, with any numbers
+            self._streams.verdict.give_up()  # The averages of what an abort ends are undefined.
         self.failures.forget_frames()
         return not (self.aborted or self.is_under_way)
 
@@ -300,7 +314,7 @@ class StreamExecutor(Executor):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the device has not come to the end of what was started, or never will."""
+        """Whether the device has not finished everything started, or never will."""
         return self._interrupted or self._held is not None or self._device_is_busy
 
     @property
@@ -313,9 +327,9 @@ class StreamExecutor(Executor):
         return self.deadline is not None and self.deadline.overdue() is not None
 
     def _give_up_now(self, error: Exception) -> None:
-        """Ends everything because a launch could not be issued, and raises why.
+        """Aborts everything because a collective could not be issued, and raises the reason.
 
-        Others may have issued it, so no launch of this rank can be paired with theirs any more.
+        Other ranks may have issued it, so later collectives would not match theirs.
         """
         self._held = None
         self._streams.sync_current_stream()
@@ -327,9 +341,9 @@ class StreamExecutor(Executor):
     def interrupt(self, error: Exception) -> None:
         """See `Executor.interrupt`.
 
-        NCCL's communicators are aborted, so that a device that waits for a lost rank goes on; what the gradients of
-        this step then hold is undefined, and `poison` says so. The next launch, the end of the step, or the optimizer's
-        next step raises what happened. Any thread.
+        Aborts NCCL's communicators, so that a device that waits for a failed rank continues. The gradients of this step
+        are undefined then, and `poison` makes one NaN. The next all-reduce, the end of the step, or the optimizer's
+        next step raises the failure.
         """
         self._interrupted = True
         give_up = self._streams.verdict.give_up  # before the device can go on
@@ -352,13 +366,13 @@ class StreamExecutor(Executor):
             self._raise_failure()
 
     def _raise_failure(self) -> None:
-        """Raises what has failed, or that the executor is closed."""
+        """Raises the first failure, or an error if the executor is closed."""
         super()._raise_failure()
         if self._closed:
             raise RuntimeError(CLOSED)
 
     def _device_state(self) -> tuple[int, bool]:
-        """Launches started so far, and whether the device waits; so it does where it cannot be asked any more."""
+        """Returns the number of all-reduces started, and whether the device waits; True if it cannot be queried."""
         try:
             return self.launches, self._held is not None or self._device_is_busy
         except RuntimeError as error:
@@ -367,13 +381,13 @@ class StreamExecutor(Executor):
 
 
 def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    """The tensor of a collective of one, as torch's own comm hooks take it."""
+    """Returns the only tensor of a collective, as torch's own comm hooks do."""
     (tensor,) = done.value()
     return tensor
 
 
 def _advance(steps: Iterator[Hop], phase: int) -> None:
-    """Takes a chunk forward on the current stream, to the phase of that index or to its end."""
+    """Runs a chunk on the current stream up to the phase of that index, or to its end."""
     for hop in steps:
         for work in hop.works:
             work.wait()
