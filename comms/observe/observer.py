@@ -122,7 +122,10 @@ class Observer(StepListener):
             executor.stats.recorder = None
 
     def step_ended(self, step: EndedStep) -> None:
-        """Adds a step that has ended. All ranks call it at the same point of their sequence of launches."""
+        """Passes a step that has ended to the straggler detection, the trace and the metrics.
+
+        All ranks call it at the same point of their sequence of all-reduces.
+        """
         if step.together:
             try:
                 self._ask_others(step)

@@ -63,7 +63,7 @@ class Recorder:
             self.notes.append(Note(track, name, began, ended, details))
 
     def note_transfer(self, run: "RunningAllReduce", ended: Mark) -> None:
-        """Takes in a launch that has ended well, where reports count it."""
+        """Adds the interval of an all-reduce that has succeeded, unless it is one that reports do not count."""
         if run.all_reduce.counted and run.began is not None:
             buckets = [bucket.index for bucket in run.all_reduce.buckets]
             self.note(

@@ -1,5 +1,7 @@
 """Stall detection of the hook: names the rank that has not reached a bucket, long before the time-out.
 
+A *launch* is one all-reduce of one or several buckets; all ranks start the same launches in the same order.
+
 A rank that waits in a collective cannot ask the others in another collective. Each rank therefore has a thread that
 polls, without traffic, whether this rank makes progress. After `seconds` without progress the thread publishes a report
 in the store: how many launches this rank has started, what it waits in, and where its training thread is. One of the

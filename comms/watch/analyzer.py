@@ -26,7 +26,7 @@ from gradwire.comms.watch.trouble import (
     stuck_in_words,
 )
 from gradwire.comms.watch.watch_store import WatchStore
-from gradwire.topology.wording import duration
+from gradwire.topology.wording import duration, ranks_in_words
 
 log = logging.getLogger("gradwire")
 
@@ -241,7 +241,9 @@ class Analyzer:
         if any(status.leaves is not None for status in self._statuses.values()):
             self._reported = None
         elif continues(stuck, positions_in(stuck.group, self._statuses)):
-            log.warning("watch: training continues after a stall of %s", duration(now - self._reported.began))
+            late = (*stuck.missing, *stuck.silent)
+            named = f" ({ranks_in_words(late)})" if late else ""
+            log.warning("watch: training continues after a stall of %s%s", duration(now - self._reported.began), named)
             self._reported = None
 
     def _diagnose_responses(self, now: float) -> None:

@@ -120,7 +120,7 @@ class GroupWaits:
         self._from = -1
 
     def add(self, rank: int, ends: Sequence[EndPoint]) -> None:
-        """Adds the end points that a rank has published; points that are known already are repeated.
+        """Adds the end points of a rank's status, of which the previous status may have had some already.
 
         Args:
             rank: Rank in the default group.
