@@ -1,7 +1,9 @@
-"""Averages fragments' pseudo-gradients over the ranks: starts an exchange, waits for it, repeats it after a loss.
+"""This module averages pseudo-gradients over the ranks; see `FragmentAveraging`.
 
-exchange.py decides when, and applies the result. Nothing takes effect here: what the compressor keeps back is staged
-until `decide` commits or drops it.
+It starts an exchange, waits for it, and in elastic training repeats it after a rank failure.
+
+exchange.py decides when to start, and applies results. Nothing takes effect here: the compressor's new residuals are
+staged until `decide` commits or drops them.
 """
 
 import threading
@@ -29,12 +31,12 @@ from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.residual import keep_until_read
 
 TELL_SECONDS = 0.2
-"""Seconds that a rank waits for a result before it publishes so, for ranks that have taken fewer steps. Not at once,
-because the store is on the link that is waited for."""
+"""Seconds that a rank waits for a result before it publishes that it waits, for ranks that have taken fewer steps. It
+does not publish at once, because requests to the store use the same link as the exchange."""
 
 
 def agreement_of(store: Store, rank: int, size: int, timeout: timedelta, ended: FindExited | None = None) -> Agreement:
-    """Makes the agreement by which the ranks compare settings, choices and saved states.
+    """Return the agreement by which the ranks compare settings, choices and saved states.
 
     Args:
         store: Store that all ranks share, with keys of its own for each agreement.
@@ -48,11 +50,11 @@ def agreement_of(store: Store, rank: int, size: int, timeout: timedelta, ended: 
 
 @dataclass(slots=True)
 class LeavingBytes:
-    """Bytes that have left a node's NIC.
+    """Bytes that the busiest node's NIC has sent.
 
     Attributes:
-        exchanged: In exchanges.
-        synchronized: In `synchronize`, which averages in full precision.
+        exchanged: Bytes of exchanges.
+        synchronized: Bytes of `synchronize`, which averages in full precision.
     """
 
     exchanged: float = 0.0
@@ -66,16 +68,16 @@ class Pending:
     Attributes:
         number: Index of the fragment.
         due: Step after which the result takes effect.
-        flat: (numel) the pseudo-gradient, in place its average over all ranks.
-        sent: (numel) the parameters when it began; None if it takes effect at once.
-        compares: Whether the ranks compare the fragment's anchors meanwhile.
-        future: Of the average; None once it is there.
+        flat: (numel) pseudo-gradient, replaced by its average over all ranks.
+        sent: (numel) parameters when the exchange began; None if the result takes effect at once.
+        compares: True if the ranks compare the fragment's anchors meanwhile.
+        future: Future of the average; None if it is there or nothing is sent.
         checksums: Future of the ranks' checksums, int64; None if they are not compared.
         differing: Ranks whose anchors differ from those of rank 0.
-        finite: Whether the average is finite; None while it is in flight.
-        error: Why there is no average and will be none.
-        communicator: The one that it was begun with.
-        bucket: What is sent; None if nothing is.
+        finite: True if the average is finite; None while it is in flight.
+        error: Error of the exchange, after which there is no average; None otherwise.
+        communicator: Communicator that the exchange began with.
+        bucket: Bucket that is sent; None if nothing is sent.
     """
 
     number: int
@@ -93,18 +95,18 @@ class Pending:
 
 
 class _Memory:
-    """Memory for exchanges: one is under way at a time, so all fragments share it."""
+    """Memory for exchanges. All fragments share it, because one exchange is in flight at a time."""
 
     def __init__(self) -> None:
         self._fragments: Sequence[Fragment] = ()
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def of(self, fragments: Sequence[Fragment], number: int) -> tuple[Tensor, Tensor]:
-        """What the exchange of one fragment takes: twice its size.
+        """Return two (numel) tensors for the exchange of one fragment.
 
         Args:
-            fragments: Of the model: others, once they have been chosen.
-            number: Which of them.
+            fragments: Fragments of the model. They are replaced once, when the schedule is chosen.
+            number: Index of the fragment.
         """
         if self._fragments is not fragments:
             self._fragments, self._parts = fragments, []
@@ -120,18 +122,18 @@ class _Memory:
 
 
 class _Leaving:
-    """What leaves the busiest node, as the plans say; on one node, the busiest rank."""
+    """Computes the bytes that leave the busiest node by the plans; on a single node, the busiest rank."""
 
     def __init__(self) -> None:
         self._known: dict[Layout | None, tuple[Plan, float]] = {}
 
     def nbytes(self, rank_plans: RankPlans, flat: Tensor, layout: Layout | None) -> float:
-        """Bytes that leave the busiest node in the exchange of `flat`.
+        """Return the bytes that leave the busiest node in the exchange of `flat`.
 
         Args:
-            rank_plans: By which it travels.
-            flat: The pseudo-gradient.
-            layout: Of a compressed one; None for one in full precision.
+            rank_plans: Plans of the communicator.
+            flat: Pseudo-gradient.
+            layout: Place of each parameter in `flat` if it is compressed; None for full precision.
         """
         if layout is None:
             plan = rank_plans.unlisted(flat.numel(), flat.dtype).plan
@@ -146,13 +148,13 @@ class _Leaving:
 
 
 class FragmentAveraging:
-    """Averages pseudo-gradients over the ranks of a communicator, also after some of them were lost.
+    """Averages pseudo-gradients over the ranks of a communicator, also after some of them have failed.
 
     Args:
         communicator: Ranks that hold the same parameters (of a sharded model: the same shards); closed by the caller.
         compression: State of the communicator's compressor; None exchanges exactly.
         agreement: Agreement of all ranks of the job; None if the communicator has all of them.
-        alone: Whether there is one worker: nothing is sent, and its own pseudo-gradient is the average.
+        alone: True if there is one worker: nothing is sent, and its own pseudo-gradient is the average.
 
     Attributes:
         messages: Counters that ranks publish for those that have taken other numbers of steps.
@@ -182,24 +184,24 @@ class FragmentAveraging:
         self._memory, self._leaving = _Memory(), _Leaving()
 
     def reconnect(self, communicator: Communicator, agreement: Agreement) -> None:
-        """Goes on among other ranks.
+        """Continue among the surviving ranks.
 
         Args:
-            communicator: Of the ranks that are left.
-            agreement: Of the same ones.
+            communicator: Communicator of the surviving ranks.
+            agreement: Agreement of the same ranks.
         """
         self.communicator, self.agreement = communicator, agreement
         self.messages.reconnect(communicator)
         self.alone = communicator.size == 1
         if self.compression is not None:
             self.compression.renumber(communicator.rank, communicator.size)
-            communicator.state_loaded(alike=False)  # of a node's workers one may be lost, with its part
+            communicator.state_loaded(alike=False)  # a failed worker of a node may have held a part of the node's state
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Gives all ranks rank 0's values, in place.
+        """Give all ranks rank 0's values, in place.
 
         Args:
-            tensors: Floating-point.
+            tensors: Floating-point tensors.
 
         Raises:
             RuntimeError: The ranks could not exchange them.
@@ -213,21 +215,21 @@ class FragmentAveraging:
     def prepared(
         self, fragments: Sequence[Fragment], number: int, due: int, *, kept: bool, compares: bool = False
     ) -> Pending:
-        """A fragment's pseudo-gradient as of now, to be exchanged, in memory that all exchanges take turns in.
+        """Return a new exchange with a fragment's present pseudo-gradient, in memory that all exchanges share.
 
         Args:
-            fragments: Of the model.
-            number: Which of them.
-            due: The step after which it is taken up.
-            kept: The parameters as of now are kept beside it.
-            compares: Whether the ranks compare the fragment's anchors meanwhile.
+            fragments: Fragments of the model.
+            number: Index of the fragment.
+            due: Step after which the result takes effect.
+            kept: True keeps a copy of the present parameters.
+            compares: True makes the ranks compare the fragment's anchors meanwhile.
         """
         flat, sent = self._memory.of(fragments, number)
         fragments[number].set_out(flat, sent if kept else None)
         return Pending(number, due, flat, sent if kept else None, compares)
 
     def launch(self, fragment: Fragment, pending: Pending) -> None:
-        """Sends a pseudo-gradient on its way; the host goes on."""
+        """Start an exchange, without waiting for it."""
         pending.future, pending.checksums, pending.communicator = None, None, self.communicator
         flat = pending.flat
         if not fragment.numel:
@@ -251,12 +253,12 @@ class FragmentAveraging:
         )
 
     def finish(self, fragment: Fragment, pending: Pending, begun: int) -> None:
-        """Waits until `flat` holds the average, and sees whether that is finite.
+        """Wait for the average of an exchange, and check if it is finite.
 
         Args:
-            fragment: Of the model.
-            pending: Its exchange, which is under way.
-            begun: Exchanges that this rank has begun.
+            fragment: Fragment of the exchange.
+            pending: The exchange; `flat`, `finite` and `differing` are set.
+            begun: Number of exchanges that this rank has begun.
 
         Raises:
             RuntimeError: The exchange failed; the next call raises the same.
@@ -270,10 +272,12 @@ class FragmentAveraging:
                     pending.differing = _differing(pending.checksums.wait())
             finite = is_finite(pending.flat)  # on CUDA the host waits here
             if travels:
-                self.communicator.executor.release()  # and hears here of what was given up meanwhile
+                self.communicator.executor.release()  # raises the error of an abort meanwhile
         except RuntimeError as error:
-            pending.error = error  # what `flat` holds then is no average, and never will be
-            if self.communicator.device.type != "cuda":  # there nothing can be issued any more: nothing commits it
+            pending.error = error  # `flat` holds no average
+            if (
+                self.communicator.device.type != "cuda"
+            ):  # on CUDA nothing can be issued after an abort, and nothing commits
                 self.decide(False, [fragment])
             raise
         finally:
@@ -282,21 +286,21 @@ class FragmentAveraging:
         pending.finite = finite
 
     def decide(self, finite: bool, fragments: Sequence[Fragment]) -> None:
-        """Says what becomes of what the compressor has staged for some fragments: whether their averages count."""
+        """Commit (`finite`) or drop the residuals that the compressor has staged for some fragments."""
         layouts = [fragment.layout for fragment in fragments if fragment.numel]
         if self.compression is not None and layouts:
             with self.communicator.exclusive():
                 self.compression.decide(finite, layouts)
 
     def averages(self, fragments: Sequence[Fragment], announce: Callable[[], None]) -> tuple[list[Tensor], str]:
-        """Averages all fragments' pseudo-gradients now, in full precision, with what is held back, and decides on that.
+        """Average all fragments' pseudo-gradients now, in full precision, with residuals, which are then cleared.
 
         Args:
-            fragments: Of the model.
-            announce: Says that this rank has come to the meeting, to ranks that a loss has left.
+            fragments: Fragments of the model.
+            announce: Publishes that this rank is in `synchronize`, for ranks that wait there after a rank failure.
 
         Returns:
-            The averages, and the name of a parameter that is not finite on some rank; "" without one.
+            The averages, and the name of a parameter that is not finite on some rank; "" if all are finite.
 
         Raises:
             RuntimeError: The ranks could not exchange them.
@@ -310,14 +314,13 @@ class FragmentAveraging:
             if self.compression is not None:
                 self.compression.flushing = False
             self.nic_bytes = LeavingBytes(before, self.nic_bytes.synchronized + self.nic_bytes.exchanged - before)
-        if (
-            self.resilient_ops is not None and not self.alone
-        ):  # when it ends, all have the averages, and nobody keeps them
+        # When this ends, all ranks have the averages, and none keeps a copy for others.
+        if self.resilient_ops is not None and not self.alone:
             self.mean_of(fragments[0].anchor.new_zeros(1))
         return averages, unfinished
 
     def differing(self, fragments: Sequence[Fragment]) -> tuple[int, ...]:
-        """Compares all anchors and momenta over the ranks, and returns those whose differ from rank 0's.
+        """Compare all anchors and momenta, and return the ranks whose values differ from those of rank 0.
 
         Raises:
             RuntimeError: The ranks could not exchange their checksums.
@@ -334,11 +337,11 @@ class FragmentAveraging:
         return _differing(found)
 
     def mean_of(self, flat: Tensor, announce: Callable[[], None] | None = None) -> Tensor:
-        """Returns the average of a small tensor over all ranks, a new one.
+        """Return a new tensor with the average of a small tensor over all ranks.
 
         Args:
-            flat: 1-D floating-point; read.
-            announce: Publishes that this rank has come to the meeting, for ranks that a loss has left in it.
+            flat: 1-D floating-point tensor; not changed.
+            announce: Publishes that this rank is in `synchronize`, for ranks that wait there after a rank failure.
 
         Raises:
             RuntimeError: The ranks could not exchange it.
@@ -354,7 +357,7 @@ class FragmentAveraging:
         return found
 
     def held(self) -> StateDict:
-        """What the compressor holds back."""
+        """Return the compressor's state; empty without one."""
         if self.compression is None:
             return {}
         held = self.compression.state_dict()
@@ -362,17 +365,17 @@ class FragmentAveraging:
         return held
 
     def load_held(self, held: StateDict) -> None:
-        """Restores what `held` has returned."""
+        """Restore a state that `held` has returned."""
         if self.compression is not None:
             with self.communicator.exclusive():
                 self.compression.load_state_dict(held)
             self.communicator.state_loaded(alike=self.compression.alike)
 
     def try_on(self, held: StateDict) -> None:
-        """Checks that the compressor can load a state, and leaves it as it was.
+        """Check that the compressor can load a state, without changing its own.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: It cannot load the state.
         """
         if self.compression is None:
             return
@@ -393,8 +396,9 @@ class FragmentAveraging:
         wide = max((fragment.anchor.dtype for fragment in fragments), key=lambda dtype: dtype.itemsize)
 
         def attempt() -> Tensor:
-            self.decide(False, fragments)  # what an attempt before this one has staged
-            if not self.messages.announced:  # others may not have seen that all have met before a rank was lost
+            # Drop what an earlier attempt has staged. Ranks may have failed before all others saw that all were here.
+            self.decide(False, fragments)
+            if not self.messages.announced:
                 announce()
             averages, unfinished = self._averages_now(fragments)
             mark = averages[0].new_tensor([names.index(unfinished)], dtype=wide)
@@ -412,11 +416,11 @@ class FragmentAveraging:
         for fragment, average in zip(fragments, averages, strict=True):
             if not unfinished and not is_finite(average):
                 unfinished = fragment.unfinished(average)[0]
-        self.communicator.executor.release()  # on CUDA the host has waited, and hears of what was given up
+        self.communicator.executor.release()  # raises the error of an abort meanwhile; on CUDA the host has waited
         return averages, next((name for name in self.agreement.gather(unfinished) if name), "")
 
     def _average_of(self, number: int, fragment: Fragment) -> Tensor:
-        """The average of a fragment's pseudo-gradients now, in memory of its own; decides nothing."""
+        """Return the average of a fragment's present pseudo-gradients, in new memory; residuals stay undecided."""
         if self.compression is not None:
             self.compression.flushing = True
         pending = Pending(number, 0, fragment.empty(), None)
@@ -431,12 +435,12 @@ class FragmentAveraging:
     def _take_back(self, fragment: Fragment, flat: Tensor) -> None:
         """Adds the residual to a pseudo-gradient.
 
-        Used when this is the last worker: nothing is sent any more, so the residual would be lost. The next commit
+        Used by the last worker, which sends nothing any more: the residual would be lost otherwise. The next commit
         clears it.
 
         Args:
-            fragment: Of the model.
-            flat: (numel) its pseudo-gradient, changed in place.
+            fragment: Fragment of the model.
+            flat: (numel) pseudo-gradient of the fragment, changed in place.
         """
         if self.compression is None:
             return
@@ -448,7 +452,7 @@ class FragmentAveraging:
         flat.add_(held)
 
     def _arrive(self, fragment: Fragment, pending: Pending, begun: int) -> None:
-        """Waits until `flat` holds the average, of those that are left where ranks are lost and that is wanted.
+        """Wait until `flat` holds the average; in elastic training, the average of the surviving ranks.
 
         Raises:
             RuntimeError: The exchange failed.
@@ -469,7 +473,7 @@ class FragmentAveraging:
         pending.flat.copy_(average)
 
     def _attempt(self, fragment: Fragment, pending: Pending, begun: int) -> Tensor:
-        """The average: a copy, which is kept for ranks that a loss has left behind. Begun anew among other ranks."""
+        """Return a copy of the average, kept for ranks that missed it; restarts the exchange among new ranks."""
         if pending.communicator is not self.communicator:
             self.decide(False, [fragment])
             now = fragment.gather(pending.flat) if pending.sent is None else pending.sent
@@ -486,7 +490,7 @@ class FragmentAveraging:
         return future.wait() if self.resilient_ops is None else self.resilient_ops.wait(future)
 
     def _launch_checksums(self, fragments: Sequence[Fragment]) -> FutureTensor:
-        """Starts the exchange of checksums: (ranks) int64, each rank's own in its place."""
+        """Start the exchange of checksums: (ranks) int64, with each rank's checksum in its place."""
         words = torch.zeros(self.communicator.size, dtype=torch.int64, device=self.communicator.device)
         for fragment in fragments:
             own = words[self.communicator.rank]
@@ -502,6 +506,6 @@ class FragmentAveraging:
 
 
 def _differing(checksums: Tensor) -> tuple[int, ...]:
-    """Ranks whose checksum is not that of rank 0; on CUDA the host waits for them."""
+    """Return the ranks whose checksum is not that of rank 0; on CUDA the host waits for the checksums."""
     first, *others = checksums.tolist()
     return tuple(rank for rank, each in enumerate(others, 1) if each != first)
