@@ -1,8 +1,8 @@
-"""Where other ranks may reach this host, from its kernel alone: no name is looked up that could take time, or mislead.
+"""Addresses at which other ranks can reach this host, from its kernel, without resolving the host's own name.
 
-A host's own name is of no use here: it may not resolve at all, resolve to 127.0.1.1 (Debian), or to an address of
-another host. There may be no default route either. What the kernel has given to the interfaces is right, always there,
-and known in a millisecond. Names of others are looked up on a thread, and for a bounded time.
+A host's own name may not resolve at all, resolve to 127.0.1.1 (Debian), or to the address of another host. There may be
+no default route either. The kernel's list of interface addresses is correct, always available, and read in a
+millisecond. Names of other hosts are resolved on a thread, for a bounded time.
 """
 
 import logging
@@ -21,29 +21,30 @@ log = logging.getLogger("gradwire")
 LOOPBACK = "127.0.0.1"
 
 ROUTES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses that are nobody's (RFC 5737, RFC 3849): the route to them is the one outwards."""
+"""Addresses reserved for documentation (RFC 5737, RFC 3849): the route to them is the default route."""
 
 MOST_ADDRESSES = 8
-"""The most addresses of one host that are told to others: each may cost a caller seconds, and a host of containers has
+"""Addresses of one host that are published, at most: each may cost a client seconds, and a host of containers has
 hundreds."""
 
 LOOK_UP_SECONDS = 1.0
-"""Seconds for the address of a name. Where it takes longer, other addresses may be tried before the best one."""
+"""Timeout of resolving a name. If it takes longer, other addresses may be tried before the best one."""
 
 _DUMP_ADDRESSES, _NEW_ADDRESS, _DONE, _ERROR = 22, 20, 3, 2
 _ADDRESS, _LOCAL = 1, 2
 _HEADER, _ADDRESS_HEADER, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("=HH")
 _REQUEST_DUMP = 0x301
 _UNUSABLE = 0x40 | 0x08
-"""Tentative, or a duplicate of another host's. Source of all of these: rtnetlink(7), linux/if_addr.h."""
+"""Flags of an address that is tentative, or a duplicate of another host's. Source of all of these: rtnetlink(7),
+linux/if_addr.h."""
 
 
 def own_addresses(toward: str | None = None, seconds: float = LOOK_UP_SECONDS) -> list[str]:
-    """Addresses at which other ranks may reach this host: the best one first, the loopback last.
+    """Return the addresses at which other ranks may reach this host: the best one first, the loopback last.
 
     Args:
-        toward: A host that this one has reached already: the route to it is known to work.
-        seconds: How long its name may take to be looked up; 0 waits for nothing.
+        toward: Host that this one has reached already, so that the route to it is known to work.
+        seconds: Timeout of resolving its name; 0 does not wait.
     """
     first = sources((socket.AF_INET6 if ":" in each else socket.AF_INET, each) for each in _found(toward, seconds))
     others = sorted([*sources(ROUTES), *interface_addresses()], key=lambda each: (_is_a_makeshift(each), ":" in each))
@@ -53,7 +54,7 @@ def own_addresses(toward: str | None = None, seconds: float = LOOK_UP_SECONDS) -
 
 @dataclass(frozen=True, slots=True)
 class HostAddress:
-    """What the kernel has given to an interface.
+    """An address of a network interface.
 
     Attributes:
         index: Of the interface.
@@ -67,12 +68,12 @@ class HostAddress:
 
 
 def interface_addresses() -> list[str]:
-    """What the kernel has given to this host's interfaces, IPv4 and IPv6; none where it cannot be asked."""
+    """Return the IPv4 and IPv6 addresses of this host's interfaces; empty if the kernel does not list them."""
     return [each.address for each in host_addresses()]
 
 
 def host_addresses() -> list[HostAddress]:
-    """As `interface_addresses`, with interfaces and networks."""
+    """Return the addresses of this host with interface and network; see `interface_addresses`."""
     if not hasattr(socket, "AF_NETLINK"):
         return []
     try:
@@ -101,7 +102,7 @@ def _listed(kernel: socket.socket) -> Iterator[HostAddress]:
 
 
 def _address(message: bytes) -> Iterator[HostAddress]:
-    """The one address that a message of the kernel is about; none where it cannot be used."""
+    """Yield the address in a netlink message, unless it cannot be used."""
     family, prefix, flags, _, index = _ADDRESS_HEADER.unpack_from(message)
     if family not in (socket.AF_INET, socket.AF_INET6) or flags & _UNUSABLE:
         return
@@ -111,7 +112,8 @@ def _address(message: bytes) -> Iterator[HostAddress]:
         nbytes, kind = _ATTRIBUTE.unpack_from(rest)
         found[kind] = rest[_ATTRIBUTE.size : nbytes]
         rest = rest[_aligned(max(nbytes, _ATTRIBUTE.size)) :]
-    own = found.get(_LOCAL) or found.get(_ADDRESS)  # of a point-to-point link the other one is the far end's
+    # On a point-to-point link _ADDRESS is that of the other end.
+    own = found.get(_LOCAL) or found.get(_ADDRESS)
     if own is not None:
         yield HostAddress(index, socket.inet_ntop(family, own), prefix)
 
@@ -121,12 +123,13 @@ def _aligned(nbytes: int) -> int:
 
 
 def sources(destinations: Iterable[tuple[int, str]]) -> list[str]:
-    """The address from which this host would send to each destination, where it has a route."""
+    """Return the source address that this host would use for each destination to which it has a route."""
     found = []
     for family, destination in destinations:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((destination, 9))  # nothing is sent: the route alone is looked up
+                # Sends nothing for UDP: only looks up the route.
+                probe.connect((destination, 9))
                 found.append(str(probe.getsockname()[0]))
         except OSError as error:
             log.debug("no route to %s: %s", destination, error)
@@ -134,7 +137,7 @@ def sources(destinations: Iterable[tuple[int, str]]) -> list[str]:
 
 
 def is_outside(address: str) -> bool:
-    """Whether it may be reached from another host: link-local addresses of IPv6 are none without an interface."""
+    """Whether other hosts may reach an address. IPv6 link-local addresses need an interface, so they do not count."""
     found = ip_address(address)
     return not (
         found.is_loopback or found.is_unspecified or found.is_multicast or (":" in address and found.is_link_local)
@@ -142,20 +145,23 @@ def is_outside(address: str) -> bool:
 
 
 def _is_a_makeshift(address: str) -> bool:
-    """Given where nobody gives any (169.254.x.y): other hosts may have the same."""
+    """Whether an address is link-local (169.254.x.y), which is self-assigned: other hosts may have the same."""
     return ip_address(address).is_link_local
 
 
 class _LookUps:
-    """Addresses of names, each looked up once a process on a thread of its own: a resolver may take half a minute."""
+    """Cache of resolved names. Each is resolved once per process, on a thread: a resolver may take half a minute.
+
+    Thread safety: `find` may be called from any thread.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _threads.
         self._threads: dict[str, threading.Thread] = {}
         self._addresses: dict[str, list[str]] = {}
 
     def find(self, host: str, seconds: float) -> list[str]:
-        """Those that are known after at most so long."""
+        """Return the addresses of a host that are known after at most `seconds`."""
         with self._lock:
             thread = self._threads.get(host)
             if thread is None:
@@ -163,7 +169,8 @@ class _LookUps:
                     "gradwire look-up",
                     partial(self._look_up, host),
                     without=f"the address of {host} is not known",
-                    on_failure=lambda error: None,  # whoever looks it up waits for a bounded time, and finds nothing
+                    # Callers wait for a bounded time, and find no address.
+                    on_failure=lambda error: None,
                     awaited=False,
                 )
                 self._threads[host] = thread
@@ -174,7 +181,8 @@ class _LookUps:
     def _look_up(self, host: str) -> None:
         try:
             self._addresses[host] = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
-        except (OSError, ValueError) as error:  # ValueError: of a name that none can be
+        except (OSError, ValueError) as error:
+            # ValueError means that the name is malformed.
             log.debug("%s has no address: %s", host, error)
 
 
@@ -182,7 +190,7 @@ _look_ups = _LookUps()
 
 
 def _found(host: str | None, seconds: float) -> list[str]:
-    """The addresses of a host; one that is an address already is not looked up."""
+    """Return the addresses of a host; an IP address is returned without resolving."""
     if not host:
         return []
     try:
@@ -192,10 +200,11 @@ def _found(host: str | None, seconds: float) -> list[str]:
 
 
 def listener(backlog: int) -> socket.socket:
-    """A socket at a port that the system chooses; IPv4 and IPv6 where there is both."""
+    """Open a listening socket on a free port, for IPv4 and IPv6 if the host has both."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-        except OSError as error:  # switched off on this host
+        except OSError as error:
+            # IPv6 is disabled on this host.
             log.debug("no IPv6 here: %s", error)
     return socket.create_server(("", 0), backlog=backlog)

@@ -1,8 +1,8 @@
-"""What a fork of a rank gives up at once: connections that it would hold open for a rank that has ended.
+"""Closes a rank's connections in its forks, which would otherwise keep them open after the rank has exited.
 
-A DataLoader's workers are forks. They outlive a rank that is killed by seconds, and as long as one of them has its
-sockets, no kernel says to anybody that the rank has ended: neither to the ring, nor through gloo's connections. Python
-opens no descriptor in a program that is executed (PEP 446), but a fork has all of them.
+A DataLoader's workers are forks. They outlive a killed rank by seconds, and as long as one of them has copies of its
+sockets, the kernel does not close the connections: neither the liveness ring nor gloo would notice the exit. An
+executed program inherits no descriptor from Python (PEP 446), but a fork has all of them.
 """
 
 import os
@@ -11,28 +11,28 @@ from typing import Protocol
 
 
 class LeftToParent(Protocol):
-    """Something with connections."""
+    """An object with connections to other ranks."""
 
     def leave_to_parent(self) -> None:
-        """Closes the child's copies, and says nothing over them; takes no lock (in a forked child)."""
+        """Close the child's copies without sending anything. Takes no lock, as this runs in a forked child."""
 
 
 _all: "weakref.WeakSet[LeftToParent]" = weakref.WeakSet()
 
 
 def leave_to_parent(connected: LeftToParent) -> None:
-    """Has forks of this process give up what an object has connected.
+    """Call `leave_to_parent` of an object in every fork of this process.
 
     Args:
-        connected: Not kept alive.
+        connected: The object; a weak reference is kept.
     """
     _all.add(connected)
 
 
 def replace_descriptor(descriptor: int) -> None:
-    """Closes its copy of a descriptor whose owner, in C++, may yet close the number (in a forked child).
+    """Close a forked child's copy of a descriptor that its owner in C++ may close again later.
 
-    The number stays taken, by /dev/null: nothing that the child opens later gets it.
+    /dev/null takes the number, so that no file that the child opens later gets it.
     """
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(nothing, descriptor, inheritable=False)
@@ -40,6 +40,7 @@ def replace_descriptor(descriptor: int) -> None:
 
 
 def _in_child() -> None:
+    """Close all registered connections, once, in a forked child."""
     global _all
     for each in list(_all):
         each.leave_to_parent()

@@ -1,11 +1,11 @@
-"""Ranks started by mpirun (or srun with an MPI plug-in): their numbers, and the store's address, from mpi4py.
+"""Process group set-up for ranks that mpirun starts (or srun with an MPI plug-in); mpi4py gives ranks and the store.
 
     mpirun -n 4 python train.py        # with, in train.py:
 
     import gradwire
     gradwire.init_mpi_process_group("gloo")       # or backend="gradwire"
 
-or, by the rendezvous `mpi://`, which is registered as the backend "gradwire" is:
+or with the rendezvous `mpi://`, which is registered together with the backend "gradwire":
 
     import gradwire
     torch.distributed.init_process_group("gradwire", init_method="mpi://")
@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 from gradwire.comms.bootstrap.addresses import ROUTES, sources
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+"""Timeout of the store and the group if none is given."""
 
 INSTALL = (
     "install it with `pip install mpi4py`, against the MPI whose mpirun starts the ranks (the wheels "
@@ -32,15 +33,15 @@ INSTALL = (
 
 @dataclass(frozen=True, slots=True)
 class MpiPlace:
-    """This process's place in the job, as MPI says.
+    """Position of this process in an MPI job.
 
     Attributes:
-        rank: In MPI.COMM_WORLD.
-        world_size: Ranks in it.
+        rank: Rank in MPI.COMM_WORLD.
+        world_size: Number of ranks in MPI.COMM_WORLD.
         local_rank: Index among the ranks that share memory with this one.
-        local_world_size: How many those are.
-        address: Where rank 0 serves the store.
-        port: Its TCP port.
+        local_world_size: Number of those ranks.
+        address: Address at which rank 0 serves the store.
+        port: TCP port of the store.
     """
 
     rank: int
@@ -52,21 +53,22 @@ class MpiPlace:
 
 
 def load_mpi() -> ModuleType:
-    """Imports mpi4py's MPI and initialises MPI with threads.
+    """Import mpi4py's MPI module, which initialises MPI with thread support.
 
     Raises:
         RuntimeError: mpi4py or its MPI library is not installed.
     """
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
+    except (ImportError, RuntimeError) as error:
+        # RuntimeError means that mpi4py found no MPI library.
         raise RuntimeError(f"mpi4py is needed for MPI, and it cannot be loaded ({error}): {INSTALL}") from error
     module: ModuleType = MPI
     return module
 
 
 def find_place() -> MpiPlace:
-    """Agrees with all ranks of MPI.COMM_WORLD on ranks, nodes and the store's address. Collective.
+    """Determine ranks, nodes and the store's address with all ranks of MPI.COMM_WORLD. Collective.
 
     Raises:
         RuntimeError: mpi4py is not installed.
@@ -82,11 +84,11 @@ def find_place() -> MpiPlace:
 
 
 def init_mpi_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> MpiPlace:
-    """`torch.distributed.init_process_group` with the ranks and the store that MPI gives. Collective.
+    """Call `torch.distributed.init_process_group` with the ranks and the store from MPI. Collective.
 
     Args:
-        backend: As torch takes it.
-        timeout: For the store and the group.
+        backend: Backend, as for `init_process_group`.
+        timeout: Timeout of the store and the group.
 
     Raises:
         RuntimeError: mpi4py is not installed, or a rank did not join.
@@ -99,7 +101,7 @@ def init_mpi_process_group(backend: str | None = None, timeout: timedelta = DEFA
 
 
 def open_store(place: MpiPlace, timeout: timedelta) -> TCPStore:
-    """The store that rank 0 serves and the others connect to."""
+    """Serve the store on rank 0, or connect to it on the others."""
     try:
         return TCPStore(place.address, place.port, place.world_size, place.rank == 0, timeout)
     finally:
@@ -108,7 +110,7 @@ def open_store(place: MpiPlace, timeout: timedelta) -> TCPStore:
 
 
 def _address(one_node: bool) -> str:
-    """This host's address as the other nodes reach it; the loopback where there are no others."""
+    """Return the address at which other nodes reach this host; the loopback if there is only one node."""
     if one_node:
         return "127.0.0.1"
     name = socket.gethostname()
@@ -123,14 +125,14 @@ def _address(one_node: bool) -> str:
 
 
 _holders: dict[int, socket.socket] = {}
-"""Ports of rank 0 that its store does not listen at yet, with the sockets that keep them free for it."""
+"""Port of rank 0 on which its store does not listen yet -> socket that reserves it."""
 
 
 def _hold_port() -> int:
-    """A TCP port of this host that the kernel gives to nobody else until the store listens at it.
+    """Reserve a TCP port of this host until the store listens on it.
 
     Source: socket(7): with SO_REUSEADDR, as torch's TCPStore sets it, two sockets may be bound to a port as long as
-    none of them listens; ip(7): a bound port is chosen neither for a connection nor for who asks for any.
+    none of them listens; ip(7): the kernel assigns a bound port to no other socket.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -143,15 +145,15 @@ def _hold_port() -> int:
 def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **options: object
 ) -> "Iterator[tuple[TCPStore, int, int]]":
-    """What torch's rendezvous `mpi://` is answered with: the store, this rank, and the number of ranks.
+    """Handle torch's rendezvous `mpi://`: yield the store, this rank, and the number of ranks.
 
     Args:
         url: `mpi://`.
-        timeout: For all ranks to arrive, and of the store.
-        **options: Of torch's other rendezvous.
+        timeout: Timeout for all ranks to arrive, and of the store.
+        **options: Options of torch's other rendezvous; ignored.
 
     Raises:
-        RuntimeError: mpi4py is not installed; or the ranks are asked for a second time.
+        RuntimeError: mpi4py is not installed, or this is the second rendezvous of the process.
     """
     place = find_place()
     yield open_store(place, timeout), place.rank, place.world_size

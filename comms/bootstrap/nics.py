@@ -1,7 +1,7 @@
-"""Which NIC each local rank should drive, in a few lines, and what speaks against it.
+"""Describes the nearest NIC of each local rank for the report, and picks the interface of each rank for gloo.
 
-NCCL finds the nearest NIC of each GPU itself, by the rules that the topology follows, so for GPUs this is a report.
-Gloo takes one interface for all ranks of a host; with `nics="per_rank"` each rank listens on its own.
+NCCL finds the nearest NIC of each GPU itself, by the same rules as the topology, so for GPUs this is only a report.
+Gloo uses one interface for all ranks of a host; with `nics="per_rank"` each rank gets its own.
 """
 
 from collections import defaultdict
@@ -17,11 +17,11 @@ Nodes = Sequence[Sequence[PeerInfo]]
 
 
 def describe_nics(infos: Sequence[PeerInfo], config: Config) -> tuple[str, ...]:
-    """A line with the NICs by local rank, and one for each thing to mend; where no NIC is known, why, if that is known.
+    """Return a line with the NICs by local rank, and one line per problem; only the reasons if no NIC is known.
 
     Args:
-        infos: Of all ranks, in rank order.
-        config: Says whether gloo uses them.
+        infos: Infos of all ranks, in rank order.
+        config: The user's settings.
     """
     found: dict[object, list[PeerInfo]] = defaultdict(list)
     for info in infos:
@@ -33,15 +33,15 @@ def describe_nics(infos: Sequence[PeerInfo], config: Config) -> tuple[str, ...]:
 
 
 def interface_of(infos: Sequence[PeerInfo], rank: int, config: Config) -> str | None:
-    """The interface that gloo is to use on this rank; None where `nics` leaves the choice to gloo.
+    """Return the network interface for gloo on this rank; None if `nics` leaves the choice to gloo.
 
     Args:
-        infos: Of all ranks, in rank order.
+        infos: Infos of all ranks, in rank order.
         rank: This rank.
-        config: Its `nics` may ask for one.
+        config: The user's settings, with `nics`.
 
     Raises:
-        ValueError: It asks, and there are ranks without an interface. Raised on every rank.
+        ValueError: `nics` is per rank, and a rank has no known interface. Raised on every rank.
     """
     if config.nics != NIC_PER_RANK:
         return None
@@ -57,7 +57,7 @@ def interface_of(infos: Sequence[PeerInfo], rank: int, config: Config) -> str | 
 
 
 def _unknown(infos: Sequence[PeerInfo]) -> tuple[str, ...]:
-    """Ranks whose NIC is unknown, and why, ranks with the same reason together."""
+    """Return a line for each reason why a NIC is unknown, with its ranks."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for info in infos:
         if info.hardware.nic_unknown:
@@ -66,7 +66,7 @@ def _unknown(infos: Sequence[PeerInfo]) -> tuple[str, ...]:
 
 
 def _by_local_rank(nodes: Nodes) -> str:
-    """`NIC by local rank: mlx5_0, mlx5_1 on all 2 nodes`; nodes that differ follow one another."""
+    """Format the NICs: `NIC by local rank: mlx5_0, mlx5_1 on all 2 nodes`, with a part for each kind of node."""
     rows: Mapping[tuple[str, ...], list[int]] = defaultdict(list)
     for number, node in enumerate(nodes):
         rows[tuple(info.hardware.nic or UNKNOWN for info in node)].append(number)
@@ -80,8 +80,9 @@ def _by_local_rank(nodes: Nodes) -> str:
 
 
 def _shared(nodes: Nodes) -> list[str]:
-    """Nodes where ranks share a NIC while one as fast stands idle."""
-    from gradwire.topology.assign import crowded  # here: where no NIC is known there is nothing to say
+    """Return a line for each node on which ranks share a NIC while an equally fast one is idle."""
+    # Imported here: not needed if no NIC is known.
+    from gradwire.topology.assign import crowded
 
     found = [crowded({info.rank: info.hardware.nic for info in node}, node[0].hardware.fastest) for node in nodes]
     remedy = "give the ranks GPUs that are near different NICs"
@@ -89,7 +90,7 @@ def _shared(nodes: Nodes) -> list[str]:
 
 
 def _unused_by_gloo(nodes: Nodes, config: Config) -> list[str]:
-    """Nodes with several NICs of which gloo would use one."""
+    """Return a line that names the nodes with several NICs of which gloo would use one."""
     if config.nics == NIC_PER_RANK or config.transport_name == "mpi":
         return []
     several = [

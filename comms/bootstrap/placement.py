@@ -1,8 +1,9 @@
-"""Who shares a node with whom: from what every rank says about itself (rendezvous.py has them say it).
+"""Placement of ranks on nodes, derived from each rank's `PeerInfo` (exchanged by rendezvous.py).
 
-Never computed from `rank // local_size`: nodes may be uneven, ranks dealt out round-robin, several jobs on one host.
-Two ranks share a node when hostname, boot id and the device number of /dev/shm agree, so containers and emulated
-nodes on one kernel are distinguished exactly where they cannot share memory.
+It is never computed from `rank // local_size`: nodes may have different numbers of ranks, ranks may be assigned
+round-robin, and several jobs may share a host. Two ranks are on one node if host name, boot id and the device number of
+/dev/shm are equal. So containers and emulated nodes on one kernel count as different nodes exactly if they cannot share
+memory.
 """
 
 from collections.abc import Sequence
@@ -19,30 +20,30 @@ from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Li
 from gradwire.topology.host_summary import Hardware, host_summary
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
-"""Link inside a node where the topology does not say, until it is measured: shared memory of a small host."""
+"""Link inside a node until it is measured, if the topology does not give it: shared memory of a small host."""
 
 INTER_NODE = Link(alpha_seconds=100e-6, bytes_per_second=1.25e9, presumed=True)
-"""Link between nodes where the topology does not say, until it is measured: TCP over a 10 Gbit NIC."""
+"""Link between nodes until it is measured, if the topology does not give it: TCP over a 10 Gbit NIC."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """What a rank says about itself.
+    """Facts about one rank that all other ranks need before they connect (NCCL: peer info).
 
     Attributes:
-        rank: Its rank in the group.
-        size: The group's size as this rank knows it.
-        host: Hostname, boot id and device number of /dev/shm.
-        location: Names of the units above the node, outermost first.
-        device: Type of the tensors it will reduce: `cpu` or `cuda`.
-        torch_version: As `torch.__version__` says.
-        hardware: What it knows of its machine: bytes per second inside and outwards, its NIC.
-        shared: The configuration that must agree, field by field.
-        nic_bytes_per_second: Of its node towards the others, where the configuration gives it.
-        port: Where it can be called; 0 where it cannot.
-        addresses: Of its host, the best one first.
-        kernel: That its process runs on; empty where it does not say.
-        nvls_possible: Whether its GPU is one whose NVSwitch, if it has one, can sum.
+        rank: Rank in the group.
+        size: Size of the group, as this rank knows it.
+        host: Host name, boot id and device number of /dev/shm.
+        location: Names of the rack, the region and so on above the node, outermost first.
+        device: Type of the gradients' device: `cpu` or `cuda`.
+        torch_version: `torch.__version__`.
+        hardware: Bytes per second inside and outside of the machine, nearest NIC, GPU fabric.
+        shared: Settings that must be equal on all ranks, by name.
+        nic_bytes_per_second: Rate of its node towards other nodes, if configured.
+        port: Port of its probe server; 0 if it has none.
+        addresses: IP addresses of its host, best first.
+        kernel: Id of the kernel of its process; empty if unknown.
+        nvls_possible: Whether an NVSwitch next to its GPU, if there is one, could sum in the switch.
     """
 
     rank: Rank
@@ -63,14 +64,14 @@ class PeerInfo:
     def here(
         cls, rank: int, size: int, config: Config, device: torch.device, *, known: Hardware | None = None
     ) -> "PeerInfo":
-        """This process's.
+        """Return the info of this process.
 
         Args:
-            rank: See above.
-            size: See above.
-            config: What the user set.
-            device: Where the gradients are.
-            known: Of this machine; None reads its topology.
+            rank: Rank in the group.
+            size: Size of the group.
+            config: The user's settings.
+            device: Device of the gradients.
+            known: Hardware of this machine; None reads its topology.
         """
         return cls(
             rank,
@@ -100,10 +101,17 @@ def hardware(local_rank: int | None, device_type: str) -> Hardware:
 
 
 def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
-    """Where each rank is, as a cluster with the links' default or configured speeds.
+    """Build the cluster: the place of each rank, and links with configured, detected or default speeds.
 
-    For CUDA the links are those of NCCL: its latencies over NVLink, PCIe and the kind of network, the NICs that the
-    nodes' GPUs drive, and its fabric where all ranks know theirs. What the topology does not say is `presumed`.
+    For CUDA the links are NCCL's: its latencies over NVLink, PCIe and the kind of network, the NICs that the nodes'
+    GPUs drive, and the fabric if all ranks know theirs. Links that the topology does not give are marked `presumed`.
+
+    Args:
+        infos: Infos of all ranks, in rank order.
+        config: The user's settings.
+
+    Raises:
+        ValueError: Ranks have locations of different depth.
     """
     depth = {len(info.location) for info in infos}
     if len(depth) > 1:
@@ -127,22 +135,23 @@ def cluster_of(infos: Sequence[PeerInfo], config: Config) -> Cluster:
 
 
 def _nvls_possible(device: torch.device) -> bool:
-    """Whether a device's NVSwitch, if it has one, can sum."""
+    """Whether an NVSwitch next to a device, if there is one, could sum in the switch."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
-    from gradwire.topology.fabric import NVLS_CAPABILITY  # here: ranks on CPUs need nothing of it
+    # Imported here: ranks on CPUs do not need it.
+    from gradwire.topology.fabric import NVLS_CAPABILITY
 
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor >= NVLS_CAPABILITY
 
 
 def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
-    """The cluster, its nodes (and what they are in) with links of these rates.
+    """Return the cluster with other rates of its nodes' links.
 
     Args:
-        cluster: Of any depth.
-        rates: Bytes per second of each node, in the order of `cluster.units(0)`; empty leaves it as it is. A rack is
-            taken to be as fast as the fastest of its nodes, a region likewise.
+        cluster: Cluster of any depth.
+        rates: Bytes per second of each node, in the order of `cluster.units(0)`; empty changes nothing. A rack or
+            region gets the rate of its fastest node.
     """
     if not rates or cluster.depth == 1:
         return cluster
@@ -159,10 +168,10 @@ def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
 
 
 def _node_rates(infos: Sequence[PeerInfo], cluster: Cluster) -> list[float]:
-    """What each node sends, as given, else as its topology says; empty where neither is known of all ranks.
+    """Return the send rate of each node, configured or else from its topology; empty if not known for all ranks.
 
-    Of GPUs only what was given counts: what their topology says of a node depends on which NICs its ranks happen to
-    drive, and on no GPU have owners by the links been tried.
+    For GPUs only configured rates count: the rate in a node's topology depends on which NICs its ranks happen to drive,
+    and owners by unequal links were never tried on GPUs.
     """
     rates = [info.nic_bytes_per_second for info in infos]
     if None in rates and infos[0].device != "cuda":
@@ -177,7 +186,7 @@ def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) 
 
 
 def _assumed(infos: Sequence[PeerInfo]) -> tuple[Link, Link]:
-    """The links inside a node and between nodes, with the rates that are known."""
+    """Return the links inside a node and between nodes, with detected or configured rates if known."""
     inside = _slowest([info.hardware.intra_node for info in infos])
     outwards = _slowest([info.nic_bytes_per_second for info in infos]) or _slowest(
         [info.hardware.inter_node for info in infos]
@@ -191,8 +200,9 @@ def _assumed(infos: Sequence[PeerInfo]) -> tuple[Link, Link]:
 def _of_gpus(
     infos: Sequence[PeerInfo], cluster: Cluster, fabric: GpuFabric | None, config: Config
 ) -> tuple[Link, Link]:
-    """The links as NCCL uses them: its latencies, and the NICs that the ranks of the smallest node drive."""
-    from gradwire.topology.bandwidth import ALPHA_SECONDS  # here: ranks on CPUs need nothing of GPUs
+    """Return the links as NCCL uses them: its latencies, and the NICs that the ranks of the smallest node drive."""
+    # Imported here: ranks on CPUs do not need them.
+    from gradwire.topology.bandwidth import ALPHA_SECONDS
     from gradwire.topology.fabric import CHANNELS_PER_NIC, NETWORK_SECONDS, sender_nics
 
     intra, inter = (level.link for level in cluster.levels[:2])
@@ -216,7 +226,7 @@ def _of_gpus(
 
 
 def _driven_nics(infos: Sequence[PeerInfo], node: Sequence[int]) -> tuple[int | None, float]:
-    """NICs that the ranks of a node drive, None where that is unknown, and their share of the machine's."""
+    """Return the NICs that the ranks of a node drive (None if unknown), and their share of the machine's NICs."""
     ranks = [infos[rank].hardware for rank in node]
     every = min((each.nics for each in ranks if each.nics is not None), default=None)
     if every is None:
@@ -228,7 +238,7 @@ def _driven_nics(infos: Sequence[PeerInfo], node: Sequence[int]) -> tuple[int | 
 
 
 def _common(fabrics: Sequence[GpuFabric | None]) -> GpuFabric | None:
-    """What all nodes have in common; None where one of them is not known."""
+    """Return the features that all nodes' fabrics have; None if one is unknown."""
     known = [fabric for fabric in fabrics if fabric is not None]
     if len(known) < len(fabrics):
         return None
@@ -245,7 +255,7 @@ def _common(fabrics: Sequence[GpuFabric | None]) -> GpuFabric | None:
 
 
 def _slowest(rates: Sequence[float | None]) -> float | None:
-    """The least of the rates; None where one is unknown, because that one may be the least."""
+    """Return the lowest rate; None if one is unknown, because it could be the lowest."""
     known = [rate for rate in rates if rate is not None]
     return min(known) if len(known) == len(rates) else None
 

@@ -1,20 +1,20 @@
-"""What gradwire needs of torch, said in words: this module runs without torch, and with one that is too old."""
+"""Checks that a recent enough torch is installed. This module itself imports without torch, or with an old one."""
 
 import importlib
 import re
 
 OLDEST = (2, 13)
-"""Release of torch, major and minor."""
+"""Oldest supported release of torch: major and minor."""
 
 _WANTED = f"gradwire needs torch {OLDEST[0]}.{OLDEST[1]} or newer"
 
 
 def require_torch() -> None:
-    """Imports torch, or says what to do.
+    """Import torch, or raise an error that says how to install it.
 
     Raises:
-        ModuleNotFoundError: There is no torch.
-        ImportError: It is too old.
+        ModuleNotFoundError: torch is not installed.
+        ImportError: torch is too old.
     """
     try:
         torch = importlib.import_module("torch")
@@ -29,12 +29,13 @@ def require_torch() -> None:
 
 
 def too_old(version: str) -> str | None:
-    """Why a release of torch cannot be used; None where it can.
+    """Return an error message if a release of torch is too old, else None.
 
     Args:
-        version: As `torch.__version__` says: `2.13.0+cpu`, `2.16.0a0+git1234`.
+        version: Value of `torch.__version__`: `2.13.0+cpu`, `2.16.0a0+git1234`.
     """
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) >= OLDEST:
-        return None  # a version of another form is a build of somebody's own, who knows what it is
+        # A version of another form is a private build, whose owner knows what it is.
+        return None
     return f"{_WANTED}, and finds {version}"
