@@ -1,4 +1,4 @@
-"""What the facts of a job say is wrong: pure functions, one file for each kind of cause."""
+"""Checks: functions from the measurements of a job to findings, in one module for each kind of cause."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -127,7 +127,7 @@ def _rank(each: Diagnosis, facts: JobFacts) -> tuple[bool, bool, bool, float, fl
 
 
 def _whole_seconds(facts: JobFacts) -> float:
-    """A step; the all-reduce if none is known."""
+    """Return the seconds of a step, or of an all-reduce if no step is known; 0 on one node without a step."""
     if facts.step_seconds is not None:
         return facts.step_seconds
     if len(facts.nodes) < 2:
@@ -136,7 +136,7 @@ def _whole_seconds(facts: JobFacts) -> float:
 
 
 def _at_most_measured(each: Diagnosis, facts: JobFacts) -> Diagnosis:
-    """The finding with a cost of no more than the all-reduce, and the script's step, as they were measured."""
+    """Return the finding with its cost limited to the measured all-reduce and the script's step."""
     most = facts.all_reduce_seconds if each.key in OF_THE_EXCHANGE else None
     if facts.script_runs and facts.step_seconds is not None:
         most = min(facts.step_seconds, float("inf") if most is None else most)
@@ -144,7 +144,7 @@ def _at_most_measured(each: Diagnosis, facts: JobFacts) -> Diagnosis:
 
 
 def _explains(cause: Diagnosis, symptom: Diagnosis, facts: JobFacts) -> bool:
-    """Whether a symptom may be the cause's. Of two that explain each other the dearer one is the cause."""
+    """Return whether one finding may cause another. Of two that explain each other the more expensive is the cause."""
     if symptom.key not in EXPLAINS.get(cause.key, ()):
         return False
     if cause.key in EXPLAINS.get(symptom.key, ()) and symptom.cost_seconds > cause.cost_seconds:

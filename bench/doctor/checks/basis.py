@@ -1,6 +1,6 @@
-"""When the fix of a finding is the right one, and where that can be read: said beside each fix.
+"""Condition and source of the fix of each kind of finding; the report prints them below the fix.
 
-Whoever is told to change a machine has to be able to see that the advice is not for another machine than theirs.
+They let the reader see whether the advice is for a machine like theirs.
 """
 
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What the fixes of one kind of finding rest on.
+    """Condition and source of the fixes of one kind of finding.
 
     Attributes:
-        holds: The condition under which they help, to go on after `this holds where`.
-        source: Where that is written.
+        holds: Condition under which the fix helps, printed after `if:`.
+        source: Public document that says so.
     """
 
     holds: str
@@ -162,4 +162,4 @@ BASES = {
         "documentation of torch.distributed, Which backend to use?",
     ),
 }
-"""Key of a finding -> its basis."""
+"""Key of a finding -> condition and source of its fix."""

@@ -1,4 +1,4 @@
-"""The machines themselves: shared memory, cores, quotas and threads, slow nodes and GPUs, GPUDirect RDMA, clocks."""
+"""Checks of the machines: shared memory, cores, quotas and threads, slow nodes and GPUs, GPUDirect RDMA, clocks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,38 +10,39 @@ from gradwire.topology.levels import HOST_BYTES_PER_SECOND
 from gradwire.topology.wording import duration, listed, nbytes
 
 SMALL_SHM_NBYTES = 256 << 20
-"""Docker's own default is 64 MB; NCCL asks for 1 GB and DataLoader's workers for what their batches need. Source: NCCL
-user guide, Troubleshooting, section Docker; `docker run` reference, --shm-size."""
+"""Size of /dev/shm below which it is too small. Docker's default is 64 MB; NCCL asks for 1 GB, DataLoader's workers for
+their batches. Source: NCCL user guide, Troubleshooting, section Docker; `docker run` reference, --shm-size."""
 
 FULL_SHM_NBYTES = 32 << 20
+"""Free bytes of /dev/shm below which it is full: less than a bucket of 25 MiB and its neighbours need."""
 
 SLOW_NODE, NEVER_ABOVE = 0.7, 0.95
-"""A node is slow that usually does less than this share of a good node's work, with nobody else at work in the job, and
-that never keeps up with it: on a busy machine a good node does so in one try of five at least."""
+"""A node is slow if its median speed is below the first share of a good node's and its best below the second, while no
+other node of the job computes. Under load a good node keeps up in at least one try of five."""
 
 CROWD_EFFECT = 1.25
-"""Times slower than with as many threads as there are cores: less may be noise."""
+"""Least slowdown, against one thread for each core, from which too many threads are a finding; less may be noise."""
 
 CLOCK_SECONDS = 1.0
-"""Certificates, logs and file systems bear less than this without complaint."""
+"""Difference of two clocks above which it is a finding. Certificates, logs and file systems tolerate less."""
 
 
 def available_cores(ranks: Sequence[RankFacts]) -> float:
-    """Cores that the ranks of a node have together: those they are bound to, or fewer where a quota says so.
+    """Return the number of cores of a node's ranks together: those they are bound to, or fewer under a quota.
 
     Args:
-        ranks: Of one node.
+        ranks: All ranks of one node.
     """
     return min(float(len(_cores(ranks))), _limit(ranks))
 
 
 def _limit(ranks: Sequence[RankFacts]) -> float:
-    """CPUs that a quota leaves to the ranks of a node together; infinite without one."""
+    """Return the CPUs that a quota allows the ranks of a node together; infinite without a quota."""
     return min((each.cpu_limit for each in ranks if each.cpu_limit is not None), default=math.inf)
 
 
 def shared_memory(facts: JobFacts) -> Iterator[Diagnosis]:
-    """/dev/shm is small, as containers have it, or full."""
+    """Report a /dev/shm that is too small, as in containers, or full."""
     failed = [each for each in facts.backends if each.error and "shared memory" in each.error]
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         size, free = ranks[0].shm_nbytes, ranks[0].shm_free_nbytes
@@ -71,7 +72,7 @@ def shared_memory(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def oversubscribed_cores(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Ranks bound to the same core, a container's quota, or more threads than cores; one for all nodes alike."""
+    """Report ranks bound to the same core, too small a quota, and more threads than cores; one finding of each kind."""
     crowds: dict[str, list[tuple[str, float, str, tuple[str, ...]]]] = {}
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         cores, count = available_cores(ranks), len(ranks)
@@ -112,7 +113,7 @@ def _cores(ranks: Sequence[RankFacts]) -> list[int]:
 
 
 def _effect(facts: JobFacts, ranks: Sequence[RankFacts]) -> float:
-    """How many times longer work takes with the node's threads than with one for each core; 1 where they fit."""
+    """Return how many times longer work takes with the node's threads than with one a core; 1 if not measured."""
     numbers = {each.rank for each in ranks}
     ratios = [
         each.threads_seconds / each.fair_seconds
@@ -141,7 +142,7 @@ def _threads_fix(cores: float, count: int) -> tuple[str, ...]:
 
 
 def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
-    """A node whose cores do far less than another's, again and again."""
+    """Report nodes whose cores were far slower than another node's in several tries."""
     names = facts.names
     for name, ranks in zip(names, facts.nodes, strict=True):
         share = _share(facts.work, ranks)
@@ -176,14 +177,14 @@ def slow_node(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _share(work: Sequence[CoreWork], ranks: Sequence[RankFacts]) -> float | None:
-    """The node's usual share of a good node's work; None where it was never in doubt, or the doubt was unfounded."""
+    """Return the node's median speed over a good node's; None if it is not slow."""
     numbers = {each.rank for each in ranks}
     tries = next((each.again for each in work if each.rank in numbers and each.again), ())
     return median(tries) if tries and median(tries) < SLOW_NODE and max(tries) < NEVER_ABOVE else None
 
 
 def slow_gpus(facts: JobFacts) -> Iterator[Diagnosis]:
-    """GPUs whose driver holds the clock down for heat or power."""
+    """Report GPUs whose driver lowers the clock for heat or power."""
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         bad = [gpu for gpu in ranks[0].gpus if gpu.slowed_by]
         if bad:
@@ -219,7 +220,7 @@ P2P_FIX = {
 
 
 def no_peer_to_peer(facts: JobFacts) -> Iterator[Diagnosis]:
-    """GPUs of one node that cannot reach each other: what they exchange goes through the host's memory."""
+    """Report GPUs of one node without peer access, which exchange data through the host's memory."""
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         gpus = ranks[0].gpus
         states = {
@@ -249,7 +250,7 @@ def no_peer_to_peer(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def gpudirect(facts: JobFacts) -> Iterator[Diagnosis]:
-    """What `gradwire gdr-check` finds: GPU memory that takes a detour through the host's."""
+    """Report failed checks of `gradwire gdr-check`: NICs reach GPU memory through the host's memory."""
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         failed = [each for rank in ranks for each in rank.gdr if each[0] == "fail"]
         if failed:
@@ -269,7 +270,7 @@ def gpudirect(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def clocks(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Clocks that are seconds apart."""
+    """Report clocks that differ by more than a second."""
     bad = [pair for pair in facts.pairs if abs(pair.clock_seconds) > CLOCK_SECONDS]
     if not bad:
         return

@@ -1,4 +1,4 @@
-"""Links that are slow, half duplex, far, limited to a connection or to small packets; and the wrong network."""
+"""Checks of the measured links: rate, duplex, latency, one connection, MTU, and the interface in use."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -15,54 +15,53 @@ from gradwire.topology.fabric import TCP_SHARE
 from gradwire.topology.wording import duration, listed, rate, verb
 
 SLOW = 0.7
-"""A link below this share of what it should give is named. TCP alone reaches 94 %; on a busy machine of two cores the
-best of three tries was never below 85 % (2-core EPYC VM, 2026-11-22)."""
+"""Share of the expected rate below which a link is a finding. TCP alone reaches 94 %; under load the best of three
+tries was never below 85 % (2-core EPYC VM, 2026-11-22)."""
 
 DOUBTFUL = 0.8
-"""Share of a good link's rate below which a link is measured again."""
+"""Share of a healthy link's rate below which a pair is measured again."""
 
 DOUBTFUL_LOSS = 5e-4
-"""Share of lost packets above which it is, too."""
+"""Share of lost packets above which a pair is measured again."""
 
 ONE_OF_MANY = 0.55
-"""One connection with less than this share of several is limited by itself."""
+"""Share of the rate of several connections below which one connection alone is a finding."""
 
 HALF_DUPLEX = 0.62
-"""Rate of both directions used at once, over their rates alone, below which a link is half duplex: 0.5 is half, 1 is
-full. On a busy machine of two cores the best of three tries was 0.7 once, with 28 processes waiting for a core (2-core
-EPYC VM, 2026-11-22)."""
+"""Rate with both directions in use, over the rates of one direction, below which a link is half duplex: 0.5 is half, 1
+is full. The best of three tries was 0.7 once on a full-duplex link, at a load of 28 (2-core EPYC VM, 2026-11-22)."""
 
 CONFIRMED = 3
-"""Tries of a pair before anything is said of it: the first, and two alone with nobody else measuring."""
+"""Number of measurements of a pair before it can be a finding: the first, and two while no other pair is measured."""
 
 PLAIN = 0.75
-"""Share of what lets a pair pass, below which a confirmed pair is plainly bad, and not tried once more."""
+"""Share of a threshold below which a confirmed pair is bad for certain, and not measured again."""
 
 HEADROOM = 2.0
-"""What this program moves inside a node must be so many times the link's rate, or the program is what is measured."""
+"""Multiple of a link's rate that this program must reach over the loopback; otherwise its own speed is measured."""
 
 FAR_SECONDS = 2e-3
-"""Seconds one way, more than any two machines of a data centre are apart; between zones of a cloud 0.5 to 1 ms."""
+"""Latency in one direction above which two machines are not in one data centre; cloud zones are 0.5 to 1 ms apart."""
 
 SLOW_ANSWER = 5.0
-"""Times the usual latency of the other pairs, and at least `ANSWER_SECONDS` more."""
+"""Multiple of the median latency above which a pair is far apart, if it is also `ANSWER_SECONDS` above the median."""
 ANSWER_SECONDS = 3e-4
 
 FOREIGN_SHARE = 0.05
-"""Share of a good link that other programs have to use to be named. Heartbeats and logs use far less."""
+"""Share of a healthy link above which other programs' traffic is a finding. Heartbeats and logs use far less."""
 
 USUAL_MTU = 1500
 HEADERS_NBYTES, FRAME_NBYTES = 52, 38
-"""IPv4 and TCP with time stamps inside a packet; Ethernet's header, checksum, preamble and gap around it."""
+"""Bytes of IPv4 and TCP headers with time stamps in a packet, and of Ethernet's framing around it."""
 
 
 def doubtful_pairs(facts: JobFacts) -> list[tuple[int, int]]:
-    """Pairs that should be measured again before anything is said about them, the worst first.
+    """Return the pairs of nodes to measure again before a check may report them, the worst first.
 
-    Two of a node's pairs are enough to know the node; what is plainly bad after `CONFIRMED` tries is known too.
+    At most two pairs of a node are returned, and none that is bad for certain after `CONFIRMED` tries.
 
     Args:
-        facts: With all pairs measured at least once.
+        facts: Measurements with at least one try of each pair.
     """
     good = facts.good_rate()
     usual = median([pair.latency_seconds for pair in facts.pairs] or [0.0])
@@ -90,12 +89,14 @@ def doubtful_pairs(facts: JobFacts) -> list[tuple[int, int]]:
 
 
 def rate_confidence(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -> float:
-    """How sure a measured rate is the link's and not this program's: by what the program moves inside those nodes.
+    """Return the probability that a measured rate is the link's, and not the speed of this program.
+
+    It depends on the rate that the program reaches over the nodes' loopback.
 
     Args:
-        facts: Of the job.
-        nodes: That were measured.
-        bytes_per_second: What they should have shown.
+        facts: Measurements of the job.
+        nodes: Numbers of the two nodes, or of one.
+        bytes_per_second: Rate that was expected between them.
     """
     own = [facts.own_bytes_per_second[node] for node in nodes if node in facts.own_bytes_per_second]
     if not own:
@@ -104,7 +105,7 @@ def rate_confidence(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: f
 
 
 def slow_links(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Nodes whose best link is far below their NIC's rate, or below the other nodes'."""
+    """Report nodes whose best rate is far below their NIC's, or below that of the other nodes."""
     names = facts.names
     nodes = [node for node in range(len(names)) if facts.reached(node) is not None]
     best = {node: min(facts.reached(node) or (0.0, 0.0)) for node in nodes}
@@ -175,12 +176,12 @@ def _used_nic(first: RankFacts) -> str:
 
 
 def _confirmed(facts: JobFacts) -> list[PairRates]:
-    """Pairs whose rates are known: those that lose whole packets say nothing of the link's."""
+    """Return the pairs with a confirmed rate. Pairs whose full-size packets are lost have none."""
     return [pair for pair in facts.pairs if pair.times >= CONFIRMED and pair.packets_pass is not False]
 
 
 def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
-    """Pairs that are slow although both nodes are fast with others."""
+    """Report pairs that are slow although both nodes are fast with other nodes."""
     found = [
         pair
         for pair in _confirmed(facts)
@@ -218,7 +219,7 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> Iterator[Diagnosis]:
 
 
 def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
-    """The PCIe link of the NIC in use carries less than its port."""
+    """Report NICs in use whose PCIe link is slower than their network port."""
     if len(facts.nodes) < 2:
         return
     slow = []
@@ -266,7 +267,7 @@ def narrow_slot(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
-    """One connection reaches far less than several: clouds limit a flow, and a core's TCP stack does."""
+    """Report that one connection is far slower than several together: clouds limit the rate of a flow."""
     confirmed = _confirmed(facts)
     # A core that moves little more than several connections do is what limits one: that is no fault of the network.
     limited = [
@@ -301,7 +302,7 @@ def single_connection(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def flapping(facts: JobFacts) -> list[Diagnosis]:
-    """A NIC's link went away and came back while it was looked at."""
+    """Report NICs whose link went down and up during the examination."""
     names = facts.names
     return [
         Diagnosis(
@@ -323,7 +324,7 @@ def flapping(facts: JobFacts) -> list[Diagnosis]:
 
 
 def lost_duplex(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Sending and receiving at once halves the rate; or the NIC itself says half duplex."""
+    """Report half-duplex links: by the driver, or because both directions at once have half the rate."""
     names = facts.names
     found = [
         Diagnosis(
@@ -374,11 +375,11 @@ def _halved(facts: JobFacts, pair: PairRates) -> bool:
 
 
 def has_headroom(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -> bool:
-    """Whether this program can move far more than a rate, so that the network and not a core limits the rate.
+    """Return whether this program is so much faster than a rate that the network limits the rate, and not a core.
 
     Args:
-        facts: Of the job.
-        nodes: Numbers of the nodes whose loopback rates count; a node without one is taken for fast enough.
+        facts: Measurements of the job.
+        nodes: Numbers of the nodes whose loopback rates are compared; one without a rate counts as fast enough.
         bytes_per_second: Rate between the nodes.
     """
     own = [facts.own_bytes_per_second.get(node, float("inf")) for node in nodes]
@@ -386,16 +387,16 @@ def has_headroom(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: floa
 
 
 def _both_share(pair: PairRates) -> float:
-    """What both directions at once have, of what each has alone."""
+    """Return the rate with both directions in use over the rates of one direction."""
     return sum(pair.both) / max(sum(pair.many), 1.0)
 
 
 def in_all(bad: list[PairRates], pairs: tuple[PairRates, ...]) -> set[int]:
-    """Nodes that are in every bad pair, and bad in every pair that was looked at twice.
+    """Return the nodes that all bad pairs share and whose confirmed pairs are all bad.
 
     Args:
-        bad: Some of `pairs`, one at least.
-        pairs: Of the job.
+        bad: Bad pairs, at least one of `pairs`.
+        pairs: All pairs of the job.
     """
     shared = set.intersection(*({pair.a, pair.b} for pair in bad))
     keys = {(pair.a, pair.b) for pair in bad}
@@ -407,7 +408,7 @@ def in_all(bad: list[PairRates], pairs: tuple[PairRates, ...]) -> set[int]:
 
 
 def far_apart(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Pairs with a latency that no data centre has, or far above that of the others."""
+    """Report pairs with a latency above any in a data centre, or far above the median of the other pairs."""
     names = facts.names
     usual = median([pair.latency_seconds for pair in facts.pairs] or [0.0])
     others = usual if len(facts.pairs) > 2 else FAR_SECONDS
@@ -452,7 +453,7 @@ def far_apart(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def packet_sizes(facts: JobFacts) -> Iterator[Diagnosis]:
-    """MTUs that differ between nodes, packets that are lost because of it, or packets smaller than Ethernet's."""
+    """Report full-size packets that are lost, MTUs that differ between nodes, and MTUs below Ethernet's."""
     names = facts.names
     lost = [pair for pair in facts.pairs if pair.packets_pass is False and pair.times >= CONFIRMED]
     mtus = {node: nic.mtu for node, ranks in enumerate(facts.nodes) if (nic := _used(ranks[0])) is not None}
@@ -520,7 +521,7 @@ def _used(first: RankFacts) -> NetworkInterface | None:
 
 
 def _share(mtu: int) -> float:
-    """The share of a wire's bytes that is payload."""
+    """Return the payload's share of the bytes on the wire."""
     return (mtu - HEADERS_NBYTES) / (mtu + FRAME_NBYTES)
 
 
@@ -529,7 +530,7 @@ def _below(mtu: int) -> int:
 
 
 def wrong_interface(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Gloo or NCCL uses a slower network than the nodes have, or one that leads nowhere."""
+    """Report that gloo or NCCL uses a slower network than the nodes have, or one that does not reach the others."""
     names = facts.names
     found = [*_unknown_interface(facts), *_nowhere(facts)]
     if found:
@@ -576,7 +577,7 @@ def _why(first: RankFacts) -> str:
 
 
 def _unknown_interface(facts: JobFacts) -> Iterator[Diagnosis]:
-    """A variable names an interface that is not there."""
+    """Report GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that names no interface of a node."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         bad = []
         for node, ranks in enumerate(facts.nodes):
@@ -604,7 +605,7 @@ def _unknown_interface(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Gloo did not connect, or sits on the loopback or a container's bridge while there are several nodes."""
+    """Report that gloo did not connect, or would use the loopback or a container's bridge between several nodes."""
     names = facts.names
     many = len(names) > 1
     inside = []
@@ -651,17 +652,17 @@ def _nowhere(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _chosen(first: RankFacts) -> bool:
-    """Not merely a single machine without a network name."""
+    """Return whether the interface matters: it was chosen by a variable, or gloo failed with it."""
     return "GLOO_SOCKET_IFNAME" in first.variables or first.gloo_error is not None
 
 
 def _leading_out(first: RankFacts) -> list[str]:
-    """Interfaces that may lead to other machines."""
+    """Return the names of the interfaces that may lead to other machines."""
     return [each.name for each in first.interfaces if each.kind in ("nic", "virtual") and each.up and each.addresses]
 
 
 def _slower_nic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """A NIC with a higher rate stands beside the one in use, by what the drivers say alone."""
+    """Report a NIC that is faster than the one in use by the drivers, and over which nothing was measured."""
     for node, ranks in enumerate(facts.nodes):
         first = ranks[0]
         used = first.interface(first.gloo_interface)

@@ -8,14 +8,14 @@ from gradwire.topology.gdr.nccl import name_matches
 from gradwire.topology.wording import listed, rate
 
 WORTH = 0.1
-"""Share of the rate of the NIC in use that another one has to give to be worth naming."""
+"""Least rate of an idle NIC that is reported, as a share of the rate of the NIC in use."""
 
 ANOTHER = 1.4
-"""Multiple of that rate above which the other NIC is the one to use, and the interface is named as the wrong one."""
+"""Multiple of the rate in use: a NIC above it alone is a finding `wrong_interface`; below it together, a remark."""
 
 
 def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """A NIC that leads to the other nodes, beside the one in use: what both together would give."""
+    """Report a NIC that reaches the other nodes and is not used: the rate of both together."""
     names = facts.names
     used = {node: min(facts.reached(node) or (0.0, 0.0)) for node in range(len(names))}
     idle = []
@@ -58,12 +58,12 @@ def idle_nic(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _gloo_takes(first: RankFacts, interface: str) -> bool:
-    """Whether gloo is told to send over an interface besides."""
+    """Return whether GLOO_SOCKET_IFNAME names the interface as well."""
     return interface in first.variables.get("GLOO_SOCKET_IFNAME", "").split(",")
 
 
 def _nccl_takes(first: RankFacts, interface: str) -> bool:
-    """Whether NCCL may: without a name it takes all that lead out."""
+    """Return whether NCCL uses the interface: without NCCL_SOCKET_IFNAME it uses all that reach other hosts."""
     given = first.variables.get("NCCL_SOCKET_IFNAME")
     return not given or name_matches(given, interface)
 
@@ -90,7 +90,7 @@ def _fix(first: RankFacts, nic: str, other: str, on_gpus: bool) -> tuple[str, ..
 
 
 def cross_nic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """NCCL is told to let rings change NICs between nodes, where a NIC may reach its like alone."""
+    """Report NCCL_CROSS_NIC=1 on nodes whose NICs are in different networks and may not reach each other."""
     if not facts.has_gpus or len(facts.nodes) < 2:
         return
     told = [ranks[0] for ranks in facts.nodes if ranks[0].variables.get("NCCL_CROSS_NIC", "").strip() == "1"]
@@ -112,7 +112,7 @@ def cross_nic(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _networks(first: RankFacts) -> list[str]:
-    """The first three numbers of each NIC's address: how wide its network is was not asked."""
+    """Return the first three numbers of each NIC's IPv4 address, assuming networks of 24 bits."""
     nics = [each for each in first.interfaces if each.kind == "nic" and each.up]
     four = [address for each in nics for address in each.addresses[:1] if "." in address]
     return sorted({address.rpartition(".")[0] for address in four})

@@ -1,4 +1,4 @@
-"""Where the ranks are: in which order on which nodes, and whether each has a GPU of its own."""
+"""Checks of the placement: the order of ranks on the nodes, and whether each rank has a GPU to itself."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from gradwire.topology.wording import listed, rate
 
 
 def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Ranks dealt over the nodes like cards: every neighbour in rank order is on another machine."""
+    """Report ranks that are assigned to the nodes round robin, so that neighbours in rank order are on other nodes."""
     node_of = {each.rank: place for place, ranks in enumerate(facts.nodes) for each in ranks}
     cost = ring_cost(node_of)
     if cost <= 1:
@@ -19,7 +19,7 @@ def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:
     ring = 2 * (count - 1) / count * facts.gradient_nbytes / good
     yield Diagnosis(
         key="rank_order",
-        title="The ranks are dealt round the nodes instead of node by node",
+        title="The ranks are assigned to the nodes round robin instead of node by node",
         confidence=0.9,
         cost_seconds=(cost - 1) * ring,
         evidence=(
@@ -45,7 +45,7 @@ def rank_order(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def shared_gpus(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Two ranks of a node with one LOCAL_RANK, or more ranks than GPUs."""
+    """Report nodes with two ranks of one LOCAL_RANK, or with more ranks than GPUs."""
     for name, ranks in zip(facts.names, facts.nodes, strict=True):
         numbers = Counter(each.local_rank for each in ranks if each.local_rank is not None)
         twice = [number for number, count in numbers.items() if count > 1]

@@ -1,4 +1,4 @@
-"""Variables that slow a job down, or that differ between ranks; the table is topology/nccl_variables.py."""
+"""Checks of environment variables: harmful ones, by the table of topology/nccl_variables.py, and those that differ."""
 
 from collections.abc import Iterator
 
@@ -7,13 +7,13 @@ from gradwire.topology.nccl_variables import HARMFUL
 from gradwire.topology.wording import listed
 
 MAY_DIFFER = ("_SOCKET_IFNAME", "_IB_HCA", "_TOPO_FILE", "_DEBUG", "_HOSTID", "VISIBLE_DEVICES", "_CONF_FILE")
-"""Variables that are each node's own, or change nothing between ranks."""
+"""Endings of names that may differ between ranks: settings of a node, or without effect on what ranks choose."""
 
 NO_GPUS = "no rank has a GPU here: it costs nothing until one has"
 
 
 def harmful_variables(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Variables of the table that are set to what hurts."""
+    """Report variables of the table that are set to a harmful value."""
     for rule in HARMFUL:
         ranks = [each for each in facts.ranks if rule.name in each.variables and rule.hurts(each.variables[rule.name])]
         if not ranks:
@@ -43,7 +43,7 @@ def harmful_variables(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def differing_variables(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Variables of NCCL that differ between ranks: its ranks must choose alike."""
+    """Report variables of NCCL that differ between ranks, which must make the same choices."""
     names = {name for each in facts.ranks for name in each.variables if name.startswith("NCCL_")}
     for name in sorted(names):
         if name.endswith(MAY_DIFFER) or "_DEBUG" in name:

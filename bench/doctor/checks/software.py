@@ -1,4 +1,4 @@
-"""Versions that differ between the ranks, ranks that are not there, backends that fail."""
+"""Checks of the software: versions that differ between nodes, ranks that did not join, backends that fail."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 from gradwire.topology.wording import listed, ranks_in_words, verb
 
 GRAVE = ("torch", "nccl", "gradwire")
-"""Both ends of a connection must speak alike: other versions may hang or refuse."""
+"""Libraries whose versions must be equal on both ends of a connection; others may hang or refuse."""
 
 
 def versions(facts: JobFacts) -> Iterator[Diagnosis]:
-    """One node runs other software than the others."""
+    """Report nodes with another version of a library than most nodes."""
     for library in ("torch", "nccl", "gradwire", "cuda", "driver", "python"):
         by_node = {
             name: ranks[0].versions[library]
@@ -38,7 +38,7 @@ def versions(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def missing(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Ranks that never came: those that have started, and those of which nothing was heard."""
+    """Report ranks that did not join: those that reported their start, and those that did not."""
     slow = [rank for rank in facts.missing_ranks if rank in facts.started_ranks]
     absent = [rank for rank in facts.missing_ranks if rank not in facts.started_ranks]
     waited = f"all other ranks reached the launcher's store and waited {facts.waited_seconds:.0f} s"
@@ -81,7 +81,7 @@ def missing(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def failing_backends(facts: JobFacts) -> list[Diagnosis]:
-    """An all-reduce that failed, where no other check says why."""
+    """Report backends whose all-reduce failed for a reason that no other check reports."""
     lost = any(pair.packets_pass is False for pair in facts.pairs)
     return [
         Diagnosis(

@@ -1,4 +1,4 @@
-"""Where a step of the user's own script goes: to a rank that comes late, a data loader, checkpoints."""
+"""Checks of the steps of `--script`: late ranks, data loaders, checkpoints, too many all-reduces, unused parameters."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -9,32 +9,31 @@ from gradwire.comms.observe.diagnosis import Margin, behind_median, excesses
 from gradwire.topology.wording import duration, nbytes
 
 LOADER, SAVING = "the data loader", "saving a checkpoint"
-"""As gradwire/comms/watch/activity.py names them; not imported, because that needs torch."""
+"""Names of activities in gradwire/comms/watch/activity.py, which is not imported because it needs torch."""
 
 FIRST_BUCKET_NBYTES = 1 << 20
-"""DDP's first bucket. Source: torch/nn/parallel/distributed.py, dist._DEFAULT_FIRST_BUCKET_BYTES."""
+"""Bytes of DDP's first bucket. Source: torch/nn/parallel/distributed.py, dist._DEFAULT_FIRST_BUCKET_BYTES."""
 MANY = 1.5
 """Multiple of the all-reduces that the gradients need, above which a script makes too many. One more, for a logged
 loss, is no fault."""
 
 LOADER_SHARE, SAVING_SHARE = 0.15, 0.1
 LEAST_SECONDS = 5e-3
-"""Least seconds of a step that are named: what is seen every 5 ms says little of less."""
+"""Least seconds of a step that are reported: activities are sampled every 5 ms."""
 LATE = Margin(LEAST_SECONDS, 0.15)
 """Margin of the wait for a rank above which it is named."""
 GPU_STEP_SECONDS = 1.0
-"""torch learns of the end of NCCL's collectives ten times a second: shorter steps are not split there."""
+"""Least step on GPUs for which late ranks are reported: torch polls NCCL's collectives ten times a second."""
 
 
 def step_split(facts: JobFacts) -> dict[str, float]:
-    """Parts of a step -> seconds on the usual rank, the largest first; empty where no script was run.
+    """Return the parts of a step of the median rank -> seconds, the largest first; empty if no script was run.
 
-    First what its main thread does. Then, of the time in which it has an exchange under way, `exchange`: as long as the
-    rank that comes last has it; and `waiting for late ranks`: the rest. Both lie in what the main thread does, DDP's
-    in the backward pass.
+    The activities of its main thread, and two parts of the time in which a collective is in flight, which overlap with
+    the activities: `exchange`, as long as on the latest rank, and `waiting for late ranks`, the rest.
 
     Args:
-        facts: Of the job.
+        facts: Measurements of the job.
     """
     runs = _split_runs(facts)
     if not runs:
@@ -56,11 +55,11 @@ def _split_runs(facts: JobFacts) -> list[ScriptRun]:
 
 
 def waited_seconds(facts: JobFacts, ranks: Collection[int]) -> float | None:
-    """Seconds of a step for which the usual rank waits for the latest of some ranks; None if that was not seen.
+    """Return the seconds of a step for which the median rank waits for the latest of some ranks; None if unknown.
 
     Args:
-        facts: Of the job.
-        ranks: For whom.
+        facts: Measurements of the job.
+        ranks: Ranks that may be late.
     """
     under = [run.under_way_seconds for run in _split_runs(facts)]
     times = [each for each in under if each is not None]
@@ -73,7 +72,7 @@ def waited_seconds(facts: JobFacts, ranks: Collection[int]) -> float | None:
 
 
 def late_rank(facts: JobFacts) -> Iterator[Diagnosis]:
-    """A rank that has less under way than the others: they have come, and wait for it."""
+    """Report the rank with the least time in collectives: the others arrive earlier, and wait for it."""
     runs = _split_runs(facts)
     waits = waited_seconds(facts, range(len(runs)))
     if waits is None or waits < LATE.of(facts.step_seconds or 0.0):
@@ -125,14 +124,14 @@ def _late_fix(kind: str, name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """What the usual rank's main thread should do little of.
+    """Activity that should take little of a step.
 
     Attributes:
-        kind: Of activity.
-        share: Of a step, from which on it is named.
-        key: Of the finding.
-        title: Of the finding.
-        fix: Of the finding.
+        kind: Name of the activity.
+        share: Share of a step from which it is a finding.
+        key: Key of the finding.
+        title: Beginning of the finding's title.
+        fix: Lines of the finding's fix.
     """
 
     kind: str
@@ -170,7 +169,7 @@ WASTES = (
 
 
 def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
-    """The script exchanges far more often in a step than the gradients need: by accumulation, buckets, or logging."""
+    """Report scripts with far more all-reduces in a step than the gradients need: accumulation, buckets, logging."""
     runs = _split_runs(facts)
     if not runs or len(facts.nodes) < 2:
         return
@@ -203,12 +202,12 @@ def many_exchanges(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def _unused_nbytes(runs: list[ScriptRun]) -> int:
-    """Bytes of parameters without a gradient on any rank: DDP gives those that one rank uses a gradient on all."""
+    """Return the bytes of parameters without a gradient on any rank. DDP fills in those that one rank has."""
     return min((run.unused_nbytes for run in runs), default=0)
 
 
 def unused_parameters(facts: JobFacts) -> Iterator[Diagnosis]:
-    """The model has trainable parameters that no step uses: DDP exchanges zeros for them."""
+    """Report trainable parameters that no step uses: DDP exchanges zeros for them."""
     runs = _split_runs(facts)
     unused = _unused_nbytes(runs)
     if not unused or len(facts.nodes) < 2:
@@ -233,7 +232,7 @@ def unused_parameters(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def wasted_steps(facts: JobFacts) -> Iterator[Diagnosis]:
-    """The usual rank's main thread waits for its data, or saves checkpoints in the steps themselves again and again."""
+    """Report that the median rank's main thread waits for its data loader, or saves checkpoints, in every step."""
     runs = _split_runs(facts)
     if not runs or facts.step_seconds is None:
         return

@@ -1,7 +1,4 @@
-"""What TCP itself says of a slow way: packets that are lost, windows that are too small, nodes that nobody reaches.
-
-And the last question of all: whether an all-reduce takes as long as the links that were measured allow.
-"""
+"""Checks of transfers: lost packets, TCP windows, unreachable nodes, other programs' traffic, and slow all-reduces."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,37 +8,38 @@ from gradwire.bench.doctor.facts import BackendTime, Diagnosis, JobFacts, PairRa
 from gradwire.topology.wording import duration, listed, nbytes, rate
 
 LOST_SHARE, LOST_SEGMENTS = 1e-3, 4
-"""A way is lossy that loses so much of a flow that leaves it half empty, and so many segments at least. A wired network
-loses less than 1e-6; at 1e-3 cubic and reno fall behind from some Gbit/s on. Source: Mathis et al., "The macroscopic
-behavior of the TCP congestion avoidance algorithm", CCR 1997: rate = segment / round trip * 1.22 / sqrt(loss)."""
+"""Share, and least number, of lost segments of a flow paced below half of the link's rate from which loss is a finding.
+A wired network loses less than 1e-6; at 1e-3 cubic and reno fall behind from some Gbit/s on. Source: Mathis et al.,
+"The macroscopic behavior of the TCP congestion avoidance algorithm", CCR 1997: rate = segment / round trip * 1.22 /
+sqrt(loss)."""
 
 SEGMENT_NBYTES, MATHIS = 1448, 1.22
 MOST_OF_MATHIS, UNHURT = 4.0, 0.9
-"""A connection between places far apart that fills the link, and is faster than so many times that formula's rate, has
-not met such loss: there the start of a flow overruns the queue before its NIC, once, and what is dropped counts as
-lost. Cubic is no faster than the formula at such loss (RFC 9438, section 5.1); bbr is, and then loss costs nothing."""
+"""A long-distance connection that fills the link, and exceeds this multiple of the formula's rate, is not limited
+by loss: the start of its flow overran the queue of its NIC once, and what was dropped there counts as lost. Cubic is no
+faster than the formula at such loss (RFC 9438, section 5.1); bbr is, and then loss costs nothing."""
 
 HELD_SHARE = 0.3
-"""Share of the time with something to send in which a window or a buffer must hold it back to be named."""
+"""Share of a connection's busy time that a window or buffer must limit it for to be a finding."""
 
 SLOW_EXCHANGE = 1.5
-"""An all-reduce is slow that takes so many times what the links that were measured need for it."""
+"""Multiple of the time that the measured links need, from which an all-reduce is slow."""
 LEAST_EXTRA_SECONDS = 5e-3
-"""Least seconds beyond what the links need: a scheduler alone may delay an all-reduce by less."""
+"""Least seconds above that time: the operating system's scheduler may delay an all-reduce by less."""
 
 WORK_OF_A_SUM = 8.0
-"""An all-reduce gets at most the rate inside a node over this from the processors: it copies, sums, and ranks share the
-cores. On links without a limit healthy ones took up to 7.9 times what the links need (2-core EPYC VM, 2026-11-28)."""
+"""Divisor of the loopback rate that gives the rate of an all-reduce limited by processors: it copies, sums, and ranks
+share cores. On links without a limit healthy ones took up to 7.9 times what links need (2-core EPYC VM, 2026-11-28)."""
 
 MOST_TCP_NBYTES = 1 << 30
 USUAL_TCP_NBYTES = 6 << 20
-"""Bytes that Linux lets a receiver buffer where nobody has set anything else. Source: tcp(7), tcp_rmem."""
+"""Linux's default maximum of a receive buffer, in bytes. Source: tcp(7), tcp_rmem."""
 DEFAULT_TCP_NBYTES = 128 << 10
-"""Bytes of buffer with which Linux begins; a maximum below it is somebody's setting. Source: tcp(7), tcp_rmem."""
+"""Linux's initial receive buffer in bytes; a maximum below it was set by hand. Source: tcp(7), tcp_rmem."""
 
 
 def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Packets are lost on the way although it is not full."""
+    """Report pairs that lose packets although the link is not full."""
     confirmed = (pair for pair in facts.pairs if pair.times >= CONFIRMED)
     lossy = [pair for pair in confirmed if max(_lost_shares(pair, facts.good_rate())) > 0]
     if not lossy:
@@ -89,13 +87,13 @@ def packet_loss(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def counted_loss(facts: JobFacts) -> float:
-    """The largest share of segments that was lost in one direction of a pair, whatever it costs."""
+    """Return the largest share of lost segments in one direction of any pair, whether or not it is a finding."""
     return max((lost / sent for pair in facts.pairs for lost, sent in zip(pair.lost, pair.sent, strict=True) if sent),
                default=0.0)  # fmt: skip
 
 
 def _on_the_way(lossy: Sequence[PairRates], node: int, good: float) -> str:
-    """Where a node's pairs lose packets in one direction alone: in which."""
+    """Return words on the direction if a node's pairs lose packets in one direction only; else nothing."""
     out, back = zip(*(_lost_shares(pair, good)[:: 1 if pair.a == node else -1] for pair in lossy), strict=True)
     if any(out) and any(back):
         return ""
@@ -103,11 +101,11 @@ def _on_the_way(lossy: Sequence[PairRates], node: int, good: float) -> str:
 
 
 def _lost_shares(pair: PairRates, good: float) -> tuple[float, float]:
-    """Lost of what was sent in each direction; 0 where that is too little to speak of.
+    """Return the share of lost segments of each direction; 0 if it is below the thresholds of a finding.
 
     Args:
-        pair: Which.
-        good: Rate of a good link, in bytes per second.
+        pair: Pair of nodes.
+        good: Rate of a healthy link, in bytes per second.
     """
     first, second = (
         lost / sent
@@ -122,14 +120,14 @@ def _lost_shares(pair: PairRates, good: float) -> tuple[float, float]:
 
 
 def _has_overrun(pair: PairRates, share: float, one: float, good: float) -> bool:
-    """Whether such loss is that of a flow's own start: a connection at this rate could not have borne it."""
+    """Return whether the loss is from the start of a flow: with lasting loss the connection could not be so fast."""
     round_trip = 2 * pair.latency_seconds
     most = MOST_OF_MATHIS * MATHIS * SEGMENT_NBYTES / (round_trip * math.sqrt(share)) if round_trip else math.inf
     return pair.latency_seconds > FAR_SECONDS and one >= UNHURT * good and one > most
 
 
 def tcp_buffers(facts: JobFacts) -> Iterator[Diagnosis]:
-    """One connection fills its window, or its sender's buffer, and waits: they are too small for so long a way."""
+    """Report receive windows and send buffers that are too small for rate times round trip."""
     good = facts.good_rate()
     held = [pair for pair in facts.pairs if pair.times >= CONFIRMED and _held(facts, pair, good)]
     if not held:
@@ -197,7 +195,7 @@ def _limits(facts: JobFacts, node: int) -> tuple[int | None, int | None]:
 
 
 def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Pairs of nodes of which one cannot reach the other."""
+    """Report pairs of nodes that could not connect, and the node that all of them share."""
     if not facts.unreached:
         return
     names = facts.names
@@ -228,7 +226,7 @@ def unreachable(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
-    """Other programs use the links of this job: their NICs count bytes while no rank sends any."""
+    """Report NICs of the job that carry traffic while no rank sends any: other programs use the links."""
     busy = [node for node in range(len(facts.nodes)) if facts.foreign_share(node) >= FOREIGN_SHARE]
     if not busy or not facts.pairs:
         return
@@ -258,7 +256,7 @@ def foreign_traffic(facts: JobFacts) -> Iterator[Diagnosis]:
 
 
 def slow_exchange(facts: JobFacts) -> Iterator[Diagnosis]:
-    """The fastest all-reduce takes far longer than the measured links, and the nodes' processors, need for it."""
+    """Report that the fastest all-reduce takes far longer than the measured links and processors need for it."""
     timed = [each for each in facts.backends if _best(each) is not None]
     if not timed or len(facts.nodes) < 2 or not facts.pairs:
         return
@@ -298,11 +296,13 @@ def _best(backend: BackendTime) -> float | None:
 
 
 def exchange_bound(facts: JobFacts, count_nbytes: int) -> float | None:
-    """The least time of an all-reduce over the slowest link, or processor, as measured; None if one was not.
+    """Return the least seconds of an all-reduce over the slowest measured link or processor.
+
+    None if a node has no measured pair.
 
     Args:
-        facts: Of the job.
-        count_nbytes: Bytes of each rank.
+        facts: Measurements of the job.
+        count_nbytes: Bytes of the tensor of each rank.
     """
     nodes = range(len(facts.nodes))
     both = [
