@@ -1,15 +1,15 @@
-"""Switches between torch versions, and private names of torch that gradwire uses. Written for 2.13 to 2.15.
+"""Compatibility with torch 2.13 to 2.15: switches between versions, and private names of torch that gradwire uses.
 
 Those of FSDP2 are in comms/sharded/param_groups.py.
 
-What 2.15 brings for process groups, and why nothing here uses it:
+New features of torch 2.15 for process groups, and why they are not used:
 
 - Abort hooks (`register_abort_hook`): gloo has none (`supports_abort_hooks` is False), and its `abort` still leaves a
-  pending collective to its time-out, so transport/torch_group.py goes on shutting its sockets down.
-- `reconfigure`, with gloo: gives a group new peers once the ranks have exchanged handles by other means. To agree on
-  the survivors is that other means; what it saves is making a group, which 2.13 needs anyway.
-- Pre and post hooks (`register_pre_hook`) see what is issued on a ProcessGroup. gradwire's transports are backends
-  below one, or none of torch's.
+  pending collective to its timeout, so transport/torch_group.py shuts its sockets down itself.
+- `reconfigure`, for gloo: gives a group new peers once the ranks have exchanged handles by other means. That exchange
+  is the agreement on surviving ranks; `reconfigure` saves only making a group, which 2.13 needs anyway.
+- Pre and post hooks (`register_pre_hook`) observe collectives on a ProcessGroup. gradwire's transports are backends
+  below one, or not torch's at all.
 """
 
 import gc
@@ -43,7 +43,8 @@ __all__ = [
     "Store",
     "TCPStore",
     "Work",
-]  # passed on, besides what is defined below
+]
+"""Names of torch that other modules import from here; names defined in this module are not listed."""
 
 _C10D = "torch/include/torch/csrc/distributed/c10d"
 RELIED_ON: dict[str, tuple[str, ...]] = {
@@ -89,84 +90,85 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_C10D}/Work.hpp": (),
     f"{_C10D}/ProcessGroupGloo.hpp": (),
 }
-"""File of torch's wheel -> names in it that this module relies on: what `make torch-diff` compares between releases.
+"""File of torch's wheel -> names in it that this module uses; `make torch-diff` compares them between releases.
 
 A file without names is compared as a whole.
 """
 
 UNDECLARED = ("_dump_fr_trace", "_dump_nccl_trace", "_Options", "_devices", "_threads")
-"""Private names of the compiled part that no file of the wheel declares; the tests on a new release meet them."""
+"""Private names of torch's compiled part that no file of the wheel declares; only tests notice if they change."""
 
 
 class BackendWork(Protocol):
-    """What a torch process group returns for a collective it has issued."""
+    """Handle of a collective that a torch process group has issued."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
-        """Blocks until done; raises what went wrong. With a time-out: raises when it is over, the work goes on."""
+        """Block until the work is done, or raise its error. Also raises after the timeout, while the work goes on."""
 
     def is_completed(self) -> bool:
-        """Whether it is done, well or not."""
+        """Whether the work has ended, with or without an error."""
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """Completed with the tensors that were changed."""
+        """Return a future of the tensors that the collective changed."""
 
 
 class TorchGroup(Protocol):
-    """The methods of torch's C++ process groups that gradwire calls, under the names of 2.13 and 2.14."""
+    """Methods of torch's C++ process groups that gradwire calls, under the names of 2.13 and 2.14."""
 
     def allreduce(self, tensors: list[Tensor], options: object, /) -> BackendWork:
-        """Sums in place."""
+        """Sum in place."""
 
     def broadcast(self, tensors: list[Tensor], options: object, /) -> BackendWork:
-        """Copies from a root, in place."""
+        """Copy from a root, in place."""
 
     def reduce(self, tensors: list[Tensor], options: object, /) -> BackendWork:
-        """Sums on a root, in place there; what the others give is unchanged."""
+        """Sum on a root, in place there; tensors of the other ranks are unchanged."""
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], options: object, /
     ) -> BackendWork:
-        """Exchanges slices of flat tensors."""
+        """Exchange slices of flat tensors."""
 
     def alltoall(self, outputs: list[Tensor], sources: list[Tensor], options: object, /) -> BackendWork:
-        """Sends the r-th source to rank r, and takes what it sends into the r-th output; gloo has no such call."""
+        """Send the r-th source to rank r, and receive the r-th output from it; gloo has no such call."""
 
     def shutdown(self) -> None:
-        """Waits for what is under way, and ends connections and threads."""
+        """Wait for collectives in flight, then close connections and threads."""
 
     def abort(self) -> None:
-        """Gives up what is under way, and the connections; may itself take as long as the group's time-out."""
+        """Abort collectives in flight and close the connections; may itself take as long as the group's timeout."""
 
     def _set_default_timeout(self, timeout: timedelta, /) -> None:
-        """Sets the time-out of what is issued from now on."""
+        """Set the timeout of collectives issued from now on."""
 
     @property
     def options(self) -> Any:
-        """What the group was made with; `_timeout` is a collective's time-out."""
+        """Options of the group; `_timeout` is the timeout of a collective."""
 
     def eager_connect_single_device(self, device: torch.device, /) -> None:
-        """Connects the ranks at once, not at their first collective; returns when all of them have joined."""
+        """Connect the ranks now instead of at their first collective; returns when all have joined."""
 
     def _start_coalescing(self) -> None:
-        """Begins one group call of NCCL: what is issued from here on is under way together."""
+        """Begin an NCCL group call: collectives issued from here on start together."""
 
     def _end_coalescing(self) -> BackendWork | None:
-        """Ends the group call and launches it; the work of all of it. None where it is empty."""
+        """End the group call and launch it; return the work of all of it, or None if it is empty."""
 
 
 class PairwiseGroup(TorchGroup, Protocol):
-    """A group whose ranks can send to each other one by one: gloo."""
+    """A group with point-to-point messages: gloo."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
-        """Sends one tensor to one rank."""
+        """Send one tensor to one rank."""
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
-        """Receives one tensor from one rank, in place."""
+        """Receive one tensor from one rank, in place."""
 
 
 GLOO_SEGMENT_NBYTES = 1 << 20
-"""The most that gloo's ring all_reduce sends at a time. Source: gloo, gloo/allreduce.h, kMaxSegmentSize. With it go the
-cuts and the order of its sums (gloo/allreduce.cc, `ring`), and that it rounds 16-bit sums after each addition."""
+"""Bytes that gloo's ring all_reduce sends at a time, at most. Source: gloo, gloo/allreduce.h, kMaxSegmentSize. The
+segments and the order of its sums depend on it (gloo/allreduce.cc, `ring`); 16-bit sums are rounded after each
+addition."""
 
 GLOO_DTYPES = frozenset(
     (
@@ -174,29 +176,29 @@ GLOO_DTYPES = frozenset(
         *(torch.int8, torch.uint8, torch.int32, torch.int64),
     )
 )
-"""What gloo's collectives have elements of. Source: torch, ProcessGroupGloo.cpp, GENERATE_ALL_TYPES."""
+"""Dtypes that gloo's collectives support. Source: torch, ProcessGroupGloo.cpp, GENERATE_ALL_TYPES."""
 
 _GLOO_CONNECTION_WORDS = ("gloo/transport/", "gloo/rendezvous/", "pair closure", "Connection closed", "Timed out")
-"""What is in gloo's errors about a connection; those about an argument have none of them."""
+"""Parts of gloo's error messages about a connection; messages about an argument contain none of them."""
 
 
 def blames_connection(error: BaseException) -> bool:
-    """Whether an error of gloo is about a connection, or a time-out, and not about an argument of the call."""
+    """Whether an error of gloo is about a connection or a timeout, and not about an argument of the call."""
     return any(words in str(error) for words in _GLOO_CONNECTION_WORDS)
 
 
 GLOO_SUMS_KNOWN_UP_TO = (2, 15)
-"""The newest torch supported, whose gloo the tests compare with that order: of a later one nobody knows."""
+"""Newest release of torch whose gloo the tests compare with that order of sums."""
 
 
 def knows_gloo_sums(version: str = torch.__version__) -> bool:
-    """Whether the order of gloo's sums is known of a release of torch, 2.13.0+cpu."""
+    """Whether the order of gloo's sums is known for a release of torch, such as 2.13.0+cpu."""
     major, minor = version.split(".")[:2]
     return (int(major), int(minor)) <= GLOO_SUMS_KNOWN_UP_TO
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
-    """The store that a process group was made with.
+    """Return the store that a process group was made with.
 
     Raises:
         TypeError: Torch does not know the group.
@@ -211,14 +213,15 @@ def store_of(group: dist.ProcessGroup) -> Store:
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
-    """Whether torch.distributed has made a process group; frameworks make some that stand for what is theirs."""
+    """Whether torch.distributed has made a process group; frameworks also make groups of their own."""
     return group in distributed_c10d._world.pg_map
 
 
 def group_members() -> dict[str, tuple[int, ...]]:
-    """The process groups that this rank is in: name -> its ranks in the default group, in the group's order."""
+    """Return the process groups of this rank: name -> members as ranks of the default group, in the group's order."""
     world = distributed_c10d._world
-    names = world.pg_names.copy()  # at once: the watch's thread asks while the program makes groups
+    # A copy, in one step: the watch's thread calls this while the program makes groups.
+    names = world.pg_names.copy()
     return {
         name: tuple(sorted(ranks, key=ranks.__getitem__))
         for group, name in names.items()
@@ -227,16 +230,16 @@ def group_members() -> dict[str, tuple[int, ...]]:
 
 
 def flight_records(*, collectives: bool, stacks: bool) -> dict[str, dict[str, Any]]:
-    """What torch's flight recorders hold, of gloo and, where torch has it, of NCCL.
+    """Dump torch's flight recorders, of gloo and, if torch has it, of NCCL.
 
     Args:
-        collectives: With an entry for each collective that is kept; else the state of the groups alone, which costs
-            10 us and not 30 us a collective.
-        stacks: With the lines that issued them: 300 us a collective.
+        collectives: Include an entry for each recorded collective, at 30 us each; otherwise only the state of the
+            groups, at 10 us.
+        stacks: Include the stack that issued each collective, at 300 us each.
 
     Returns:
-        `gloo`, and `nccl` where torch has it -> `pg_status` (this process's number of a group -> numbers of the last
-        collectives issued and ended) and `entries`.
+        `gloo`, and `nccl` if torch has it -> `pg_status` (number of a group in this process -> numbers of the last
+        collectives issued and completed) and `entries`.
     """
     names = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
     dumps = {key: getattr(c10d_native, name) for key, name in names.items() if hasattr(c10d_native, name)}
@@ -244,17 +247,18 @@ def flight_records(*, collectives: bool, stacks: bool) -> dict[str, dict[str, An
 
 
 def device_types_of(group: dist.ProcessGroup) -> set[str]:
-    """The types of the devices whose tensors a group takes: `cpu`, `cuda`."""
+    """Return the device types whose tensors a group accepts: `cpu`, `cuda`."""
     return {each.type for each in group._device_types}
 
 
 def bucket_parameters(model: DistributedDataParallel) -> list[list[tuple[str, int]]]:
-    """The parameters of each bucket of a DDP model as (name, elements), in the order in which buckets are reduced.
+    """Return the parameters of each bucket of a DDP model as (name, elements), in the order of reduction.
 
-    Waits while a backward pass ends. Empty before the first step has told DDP that order, and of a model that another
-    thread is just making.
+    Blocks while a backward pass ends. Empty before the first step, after which DDP knows the order, and for a model
+    that another thread is just constructing.
     """
-    if getattr(model, "logger", None) is None:  # the last thing that DDP makes
+    # DDP's constructor sets the logger last.
+    if getattr(model, "logger", None) is None:
         return []
     indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")  # type: ignore[no-untyped-call]
     named = [(name, each.numel()) for name, each in model.module.named_parameters() if each.requires_grad]
@@ -267,11 +271,10 @@ def bucket_parameters(model: DistributedDataParallel) -> list[list[tuple[str, in
 
 
 def ddp_models() -> list[DistributedDataParallel]:
-    """The DDP models of this process, whoever holds them. Any thread.
+    """Return all DDP models of this process. Any thread may call this.
 
-    Among all objects of the garbage collector, those that refer to DDP's class: its instances do. All objects
-    themselves (`gc.get_objects`) must not be held: a tuple that another thread is just making fails where somebody else
-    holds it, too.
+    They are found as the objects that refer to DDP's class. `gc.get_objects` must not be used: it also returns tuples
+    that another thread is just constructing, which fails if their reference count is not one.
     """
     kinds = [DistributedDataParallel]
     for kind in kinds:
@@ -280,10 +283,15 @@ def ddp_models() -> list[DistributedDataParallel]:
 
 
 def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[], None]:
-    """Has `call(method, self, ...)` run in place of a method of one of torch's C++ classes, for calls from Python.
+    """Replace a method of one of torch's C++ classes by `call(method, self, ...)`, for calls from Python.
+
+    Args:
+        kind: Class.
+        name: Name of the method.
+        call: Called with the original method and its arguments.
 
     Returns:
-        Puts the method back, unless another one has taken its place since.
+        Function that restores the method, unless it has been replaced again since.
     """
     method = getattr(kind, name)
 
@@ -301,20 +309,21 @@ def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[],
 def make_gloo(
     store: Store, rank: int, size: int, timeout: timedelta, interfaces: Sequence[str] = (), threads: int | None = None
 ) -> TorchGroup:
-    """A gloo group of its own, outside torch's registry: only its members take part in making it.
+    """Make a gloo group outside torch's registry: only its members take part in making it.
 
     Args:
-        store: A store with a prefix of its own for this group.
-        rank: This rank's index in the group.
+        store: Store with a prefix of its own for this group.
+        rank: Index of this rank in the group.
         size: Number of ranks.
-        timeout: For the connection and for every collective.
-        interfaces: Network interfaces to use in turns; none takes the one that the hostname resolves to, or, where
-            `threads` is None too, what GLOO_SOCKET_IFNAME says.
-        threads: Each has one collective under way; None leaves it to torch, which has two for each interface.
+        timeout: Timeout of connecting and of every collective.
+        interfaces: Network interfaces, used in rotation. Empty uses the one that the host name resolves to or, if
+            `threads` is None as well, the one in GLOO_SOCKET_IFNAME.
+        threads: Number of threads, each of which runs one collective at a time; None uses torch's two per interface.
     """
     if not interfaces and threads is None:
         return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's annotations leave it out
+    # torch's stubs lack _Options.
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     made = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
     options._devices = made or [dist.ProcessGroupGloo.create_default_device()]
@@ -332,23 +341,24 @@ def make_nccl(
     global_ranks: Sequence[int],
     max_ctas: int | None = None,
 ) -> TorchGroup:
-    """An NCCL group of its own, outside torch's registry, not connected yet.
+    """Make an NCCL group outside torch's registry, not connected yet.
 
-    Torch 2.15 names the class ProcessGroupNCCL too, whichever implementation is behind the name `nccl`: this is always
-    the one whose coalescing makes one group call of NCCL.
+    In torch 2.15, too, the class ProcessGroupNCCL is the implementation whose coalescing makes one NCCL group call,
+    whichever one has the name `nccl`.
 
     Args:
-        store: A store of C++, with a prefix of its own for this group.
-        rank: This rank's index in the group.
+        store: Store in C++, with a prefix of its own for this group.
+        rank: Index of this rank in the group.
         size: Number of ranks.
-        timeout: For every collective.
-        name: What the flight recorder and logs call the group.
-        global_ranks: The members' ranks in the default group, for the same readers.
-        max_ctas: Thread blocks that a collective of this group may take; None leaves it to NCCL.
+        timeout: Timeout of every collective.
+        name: Name of the group in the flight recorder and in logs.
+        global_ranks: Members as ranks of the default group, for the same readers.
+        max_ctas: Thread blocks per collective, at most; None leaves it to NCCL.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
-    options.global_ranks_in_group = list(global_ranks)  # before the group is made: its constructor reads both
+    # The constructor of the group reads both.
+    options.global_ranks_in_group = list(global_ranks)
     options.group_name = GroupName(name)
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
@@ -356,15 +366,15 @@ def make_nccl(
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """How long a process group's backend for a device gives a collective.
+    """Return the timeout of collectives of a process group's backend for a device.
 
-    Torch's own default for that type of device where the backend does not say (MPI has no time-out), or without a
-    group.
+    It is torch's default for that type of device if the backend has none (MPI), or without a group.
     """
     backend: Any = group
     try:
         backend = None if group is None else group._get_backend(device)
-    except RuntimeError:  # none for this type of device: a backend written in Python is the group itself
+    except RuntimeError:
+        # No backend for this type of device: one written in Python is the group itself.
         log.debug("%s has no backend for %s: its own options count", group, device)
     wrapper = getattr(torch._C._distributed_c10d, "_ProcessGroupWrapper", None)  # not in every build
     if wrapper is not None and isinstance(backend, wrapper):
@@ -374,23 +384,25 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
             found = getattr(holder, name, None)
             if isinstance(found, timedelta) and found > timedelta(0):
                 return found
-    of_nccl = constants.default_pg_nccl_timeout if device.type == "cuda" else None  # None without NCCL, too
+    # torch's constant is None without NCCL.
+    of_nccl = constants.default_pg_nccl_timeout if device.type == "cuda" else None
     return of_nccl or constants.default_pg_timeout
 
 
 NCCL_NAMES = ("nccl", "nccl2")
-"""What NCCL backends of torch call themselves; `nccl2` is what is behind the name `nccl` from 2.15 on."""
+"""Names of torch's NCCL backends; from 2.15 on `nccl2` is the implementation behind the name `nccl`."""
 
 
 def nccl_backend_of(group: dist.ProcessGroup, device: torch.device) -> TorchGroup | None:
-    """The NCCL backend with which a process group serves a device; None where that is another one.
+    """Return the NCCL backend of a process group for a device; None if the backend is another one.
 
-    Another one is gloo, what a user has registered, or the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around
-    every backend, which compares shapes over gloo before each collective.
+    Others are gloo, backends that users have registered, and the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts
+    around every backend, which compares shapes over gloo before each collective.
     """
     try:
         backend = group._get_backend(device)
-    except RuntimeError:  # no backend for this type of device
+    except RuntimeError:
+        # No backend for this type of device.
         return None
     wrapper = getattr(torch._C._distributed_c10d, "_ProcessGroupWrapper", None)  # not in every build
     if (wrapper is not None and isinstance(backend, wrapper)) or backend.name() not in NCCL_NAMES:
@@ -399,7 +411,7 @@ def nccl_backend_of(group: dist.ProcessGroup, device: torch.device) -> TorchGrou
 
 
 def nccl_has_run() -> bool:
-    """Whether a communicator of NCCL is there already in a registered group: NCCL has read its variables then."""
+    """Whether a registered group has an NCCL communicator already, so that NCCL has read its environment variables."""
     for group in list(distributed_c10d._world.pg_map):
         backend = nccl_backend_of(group, torch.device("cuda"))
         if backend is not None and getattr(backend, "_is_initialized", lambda: True)():
@@ -408,7 +420,7 @@ def nccl_has_run() -> bool:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that torch calls; empty in a torch without it."""
+    """Return the version of NCCL that torch uses; empty for a torch without NCCL."""
     if not hasattr(torch._C, "_nccl_version"):
         return ()
     return tuple(torch.cuda.nccl.version()[:3])  # type: ignore[no-untyped-call]
@@ -417,25 +429,25 @@ def nccl_version() -> tuple[int, ...]:
 def makes_group_calls(backend: TorchGroup) -> bool:
     """Whether coalescing on this NCCL backend makes one group call of several collectives.
 
-    That of torch 2.15 (`nccl2`) collects sends and receives alone: a collective inside is issued at once, and the work
-    that `_end_coalescing` returns does not stand for it.
+    The backend `nccl2` of torch 2.15 coalesces only sends and receives: a collective inside is issued at once, and the
+    work that `_end_coalescing` returns does not include it.
     """
     return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
 
 
 @lru_cache(maxsize=64)
 def premultiplied_sum(factor: float) -> dist.ReduceOp:
-    """NCCL's PreMulSum: the sum of `factor` times what each rank gives.
+    """Return NCCL's PreMulSum: the sum over ranks of `factor` times their tensors.
 
-    For float16, float32 and float64 alone. Where the dtype is bfloat16, torch's ProcessGroupNCCL hands NCCL the address
-    of a float32, of which NCCL reads the lower half (unpackPreMulSum<float, ncclBfloat16> in ProcessGroupNCCL.cpp; that
-    of torch 2.15's `nccl2` passes a bfloat16): 0.25 becomes 0.
+    Use it only for float16, float32 and float64. For bfloat16, torch's ProcessGroupNCCL passes NCCL the address of a
+    float32, of which NCCL reads the lower half, so that 0.25 becomes 0 (unpackPreMulSum<float, ncclBfloat16> in
+    ProcessGroupNCCL.cpp; `nccl2` of torch 2.15 passes a bfloat16).
     """
     return torch._C._distributed_c10d._make_nccl_premul_sum(factor)
 
 
 def factor_of(op: object) -> float | None:
-    """The factor of a PREMUL_SUM, which FSDP2 issues for a gradient divide factor; None for any other op."""
+    """Return the factor of a PREMUL_SUM, which FSDP2 uses for its gradient divide factor; None for any other op."""
     if op != dist.ReduceOp.PREMUL_SUM or not isinstance(op, dist.ReduceOp):
         return None
     state: object = op.__getstate__()
@@ -457,10 +469,10 @@ REDUCE_SCATTER_SINGLE = "reduce_scatter_single" if _RENAMED else "_reduce_scatte
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> bool:
-    """Has autograd call `callback()` at the end of the running backward pass.
+    """Let autograd call `callback()` at the end of the running backward pass.
 
     Returns:
-        False where no backward pass is running (a rank that has joined early calls hooks from outside).
+        False if no backward pass is running (a rank that has joined early calls hooks from outside).
     """
     try:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -472,23 +484,23 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
 def is_at_node() -> bool:
     """Whether this thread is at a node of a backward pass.
 
-    At the end of a pass it is where another one has run that pass, as a reentrant checkpoint does.
+    At the end of a pass this is true if the pass ran inside another one, as in a reentrant checkpoint.
     """
     return torch._C._current_autograd_node() is not None
 
 
 def profiler_is_on() -> bool:
-    """Whether a profiler of torch runs in this process, `torch.profiler.profile` or `emit_nvtx`, whatever its threads.
+    """Whether a torch profiler, `torch.profiler.profile` or `emit_nvtx`, is active in any thread of this process.
 
-    torch keeps it in a global variable, for `torch.optim` to leave its own ranges out otherwise (2.13 to 2.15).
+    torch keeps this in a global variable, by which `torch.optim` omits its ranges without a profiler (2.13 to 2.15).
     """
     return bool(profiler._is_profiler_enabled)
 
 
 def device_scale_of(scaler: object) -> Tensor | None:
-    """The scale of a torch.amp.GradScaler, 0-dim on its device; None where the host has it, and asks `get_scale()`.
+    """Return the scale of a torch.amp.GradScaler as a 0-dim CUDA tensor, without waiting for the device.
 
-    `get_scale()` itself waits for the device.
+    None if it is not on a CUDA device; then `get_scale()` returns it without waiting, too.
     """
     scale = getattr(scaler, "_scale", None)
     return scale if isinstance(scale, Tensor) and scale.is_cuda else None
@@ -498,9 +510,9 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def outside_graphs(method: Method) -> Method:
-    """Has torch.compile leave a method alone, however deep in a compiled function it is called.
+    """Exclude a method from torch.compile, however deep in a compiled function it is called.
 
-    Does what `torch.compiler.disable` does, from the first call at which torch._dynamo is there: importing it takes
+    Same as `torch.compiler.disable`, but applied at the first call after torch._dynamo was imported: importing it takes
     seconds, and without it nothing is compiled.
     """
     disabled: list[Callable[..., object]] = []
@@ -508,7 +520,7 @@ def outside_graphs(method: Method) -> Method:
     @wraps(method)
     def call(*arguments: object, **named: object) -> object:
         if not disabled and "torch._dynamo" in sys.modules:
-            disabled.append(torch.compiler.disable(method))  # type: ignore[no-untyped-call]  # has no types
+            disabled.append(torch.compiler.disable(method))  # type: ignore[no-untyped-call]
         return (disabled[0] if disabled else method)(*arguments, **named)
 
     return cast(Method, call)
@@ -522,20 +534,20 @@ STEPS_IN_BACKWARD = (
 
 
 def steps_in_backward(model: torch.nn.Module) -> bool:
-    """Whether DDP is going to register its own hook in the first forward pass, for an optimizer that steps in backward.
+    """Whether DDP will register its own hook in the first forward pass, for an optimizer that steps in backward.
 
-    Of parameters that DDP averages alone, as in `DistributedDataParallel._setup_in_backward_optimizers`.
+    Only parameters that DDP averages count, as in `DistributedDataParallel._setup_in_backward_optimizers`.
     """
     parameters = getattr(model, "_module_parameters", None) or model.parameters()
     return any(hasattr(each, "_in_backward_optimizers") for each in parameters)
 
 
 SHARDED = {"FullyShardedDataParallel": "FSDP", "FSDPModule": "FSDP2", "DeepSpeedEngine": "DeepSpeed"}
-"""Class of a model whose gradients DDP does not average -> how its users call it."""
+"""Class of a model whose gradients DDP does not average -> name of its framework in messages."""
 
 
 def why_no_ddp_hook(model: torch.nn.Module) -> str | None:
-    """Why a DDP hook would never be called for a model that is sharded, or that has a sharded module; else None."""
+    """Return an error message if a model is or contains a sharded module, which calls no DDP hook; else None."""
     for module in model.modules():
         for base in type(module).__mro__:
             if base.__name__ in SHARDED:
@@ -554,15 +566,15 @@ def why_no_ddp_hook(model: torch.nn.Module) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What a process group is made with; ranks are those of the new group, not of the world.
+    """Arguments with which torch makes a process group; ranks are those of the new group, not of the world.
 
     Attributes:
-        store: The store, with a prefix of its own for this group and device.
-        group_rank: This rank in the group.
-        group_size: Ranks of the group.
-        timeout: The time-out of every collective.
-        group_id: The group's name, unique in this process.
-        global_ranks_in_group: Empty for the default group.
+        store: Store with a prefix of its own for this group and device.
+        group_rank: Rank of this process in the group.
+        group_size: Number of ranks of the group.
+        timeout: Timeout of every collective.
+        group_id: Name of the group, unique in this process.
+        global_ranks_in_group: Members as ranks of the default group; empty for the default group itself.
     """
 
     store: Store
@@ -574,25 +586,30 @@ class GroupOptions:
 
     @classmethod
     def of(cls, given: object) -> "GroupOptions":
-        """What torch passes to the creator of a backend, under the same names."""
+        """Copy the options that torch passes to the creator of a backend; they have the same names."""
         return cls(*(getattr(given, entry.name) for entry in fields(cls)))
 
 
 def clone_of(store: Store) -> Store:
-    """A connection of its own to the same keys, which does not keep the server of a TCPStore alive.
+    """Open a second connection to a store, which does not keep the server of a TCPStore alive.
 
-    A server that outlives its group would still hold the old keys when the process group is made anew on its port.
+    A server that outlives its group would still hold the old keys when the process group is made again on its port.
     """
-    return cast(Store, store.clone())  # type: ignore[attr-defined]  # missing from torch's stubs
+    # torch's stubs lack clone.
+    return cast(Store, store.clone())  # type: ignore[attr-defined]
 
 
 def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) -> list[object]:
-    """Gives `groups` the exact backends of torch, one for each device type, made once and shared by all of them.
+    """Register torch's own backends on `groups`, one per device type, made once and shared by all groups.
 
-    CPU tensors go to gloo; CUDA tensors to NCCL, or to gloo in a torch built without NCCL.
+    CPU tensors use gloo; CUDA tensors use NCCL, or gloo in a torch built without NCCL.
+
+    Args:
+        groups: Process groups, changed in place.
+        options: Options of the backends.
 
     Returns:
-        The backends, to be kept alive.
+        The backends; the caller keeps them alive.
     """
     backend_type = dist.ProcessGroup.BackendType
     gloo = dist.ProcessGroupGloo(
@@ -619,6 +636,7 @@ def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) ->
 
 
 def _lazy_nccl(options: GroupOptions) -> "dist.ProcessGroupNCCL":
+    """Make an NCCL backend that connects at its first collective."""
     nccl_options = dist.ProcessGroupNCCL.Options()
     nccl_options._timeout = options.timeout
     return dist.ProcessGroupNCCL(
@@ -627,37 +645,42 @@ def _lazy_nccl(options: GroupOptions) -> "dist.ProcessGroupNCCL":
 
 
 REGISTER_BUILTIN = "_register_builtin_comm_hook"
-"""DDP's method (self, BuiltinCommHookType) that registers a hook written in C++."""
+"""Method of DDP (self, BuiltinCommHookType) that registers a hook written in C++."""
 
 
 def swap_process_group(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    """Has a DDP model use another process group from now on, for its buffers and the order of its buckets.
+    """Let a DDP model use another process group from now on, for its buffers and the order of its buckets.
 
-    Torch's own method for it. The buckets are built anew in the next forward pass but one, as after the first step.
+    DDP rebuilds its buckets in the second forward pass after this, as after the first step.
     """
     model._update_process_group(group)  # type: ignore[no-untyped-call]
 
 
 COMPILED_INSIDE = "_orig_mod"
-"""What the module that `torch.compile` returns calls the module it was given."""
+"""Attribute of the module that `torch.compile` returns, with the module it was given."""
 
 
 def comm_hook_name(model: DistributedDataParallel) -> str:
-    """The name of the hook that was registered on a DDP model, a built-in one included; empty where none was."""
+    """Return the name of the hook registered on a DDP model, built-in ones included; empty if there is none."""
     return str(model._get_ddp_logging_data().get("comm_hook", ""))  # type: ignore[no-untyped-call]
 
 
 def registered_hook(model: DistributedDataParallel) -> Callable[..., object] | None:
-    """The hook that a DDP model was given by `register_comm_hook`; None where that was not called."""
+    """Return the hook that was passed to a DDP model's `register_comm_hook`; None if that was not called."""
     return next((hook for hook, _ in model._comm_hooks), None)
 
 
 def rename_comm_hook(model: DistributedDataParallel, hook: Callable[..., object], state: object) -> None:
-    """Notes another hook in place of the one that DDP calls, which passes on to it from now on.
+    """Record another hook as the registered one. DDP still calls the first hook, which forwards to this one.
+
+    Args:
+        model: DDP model, whose log and list of hooks are changed.
+        hook: Hook to record.
+        state: State of the hook.
 
     Raises:
         ValueError: The hook's annotations are not those of a hook.
-        TypeError: It cannot be called.
+        TypeError: It is not callable.
     """
     model._check_comm_hook(hook)  # type: ignore[no-untyped-call]
     model.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
