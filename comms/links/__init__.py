@@ -1,1 +1,1 @@
-"""What the links between ranks give, and each way of finding out."""
+"""This package estimates and measures the links between ranks; see estimates.py."""

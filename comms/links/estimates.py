@@ -28,11 +28,11 @@ class Links:
         cluster: The ranks, with the link rates that are known before they connect.
 
     Attributes:
-        cluster: The ranks, with the link rates that choose plans.
-        priced: The ranks, with the link rates for predictions.
-        shares: The ranks, with the rates that owners' shares follow in plans whose bits do not depend on them; None if
-            links are alike.
-        origin: Origin of the rates that are not assumed, as in the table above.
+        cluster: The ranks, with the link rates by which plans are chosen.
+        priced: The ranks, with the link rates by which the times of plans are predicted.
+        shares: The ranks, with the link rates by which nodes with slow links own less of an exchange, in plans whose
+            bits do not depend on it; None if links are alike.
+        origin: Origin of the rates that are not assumed: `given`, `topology`, `probed` or `transfers`.
         decided: True if measured rates have replaced all others.
     """
 

@@ -242,6 +242,10 @@ def _measure(communicator: Communicator, consensus: Agreement, runs: Sequence[Ru
 
 
 def _usual(ranks: Sequence[object]) -> object:
-    """Return the median round of each run; the slowest rank of a round counts."""
+    """Return the median time of each run over its rounds. The time of a round is that of its slowest rank.
+
+    Args:
+        ranks: Seconds of each round of each run, by rank.
+    """
     by_run = zip(*(times for times in ranks if isinstance(times, list)), strict=True)
     return [statistics.median(max(each) for each in zip(*rounds, strict=True)) for rounds in by_run]

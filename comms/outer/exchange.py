@@ -75,7 +75,7 @@ class OuterExchange:
         settings: Schedule of the exchanges and rates of the outer SGD.
         session: Session of the communicator, whose listeners follow each exchange as a step; None if there is none.
         agreement: Agreement of all ranks of the job; None if the communicator has all of them.
-        alone: Whether there is one worker: nothing is sent, and its own pseudo-gradient is the average.
+        alone: True if there is one worker: nothing is sent, and its own pseudo-gradient is the average.
 
     Attributes:
         steps: Steps of the inner optimizer; after `synchronize` those of the rank that has taken most.
@@ -111,7 +111,7 @@ class OuterExchange:
             self.be_watched(session)
 
     def be_watched(self, session: AveragingSession) -> None:
-        """Make the listeners of a session follow the exchanges, and describe the fragments to them."""
+        """Report exchanges to the listeners of a session, such as its stall watch; each exchange is a step to them."""
         self._session, self.averaging.listeners = session, session.listeners
         session.observer.contents.update(
             (number, (fragment.numel, fragment.names)) for number, fragment in enumerate(self.fragments)

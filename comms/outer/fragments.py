@@ -306,7 +306,7 @@ class Fragment:
         ]
 
     def _locals(self) -> list[Tensor]:
-        """What this rank holds of each parameter, as views in memory order; made anew where the memory is another.
+        """Return this rank's part of each parameter, as views in memory order; cached while the memory stays the same.
 
         A parameter's memory changes where its `data` is set; FSDP2 may replace a shard's at every step.
         """

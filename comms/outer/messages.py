@@ -1,4 +1,4 @@
-"""Messages in the store by which ranks that have taken different numbers of steps meet."""
+"""This module has messages in the store by which ranks that have taken different numbers of steps meet."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ class MeetingMessages:
     """Publishes this rank's counters in the store and reads those of the others; a loaded state begins new keys.
 
     Args:
-        communicator: Of the ranks.
+        communicator: Communicator of the ranks.
 
     Attributes:
-        announced: Whether this rank has published, among the present ranks, that it has come to the meeting.
+        announced: True once this rank has published, to the present ranks, that it has come to the meeting.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -21,10 +21,10 @@ class MeetingMessages:
         self.reconnect(communicator)
 
     def reconnect(self, communicator: Communicator) -> None:
-        """Goes on among other ranks.
+        """Continue among the surviving ranks.
 
         Args:
-            communicator: Of the ranks that are left.
+            communicator: Communicator of the surviving ranks.
         """
         self.announced = False
         self._rank = communicator.rank
@@ -33,7 +33,7 @@ class MeetingMessages:
         self._place = ""
 
     def forget(self) -> None:
-        """Begins anew: a state has been loaded, on all ranks."""
+        """Start with new keys, because a state has been loaded on all ranks."""
         self._loads += 1
         self._meetings = 0
 
@@ -42,7 +42,7 @@ class MeetingMessages:
         self._store.set(f"outer/{self._loads}/begun/{self._rank}", str(begun))
 
     def announce(self, steps: int, begun: int) -> None:
-        """Publishes that this rank has come to the next meeting.
+        """Publish that this rank has come to the next meeting.
 
         Args:
             steps: Optimizer steps taken.
@@ -55,15 +55,15 @@ class MeetingMessages:
         self._store.set(f"{self._place}/{self._rank}", str(begun))
 
     def arrived(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Exchanges begun by those of some ranks that have come to the meeting."""
+        """Return rank -> exchanges begun, of those of `ranks` that have come to the meeting."""
         return self._counts(self._place, ranks)
 
     def waiting(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Exchanges begun by those of some ranks that wait in one."""
+        """Return rank -> exchanges begun, of those of `ranks` that wait in an exchange."""
         return self._counts(f"outer/{self._loads}/begun", ranks)
 
     def steps(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Steps taken by those of some ranks that have come to the meeting."""
+        """Return rank -> steps taken, of those of `ranks` that have come to the meeting."""
         return self._counts(f"{self._place}/steps", ranks)
 
     def _counts(self, place: str, ranks: Sequence[int]) -> dict[int, int]:

@@ -99,7 +99,7 @@ class Outer(TrainingState[AveragingSession]):
             quality: raise `fragments` first if an exchange takes longer than a step.
         lr: Learning rate of the outer SGD. `lr=1, momentum=0` makes an exchange an average of parameters (local SGD).
         momentum: Momentum of the outer SGD; DiLoCo's settings are `lr=0.7, momentum=0.9`.
-        nesterov: Whether the outer SGD uses Nesterov's momentum.
+        nesterov: True for Nesterov's momentum in the outer SGD.
         warmup_steps: Number of first steps in which exchanges come every `warmup_every` steps, without outer momentum:
             separate training costs most while the learning rate is high.
         warmup_every: Steps between two exchanges of the same parameter in the warm-up. If it is less than `fragments`,
@@ -305,7 +305,7 @@ class Outer(TrainingState[AveragingSession]):
         return communicator
 
     def _council(self, communicator: Communicator, failure_policy: FailurePolicy) -> Agreement:
-        """The agreement of the ranks of one generation: nobody waits in it for one that is lost."""
+        """Return the agreement of the ranks of one generation; it does not wait for failed ranks."""
         store = failure_policy.polling(PrefixStore(COUNCIL, communicator.plain_store))
         return agreement_of(store, communicator.rank, communicator.size, self.config.timeout)
 
@@ -468,7 +468,7 @@ class Outer(TrainingState[AveragingSession]):
         Raises:
             ValueError: The state of this rank or of another one is of another model, other settings, another rank or
                 number of ranks, or is damaged, or the ranks' states do not fit each other; nothing was changed.
-            RuntimeError: A rank has not come within the time-out; or the exchange that is under way has failed. Where
+            RuntimeError: A rank did not join within the time-out; or the exchange in flight has failed. If
                 it fails after the ranks have agreed, steps and saves are refused until a state has been loaded.
         """
         found: StateDict | Exception

@@ -1,4 +1,4 @@
-"""Which ranks train as one worker, which ranks exchange with each other, and which parameters of the model.
+"""This module finds the worker of each rank, the ranks that exchange with each other, and the trained parameters.
 
 A worker is a set of ranks that average gradients at every step: the ranks of a node, the process group of a DDP model,
 the mesh of a sharded one, or one rank. Ranks that hold the same parameters (of a sharded model: the same shards)
@@ -22,14 +22,14 @@ from gradwire.comms.outer.options import EXACT, NONE
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster
 
 _SHARDS: MessageType[tuple[str, tuple[int, ...]]] = MessageType(tuple[str, tuple[Rank, ...]], most_nbytes=1 << 26)
-"""What the shards of a rank are of, and the ranks that share the model."""
+"""Message with a key for the shards that a rank holds, and the ranks of its worker."""
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """The module whose parameters are trained: what a DDP model holds, looked for inside of wrappers.
+    """Return the module that is trained: the one inside a DDP model, also if that is wrapped; else `model` itself.
 
     Raises:
-        ValueError: A DDP model is somewhere else in it.
+        ValueError: A DDP model is only a part of `model`.
     """
     found = look_inside(model)
     inner = found.module if isinstance(found, DistributedDataParallel) else model
@@ -43,10 +43,11 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 
 def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that the optimizers train, with their names, in the order of the model.
+    """Return (name, parameter) of all parameters that the optimizers train, in the model's order.
 
     Raises:
-        ValueError: They train none, or others; or one is no floating-point number.
+        ValueError: The optimizers train no parameter of the model, or a parameter that it does not have; or a trained
+            parameter is not floating-point.
     """
     wanted = {id(each) for optimizer in optimizers for part in optimizer.param_groups for each in part["params"]}
     trained = [
@@ -68,10 +69,21 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> lis
 def peers_of(
     model: nn.Module, trained: list[tuple[str, nn.Parameter]], inside: str, agreement: Agreement
 ) -> tuple[dist.ProcessGroup, frozenset[int] | None]:
-    """The ranks that hold the same parameters (or shards) as this one, and this rank's worker where the model says it.
+    """Return the group of ranks that hold the same parameters or shards as this one, and this rank's worker.
+
+    All ranks call it: the groups of sharded models are made here.
+
+    Args:
+        model: Argument of `Outer`.
+        trained: (Name, parameter) pairs that are trained.
+        inside: Argument of `Outer`.
+        agreement: Agreement of all ranks.
+
+    Returns:
+        The group; and the ranks of the worker, or None unless the model is in DDP or sharded, which determines them.
 
     Raises:
-        ValueError: The model averages over all ranks already, or `inside` says something else than the model.
+        ValueError: The model averages over all ranks already, or contradicts `inside`.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -108,13 +120,13 @@ def peers_of(
 
 
 def shard_groups(said: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]:
-    """The ranks that hold the same shards, group by group.
+    """Return groups of ranks that hold the same shards.
 
     Args:
-        said: What each rank has said: which shards it holds, and the ranks of its worker.
+        said: (Key of its shards, ranks of its worker) of each rank.
 
     Raises:
-        ValueError: A group has no rank of some worker: workers are of unequal size, or sharded in other ways.
+        ValueError: A group has no rank of some worker: workers have different sizes or are sharded differently.
     """
     groups = {key: [rank for rank, (each, _) in enumerate(said) if each == key] for key, _ in dict.fromkeys(said)}
     workers = {worker for _, worker in said}
@@ -129,7 +141,7 @@ def shard_groups(said: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]
 
 
 def _shard_key(sharded: Sequence[DTensor]) -> str:
-    """Which shards this rank holds: equal on ranks that hold the same ones."""
+    """Return a key for the shards that this rank holds, equal on ranks that hold the same shards."""
     found = []
     for each in sharded:
         place: Sequence[int] = each.device_mesh.get_coordinate() or ()
@@ -143,10 +155,14 @@ def _shard_key(sharded: Sequence[DTensor]) -> str:
 
 
 def workers_in(cluster: Cluster, inside: str) -> list[tuple[int, ...]]:
-    """The ranks of each worker.
+    """Return the ranks of each worker.
+
+    Args:
+        cluster: Placement of the ranks.
+        inside: Argument of `Outer`.
 
     Raises:
-        ValueError: The cluster has no such level.
+        ValueError: The cluster does not have the level `inside`.
     """
     if inside == NONE:
         return [(rank,) for rank in range(cluster.size)]
@@ -160,7 +176,7 @@ def workers_in(cluster: Cluster, inside: str) -> list[tuple[int, ...]]:
 
 
 def workers_given(group: dist.ProcessGroup, own: frozenset[int], agreement: Agreement) -> list[tuple[int, ...]]:
-    """The ranks of each worker in a group, where each rank knows its own; all ranks of the job say theirs."""
+    """Return the ranks of each worker in `group`; all ranks of the job call it with their own worker."""
     said = agreement.gather(sorted(own))
     workers: dict[str, list[int]] = {}
     for rank in dist.get_process_group_ranks(group):

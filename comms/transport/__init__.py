@@ -1,1 +1,1 @@
-"""The collectives a phase needs, one file a transport."""
+"""This package has the transports: collectives of CPU and CUDA tensors over a fixed set of ranks; see groups.py."""

@@ -379,7 +379,7 @@ class Streams:
         BackgroundThread(
             "gradwire streams",
             self._run,
-            without="its connections to other ranks are closed, and what was under way over them fails",
+            without="its connections to other ranks are closed, and exchanges in flight fail",
             on_failure=lambda error: self._fail(
                 f"the thread of the connections to other ranks has failed: {type(error).__name__}: {error}"
             ),

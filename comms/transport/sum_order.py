@@ -41,7 +41,7 @@ class SlicesToSum:
         """Sum in the order of gloo's rings, and round after each addition, as gloo does.
 
         Args:
-            target: As for `sum`.
+            target: 1-D, as long as the slice, in the dtype of `received`; takes the sum.
             runs: Result of `ring_runs` for the whole slice.
         """
         at, size = 0, len(self._received)
@@ -103,7 +103,7 @@ class RingOrder:
 
 
 RANK_ORDER = RankOrder()
-"""The order that transports use if a caller names none."""
+"""Default order of transports."""
 
 
 def ring_numel(numel: int, element_nbytes: int, size: int) -> int:

@@ -521,7 +521,7 @@ def connect_gloo(
 
     Raises:
         RuntimeError: A rank did not join.
-        PeerError: A rank has ended before it had connected, or has given up.
+        PeerError: A rank has exited before it had connected, or has aborted.
     """
     interfaces = gloo_interfaces() if interface is None else (interface,)
 
