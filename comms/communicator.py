@@ -1,6 +1,7 @@
-"""One rank's end of everything: where the ranks are, which plan a bucket takes, and the executor that runs it.
+"""The communicator: connected ranks that all-reduce flat tensors, each by the cheapest plan.
 
-The hook and the process group are two faces of this object.
+It owns the placement of the ranks, the plans, the transports and the executor. The hook, the process group "gradwire",
+FSDP2 and `Outer` send all of their tensors through one.
 """
 
 import time
@@ -54,7 +55,7 @@ if TYPE_CHECKING:  # each is loaded where it is asked for
     from gradwire.comms.transport.nccl import NcclGroups
 
 SPARSE_PHASE = 20
-"""Where the steps of sparse gradients stand in the report: behind the phases of plans."""
+"""First index of the steps of sparse sums in reports; larger than that of any phase of a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +76,25 @@ class FailurePolicy:
 class Communicator:
     """All-reduces flat tensors over a group of ranks by the cheapest plan.
 
+    Invariant: all ranks call the same methods in the same order.
+
+    Thread safety: one thread starts all-reduces; `abort` and `abandon` may be called from any thread.
+
     Args:
-        store: A store that all ranks of the group share; keys are put below `name`.
+        store: Store that all ranks of the group share; keys begin with `name`.
         rank: This rank in the group.
         size: Number of ranks.
-        device: Where the tensors are.
-        config: The configuration; must agree on all ranks.
-        name: Unique among the communicators of this store, equal on all ranks.
-        compressor: Compresses one phase of gradients that are given with a layout.
-        group: The process group of the same ranks, in the same order. On CUDA its NCCL backend, if it has one, carries
-            what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
-        global_ranks: Of the group in the default group, for logs; None asks torch, which knows registered groups only.
-        reporter: Shared with other groups that wait for this one; None makes one for this group.
+        device: Device of the tensors.
+        config: Configuration; must be equal on all ranks.
+        name: Name, unique among the communicators of this store and equal on all ranks.
+        compressor: Compressor for one phase of tensors that have a layout; None if all is exact.
+        group: Process group of the same ranks in the same order. On CUDA its NCCL backend, if it has one, runs the
+            collectives over all ranks; it stays the user's, and is aborted only if gradwire aborts.
+        global_ranks: Ranks of the group in the default group, for logs; None asks torch, which knows registered groups.
+        reporter: Failure reporter shared with other groups that wait for this one; None makes one for this group.
         failure_policy: Replaces this communicator's own detection and report of failed ranks; its reporter is used
             in place of `reporter`.
-        kernels: Name of those that the compressor runs, the same on all ranks; empty if that does not matter.
+        kernels: Name of the compressor's kernels, which must be equal on all ranks; empty if it does not matter.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -140,9 +145,9 @@ class Communicator:
                 raise
             self._leave = weakref.finalize(self, _leave, server, peer_infos.generation, rank)
         self.peer_infos = peer_infos
-        """What every rank has said about itself; `start` names this start of these ranks, and no earlier one's."""
+        """Host, devices and settings of every rank; its `generation` is unique to this meeting of these ranks."""
         self.plain_store = PrefixStore(peer_infos.generation, own.plain)
-        """What the ranks tell each other from here on; without what an earlier start of them has left."""
+        """Store for messages between these ranks, without keys of an earlier generation."""
         store = polling(self.plain_store)
         cluster = cluster_of(peer_infos, config)
         self.rank_plans = RankPlans(cluster, rank, device.type, config, compressor)
@@ -190,12 +195,12 @@ class Communicator:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.peer_infos)
 
     @property
     def hostnames(self) -> tuple[str, ...]:
-        """Names of the ranks' hosts, as they call themselves."""
+        """Host name of each rank."""
         return tuple(peer_info.host[0] for peer_info in self.peer_infos)
 
     @property
@@ -211,23 +216,23 @@ class Communicator:
 
     @property
     def clock(self) -> "Clock":
-        """What tells when a phase begins and ends on this device."""
+        """Clock of the device: the host's on a CPU, events on CUDA."""
         return self.executor.stats.clock
 
     @property
     def cluster(self) -> Cluster:
-        """Where the ranks are, with the links as assumed or measured."""
+        """Placement of the ranks, with the link rates that plans are chosen by."""
         return self.rank_plans.cluster
 
     def connect(self, nbytes: int) -> None:
-        """Connects the groups that buckets of `nbytes` need; later, the process that serves the store may have ended.
+        """Connects the transports that buckets of `nbytes` need, while the process that serves the store is alive.
 
-        Every rank calls it at the same point of the sequence of collectives, when the plans are settled. Sets of ranks
-        are connected in one order, so uneven nodes, whose ranks are in several, do not wait in a circle. A plan that
-        is chosen later connects what it needs besides at its first bucket.
+        All ranks call it at the same point of the sequence of collectives, after the plans are settled. Sets of ranks
+        are connected in the same order everywhere, so that uneven nodes do not wait for each other in a cycle. A plan
+        chosen later connects further transports at its first bucket.
 
         Args:
-            nbytes: Size of a bucket; once the plans are settled, any size will do.
+            nbytes: Size of a bucket; any size if the plans are settled.
 
         Raises:
             RuntimeError: A rank did not join within the time-out, or this torch has no NCCL.
@@ -254,10 +259,10 @@ class Communicator:
         """Sums `scale * flat` over all ranks, in place.
 
         Args:
-            flat: 1-D, contiguous, on this communicator's device, same numel and dtype on all ranks. Not to be touched
-                until the future is done.
-            scale: Factor on every rank's contribution, applied before anything is narrowed; 1 for integers.
-            layout: Which parameter lies where, for all of `flat`. With it, and a compressor, one phase is compressed.
+            flat: 1-D and contiguous, on this communicator's device, of the same size and dtype on all ranks. Must not
+                be used until the future is done.
+            scale: Factor on every rank's contribution, applied before any conversion to a narrower dtype; integers: 1.
+            layout: Place of each parameter in all of `flat`. With it and a compressor, one phase is compressed.
             flush: Send it dense, with what the compressor holds back added.
 
         Returns:
@@ -274,19 +279,20 @@ class Communicator:
     def start(
         self, all_reduce: AllReduce, *, scale: float = 1.0, after: float = 1.0, flush: bool = False, hold: bool = False
     ) -> None:
-        """Starts an all-reduce of what a launch carries; see `all_reduce`. Completes the futures of its buckets.
+        """Starts an all-reduce and returns at once; completes the futures of its buckets at the end.
 
         Args:
-            all_reduce: Which.
-            scale: As for `all_reduce`.
+            all_reduce: The tensors and their buckets.
+            scale: As for the method `all_reduce`.
             after: Factor on the sum; 1 for integers.
-            flush: As for `all_reduce`.
-            hold: Its last phases may wait for the launch after it, or for `release`: on CUDA that keeps the links
+            flush: As for the method `all_reduce`.
+            hold: Whether its last phases may wait for the next all-reduce or `release`, which on CUDA keeps the links
                 between the nodes busy.
 
         Raises:
-            ValueError: A part of it does not fit, or its layout does not fit it.
+            ValueError: A tensor is not flat, on another device, or does not fit its layout.
         """
+        # Buckets of a dtype that the compressor takes keep their layout; all others are exact.
         held, dtype, numel = self._held, all_reduce.parts[0].dtype, 0
         layout = all_reduce.layout if held is not None and (held.dtypes is None or dtype in held.dtypes) else None
         for part in all_reduce.parts:
@@ -302,6 +308,7 @@ class Communicator:
                 rank_plan = self.rank_plans.plan_for(numel, dtype, layout)
         else:
             rank_plan = self.rank_plans.unlisted(numel, dtype)
+        # Move compression state if the parameters of this bucket have moved since it was last reduced.
         if layout is not None and held is not None and layout not in held.settled and held.has_moved(layout):
             if not held.alike:
                 _share(self, layout, whole=not rank_plan.shares_ownership)
@@ -312,10 +319,10 @@ class Communicator:
         """Starts an all-reduce of a sparse tensor, inside the nodes first; see `sum_sparse`.
 
         Args:
-            bucket: Its tensor is torch.sparse_coo and floating-point, of one shape and dtype on all ranks. Its future
-                is completed with a new, coalesced one.
+            bucket: Bucket of a floating-point tensor in layout torch.sparse_coo, of the same shape and dtype on all
+                ranks. Its future is completed with a new, coalesced tensor.
             scale: Factor on every rank's contribution.
-            as_dense: Whether rows travel between the nodes as a dense tensor; "auto": where that takes fewer bytes.
+            as_dense: Whether rows are sent between nodes as a dense tensor; "auto" if that takes fewer bytes.
 
         Raises:
             TypeError: It has another layout, or other numbers.
@@ -337,24 +344,24 @@ class Communicator:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Brackets what reads or changes a compressor's state outside of an all-reduce.
+        """A context for reading or changing a compressor's state outside of an all-reduce.
 
-        On CUDA it runs on a side stream, behind all launches before it and before all that follow; the stream that
-        computes does not wait for it. Nothing to do on a CPU, where the caller has waited for the launches.
+        On CUDA its work runs on a side stream, after all earlier all-reduces and before all later ones; the stream that
+        computes does not wait for it. Does nothing on a CPU, where the caller has waited for all all-reduces.
         """
         with self.executor.exclusive():
             yield
 
     def sync_current_stream(self) -> None:
-        """Puts the current stream behind everything that was issued (on CUDA)."""
+        """Makes the current stream wait for everything issued so far (on CUDA)."""
         self.executor.sync_current_stream()
 
     def run(self, flat: Tensor, plan: Plan) -> FutureTensor:
-        """Runs any plan on a tensor, whatever the planner thinks of it: for measurements.
+        """Runs a given plan on a tensor, for measurements.
 
         Args:
-            flat: As for `all_reduce`; what it holds afterwards depends on the plan.
-            plan: The same on all ranks.
+            flat: As for `all_reduce`; its content afterwards depends on the plan.
+            plan: Plan, the same on all ranks.
         """
         _check(flat, 1.0, self.device)
         bucket = Bucket.of(flat)
@@ -364,12 +371,12 @@ class Communicator:
         return bucket.result()
 
     def transport(self, lane: Lane, members: tuple[int, ...]) -> Transport:
-        """The collectives of some ranks, for a caller that issues them itself.
+        """Returns the transport between some ranks, for a caller that issues collectives itself.
 
         Args:
-            lane: One that no plan has: nobody else uses its transports. One thread at a time. Or, for measurements
-                before anything else is in flight, a plan's own, which are connected then.
-            members: Ranks of this communicator; the same on all of them, in the same order.
+            lane: Lane that no plan uses, so that its transports are the caller's own; one thread at a time. For
+                measurements, while nothing is in flight, also a lane of plans.
+            members: Ranks of this communicator, in the same order on all of them.
         """
         return self._groups[lane, members]
 
@@ -382,21 +389,20 @@ class Communicator:
         seconds: float | None = None,
         refusable: bool = False,
     ) -> None:
-        """Runs one collective in the thread of the caller, on a CPU, and waits for it.
+        """Runs one collective in the calling thread, on a CPU, and waits for it.
 
         Args:
-            where: Which, in words, for an error.
-            issue: Issues it: on a `transport`, or on a group of torch's.
-            members: The ranks of the transport; none where it is torch's group, which hears no alarm by itself, and
-                whose wait can be cut into slices.
-            seconds: How long to wait for torch's group at most; None: the group's time-out.
-            refusable: A user has given the arguments; an error that is about no connection is raised as it is, and the
-                group can be used as before.
+            where: Name of the collective, for errors.
+            issue: Issues it on a `transport`, or on a process group of torch.
+            members: Ranks of the transport; empty for torch's group, whose waits are interrupted by failure reports.
+            seconds: Longest wait for torch's group; None takes the group's time-out.
+            refusable: Whether the arguments are a user's. An error that concerns no connection is then raised as it is,
+                and the group stays usable.
 
         Raises:
-            CollectiveError: It failed, or another rank has given up.
-            UnfinishedError: `seconds` have passed, and it goes on.
-            RuntimeError: It was refused, where it is `refusable`.
+            CollectiveError: It failed, or another rank has aborted.
+            UnfinishedError: `seconds` have passed, and the collective is still in flight.
+            RuntimeError: It was refused, if it is `refusable`.
         """
         try:
             work = issue()
@@ -416,14 +422,14 @@ class Communicator:
             raise self.executor.failures.fail(where, members, error) from None
 
     def sendrecv(self, other: int, nbytes: int) -> float:
-        """Exchanges bytes with one other rank, for measurements; both call it, and nothing else is in flight.
+        """Exchanges bytes with another rank, for measurements; both ranks call it while nothing else is in flight.
 
         Args:
-            other: The other rank, on another node.
-            nbytes: From each to the other.
+            other: Rank on another node.
+            nbytes: Bytes that each sends to the other.
 
         Returns:
-            Seconds that it took.
+            Seconds that the exchange took.
         """
         transport = self._groups[(0, 0), tuple(sorted((self.rank, other)))]
         source = torch.zeros(2, -(-nbytes // 4), dtype=torch.float32, device=self.device)
@@ -433,7 +439,11 @@ class Communicator:
         return time.perf_counter() - began
 
     def report(self, steps: int = 0) -> Report:
-        """What has travelled so far, and by which plans."""
+        """Returns what was sent so far, and by which plans.
+
+        Args:
+            steps: Number of steps, for the report.
+        """
         from gradwire.comms.bootstrap.nics import describe_nics  # here: a step without a report needs none
 
         in_use = self.rank_plans.plans()
@@ -458,18 +468,24 @@ class Communicator:
         )
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks that wait for this one, in shared memory or NCCL, and gives the reason. Any thread.
+        """Ends the waits of other ranks for this one, and publishes the reason. Any thread.
 
-        All others, those that are still connecting among them, hear it by the alarm.
+        Ranks in shared memory or NCCL are woken at once; all others, also those still connecting, by the abort signal.
+
+        Args:
+            reason: Sentence for the errors of the other ranks.
         """
         self.executor.aborted = True
         self._groups.abort(reason)
         self._reporter.signal_abort(reason)
 
     def abandon(self, reason: str) -> None:
-        """Gives up all that is under way, here and now, gloo's connections too. Any thread.
+        """Aborts everything in flight and closes gloo's connections, without an abort signal. Any thread.
 
-        For ranks that will meet again in other groups: who waits for this one is woken by the end of the connection.
+        For elastic training, in which the same ranks connect again: closed connections end the waits for this rank.
+
+        Args:
+            reason: Sentence for errors on this rank.
         """
         self.executor.aborted = True
         self.executor.interrupt(PeerError(reason))
@@ -477,10 +493,10 @@ class Communicator:
         self._groups.disconnect()
 
     def close(self, seconds: float | None = None) -> None:
-        """Ends the lanes and releases shared memory and connections.
+        """Ends the executor, and releases shared memory and connections.
 
         Args:
-            seconds: For what is under way; see `Executor.close`.
+            seconds: Longest wait for all-reduces in flight; see `Executor.close`.
         """
         orderly = self.executor.close(seconds)
         self._leave()
@@ -488,29 +504,32 @@ class Communicator:
             self._ring.close(orderly=orderly)
         if orderly:
             self._groups.close()
-        else:  # the executor has waited already, and the others are told that nothing more will come
+        else:
+            # The executor has waited already: tell the other ranks that nothing more will come, and do not wait again.
             self._groups.close(0.0)
 
     @property
     def placement(self) -> str:
         """The plan that a compressor works in and the ranks of each node: they decide which rank keeps which residuals.
 
-        `exact` where nothing is compressed, however large a bucket is.
+        Begins with `exact` if no bucket of any size is compressed.
         """
         nodes, chooser = self.cluster.nodes, self.rank_plans.chooser
-        weighs = self.config.plan == "auto" and chooser.library == "nccl"  # inside a node, by the size of a bucket
+        # On GPUs of one node the planner decides by bucket size, so some bucket may be compressed.
+        weighs = self.config.plan == "auto" and chooser.library == "nccl"
         idle = len(nodes) == 1 and self.config.plan != "flat" and not weighs
         name = "exact" if idle else chooser.compressed_name()
         return f"{name} {' '.join(','.join(map(str, node)) for node in nodes)}"
 
     def state_loaded(self, *, alike: bool = True) -> None:
-        """Says that the compressor's state has been replaced by one from elsewhere; all ranks, between two steps.
+        """Tells the communicator that the compressor's state was replaced; all ranks call it, between two steps.
 
         Args:
-            alike: What payloads are decoded with lies in it as ranks sit now; the same on all ranks.
+            alike: Whether the state was saved with the placement of now; the same on all ranks.
         """
         self._held = _state_layouts(self.compressor, loaded=True, alike=alike)
-        self.rank_plans.clear()  # where a compressor's shards are cut may be part of its state
+        # The boundaries of shards may be part of the compressor's state.
+        self.rank_plans.clear()
 
 
 def _check(flat: Tensor, scale: float, device: torch.device) -> None:
@@ -538,19 +557,20 @@ _met: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = weakref.Wea
 
 
 def meet(group: dist.ProcessGroup, config: Config) -> Communicator:
-    """Has all ranks of a group say where each can be called from then on, as long as torch has the group.
+    """Exchanges the probe addresses of all ranks of a group, once for each group.
 
-    Whoever makes a communicator of them later waits for none that has ended; of the default group, also of some ranks.
+    Communicators that are made later of these ranks (for the default group, also of some of them) then do not wait for
+    a rank that has exited.
 
     Args:
-        group: Of torch's; all its ranks call it.
-        config: Gives the time-out and this host's name.
+        group: Process group of torch; all its ranks call this function.
+        config: Configuration; its time-out and host name are used.
 
     Returns:
-        What connects nothing before it is asked for; not to be closed.
+        A communicator that has connected nothing yet; must not be closed.
 
     Raises:
-        RuntimeError: A rank did not come within the time-out.
+        RuntimeError: A rank did not join within the time-out.
     """
     if group not in _met:
         own, cpu = Config(timeout=config.timeout, hostname=config.hostname), torch.device("cpu")
@@ -559,14 +579,14 @@ def meet(group: dist.ProcessGroup, config: Config) -> Communicator:
 
 
 def _ended_of(group: dist.ProcessGroup | None) -> FindExited | None:
-    """Says which ranks of a group have ended, where they have met; the backend's own group knows."""
+    """Returns what finds exited ranks of a group, if `meet` was called for it or it is gradwire's own; else None."""
     if (ended := getattr(group, "ended", None)) is not None:
         return cast(FindExited, ended)
     return _met[group].ended if group is not None and group in _met else None
 
 
 def _met_before(group: dist.ProcessGroup | None, global_ranks: Sequence[int] | None) -> FindExited | None:
-    """Says which ranks of a group have ended, where they have met already: in it, or all ranks in the default one."""
+    """Returns what finds exited ranks of a group, if `meet` was called for it or for the default group; else None."""
     if (ended := _ended_of(group)) is not None:
         return ended
     if not dist.is_initialized() or (ended := _ended_of(dist.group.WORLD)) is None:
@@ -596,7 +616,7 @@ def _executor(
     reporter: FailureReporter,
     timeout: timedelta,
 ) -> Executor:
-    """The executor of a device: streams on CUDA, lanes otherwise. Nobody asks again which of them it is."""
+    """Makes the executor of a device: streams on CUDA, lanes on a CPU. The only place that chooses one."""
     if device.type == "cuda":
         from gradwire.comms.bootstrap.deadline import Deadline
         from gradwire.comms.run.stream_executor import StreamExecutor
@@ -612,7 +632,7 @@ def _executor(
 def _ring(
     executor: Executor, store: PollingStore, rank: int, size: int, reporter: FailureReporter
 ) -> "LivenessRing | None":
-    """Watches the other ranks, where what waits on a device hears nothing of their end."""
+    """Makes the liveness ring on CUDA, where waits on the device do not notice that a rank has exited; else None."""
     deadline = executor.deadline
     if deadline is None or size == 1:
         return None
@@ -623,10 +643,11 @@ def _ring(
 
 
 def _share(ranks: Communicator, layout: Layout, *, whole: bool) -> None:
-    """Has all nodes hold what the payloads of a bucket are decoded with, where ranks sit otherwise than before.
+    """Gives all nodes the state that decodes the payloads of a bucket, after the placement of ranks has changed.
 
-    Ranks of a node hold different elements, nodes the same ones; now some have gaps, and others elements twice. In the
-    end a node's first rank holds all, or each rank where each compresses the whole.
+    The ranks of a node keep different elements of it, and all nodes the same ones. With another placement some elements
+    are missing on a node and others are there twice. Afterwards the first rank of each node has all of them, or every
+    rank if each compresses the whole bucket.
     """
     from gradwire.comms.migration import shared  # here: as in `_state_layouts`
 
@@ -653,7 +674,7 @@ def _state_layouts(compressor: Compressor | None, *, loaded: bool, alike: bool =
 
 
 def _connections(config: Config, rank_plans: RankPlans) -> Callable[[float], int] | None:
-    """How many connections large messages between two nodes take, from the round trip; None leaves it to gloo."""
+    """Returns a function from round trip to number of TCP connections between nodes; None leaves it to gloo."""
     if config.connections == 1:
         return None
     if config.connections:

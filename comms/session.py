@@ -1,9 +1,9 @@
-"""What the states for DDP (`HookState`), FSDP2 (`FsdpState`) and `Outer` have in common.
+"""Base classes of the states for DDP (`HookState`), FSDP2 (`FsdpState`) and `Outer`, and of their sessions.
 
-An `AveragingSession` is the connected side: the communicator, the compressor and the listeners of named tensors that
-ranks average step by step. A state has one from the moment at which its ranks have connected; in elastic training, one
-after the other. `TrainingState` is the user's side of all three: a timeline, metrics, a checkpoint. `GradientState`
-adds what only gradients of every step have: advice, loss scales, flushing, the check of optimizers.
+A *session* is the connected side of a state: communicator, compressor and listeners. A state has one as soon as its
+ranks have connected; in elastic training a new one each time that ranks leave or join. `TrainingState` is the user's
+side: traces, metrics and checkpoints. `GradientState` adds what only gradients of every step have: advice, loss scales,
+flushing and the check of optimizers.
 """
 
 import logging
@@ -42,16 +42,16 @@ from gradwire.comms.transport.groups import check_transport
 from gradwire.compressors.base import Compressor, StateDict
 
 FUSION_TIMEOUT = timedelta(seconds=30)
-"""How long `fuse()` waits for the other ranks to ask for the same."""
+"""Timeout of `fuse()` for the other ranks to call it with the same plan."""
 
 GRADIENT_NBYTES = 4
-"""Bytes of an element, where the size of a model's gradients is estimated."""
+"""Bytes of a gradient element in estimates of a model's gradient size: float32."""
 
 HOMELESS = (
     "{found}, and `state` holds residuals that would be lost: set the one that saved it, or call state.flush() and "
     "train one more step before saving"
 )
-"""`found` is what has no place for them."""
+"""Message about a state with residuals; `found` says why this state has no place for them."""
 NO_COMPRESSOR = "`compressor` is not set"
 
 log = logging.getLogger("gradwire")
@@ -67,19 +67,19 @@ if TYPE_CHECKING:
     from gradwire.compressors.optim.first_step import Check, HasParameters
 
 _numbers: "dict[tuple[str, str], count[int]]" = {}
-"""(Kind, process group) -> numbers for what is made of that kind on it, in the same order on all ranks."""
+"""(Kind, process group) -> counter of the sessions of that kind, which all ranks make in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRanks:
-    """The ranks that connect.
+    """Ranks of a session that is about to connect.
 
     Attributes:
-        store: Shared by all of them.
-        name: Unique in the store; equal on all ranks, which connect their states in the same order.
-        rank: This one.
-        size: How many.
-        group: Torch's group of them; None in elastic training, once the ranks have changed.
+        store: Store that all of them share.
+        name: Name, unique in the store and equal on all ranks, which connect their states in the same order.
+        rank: This rank.
+        size: Number of ranks.
+        group: Process group of them; None in elastic training after the ranks have changed.
         failure_policy: Replaces the report of failed ranks, so that training goes on without them; None ends it.
         reporter: Failure reporter shared with other groups; None makes one for these ranks.
     """
@@ -101,39 +101,39 @@ class SessionRanks:
         failure_policy: FailurePolicy | None = None,
         reporter: FailureReporter | None = None,
     ) -> "SessionRanks":
-        """The ranks of a group of torch's.
+        """Returns all ranks of a process group.
 
         Args:
-            group: Which.
-            kind: Of session; those of a kind are made in the same order on all ranks of the group.
-            failure_policy: Attribute of the result.
-            reporter: As above.
+            group: The process group.
+            kind: Kind of session; sessions of a kind are made in the same order on all ranks of the group.
+            failure_policy: As the attribute.
+            reporter: As the attribute.
         """
         name = cls.name_in(group, kind)
         return cls(store_of(group), name, group.rank(), group.size(), group, failure_policy, reporter)
 
     @classmethod
     def name_in(cls, group: dist.ProcessGroup, kind: str) -> str:
-        """The name of a group's next session of a kind."""
+        """Returns the name of the next session of a kind on a group."""
         return f"{kind}{next(_numbers.setdefault((kind, group.group_name), count()))}"
 
 
 class AveragingSession:
-    """The connected ranks of a state: their communicator, compressor and listeners.
+    """The connected ranks of a state, with communicator, compressor and listeners.
 
     Args:
-        ranks: That connect.
-        device: Where the tensors are.
-        config: What the user set.
-        numels: Of the parameters, by name, as this rank holds them.
-        reduction: What combines tensors between nodes where nothing compresses them; None is a plain sum.
-        previous: What there was before the ranks have changed; its compressor goes on.
+        ranks: Ranks to connect.
+        device: Device of the tensors.
+        config: The user's configuration.
+        numels: Elements of each parameter on this rank, by name.
+        reduction: Combines tensors between nodes if there is no compressor; None is a plain sum.
+        previous: Session before the ranks changed, whose compressor is kept; None for the first session.
 
     Attributes:
-        group: Of torch's; see `SessionRanks`.
-        communicator: Of the ranks.
-        compression: What compresses; None where tensors are exact.
-        listeners: Who follows its steps.
+        group: Process group; see `SessionRanks`.
+        communicator: Communicator of the ranks.
+        compression: Compressor and its state; None if tensors are exact.
+        listeners: Listeners of its steps.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -172,21 +172,26 @@ class AveragingSession:
             failure_policy=ranks.failure_policy,
             kernels=_kernels(device) if self.compression else "",
         )
-        weakref.finalize(self, self.communicator.close)  # also where something later raises
+        # Registered at once: a later line may raise.
+        weakref.finalize(self, self.communicator.close)
         if self.compression is not None:
             self.compression.placement = self.communicator.placement
         self.listeners = Listeners()
 
     def connect(self, nbytes: int) -> None:
-        """Settles plans, and connects what buckets of `nbytes` take; all ranks."""
+        """Chooses the plan for all sizes, and connects the transports that buckets need; all ranks call it.
+
+        Args:
+            nbytes: Size of a usual bucket.
+        """
         self.communicator.rank_plans.settle(nbytes)
         self.communicator.connect(nbytes)
 
     def watch_steps(self, previous: "AveragingSession | None" = None) -> None:
-        """Has steps noted from here on, as the configuration says.
+        """Adds the listeners that time steps and warn of stragglers and stalls, as the configuration says.
 
         Args:
-            previous: Whose metrics go on.
+            previous: Session whose metrics are continued; None starts new ones.
         """
         self.watch, self.observer = watch_steps(self.listeners, self.communicator, self._config, self.group)
         if previous is not None:
@@ -194,11 +199,11 @@ class AveragingSession:
         weakref.finalize(self, self.observer.close)
 
     def compare_loaded(self, *, changed: bool = False, beside: "Loaded | None" = None, kept: str = "") -> None:
-        """Has the ranks compare, as steps begin, what they have loaded; where they have changed, from now on.
+        """Adds the listener that checks, when steps begin, that all ranks have loaded the same checkpoint.
 
         Args:
-            changed: They have.
-            beside: What is loaded into where they have no compressor; None: nothing is.
+            changed: Whether the ranks have changed; only states loaded from now on are compared then.
+            beside: Object that states are loaded into if there is no compressor; None if nothing is loaded.
             kept: See `features.compare_loaded`.
         """
         source = beside if self.compression is None else self.compression
@@ -210,7 +215,8 @@ class AveragingSession:
         from gradwire.comms.bootstrap.agree import Agreement  # here: fixed plans need no decisions
 
         ranks = self.communicator
-        if self._failure_policy is not None:  # nobody waits for a rank that is lost
+        # In elastic training no rank may wait for one that has failed.
+        if self._failure_policy is not None:
             own = self._failure_policy.polling(ranks.plain_store)
         else:
             own = PollingStore(ranks.plain_store, self._config.timeout, ranks=ranks.size)
@@ -220,15 +226,19 @@ class AveragingSession:
 
     @property
     def last_sizes(self) -> Sequence[int]:
-        """Bytes of what has travelled in the last step, in order."""
+        """Bytes of each all-reduce of the last step, in order."""
         return self._sizes
 
     def note_sizes(self, sizes: Sequence[int]) -> None:
-        """Notes the bytes of what has travelled in a step."""
+        """Records the bytes of each all-reduce of a step."""
         self._sizes = tuple(sizes)
 
     def report(self, steps: int) -> Report:
-        """What has travelled in so many steps."""
+        """Returns the report, with the lines that listeners add.
+
+        Args:
+            steps: Number of steps so far.
+        """
         return self.listeners.add_to(self.communicator.report(steps))
 
     def state_dict(self) -> StateDict:
@@ -241,7 +251,7 @@ class AveragingSession:
         return own
 
     def load_state_dict(self, own: StateDict) -> None:
-        """Restores what `state_dict` returned on this rank of as many.
+        """Restores a state that `state_dict` returned on the same rank of the same number of ranks.
 
         Raises:
             ValueError: The state is of another model or compressor, or is damaged; nothing was changed.
@@ -253,15 +263,16 @@ class AveragingSession:
 
 
 class GradientSession(AveragingSession):
-    """The session of a DDP model's gradients: buckets may travel together, links are measured, and cuts tuned.
+    """The session of a DDP model's gradients: joins buckets, measures links and learns cuts.
 
     Args:
-        peers: The ranks.
-        device: Where the gradients are.
-        config: What the user set.
-        names: Which parameter is which.
-        previous: What there was before the ranks have changed; its compressor goes on.
-        joined: Ranks have joined, which know nothing of what others have learned of links and cuts.
+        peers: Ranks to connect.
+        device: Device of the gradients.
+        config: The user's configuration.
+        names: Names of the parameters.
+        previous: Session before the ranks changed, whose compressor is kept; None for the first session.
+        joined: Whether ranks have joined. They lack the link rates and cuts that the others have learned, so all ranks
+            go back to the configured ones.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -290,7 +301,7 @@ class GradientSession(AveragingSession):
         self.grouping: Grouping = self.fusion
         """Decides which buckets of the running step are reduced together; a listener may replace it for a step."""
         self.agrees = previous is None and not joined
-        """Whether what payloads are decoded with is the same on all ranks."""
+        """Whether the state that decodes payloads is known to be equal on all ranks."""
         self._fusion_plans: Agreement | None = None
 
         def consensus(what: str, timeout: timedelta) -> "Agreement":
@@ -312,7 +323,7 @@ class GradientSession(AveragingSession):
         self.scale, self.after = _factors(config, self.communicator)
         """Factors on every rank's gradients, and on their sum."""
         self.weights = weigh_by_samples(self.listeners, self.communicator, config)
-        """What weighs gradients by samples, before anything else; None where all ranks weigh alike."""
+        """Weights of gradients by samples, applied before anything else; None if all ranks weigh the same."""
         self.watch_steps(previous)
         if previous is None and not joined:
             learn_cuts(self.listeners, self.communicator, self.fusion, name, names.shapes)
@@ -332,7 +343,7 @@ class GradientSession(AveragingSession):
         return own | {NAMED: int(self._names.bound)}
 
     def load_state_dict(self, own: StateDict) -> None:
-        """Restores what `state_dict` returned on this rank of as many.
+        """Restores a state that `state_dict` returned on the same rank of the same number of ranks.
 
         Raises:
             ValueError: The state is of another model or compressor, or under other names; nothing was changed.
@@ -351,22 +362,25 @@ class GradientSession(AveragingSession):
         super().load_state_dict(own)
 
     def _go_on(self, previous: "GradientSession") -> None:
-        """Takes over what was learned with the ranks before: the links' rates."""
+        """Takes over the link rates that were learned with the ranks before."""
         rank_plans, before = self.communicator.rank_plans, previous.communicator.rank_plans
         if before.links.decided and before.cluster.depth == rank_plans.cluster.depth:
             rank_plans.measured(before.cluster.levels)
 
     def _move_state(self) -> None:
-        """Has the compressor's state move to the ranks that own it now."""
+        """Prepares the compressor's state to be moved to the ranks that own it now."""
         if self.compression is not None:
             self.compression.renumber(self.communicator.rank, self.communicator.size)
             self.communicator.state_loaded()
 
     def fuse(self, plan: FusionPlan) -> None:
-        """Changes which buckets travel together, once all ranks have asked for the same.
+        """Changes which buckets are joined, if all ranks call it with the same plan.
+
+        Args:
+            plan: Fusion plan from the next step on.
 
         Raises:
-            ValueError: They have not: refused on all of them.
+            ValueError: The plans differ; nothing is changed on any rank.
         """
         self._fusion_plans = self._fusion_plans or self._consensus(f"fusion/{self._name}", FUSION_TIMEOUT)
         self._fusion_plans.same(asdict(plan))
@@ -396,9 +410,9 @@ S = TypeVar("S", bound=AveragingSession)
 
 
 class TrainingState(Generic[S]):
-    """Base class of what users hold: a configuration, a session once the ranks have connected, and its checkpoint.
+    """Base class of the objects that users hold: configuration, session (after the ranks have connected), checkpoint.
 
-    It has what every state has: a timeline, metrics, saving and loading. `GradientState` adds what needs gradients of
+    It has what every state has: traces, metrics, saving and loading. `GradientState` adds what needs gradients of
     every step.
 
     Args:
@@ -460,7 +474,7 @@ class TrainingState(Generic[S]):
         address: str = "127.0.0.1",
         every_seconds: float = 1.0,
     ) -> int | None:
-        """Export this rank's numbers for Prometheus, renewed at the ends of steps.
+        """Exports metrics of this rank for Prometheus, updated at the ends of steps.
 
         A second call adds a file or a port, or replaces the one there was; what it does not name goes on.
 
@@ -483,7 +497,7 @@ class TrainingState(Generic[S]):
 
     @property
     def dirty(self) -> bool:
-        """True if residuals are pending, so that the state fits these ranks only; the same on all ranks."""
+        """Whether residuals are pending, so that a checkpoint fits these ranks only; equal on all ranks."""
         compression = None if self._connection is None else self._connection.compression
         return compression is not None and compression.dirty
 
@@ -505,7 +519,7 @@ class TrainingState(Generic[S]):
         return {} if place is None else pack(self._own_state(), *place, self.dirty)
 
     def gathered_state_dict(self, *, on_all_ranks: bool = False) -> "Checkpoint":
-        """The states of all ranks in one, for frameworks in which rank 0 writes the checkpoint; all ranks call it.
+        """Returns the states of all ranks in one, for frameworks whose rank 0 writes the checkpoint; all ranks call it.
 
         `load_state_dict` takes each rank's own part of it.
 
@@ -529,7 +543,7 @@ class TrainingState(Generic[S]):
         return gather(self.state_dict(), group, on_all_ranks, peer_wait)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restores what `state_dict` returned on this rank, or `gathered_state_dict`; training goes on bit for bit.
+        """Restores what `state_dict` returned on this rank, or `gathered_state_dict`; training continues bit for bit.
 
         Before the state has a model or has seen a bucket, `state` is kept until then, and checked then. On other ranks
         (another world size, another mesh) a state is taken only if it was flushed before it was saved (`flush()`, one
@@ -551,7 +565,7 @@ class TrainingState(Generic[S]):
             self._restore(found)
 
     def _refuse_homeless(self, found: "Checkpoint") -> None:
-        """Refuses residuals that have no place here.
+        """Refuses a checkpoint with residuals that this state cannot keep.
 
         Raises:
             ValueError: What would have one is not set.
@@ -561,22 +575,22 @@ class TrainingState(Generic[S]):
 
     @property
     def _keeps(self) -> bool:
-        """Whether there is anything to save."""
+        """Whether this rank has anything to save."""
         return _compresses(self.config)
 
     def _place(self) -> tuple[int, int] | None:
-        """This rank, and how many there are, in a checkpoint; None where nobody knows yet."""
+        """Rank and number of ranks for a checkpoint; None before the ranks have connected."""
         if self._connection is not None:
             return self._connection.communicator.rank, self._connection.communicator.size
         group = self._group or dist.group.WORLD if dist.is_initialized() else None
         return None if group is None else (group.rank(), group.size())
 
     def _own_state(self) -> StateDict:
-        """What this rank saves."""
+        """Returns the entries that this rank saves."""
         return {} if self._connection is None else self._connection.state_dict()
 
     def _restore(self, found: "Checkpoint") -> None:
-        """Takes over this rank's part of a checkpoint, now or once the ranks have connected."""
+        """Restores this rank's part of a checkpoint, now or as soon as the ranks have connected."""
         if self._connection is None:
             self._pending = found
             return
@@ -646,7 +660,7 @@ class GradientState(TrainingState[S]):
             each.watch(scaler)
 
     def set_loss_scale(self, scale: float) -> None:
-        """Sets the factor that the next gradients carry, where no GradScaler does; call it before backward.
+        """Sets the loss scale of the next gradients, without a GradScaler; call it before the backward pass.
 
         Raises:
             ValueError: There is no compressor, or no model yet; or `scale` is not a positive number.
@@ -656,11 +670,11 @@ class GradientState(TrainingState[S]):
             each.set(scale)
 
     def _loss_scales(self, call: str) -> "list[LossScale]":
-        """Those that what is held back of gradients follows; `call` is who asks."""
+        """Returns the loss scales that residuals follow; `call` names the caller in errors."""
         return [self._compressed(call).loss_scale]
 
     def flush(self) -> None:
-        """Sends the next step's gradients dense, with every residual added: afterwards all residuals are zero.
+        """Makes the next step send uncompressed, with every residual added; afterwards all residuals are zero.
 
         To be called on all ranks before the same step; before a checkpoint that is to be loaded on other ranks. Weights
         of sharded models that travel as differences are sent exactly then: call it after they were changed by hand.
@@ -672,11 +686,11 @@ class GradientState(TrainingState[S]):
             self._compressed("flush()").flushing = True
 
     def _flush_shards(self) -> bool:
-        """Whether anything is kept, and sent now, of what travels between the ranks that share parameters."""
+        """Flushes the residuals of shards; returns whether there are any (only FSDP2 has them)."""
         return False
 
     def _check_optimizers(self, model: "HasParameters") -> None:
-        """Has each optimizer checked before its first step on the model's parameters.
+        """Registers a check of each optimizer before its first step on the model's parameters.
 
         One that the compressor does not fit is refused there; where one goes on from a checkpoint and this state does
         not, that is said.
@@ -697,14 +711,14 @@ class GradientState(TrainingState[S]):
         self._check = check_at_first_step(model, name, options, rules, resumed, averaged)
 
     def _check_no_optimizers(self, model: "HasParameters") -> None:
-        """Takes back what `_check_optimizers` has begun."""
+        """Ends the checks that `_check_optimizers` has registered."""
         if self._check is not None:
             from gradwire.compressors.optim.first_step import withdraw
 
             withdraw(model, self._check)
 
     def _warn_of_resume(self) -> None:
-        """Called where an optimizer goes on from a checkpoint, before its first step here."""
+        """Called before the first step of an optimizer that continues from a checkpoint."""
         if not self._loaded and self.config.join is None and (anew := self._starts_anew()):
             log.warning(
                 "the optimizer goes on from a checkpoint, and gradwire's state was not loaded: %s starts without what "
@@ -714,7 +728,7 @@ class GradientState(TrainingState[S]):
             )
 
     def _starts_anew(self) -> str:
-        """What has nothing held back as long as no state is loaded, and would have; empty where nothing has."""
+        """Returns what starts without residuals because no checkpoint was loaded; empty if nothing does."""
         compression = None if self._connection is None else self._connection.compression
         if compression is None:
             return ""
@@ -747,7 +761,7 @@ def _compression(config: Config, numels: Mapping[str, int], ranks: SessionRanks)
 
 
 def _kernels(device: torch.device) -> str:
-    """The name of the kernels on a device: on a GPU the same on all ranks, as PowerSGD's factors differ in rounding."""
+    """Returns the name of the kernels on a device; on GPUs it must be equal on all ranks, because roundings differ."""
     if device.type == "cpu":
         return ""
     from gradwire.compressors.kernels.dispatch import kernels_name  # here: exact gradients need no kernels
@@ -756,7 +770,7 @@ def _kernels(device: torch.device) -> str:
 
 
 def _reduction(config: Config) -> Compressor | None:
-    """What combines gradients between nodes, where that is no plain sum in their own dtype."""
+    """Makes what combines gradients between nodes; None if that is a plain sum in their own dtype."""
     if config.sums.sum_dtype == "float32":
         from gradwire.compressors.dense import WideSum
 
@@ -765,7 +779,7 @@ def _reduction(config: Config) -> Compressor | None:
 
 
 def _factors(config: Config, communicator: Communicator) -> tuple[float, float]:
-    """The factor on every rank's gradients before they are summed, and the one on the sum."""
+    """Returns the factors on every rank's gradients, and on their sum."""
     sums = config.sums
     if not sums.average:
         return 1.0, 1.0
