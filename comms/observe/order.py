@@ -32,13 +32,13 @@ class Wait:
     """Wait of a rank in a model.
 
     Attributes:
-        start: Name of the start of the communicator; the same on all of its ranks.
+        generation: Name of the communicator's generation; the same on all of its ranks.
         model: Place of the model among those that the rank has hooked, from 0.
         number: Number of the launch in which it waits, from 0.
         bucket: Bucket of that launch, with its parameters.
     """
 
-    start: str
+    generation: str
     model: int
     number: int
     bucket: str
@@ -48,7 +48,7 @@ _WAIT: MessageType[Wait] = MessageType(Wait)
 _models: dict[int, "count[int]"] = {}
 """Rank in the default group -> counter of the models that it has hooked."""
 _watches: "WeakValueDictionary[tuple[str, int], CountsLaunches]" = WeakValueDictionary()
-"""(Name of the communicator's start, rank in the default group) -> stall watch of this process."""
+"""(Name of the communicator's generation, rank in the default group) -> stall watch of this process."""
 
 
 class Waits:
@@ -58,24 +58,24 @@ class Waits:
 
     Args:
         store: Store that all communicators of the job share.
-        start: Name of the start of the model's communicator.
+        generation: Name of the generation of the model's communicator.
         rank: This rank in the default group.
     """
 
-    def __init__(self, store: Store, start: str, rank: int) -> None:
+    def __init__(self, store: Store, generation: str, rank: int) -> None:
         self._store = store
-        self._start = start
+        self._generation = generation
         self._rank = rank
         self._model = next(_models.setdefault(rank, count()))
         self._published: Wait | None = None
 
     def register(self, watch: CountsLaunches) -> None:
         """Registers the stall watch of this model, so that those of other models can ask for its launches."""
-        _watches[self._start, self._rank] = watch
+        _watches[self._generation, self._rank] = watch
 
     def publish(self, number: int, bucket: str) -> None:
         """Publishes that this rank waits in a launch of this model, in place of its previous wait."""
-        wait = Wait(self._start, self._model, number, bucket)
+        wait = Wait(self._generation, self._model, number, bucket)
         if wait != self._published:
             self._store.set(str(self._rank), json.dumps(asdict(wait)))
             self._published = wait
@@ -95,10 +95,10 @@ class Waits:
         own = self._published
         for rank in late:
             other = self._of(rank)
-            if own is None or other is None or other.start == own.start:
+            if own is None or other is None or other.generation == own.generation:
                 continue
-            # None if the other wait is from an earlier start, or in a model that this rank does not have.
-            watch = _watches.get((other.start, self._rank))
+            # None if the other wait is from an earlier generation, or in a model that this rank does not have.
+            watch = _watches.get((other.generation, self._rank))
             # The other rank waits for this one only if this one has not started that launch.
             if watch is not None and watch.launches <= other.number:
                 (one, first), (two, second) = sorted({self._rank: own, rank: other}.items())

@@ -56,19 +56,6 @@ class OpenRequest:
     compares: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Reported:
-    """A stall that was logged, until training continues.
-
-    Attributes:
-        stuck: Group or channel that was its cause.
-        began: Monotonic time since when nothing moves.
-    """
-
-    stuck: Stuck
-    began: float
-
-
 class Analyzer:
     """Analyzes the statuses of all ranks, and logs what is new.
 
@@ -96,7 +83,8 @@ class Analyzer:
         self._request: OpenRequest | None = None
         self._last_request = 0
         self._statuses: dict[int, RankStatus] = {}
-        self._reported: _Reported | None = None
+        self._reported: tuple[Stuck, float] | None = None
+        """Cause of the stall that was logged, and monotonic time since when nothing moves; until training continues."""
         self._links = LinkWatch()
         self._drawing = None if trace is None else TimelineWriter(store, trace)
 
@@ -236,14 +224,14 @@ class Analyzer:
         """Logs that training continues after a stall, once the ranks that waited have issued later collectives."""
         if self._reported is None:
             return
-        stuck = self._reported.stuck
+        stuck, began = self._reported
         # A time-out ends a collective as well: a rank that is about to end does not continue.
         if any(status.leaves is not None for status in self._statuses.values()):
             self._reported = None
         elif continues(stuck, positions_in(stuck.group, self._statuses)):
             late = (*stuck.missing, *stuck.silent)
             named = f" ({ranks_in_words(late)})" if late else ""
-            log.warning("watch: training continues after a stall of %s%s", duration(now - self._reported.began), named)
+            log.warning("watch: training continues after a stall of %s%s", duration(now - began), named)
             self._reported = None
 
     def _diagnose_responses(self, now: float) -> None:
@@ -268,7 +256,7 @@ class Analyzer:
         if request.stuck:
             cause, text = stalls_in_words(request.stuck, self._statuses, responses, self._hosts)
             self._add_stall(cause, text, disagree=bool(disagreements))
-            self._reported = self._reported or _Reported(cause, now - cause.seconds)
+            self._reported = self._reported or (cause, now - cause.seconds)
         elif request.compares:
             for stuck in find_absent(responses, self._statuses, self._members, self._quiet_seconds(now)):
                 text = stuck_in_words(stuck, self._statuses, responses, self._hosts)

@@ -121,6 +121,7 @@ class FlightReader:
         self._misstated: set[tuple[str, str]] = set()
         self._ends: dict[str, deque[tuple[int, float]]] = {}
         self._models = WatchedModels()
+        self._began = time.monotonic()
 
     def progress(self) -> dict[str, Progress]:
         """Reads how far this rank is in each group: group -> progress."""
@@ -147,14 +148,10 @@ class FlightReader:
                 found[known.title] = known.progress
         return found
 
-    def search_models(self, seconds: float) -> None:
-        """Searches for the models whose gradients are exchanged, now and then; returns at once.
-
-        Args:
-            seconds: Time since this rank is watched.
-        """
+    def search_models(self) -> None:
+        """Searches for the models whose gradients are exchanged, now and then; returns at once."""
         if self.members:
-            self._models.search(seconds)
+            self._models.search(time.monotonic() - self._began)
 
     def _note_end(self, name: str, ended: int) -> None:
         ends = self._ends.setdefault(name, deque(maxlen=ENDS))

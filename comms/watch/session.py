@@ -19,8 +19,7 @@ from gradwire.comms.watch.analyzer import Analyzer
 from gradwire.comms.watch.collective import IssuedCollective, one_in_words
 from gradwire.comms.watch.flight import FlightReader
 from gradwire.comms.watch.messages import MessageNotes
-from gradwire.comms.watch.publisher import Publisher
-from gradwire.comms.watch.rank import RankLog
+from gradwire.comms.watch.rank import RankLog, RankStatus
 from gradwire.comms.watch.report import WatchReport
 from gradwire.comms.watch.timeline_writer import RESPONSE_SECONDS
 from gradwire.comms.watch.trouble import find_disagreements
@@ -66,18 +65,19 @@ class Session:
         self.group = dist.group.WORLD
         rank, size = dist.get_rank(), dist.get_world_size()
         self._store = WatchStore(store_of(self.group), rank, size)
-        self._publisher = Publisher(self._store, traces=trace is not None)
+        self._traces = trace is not None
+        self._beats = 0
         self._analyzer = Analyzer(self._store, stall_seconds, trace) if rank == 0 else None
         self._messages = messages
         self._thread = threading.main_thread().ident or 0
         self._flight = FlightReader(messages.counts)
         self._log = RankLog()
         self._activity = Activity(self._thread)
-        self._began = self._last = time.monotonic()
+        self._last = time.monotonic()
         self._next_status = 0.0
         self._failures = 0
         self._leaves: str | None = None
-        self._lock = threading.Lock()  # Guards _publisher, _flight.issued, _analyzer and the log's states.
+        self._lock = threading.Lock()  # Guards _store, _beats, _flight.issued, _analyzer and the log's states.
 
     @property
     def report(self) -> WatchReport | None:
@@ -123,10 +123,14 @@ class Session:
             RuntimeError: The store is gone, or does not respond.
         """
         with self._lock:
-            self._publisher.publish_groups(self._flight.members | self._messages.members)
-            self._flight.search_models(time.monotonic() - self._began)
+            self._store.publish_groups(self._flight.members | self._messages.members)
+            now = time.monotonic()
+            self._flight.search_models()
             doings = self._activity.seconds | {QUEUE: queue_seconds(threading.main_thread().native_id or 0)}
-            self._publisher.publish(
+            self._beats += 1
+            status = RankStatus(
+                self._beats,
+                now,
                 dict(self._log.states()) | dict(self._messages.states()),
                 {kind: round(seconds, 3) for kind, seconds in doings.items()},
                 self._activity.lines(),
@@ -134,9 +138,8 @@ class Session:
                 self._leaves,
                 self._log.links(self._last),
             )
-            request = self._publisher.respond(
-                self._issued, lambda: self._flight.issued(lines=False) | self._messages.issued()
-            )
+            self._store.publish_status(status)
+            request = self._store.respond(self._issued, self._times if self._traces else None)
             if self._analyzer is not None:
                 if request:
                     self._analyzer.adopt(request)
@@ -154,6 +157,9 @@ class Session:
 
     def _issued(self) -> dict[str, list[IssuedCollective]]:
         return self._flight.issued() | self._messages.issued()
+
+    def _times(self) -> dict[str, list[IssuedCollective]]:
+        return self._flight.issued(lines=False) | self._messages.issued()
 
     def leave(self, why: str) -> None:
         """Has all ranks compare their last collectives before this one ends, because others may wait for it.

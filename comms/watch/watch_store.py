@@ -7,7 +7,9 @@ collectives under that number, and rank 0 marks the number as concluded once it 
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -41,6 +43,9 @@ _RESPONSE: MessageType[dict[str, list[IssuedCollective]]] = MessageType(
 )
 _TIMELINE: MessageType[TimelinePart] = MessageType(TimelinePart, most_nbytes=1 << 26)
 
+Issued = Callable[[], Mapping[str, Sequence[IssuedCollective]]]
+"""Function that returns group -> its last collectives, as far as this rank knows them."""
+
 REQUESTED, CONCLUDED, TIMELINES = "requested", "concluded", "timelines"
 """Keys of the counters: requests for collectives, the last one that was compared, requests for timelines."""
 
@@ -48,7 +53,8 @@ REQUESTED, CONCLUDED, TIMELINES = "requested", "concluded", "timelines"
 class WatchStore:
     """Client of one rank to the store that all ranks of a watch share.
 
-    Thread safety: the methods may be called from any thread; the connection serializes them.
+    Thread safety: requests may be made and concluded from any thread, because the connection serializes them; `Session`
+    calls the other methods under its lock.
 
     Args:
         store: Store of the default group. It is cloned: the training thread may block in the given connection.
@@ -63,19 +69,21 @@ class WatchStore:
         self._store = PollingStore(PrefixStore("gradwire/watch", clone_of(store)), REQUEST_TIMEOUT)
         self.rank = rank
         self.size = size
+        self._published_groups = self._responded = self._timelines = 0
 
     def publish_status(self, status: RankStatus) -> None:
         """Publishes the status of this rank, in place of its previous one."""
         self._put("status", asdict(status))
 
-    def publish_groups(self, members: Mapping[str, Sequence[int]], host: str) -> None:
-        """Publishes the process groups of this rank and its host.
+    def publish_groups(self, members: Mapping[str, Sequence[int]]) -> None:
+        """Publishes the process groups of this rank and its host, if the number of groups has changed.
 
         Args:
             members: Group -> its ranks in the default group.
-            host: Name of the host.
         """
-        self._put("member", {"host": host, "members": members})
+        if len(members) != self._published_groups:
+            self._published_groups = len(members)
+            self._put("member", {"host": socket.gethostname(), "members": members})
 
     def groups(self) -> dict[int, tuple[str, dict[str, tuple[int, ...]]]]:
         """Reads rank -> (host, its groups), of the ranks that have published them."""
@@ -98,9 +106,25 @@ class WatchStore:
         """Reads the number of the last request for collectives; 0 before the first one."""
         return self._store.add(REQUESTED, 0)
 
-    def respond(self, request: int, issued: Mapping[str, Sequence[IssuedCollective]]) -> None:
-        """Publishes the last collectives of this rank in response to a request."""
-        self._put(f"response/{request}", {name: [asdict(each) for each in some] for name, some in issued.items()})
+    def respond(self, issued: Issued, timeline: Issued | None) -> int:
+        """Responds to requests that have come since the last call; each one is responded to once.
+
+        Args:
+            issued: Called for the response to a request for collectives.
+            timeline: Called for the response to a request for timelines; None if there are none in this job.
+
+        Returns:
+            Number of the newest request for collectives; 0 before the first one.
+        """
+        request = self.newest_request()
+        if request > self._responded:
+            self._responded = request
+            found = {name: [asdict(each) for each in some] for name, some in issued().items()}
+            self._put(f"response/{request}", found)
+        if timeline is not None and (wanted := self._store.add(TIMELINES, 0)) > self._timelines:
+            self._timelines = wanted
+            self._put("timeline", asdict(TimelinePart(wanted, time.time(), timeline())))
+        return request
 
     def responses(self, request: int) -> dict[int, dict[str, list[IssuedCollective]]]:
         """Reads rank -> group -> its last collectives, of the ranks that have responded to a request."""
@@ -109,14 +133,6 @@ class WatchStore:
     def request_timelines(self) -> int:
         """Requests the times of the last collectives of all ranks; returns the number of the request."""
         return self._store.add(TIMELINES, 1)
-
-    def newest_timeline_request(self) -> int:
-        """Reads the number of the last request for timelines; 0 before the first one."""
-        return self._store.add(TIMELINES, 0)
-
-    def publish_timeline(self, part: TimelinePart) -> None:
-        """Publishes the times of the last collectives of this rank, in place of the previous ones."""
-        self._put("timeline", asdict(part))
 
     def timelines(self, request: int) -> dict[int, TimelinePart]:
         """Reads rank -> its times, of the ranks that have responded to this request for timelines."""
