@@ -13,13 +13,13 @@ from gradwire.comms.bootstrap.failures import OVERDUE, PeerFailure
 
 
 class Deadline:
-    """Reports work on a device that is in flight for longer than a timeout.
+    """Reports device work, such as a CUDA event or a collective, that is in flight for longer than a timeout.
 
     Thread safety: all methods may be called from any thread.
 
     Args:
-        timeout: Time for each moment that is watched.
-        device: CUDA device of the moments; None if asking them needs none.
+        timeout: Time for each piece of work.
+        device: CUDA device of the work; None if querying it needs none.
     """
 
     def __init__(self, timeout: timedelta, device: torch.device | None = None) -> None:
@@ -29,10 +29,10 @@ class Deadline:
         self._lock = threading.Lock()  # Guards _marks.
 
     def watch(self, has_passed: Callable[[], bool]) -> None:
-        """Expect the device to pass a moment within the timeout.
+        """Start the timeout of a piece of work that was just issued. Work must complete in the order of these calls.
 
         Args:
-            has_passed: Returns whether it has: `query` of an event, `is_completed` of a collective.
+            has_passed: Returns whether it has completed: `query` of an event, `is_completed` of a collective.
         """
         with self._lock:
             self._drop_passed()
@@ -40,13 +40,13 @@ class Deadline:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the device has not passed all moments yet."""
+        """Whether some of the work has not completed yet."""
         with self._lock:
             self._drop_passed()
             return bool(self._marks)
 
     def overdue(self) -> PeerFailure | None:
-        """Return the failure to report if the oldest moment is overdue, else None.
+        """Return the failure to report if the oldest work has exceeded its timeout, else None.
 
         The device is asked only after the timeout: a query from another thread would break the capture of a CUDA graph
         that the user makes between two steps.

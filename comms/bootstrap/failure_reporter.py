@@ -290,7 +290,7 @@ class StoreFailureReporter(FailureReporter):
 
     @property
     def plain_store(self) -> Store:
-        """The store itself, with the ranks' prefix; other users add a prefix of their own."""
+        """The plain torch store of these ranks, for other users, who add a prefix of their own."""
         return self._store.plain
 
     def of_group(self, ranks: Sequence[int]) -> "StoreFailureReporter":

@@ -228,7 +228,10 @@ class LivenessRing:
         self._connections.close()
 
     def poll_closed(self) -> None:
-        """Update `closed` without waiting. To be called by the ring's thread only, after `on_failure`."""
+        """Add ranks whose connections have ended to `closed`, without waiting for any.
+
+        Only for the ring's thread, from `on_failure` on, when the ring itself reads nothing any more.
+        """
         assert self._connections.selector is not None
         for key, _ in self._connections.selector.select(0):
             connection = key.fileobj

@@ -307,7 +307,7 @@ class PeerTable:
         return sorted(list(found)[:MOST_PROBES])
 
     def _around(self, ranks: Sequence[int]) -> list[int]:
-        """Return some of `ranks`: the neighbours of this rank, or the first ones if this rank is not among them."""
+        """Return up to 17 of `ranks`: the closest around this rank, or the first 16 if it is not among them."""
         if self.rank not in ranks:
             return list(ranks[: MOST_PROBES // 4])
         index = ranks.index(self.rank)

@@ -62,7 +62,7 @@ MOST_TABLE_NBYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Record of rank 0.
+    """Record that rank 0 publishes under `ROUND`, for the other ranks to follow.
 
     Attributes:
         generation: Generation id.
@@ -431,9 +431,10 @@ class _Follower(_Rank):
             self._store.compare_set(ROUND, text, json.dumps({**record, "outcome": {"ended": [0]}}))
 
     def _follow(self, record: dict[str, Any]) -> None:
-        """Join a generation if its settings fit this rank. It may be one that an earlier start has left unfinished.
+        """Join the generation that rank 0 has published; refuse it if its settings differ from this rank's.
 
-        From now on the timeout of rank 0 decides, which began no later, so that all ranks name the same missing ranks.
+        If an earlier start of the job has left it unfinished, a later record of rank 0 replaces it. This rank's
+        deadline is extended beyond rank 0's, so that rank 0 times out first and all ranks name the same missing ranks.
         """
         self.leave()
         self._generation = record["generation"]
@@ -488,7 +489,10 @@ def _mismatch(name: str, rank: int, here: object, there: object) -> str:
 
 
 def _columns(texts: Sequence[str]) -> dict[str, Column]:
-    """Make the columns of infos given as JSON, one for each rank.
+    """Make the columns of the table, one per field of `PeerInfo`, from the infos of all ranks.
+
+    Args:
+        texts: Each rank's `PeerInfo` as JSON, in rank order.
 
     Raises:
         MessageError: An info is malformed.

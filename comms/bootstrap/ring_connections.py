@@ -346,7 +346,7 @@ class RingConnections:
         return peer.reply + peer.proof_of("called")
 
     def _has(self, rank: int) -> bool:
-        """Return whether an accepted connection has proved to be that rank's."""
+        """Return whether a rank has connected to this one and proved that it is that rank."""
         return any(each.known and not each.dialled and each.rank == rank for each in self.peers.values())
 
     def hang_up(self, connection: socket.socket) -> None:
@@ -549,7 +549,7 @@ def start_connecting(address: str, port: int) -> socket.socket:
 
 
 def failure_error(reason: str, source: str, *ranks: int) -> PeerFailureError:
-    """Make the error for a failure of `ranks`."""
+    """Make the exception for a failure; `source` is one of the sources in failures.py."""
     return PeerFailureError(PeerFailure(reason, source, ranks))
 
 

@@ -91,11 +91,11 @@ class PollingStore(Store):
             self._client.give_up_if_silent(patience.total_seconds())
 
     def within(self, timeout: timedelta) -> "PollingStore":
-        """Return the same keys over the same connection, with another timeout."""
+        """Return a view of this store with another timeout of each request; it shares the connection."""
         return PollingStore(self._store, timeout, ranks=self._ranks)
 
     def below(self, prefix: str) -> "PollingStore":
-        """Return the keys that begin with `prefix/`, over the same connection."""
+        """Return a view of this store that adds `prefix/` to each key; it shares the connection."""
         return PollingStore(PrefixStore(prefix, self._store), timedelta(seconds=self._seconds), ranks=self._ranks)
 
     def set(self, key: str, value: str | bytes) -> None:
