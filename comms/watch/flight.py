@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,38 +63,37 @@ class Progress:
 
 
 @dataclass(slots=True)
-class _Still:
-    """Consecutive polls in which the recorder has stated the same of a group.
-
-    Attributes:
-        stated: Progress that was stated.
-        polls: Polls since the first one with this statement.
-        next_check: Number of polls after which the entries are read; doubled after each time. 1 if reading them has
-            corrected this group before.
-        ended: Number up to which all collectives have ended by their entries.
-    """
-
-    stated: Progress
-    polls: int = 0
-    next_check: int = 2
-    ended: int = 0
-
-
-@dataclass(slots=True)
-class _Known:
+class _Group:
     """A group that the recorder numbers.
 
     Attributes:
         title: Name that all ranks use for it; None if torch.distributed does not know it, as gradwire's own groups.
         name: Torch's name, by which messages are counted.
         uncounted: Messages before this rank counted them.
-        progress: As of the last poll.
+        progress: Progress at the last poll.
+        stated: What the recorder has stated at the last poll, before corrections.
+        polls: Polls since the first one with this statement.
+        next_check: Number of polls after which the entries are read; doubled after each time.
+        checked: Number up to which all collectives have ended by their entries, since the first of these polls.
+        misstated: Whether reading the entries has corrected the statement of this group before.
+        ends: Numbers that were the last to have ended at a poll, and the time of the poll.
     """
 
     title: str | None
     name: str
     uncounted: int = 0
     progress: Progress = Progress(0, 0)
+    stated: Progress | None = None
+    polls: int = 0
+    next_check: int = 2
+    checked: int = 0
+    misstated: bool = False
+    ends: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ENDS))
+
+    def end_of(self, number: int) -> float | None:
+        """Returns the time at which a collective was first seen to have ended; None while it is in flight."""
+        place = bisect_left(self.ends, number, key=lambda each: each[0])
+        return self.ends[place][1] if place < len(self.ends) else None
 
 
 class FlightReader:
@@ -116,10 +115,7 @@ class FlightReader:
     def __init__(self, messages: Callable[[], Mapping[str, MessageCount]] = dict) -> None:
         self.members: dict[str, tuple[int, ...]] = {}
         self._messages = messages
-        self._known: dict[tuple[str, str], _Known] = {}
-        self._still: dict[tuple[str, str], _Still] = {}
-        self._misstated: set[tuple[str, str]] = set()
-        self._ends: dict[str, deque[tuple[int, float]]] = {}
+        self._known: dict[tuple[str, str], _Group] = {}
         self._models = WatchedModels()
         self._began = time.monotonic()
 
@@ -143,8 +139,9 @@ class FlightReader:
                     messages = known.uncounted + counted.done if backend == "gloo" else 0
                     issued, ended = status["last_enqueued_collective"], status["last_completed_collective"]
                     stated = _collectives(max(int(issued), 0), max(int(ended), 0), messages, counted, known.progress)
-                    known.progress = self._checked((backend, number), stated, always=messages > 0)
-                    self._note_end(known.title, known.progress.ended)
+                    known.progress = self._checked(known, (backend, number), stated, always=messages > 0)
+                    if not known.ends or known.ends[-1][0] < known.progress.ended:
+                        known.ends.append((known.progress.ended, time.time()))
                 found[known.title] = known.progress
         return found
 
@@ -153,40 +150,29 @@ class FlightReader:
         if self.members:
             self._models.search(time.monotonic() - self._began)
 
-    def _note_end(self, name: str, ended: int) -> None:
-        ends = self._ends.setdefault(name, deque(maxlen=ENDS))
-        if not ends or ends[-1][0] < ended:
-            ends.append((ended, time.time()))
-
-    def _end_of(self, name: str, number: int) -> float | None:
-        """Time at which a collective was first seen to have ended; None while it is in flight."""
-        ends = self._ends.get(name, ())
-        place = bisect_left(ends, number, key=lambda each: each[0])
-        return ends[place][1] if place < len(ends) else None
-
-    def _checked(self, key: tuple[str, str], stated: Progress, *, always: bool) -> Progress:
+    def _checked(self, group: _Group, key: tuple[str, str], stated: Progress, *, always: bool) -> Progress:
         """Corrects what the recorder states: it names the collective that ended last, which need not be the newest one.
 
         gloo runs two collectives of a group at a time, and the first one may end last. So if the statement stays the
         same for some polls while something seems to be in flight, the state of each entry is read.
 
         Args:
+            group: The group.
             key: Backend and number of the group.
             stated: Progress by the recorder's state of the group.
             always: Whether the entries are read at the first poll without a change.
         """
-        still = self._still.get(key)
-        if still is None or still.stated != stated:
-            self._still[key] = _Still(stated, next_check=1 if always or key in self._misstated else 2)
+        if group.stated != stated:
+            group.stated, group.polls, group.checked = stated, 0, 0
+            group.next_check = 1 if always or group.misstated else 2
             return stated
-        if stated.waits and still.ended < stated.issued:
-            still.polls += 1
-            if still.polls == still.next_check:
-                still.next_check *= 2
-                still.ended = self._ended(key, stated)
-                if still.ended > stated.ended:
-                    self._misstated.add(key)
-        return Progress(stated.issued, min(max(stated.ended, still.ended), stated.issued))
+        if stated.waits and group.checked < stated.issued:
+            group.polls += 1
+            if group.polls == group.next_check:
+                group.next_check *= 2
+                group.checked = self._ended(key, stated)
+                group.misstated |= group.checked > stated.ended
+        return Progress(stated.issued, min(max(stated.ended, group.checked), stated.issued))
 
     def _ended(self, key: tuple[str, str], stated: Progress) -> int:
         """Number up to which all collectives of a group have ended, by the state of each entry."""
@@ -213,7 +199,7 @@ class FlightReader:
                 known = self._known.get((backend, str(entry["pg_id"])))
                 if known is not None and known.title is not None and not entry["is_p2p"]:
                     number, began = int(entry["collective_seq_id"]), entry["time_created_ns"] / 1e9
-                    ended = self._end_of(known.title, number)
+                    ended = known.end_of(number)
                     found.setdefault(known.title, []).append(
                         IssuedCollective(number, _what(entry), _line(entry), began, ended and max(ended, began))
                     )
@@ -231,7 +217,7 @@ class FlightReader:
                 if (backend, number) not in self._known:
                     ranks = groups.get(name)
                     title = None if ranks is None else title_of(name, purpose, backend)
-                    self._known[backend, number] = _Known(title, name)
+                    self._known[backend, number] = _Group(title, name)
                     if title is not None and ranks is not None:
                         self.members[title] = ranks
             # Messages from before this process counted them: of all operations those that are neither.
