@@ -1,4 +1,4 @@
-"""A cluster of many machines like one that is described: what the planner needs to know about each level."""
+"""Makes the cluster of many equal machines from the description of one, for predictions."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from gradwire.topology.graph import Machine
 from gradwire.topology.levels import levels_of
 
 HOST_MEMORY_BYTES_PER_SECOND = 5e9
-"""What a rank on a CPU reaches inside its node through shared memory: 64 MB all-reduces, EPYC (Zen 4), 2026."""
+"""Bytes per second of a rank on a CPU through shared memory: all-reduces of 64 MB, EPYC (Zen 4), 2026."""
 
 
 def cluster_of_machines(
@@ -30,17 +30,17 @@ def cluster_of_machines(
     round_trip_seconds: float = 0.0,
     loss: float = 0.0,
 ) -> Cluster:
-    """`nodes` machines like this one.
+    """Returns a cluster of `nodes` machines like this one.
 
     Args:
-        machine: One of the nodes.
-        nodes: How many.
-        ranks_per_node: By default one for each GPU, or for each CPU socket where there is none.
-        nic_bits_per_second: Of one NIC, in place of what the machine has: Ethernet and TCP are assumed then.
-        intra_bits_per_second: What one rank has inside its node, in place of what the topology says.
-        nics_per_node: NICs that gradients travel through; by default 1 with a rate given, else what the machine has.
-        round_trip_seconds: Between two nodes; without GPUs.
-        loss: Probability that a packet between nodes is lost; with a round trip.
+        machine: Topology of one node.
+        nodes: Number of nodes.
+        ranks_per_node: Ranks of a node; None takes one for each GPU, or for each CPU socket without GPUs.
+        nic_bits_per_second: Rate of one NIC instead of the machine's; Ethernet and TCP are assumed then.
+        nics_per_node: NICs used for gradients; None takes 1 with a rate given, else those of the machine.
+        intra_bits_per_second: Rate of one rank inside its node instead of the topology's.
+        round_trip_seconds: Round trip between two nodes, without GPUs.
+        loss: Probability that a packet between nodes is lost, with a round trip.
 
     Raises:
         ValueError: A number is out of range, or a bandwidth is neither known nor given.
@@ -71,7 +71,11 @@ def cluster_of_machines(
 
 
 def codec_bytes_per_second(machine: Machine) -> float:
-    """What the processor that encodes moves through its memory: a GPU where there is one, else one core."""
+    """Returns the memory rate of the processor that runs codecs, in bytes per second: a GPU, or one CPU core.
+
+    Args:
+        machine: Topology of one node.
+    """
     capabilities = [gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability is not None]
     amd = [AMD_BYTES_PER_SECOND[gpu.architecture] for gpu in machine.gpus if gpu.architecture in AMD_BYTES_PER_SECOND]
     if amd:
@@ -82,7 +86,11 @@ def codec_bytes_per_second(machine: Machine) -> float:
 
 
 def library_of(machine: Machine) -> str:
-    """Who runs a flat plan there: `nccl` on GPUs, else `gloo`."""
+    """Returns the library that runs a flat plan: `nccl` on GPUs, else `gloo`.
+
+    Args:
+        machine: Topology of one node.
+    """
     return "nccl" if machine.gpus else "gloo"
 
 

@@ -1,11 +1,11 @@
-"""How the exchange of gradients and what a step computes go together, in the simplest model that has both.
+"""The simplest model of a step with overlap.
 
-A step is a forward pass, then a backward pass beside which the gradients travel:
+A step is a forward pass, then a backward pass during which gradients are exchanged:
 
     step = forward + max(backward, exchange)        forward = backward / 2
 
-It leaves out that the first bucket comes a little after backward begins and the last one with its end; the prices of
-plans (advise.py) have both. Needs no torch.
+It ignores that the first bucket is ready some time after the backward pass begins, and the last one at its end; the
+predictions of `advise.py` include both. Needs no torch.
 """
 
 FORWARD_SHARE = 0.5
@@ -16,18 +16,18 @@ _FORWARD = FORWARD_SHARE / (1 + FORWARD_SHARE)
 
 
 def step_seconds(compute_seconds: float, exchange_seconds: float) -> float:
-    """How long a step takes.
+    """Returns the seconds of a step.
 
     Args:
-        compute_seconds: Of its forward and backward pass.
-        exchange_seconds: Of all its gradients.
+        compute_seconds: Seconds of its forward and backward pass.
+        exchange_seconds: Seconds of the exchange of all gradients.
     """
     forward = _FORWARD * compute_seconds
     return forward + max(compute_seconds - forward, exchange_seconds)
 
 
 def compute_seconds(step: float, exchange: float) -> float:
-    """What a step computes, from how long it takes: the other way round.
+    """Returns the seconds of forward and backward pass, given those of the whole step: the inverse of `step_seconds`.
 
     Args:
         step: Seconds of a step whose gradients are exchanged.
@@ -42,12 +42,12 @@ def compute_seconds(step: float, exchange: float) -> float:
 
 
 def least_compute_seconds(nodes: int, exchange_seconds: float) -> float:
-    """The step of one node from which on several nodes train more than one of them does.
+    """Returns the least seconds of a step on one node with which several nodes train faster than one.
 
-    They train n t / (t / 3 + max(2 t / 3, e)) times as much, which is 1 where t (n - 1 / 3) is e.
+    n nodes train n t / (t / 3 + max(2 t / 3, e)) times as fast, which is 1 if t (n - 1 / 3) = e.
 
     Args:
-        nodes: How many there are, 2 or more.
-        exchange_seconds: Of all gradients between them.
+        nodes: Number of nodes, at least 2.
+        exchange_seconds: Seconds of the exchange of all gradients between them.
     """
     return exchange_seconds / (nodes - _FORWARD)

@@ -1,4 +1,4 @@
-"""Who owns how much of a bucket where the units' links differ.
+"""Shares of a bucket that units own if their links have different rates.
 
 Between N units a bucket of S bytes is exchanged in two stages: each unit owns a share f_i of it, receives the others'
 contributions to that share, and sends the sum to all. Unit i then sends, and receives,
@@ -28,20 +28,19 @@ UNITS_PER_MEMBER = 16
 least S, and what is rounded up falls to the units that it delays least."""
 
 EVEN_WITHIN = 0.05
-"""Rates that differ by less are taken for equal: what a measurement scatters, and less than the rounding gains."""
+"""Relative difference of rates below which they count as equal: the scatter of measurements."""
 
 
 @lru_cache(maxsize=256)
 def owner_shares(rates: tuple[float, ...], further: float = 0.0) -> tuple[int, ...]:
-    """What each of N members owns of what they exchange, in parts of 1 / (16 N).
+    """Returns the share of each of N members that lets the exchange end first, in parts of 1 / (16 N).
 
     Args:
         rates: Bytes per second of each member's link.
-        further: What a member sends over the same link besides, for each byte that it owns.
+        further: Bytes that a member sends in addition over the same link, for each byte that it owns.
 
     Returns:
-        Whole numbers >= 0 that add up to 16 N; empty where equal shares do as well: rates that are alike, or two
-        members.
+        Whole numbers >= 0 that add up to 16 N; empty if equal shares are as good: equal rates, or two members.
     """
     count, owning = len(rates), len(rates) - 2 + further
     if owning <= 0 or max(rates) <= min(rates) * (1 + EVEN_WITHIN):
@@ -50,18 +49,18 @@ def owner_shares(rates: tuple[float, ...], further: float = 0.0) -> tuple[int, .
     total = UNITS_PER_MEMBER * count
     shares = [int(share * total) for share in exact]
     for _ in range(total - sum(shares)):
-        # To the member that is done first with one part more.
+        # Give the next part to the member that is done first with it.
         least = min(range(count), key=lambda index: ((1 + owning * (shares[index] + 1) / total) / rates[index], index))
         shares[least] += 1
     return tuple(shares)
 
 
 def exact_shares(rates: Sequence[float], owning: float) -> list[float]:
-    """The f_i of the module's docstring; the slowest units own nothing where T is reached by their S alone.
+    """Returns the f_i of the module's docstring; 0 for units so slow that sending S alone takes T.
 
     Args:
-        rates: Bytes per second.
-        owning: Bytes that a unit sends more for each byte that it owns: N - 2.
+        rates: Bytes per second of each unit's link.
+        owning: Additional bytes that a unit sends for each byte that it owns: N - 2.
     """
     owners = sorted(range(len(rates)), key=lambda index: -rates[index])
     while True:

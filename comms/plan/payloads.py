@@ -1,4 +1,4 @@
-"""What a compressor sends in a plan, and how long it takes."""
+"""Cost of a compressor's payloads in a plan: bytes on the wire, and seconds of encoding."""
 
 from gradwire.comms.links.estimates import Links
 from gradwire.comms.plan.codec_price import (
@@ -16,18 +16,22 @@ from gradwire.topology.cluster import Cluster
 
 
 def gpu_memory(cluster: Cluster) -> float:
-    """Bytes per second that codecs move on the slowest GPU; of the slowest known where it is not known."""
+    """Returns the memory rate of codecs on the GPUs of a cluster; the least known rate if they are unknown.
+
+    Args:
+        cluster: Cluster of GPUs.
+    """
     fabric = cluster.fabric
     return min(GPU_BYTES_PER_SECOND.values()) if fabric is None else gpu_bytes_per_second(fabric.compute_capability)
 
 
 class Payloads:
-    """What a communicator's compressor sends, and how long that takes.
+    """Cost of the payloads of a communicator's compressor.
 
     Args:
-        compressor: Whose payloads.
-        links: Of the ranks.
-        device_type: Where the buckets are: `cpu` or `cuda`.
+        compressor: The compressor.
+        links: Rates of the links between the ranks.
+        device_type: Device of the buckets: `cpu` or `cuda`.
 
     Attributes:
         library: `nccl` on GPUs, else `gloo`.
@@ -39,11 +43,11 @@ class Payloads:
         self._links = links
 
     def price(self, nbytes: int, layout: Layout, group_size: int) -> CodecPrice:
-        """What the compressor does to a bucket.
+        """Returns the cost of compressing a bucket.
 
         Args:
-            nbytes: Of the bucket; payloads of 16-bit gradients are as large as of 32-bit ones.
-            layout: Of the bucket.
+            nbytes: Size of the bucket; payloads of 16-bit gradients are as large as those of 32-bit ones.
+            layout: Parameters of the bucket.
             group_size: Ranks that exchange each shard.
         """
         name = self._compressor.name

@@ -1,7 +1,7 @@
-"""A plan is data: the ordered phases for one bucket, how each is carried out, what they cost, and why they were chosen.
+"""Plans: the ordered phases for one bucket, how each runs, the predicted cost, and the reason for the choice.
 
-`schedule.py` turns a plan into transfers. The executor runs those on real transports, the simulator of the tests runs
-the same ones on plain arrays; nothing else decides how data moves.
+A plan is data. `schedule.py` turns it into transfers, which executors run on transports, and the simulator of the tests
+on plain arrays; nothing else decides how data moves.
 """
 
 import re
@@ -19,7 +19,7 @@ NVLS = "nvls"
 NVLS_TREE = "nvls_tree"
 
 NOTHING_TO_DO = "nothing to do"
-"""What a plan without phases does, that of one rank."""
+"""Description of a plan without phases, which is that of a single rank."""
 
 BUCKET_NBYTES = 25 << 20
 """DDP's default `bucket_cap_mb`."""
@@ -27,7 +27,7 @@ BUCKET_NBYTES = 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One collective over one level's groups."""
+    """One collective over the groups of one level."""
 
     op: str
     """`reduce_scatter`, `all_reduce` or `all_gather`."""
@@ -36,27 +36,27 @@ class Phase:
     parts: int = 1
     """Shards that a region is cut into (reduce_scatter, all_gather): one for each rail."""
     whole: bool = False
-    """The group is the whole cluster, whatever the levels."""
+    """Whether the group is the whole cluster, whatever the level."""
     compressor: str | None = None
-    """What compresses the data of this phase; None is exact."""
+    """Name of the compressor of this phase; None is exact."""
     algorithm: str = RING
-    """How a `whole` all_reduce runs: `ring`, `tree` (NCCL's double binary tree), `nvls` and `nvls_tree` (the NVSwitch
-    sums, and that tree between nodes) or `halving_doubling`."""
+    """Algorithm of a `whole` all_reduce: `ring`, `tree` (NCCL's double binary tree), `halving_doubling`, `nvls` and
+    `nvls_tree` (the NVSwitch sums inside the nodes, and that tree between them)."""
     asynchronous: bool = False
-    """Whether its collectives are still under way when they return (a network) or done (shared memory). A chunk then
-    goes on in the next lane, which waits for them, so that the chunk behind it can start this phase."""
+    """Whether its collectives are in flight after the call (network), not done (shared memory). A chunk then continues
+    in the next lane, which waits for them, so that the next chunk can start this phase."""
     in_rank_order: bool = False
-    """Whether every element is summed in the same order wherever it lies: the all_reduce is then taken apart into the
-    steps of `rank_order`. Otherwise the order is the library's own, and a ring's depends on an element's place."""
+    """Whether every element is summed in the same order, whatever its position: the all_reduce is then split into the
+    steps of `rank_order`. Otherwise the order is the library's; a ring's depends on the position of an element."""
     shares: tuple[int, ...] = ()
-    """Where the links of the units differ: what each rank would own of a bucket that its group shares out, in any
-    measure; the members of a transfer own in proportion. Empty: equal parts."""
+    """Weight of each rank's share of the bucket if link rates differ; the members of a transfer own parts in
+    proportion. Empty for equal parts."""
     in_ring_order: bool = False
-    """Whether, with shares, every element is summed in the order in which gloo's ring sums it with equal shares, so
-    that no bit depends on the shares; else in rank order, wherever it lies."""
+    """Whether, with `shares`, every element is summed in the order of gloo's ring with equal shares, so that no bit
+    depends on the shares; else in rank order."""
 
     def describe(self, level_names: tuple[str, ...]) -> str:
-        """The phase in a few words.
+        """Returns the phase in a few words, for reports.
 
         Args:
             level_names: Names of the cluster's levels, innermost first.
@@ -68,7 +68,7 @@ class Phase:
         return f"{self._name()} {self.place(level_names)}" + (f" ({details})" if details else "")
 
     def place(self, level_names: tuple[str, ...]) -> str:
-        """Where it runs: the name of its level, or `over all ranks`."""
+        """Returns the name of its level, or `over all ranks`."""
         return "over all ranks" if self.whole else level_names[self.level]
 
     def _name(self) -> str:
@@ -79,7 +79,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One collective: what a phase, or one step of a phase, is for one set of ranks.
+    """One collective of a phase, or of one step of a phase, for one set of ranks.
 
     Attributes:
         op: `reduce_scatter`, `all_reduce` or `all_gather`.
@@ -101,7 +101,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A run of elements that one rank sends to another, in place: both have it at the same offset."""
+    """A range of elements that one rank sends to another, at the same offset in the tensors of both."""
 
     source: int
     target: int
@@ -111,13 +111,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Exchange(Transfer):
-    """Messages between some ranks, all under way together; at most one for each pair of ranks and direction.
+    """Messages between some ranks, all in flight together; at most one for each pair of ranks and direction.
 
-    As an `all_gather` what arrives overwrites; as a `reduce_scatter` it is added to what the target has there, in the
-    order of the members.
+    As an `all_gather` the received elements overwrite those of the target; as a `reduce_scatter` they are added to
+    them, in the order of the members.
 
     Attributes:
-        messages: All of them; elements count from the beginning of the tensor, whatever `start` is.
+        messages: All messages; their elements count from the beginning of the tensor, not from `start`.
     """
 
     messages: tuple[Message, ...]
@@ -125,23 +125,23 @@ class Exchange(Transfer):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What happens to one bucket.
+    """The all-reduce of one bucket: phases, prediction and reason.
 
     Attributes:
-        name: `flat`, `hierarchical` or `leader`; `tree`, `nvls_tree` and `halving_doubling` are priced for comparison
-            only, which algorithm a library runs is its own choice.
-        phases: In order; every phase works on the result of the one before it.
-        chunks: Pieces that the bucket is cut into, so that the phases of one overlap those of the next.
+        name: `flat`, `hierarchical` or `leader`; `tree`, `nvls_tree` and `halving_doubling` are predicted for
+            comparison only, because a library chooses its algorithm itself.
+        phases: Phases in order; each works on the result of the one before it.
+        chunks: Number of chunks of the bucket; the phases of one overlap those of the next.
         nbytes: Size of the bucket that the prediction is for.
-        seconds: Predicted time.
+        seconds: Predicted seconds.
         bytes_by_level: For each level's name the predicted bytes that leave the busiest unit below that level (a rank
             for `intra_node`, a node for `inter_node`, ...), one direction.
-        why: One sentence: why this plan and not another.
-        notes: What was decided besides, a sentence each.
-        limit: What the prediction is limited by: a level's name, `processor` (encoding and decoding) or `latency`.
-        busy_seconds: How long what limits it is occupied; the next bucket may start that much later.
-        assumed: The links whose rates went into the prediction though nobody has published, given or measured them, in
-            words; empty where there are none. `describe` then names no time.
+        why: Reason for this plan, as a sentence.
+        notes: Further decisions, a sentence each.
+        limit: Resource that limits the prediction: a level's name, `processor` (encoding and decoding) or `latency`.
+        busy_seconds: Seconds for which that resource is busy; the next bucket may start so much later.
+        assumed: Links whose rates are assumed, because they were neither published, given nor measured, in words; empty
+            if there are none. `describe` names no time for such a plan.
     """
 
     name: str
@@ -158,11 +158,11 @@ class Plan:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why this plan, and what was decided besides, a sentence each."""
+        """Reason for this plan and further decisions, a sentence each."""
         return tuple(filter(None, (self.why, *self.notes)))
 
     def describe(self, level_names: tuple[str, ...]) -> str:
-        """The plan as one readable paragraph.
+        """Returns the plan as one paragraph.
 
         Args:
             level_names: Names of the cluster's levels, innermost first.
@@ -174,20 +174,20 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def describe_plans(plans: Iterable[Plan], level_names: tuple[str, ...]) -> tuple[str, ...]:
-    """One readable paragraph for all plans that differ in numbers alone; their numbers become ranges.
+    """Returns a paragraph for each group of plans that differ only in numbers; their numbers become ranges.
 
     Args:
-        plans: In use.
+        plans: Plans in use.
         level_names: Names of the cluster's levels, innermost first.
     """
     return tuple(_paragraph(alike, level_names) for alike in _alike(plans, level_names))
 
 
 def summarise_plans(plans: Iterable[Plan], level_names: tuple[str, ...]) -> tuple[str, ...]:
-    """What is done and why, in two short lines; empty where nothing is planned yet.
+    """Returns two short lines, the plans and the reasons; empty if nothing is planned yet.
 
     Args:
-        plans: In use.
+        plans: Plans in use.
         level_names: Names of the cluster's levels, innermost first.
     """
     groups = _alike(plans, level_names)
@@ -210,7 +210,7 @@ def summarise_plans(plans: Iterable[Plan], level_names: tuple[str, ...]) -> tupl
 
 
 def _alike(plans: Iterable[Plan], level_names: tuple[str, ...]) -> list[list[Plan]]:
-    """The plans in groups whose descriptions differ in numbers alone, smallest bucket first in each."""
+    """Returns the plans in groups whose descriptions differ only in numbers, each sorted by bucket size."""
     groups: dict[tuple[object, ...], list[Plan]] = {}
     for plan in plans:
         steps = tuple(phase.describe(level_names) for phase in plan.phases)
@@ -242,13 +242,13 @@ def _paragraph(alike: list[Plan], level_names: tuple[str, ...]) -> str:
 
 
 def _span(values: Sequence[float], form: str = "") -> str:
-    """`0.131 to 1.05`; one number where all look alike."""
+    """Returns `0.131 to 1.05`, or one number if all are written the same."""
     least, most = format(min(values), form), format(max(values), form)
     return least if least == most else f"{least} to {most}"
 
 
 def _merged(texts: Sequence[tuple[str, ...]]) -> list[str]:
-    """Texts that differ in numbers alone as one, place by place: `Predicted 1.84 to 1.9x faster` has both."""
+    """Merges texts that differ only in numbers into one with ranges: `Predicted 1.84 to 1.9x faster`."""
     return [_merged_text(list(dict.fromkeys(alike))) for alike in zip(*texts, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""An all_reduce whose sums do not depend on where an element lies.
+"""An all_reduce in which the order of sums does not depend on the position of an element.
 
 A ring starts the sum of each slice at another rank, so the order of an element's sum, and its last bits, depend on its
 place. Here every element is summed by the same tree over the ranks, whoever does the sum: neighbours on one node halve
@@ -21,19 +21,19 @@ from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER, Transfer
 from gradwire.compressors.base import weighted_bounds
 
 SameNode = Callable[[tuple[int, ...]], bool]
-"""Whether these ranks share a node."""
+"""Function that returns whether some ranks share a node."""
 
 
 def rank_ordered(transfer: Transfer, same_node: SameNode, shares: Sequence[int] = ()) -> list[list[Transfer]]:
-    """An all_reduce as steps of collectives over fewer ranks; each step begins when the one before it is done.
+    """Splits an all_reduce into steps of collectives over fewer ranks; a step begins when the one before it is done.
 
     Args:
         transfer: The all_reduce.
-        same_node: Whether a set of ranks shares a node.
-        shares: What each member owns of the region, in any measure; empty: equal parts.
+        same_node: Returns whether some ranks share a node.
+        shares: Weight of each member's part of the region; empty for equal parts.
 
     Returns:
-        The collectives of each step, over disjoint sets of ranks; without those that would move nothing.
+        Collectives of each step, over disjoint sets of ranks, without empty ones.
     """
     if shares:
         return [[each] for each in _scatter_and_gather(transfer, shares)]
@@ -64,14 +64,14 @@ def _pairs(members: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _halves(group: Transfer) -> tuple[Transfer, Transfer]:
-    """The first ranks of all pairs go on with the first half of the region, the second ones with the second."""
+    """Splits a group: the first ranks of all pairs take the first half of the region, the others the second."""
     middle = group.start + (group.stop - group.start) // 2
     first = replace(group, members=group.members[::2], stop=middle)
     return first, replace(group, members=group.members[1::2], start=middle)
 
 
 def _scatter_and_gather(transfer: Transfer, shares: Sequence[int] = ()) -> tuple[Transfer, Transfer]:
-    """An all_reduce as a reduce_scatter and an all_gather over slices, nearly equal ones or in proportion to shares."""
+    """Splits an all_reduce into a reduce_scatter and an all_gather over slices, equal or in proportion to `shares`."""
     numel, count = transfer.stop - transfer.start, len(transfer.members)
     bounds = (*(numel // count * place for place in range(count)), numel)
     if shares:

@@ -1,9 +1,9 @@
-"""The transfers of a plan: which ranks run which collective on which elements.
+"""Schedules: the transfers of a plan, that is, which ranks run which collective on which elements.
 
 Regions. Before the first phase there is one region, the bucket. A reduce_scatter at level l cuts every region into
 `parts` smaller ones, one for each rail (a rail is a set of ranks, one in each unit, that own the same region). Inside
 a unit with fewer children than rails a child owns several of them, so uneven nodes drive their NIC with all ranks.
-The all_reduce joins the owners of each region; the all_gathers walk back.
+The all_reduce is among the owners of each region; the all_gathers reverse the reduce_scatters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,13 @@ from gradwire.compressors.base import equal_bounds, even_bounds
 from gradwire.topology.cluster import Cluster
 
 ALIGN_NUMEL = 16
-"""Shards start at multiples of 64 bytes (of float32): a cache line, so that no two ranks write to the same one."""
+"""Elements of float32 in a cache line of 64 bytes. Shards start at multiples, so no two ranks write to one line."""
 
 ELEMENT_NBYTES = 4
-"""Bytes of a float32, in which bytes are predicted; what is sent does not depend on how they are cut into elements."""
+"""Bytes of an element (float32) in predictions of bytes; the bytes of a bucket do not depend on its dtype."""
 
 Partition = Callable[[int, int, int], tuple[int, ...]]
-"""(start, stop, parts) -> `parts + 1` ascending offsets from start to stop: where a region may be cut."""
+"""Function (start, stop, parts) -> `parts + 1` ascending offsets from start to stop at which a region is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class _Region:
 
 
 def even_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
-    """Cuts a region into nearly equal parts at cache lines."""
+    """Cuts a region into nearly equal parts at cache lines; see `Partition`."""
     return tuple(start + offset for offset in even_bounds(stop - start, parts, ALIGN_NUMEL))
 
 
 def equal_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
-    """Cuts a region into equal parts; what is left, fewer than `parts * ALIGN_NUMEL` elements, joins the last one.
+    """Cuts a region into equal parts; the rest, fewer than `parts * ALIGN_NUMEL` elements, joins the last one.
 
     NCCL's reduce_scatter and all_gather take equal slices; ALIGN_NUMEL elements are a multiple of 16 bytes in every
     dtype, the widest load of a GPU.
@@ -47,7 +47,7 @@ def equal_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
 
 
 def child_shares(parts: int, count: int) -> tuple[int, ...]:
-    """Which of `parts` regions each of `count` children owns: `count + 1` ascending indices.
+    """Returns which of `parts` regions each of `count` children owns, as `count + 1` ascending indices.
 
     With fewer regions than children the first children own one each and the others none.
     """
@@ -57,7 +57,12 @@ def child_shares(parts: int, count: int) -> tuple[int, ...]:
 
 
 class Schedule:
-    """The transfers of one plan on one cluster."""
+    """Makes the transfers of one plan on one cluster.
+
+    Args:
+        cluster: Placement of the ranks.
+        plan: The plan.
+    """
 
     def __init__(self, cluster: Cluster, plan: Plan) -> None:
         self.cluster = cluster
@@ -69,13 +74,18 @@ class Schedule:
     def transfers(
         self, numel: int, partition: Partition = even_partition, start: int = 0
     ) -> list[list[list[Transfer]]]:
-        """The transfers of each phase for elements `start` to `start + numel`, step by step.
+        """Returns the transfers of all ranks: one list for each phase, and in it one for each step.
 
         A phase is one step, unless its sums are made in rank order; a step begins when the one before it is done.
-        Groups of one rank and empty regions are left out: there is nothing to send.
+        Groups of one rank and empty regions are omitted.
+
+        Args:
+            numel: Elements of the chunk.
+            partition: Function that cuts regions.
+            start: First element of the chunk in the bucket.
         """
         regions = {0: [_Region((), start, start + numel)]}
-        for level in range(self.cluster.depth):  # a level that nobody scatters at leaves every region whole
+        for level in range(self.cluster.depth):  # A level without a reduce_scatter leaves every region whole.
             regions[level + 1] = [
                 smaller
                 for region in regions[level]
@@ -108,7 +118,7 @@ class Schedule:
                         yield Transfer(phase.op, level, members, region.start, region.stop, bounds)
 
     def _owner(self, unit: tuple[int, ...], level: int, indices: tuple[int, ...]) -> int:
-        """The rank in `unit` (of `level`; at -1 the unit is the rank itself) that owns the region `indices`."""
+        """Returns the rank in `unit` (of `level`; at -1 the unit is the rank itself) that owns the region `indices`."""
         if level < 0:
             return unit[0]
         below = self._children[level, unit]
@@ -118,21 +128,26 @@ class Schedule:
 
 
 def member_shares(phase: Phase, transfer: Transfer) -> tuple[int, ...]:
-    """What each member of a transfer of an all_reduce owns, where its phase gives unequal shares; else empty.
+    """Returns the weight of each member's part of an all_reduce if the phase has unequal shares; else empty.
 
-    Members that would own nothing all together (a rail through the slowest nodes alone) own equal parts.
+    Members whose weights are all 0 (a rail through the slowest nodes only) own equal parts.
+
+    Args:
+        phase: Phase of the plan.
+        transfer: Transfer of that phase.
     """
     shares = tuple(phase.shares[rank] for rank in transfer.members) if phase.shares else ()
     return shares if any(shares) else ()
 
 
 def has_owners_by_links(phase: Phase, transfer: Transfer) -> bool:
-    """Whether the members of an exact transfer own unequal parts of it, as their links bear."""
+    """Returns whether the members of an exact all_reduce own unequal parts, in proportion to their links."""
     return phase.op == ALL_REDUCE and bool(member_shares(phase, transfer))
 
 
 def _split(region: _Region, parts: int, partition: Partition, shares: Sequence[int]) -> Iterator[_Region]:
-    if shares:  # each part is several of the smallest: a partition knows equal parts alone
+    # A partition makes equal parts only, so each unequal part is several of the smallest.
+    if shares:
         finest = partition(region.start, region.stop, sum(shares))
         cuts = tuple(finest[place] for place in accumulate(shares, initial=0))
     else:
@@ -148,16 +163,15 @@ def _bounds(region: _Region, phase: Phase, count: int, regions: dict[int, list[_
 
 
 def executable(plan: Plan, cluster: Cluster, device_type: str, *, fixed_order: bool) -> Plan:
-    """The plan with how each of its phases is carried out.
+    """Returns the plan with the fields that say how each phase runs: asynchronous or not, and the order of sums.
 
     Args:
-        plan: As the planner made it.
-        cluster: Where the ranks are.
-        device_type: Of the bucket: on a CPU the ranks of a node use shared memory.
-        fixed_order: Make sums between nodes in rank order, as those with unequal shares are anyway. Gloo's ring sums
-            an element in an order that depends on its place; fusion moves elements to other places, so with fusion,
-            and only then, the price of a fixed order is paid. Of two ranks any order gives the same bits, and NCCL's
-            order is its own.
+        plan: Plan of the planner.
+        cluster: Placement of the ranks.
+        device_type: Device of the bucket; on a CPU the ranks of a node use shared memory.
+        fixed_order: Whether sums between nodes are made in rank order, as those with unequal shares are anyway. gloo's
+            ring sums an element in an order that depends on its position, and fusion moves elements; so fusion needs,
+            and pays for, a fixed order. Two ranks give the same bits in any order, and NCCL has an order of its own.
     """
 
     def completed(phase: Phase) -> Phase:
@@ -177,7 +191,7 @@ def executable(plan: Plan, cluster: Cluster, device_type: str, *, fixed_order: b
     made = replace(plan, phases=tuple(map(completed, plan.phases)))
     if not any(phase.in_rank_order for phase in made.phases):
         return made
-    # Taken apart, an all_reduce sends other bytes over other links than the ring that the planner has priced.
+    # An all_reduce that is split sends other bytes over other links than the ring that the planner has priced.
     numel = made.nbytes // ELEMENT_NBYTES
     transfers = chain.from_iterable(chain.from_iterable(Schedule(cluster, made).transfers(numel)))
     return replace(made, bytes_by_level=nbytes_by_level(cluster, transfers, ELEMENT_NBYTES))
