@@ -5,9 +5,11 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 import stat
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,11 +23,11 @@ MOST_SECONDS = 366 * 86_400
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's, which prints what it refuses: here without escape sequences."""
+    """argparse's parser with the commands' own form of errors, without escape sequences."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints what went wrong and ends with status 2."""
-        super().error(printable(message))
+        """Print what went wrong and end with status 2."""
+        self.exit(2, f"{self.prog}: {printable(in_one_form(message))}\n")
 
     def parse_naming(self, argv: Sequence[str], option: str) -> argparse.Namespace:
         """Parses the words of a command that takes a file by an option alone; ends with status 2 where it cannot.
@@ -40,6 +42,25 @@ class CommandParser(argparse.ArgumentParser):
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}")
         return options
+
+
+def in_one_form(message: str) -> str:
+    """Return an error message of argparse in the form of all others: `--model`: found 'gpt', wanted one of gpt2, ...
+
+    Args:
+        message: As `ArgumentParser.error` is given it, in English; what it does not recognize stays as it is.
+    """
+    if (unknown := re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL)) is not None:
+        return f"`{unknown[1]}`: found an unknown option, wanted one of those that --help lists"
+    if (found := re.fullmatch(r"argument ([^:]+): (.*)", message, re.DOTALL)) is None:
+        return message
+    option = found[1]
+    if (choice := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", found[2], re.DOTALL)) is None:
+        return f"`{option}`: {found[2]}"
+    known = choice[2].replace("'", "").split(", ")
+    near = get_close_matches(choice[1], known, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"`{option}`: found {choice[1]!r}, wanted one of {', '.join(known)}{hint}"
 
 
 def add_import_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -80,7 +101,7 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 def check_number(option: str, value: float | None, least: float, most: float) -> None:
-    """Refuses a number out of range; None passes.
+    """Refuse a number out of range; None passes.
 
     Args:
         option: As the user wrote it: `--nodes`.
@@ -92,7 +113,7 @@ def check_number(option: str, value: float | None, least: float, most: float) ->
         ValueError: It is out of range.
     """
     if value is not None and not least <= value <= most:
-        raise ValueError(f"`{option}` is {_short(value)}; wanted {_short(least)} to {_short(most)}")
+        raise ValueError(f"`{option}`: found {_short(value)}, wanted {_short(least)} to {_short(most)}")
 
 
 def _short(value: float) -> str:
@@ -160,7 +181,7 @@ def check_picture(option: str, path: Path) -> None:
         ValueError: It ends in something else.
     """
     if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"`{option}` is {path}; wanted a name that ends in .png or .svg")
+        raise ValueError(f"`{option}`: found {path}, wanted a name that ends in .png or .svg")
 
 
 def check_can_plot(option: str) -> None:

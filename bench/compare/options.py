@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         check_picture("--plot", options.plot)
     if options.interface is not None and options.interface not in names_in(Path("/sys/class/net")):
         raise ValueError(
-            f"`--interface` is {options.interface}, which this host does not have; `ip link` lists those it has"
+            f"`--interface`: found {options.interface}, which this host does not have; `ip link` lists those it has"
         )
     for name in ("batch", "factor", "slow_motion"):
         if getattr(options, name) is not None and options.replay is None:

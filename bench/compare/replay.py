@@ -159,7 +159,7 @@ def load_case(name: str, batch: int | None = None) -> ReplayCase:
         return ReplayCase(name, tuple(SHAPES[name]()), samples / rate, source.format(rate=rate) + f"; {samples} a step")
     file = Path(name)
     if file.suffix != ".json":
-        raise ValueError(f"`--replay` is {name!r}; wanted {', '.join(SHAPES)}, or an existing FILE.json")
+        raise ValueError(f"`--replay`: found {name!r}, wanted {', '.join(SHAPES)}, or an existing FILE.json")
     text = read_input("--replay", file)
     try:
         record = json.loads(text)

@@ -147,7 +147,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("`--device cuda`, but torch sees no CUDA device")
     check_number("--numel", options.numel, 1024, _MOST_NUMEL)
     if options.numel % 1024:
-        raise ValueError(f"`--numel` is {options.numel}; wanted a multiple of 1024")
+        raise ValueError(f"`--numel`: found {options.numel}, wanted a multiple of 1024")
     check_number("--repeats", options.repeats, 1, 10**6)
     if options.device == "cpu":
         check_memory("--numel", 2 * SETS * 4 * options.numel, "the tensors")

@@ -107,7 +107,7 @@ def cases(collective: CollectiveSpec, options: argparse.Namespace, ranks: int) -
         ValueError: `-r` is no rank.
     """
     if options.root is not None and options.root >= ranks:
-        raise ValueError(f"`-r` is {options.root}; wanted a rank below {ranks}, or all")
+        raise ValueError(f"`-r`: found {options.root}, wanted a rank below {ranks}, or all")
     elements = list(ELEMENT_TYPES) if options.datatype == "all" else [options.datatype]
     operations = ["none"]
     if collective.reduces:

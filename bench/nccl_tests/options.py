@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from gradwire.bench.arguments import MOST_SECONDS, add_import_option, import_modules
+from gradwire.bench.arguments import MOST_SECONDS, add_import_option, import_modules, in_one_form
 from gradwire.bench.emulation.cluster import MOST_RANKS
 from gradwire.bench.nccl_tests.collectives import COLLECTIVES
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, OPERATIONS
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises what went wrong."""
-        raise ValueError(message)
+        raise ValueError(in_one_form(message))
 
 
 def parse_size(text: str) -> int:
@@ -280,11 +280,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = build_parser().parse_args(argv)
     if options.nthreads != 1:
         raise ValueError(
-            f"`-t` is {options.nthreads}; wanted 1, because a rank is a process here: multiply `-g`, or the "
+            f"`-t`: found {options.nthreads}, wanted 1, because a rank is a process here: multiply `-g`, or the "
             "launcher's ranks"
         )
     if options.local_register:
-        raise ValueError(f"`-R` is {options.local_register}; wanted 0, because no backend here registers buffers")
+        raise ValueError(f"`-R`: found {options.local_register}, wanted 0, because no backend here registers buffers")
     if options.minbytes > options.maxbytes:
         raise ValueError(f"`-b` is {options.minbytes} and `-e` is {options.maxbytes}; wanted the smallest size first")
     if options.stepfactor == 1.0 and options.stepbytes == 0:

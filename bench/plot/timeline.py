@@ -77,7 +77,7 @@ def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineB
     spans = spans_of(record)
     if step not in spans:
         held = sorted(spans)
-        raise ValueError(f"`--step` is {step}; the trace holds steps {held[0]} to {held[-1]}")
+        raise ValueError(f"`--step`: found {step}, wanted {held[0]} to {held[-1]}, which the trace holds")
     first, last = spans[step]
     found: dict[int, dict[str, list[TimelineBar]]] = defaultdict(lambda: defaultdict(list))
     for event in record["traceEvents"]:

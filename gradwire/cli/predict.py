@@ -275,7 +275,7 @@ def read_question(options: argparse.Namespace) -> Question:
         raise ValueError("`--loss` is given without `--rtt`; wanted both: what loss costs depends on the round trip")
     if options.plot is not None:
         if options.plot.suffix not in PICTURES:
-            raise ValueError(f"`--plot` is {options.plot}; wanted a name that ends in {', '.join(PICTURES)}")
+            raise ValueError(f"`--plot`: found {options.plot}, wanted a name that ends in {', '.join(PICTURES)}")
         check_can_plot("--plot")
         check_output("--plot", options.plot)
     if options.forward_ms is not None and not options.backward_ms and options.model is None:

@@ -106,13 +106,13 @@ def test_a_model_is_read(document: object, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--preset", "dgx_a100", "--gradient-mb", "-1"], "`--gradient-mb` is -1"),
-        (["--preset", "dgx_a100", "--gradient-mb", "nan"], "`--gradient-mb` is nan"),
-        (["--preset", "dgx_a100", "--gradient-mb", "1", "--backward-ms", "-5"], "`--backward-ms` is -5"),
+        (["--preset", "dgx_a100", "--gradient-mb", "-1"], "`--gradient-mb`: found -1"),
+        (["--preset", "dgx_a100", "--gradient-mb", "nan"], "`--gradient-mb`: found nan"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--backward-ms", "-5"], "`--backward-ms`: found -5"),
         (["--gradient-mb", "1", "--forward-ms", "5"], "`--forward-ms` is 5 without `--backward-ms`"),
-        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "0"], "`--nodes` is 0"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "0"], "`--nodes`: found 0"),
         (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "2", "--nic", "fast"], "`--nic`"),
-        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`--nics-per-node` is 0"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`--nics-per-node`: found 0"),
         (["--preset", "dgx_a100", "--gradient-mb", "1", "--intra-node", "quick"], "`--intra-node`"),
         (["--preset", "dgx_a100", "--model-json", "/nonexistent.json"], "nonexistent"),
         (["--topology", "/nonexistent.xml", "--gradient-mb", "1"], "nonexistent"),

@@ -82,7 +82,7 @@ def check_compressor(name: str) -> None:
     if name == "none":
         return
     if name not in names():
-        raise ValueError(f"`--compressor` is {name!r}; wanted one of {', '.join(names())}")
+        raise ValueError(f"`--compressor`: found {name!r}, wanted one of {', '.join(names())}")
 
 
 def make_compressor(name: str) -> Compressor | None:

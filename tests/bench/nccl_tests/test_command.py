@@ -105,8 +105,8 @@ def test_more_columns_only_on_request(run_bench: Run) -> None:
         (["all_reduce", "-g", "2", "--backend", "nccl"], "no CUDA device"),
         (["all_reduce", "--backend", "nccl", "--device", "cpu"], "`--device` is cpu"),
         (["all_reduce", "-G", "2"], "`-G` is 2"),
-        (["all_reduce", "-R", "1"], "`-R` is 1; wanted 0"),
-        (["all_reduce", "--compressor", "zip"], "`--compressor` is 'zip'"),
+        (["all_reduce", "-R", "1"], "`-R`: found 1, wanted 0"),
+        (["all_reduce", "--compressor", "zip"], "`--compressor`: found 'zip'"),
         (["broadcast", "--compressor", "int8"], "no other collective is compressed"),
         (["all_reduce", "--backend", "gloo", "--algorithm", "flat"], "`--algorithm`"),
         (["all_reduce", "-m", "1000000"], "`-m`: the tensors of all ranks need at least 6.71e+04 GB"),
@@ -127,7 +127,7 @@ def test_a_flag_that_cannot_be_is_refused_before_any_rank_starts(
     ("words", "message"),
     [
         (["all_reduce", "-d", "f8e4m3", "--backend", "gloo"], "does not reduce f8e4m3"),
-        (["broadcast", "-r", "7", "-g", "2"], "`-r` is 7"),
+        (["broadcast", "-r", "7", "-g", "2"], "`-r`: found 7"),
     ],
 )
 def test_what_the_ranks_cannot_do_is_refused_once(run_bench: Run, words: list[str], message: str) -> None:

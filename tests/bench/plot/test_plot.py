@@ -178,7 +178,7 @@ def test_a_step_of_a_trace_is_drawn_and_one_that_is_not_in_it_refused(tmp_path: 
     text = drawn.read_text()
     for words in ("rank 1", "n1", "step 6", "clocks aligned to 0.1 ms", "all_reduce", "waiting"):
         assert words in text, words
-    with pytest.raises(ValueError, match=r"`--step` is 7; the trace holds steps 6 to 6"):
+    with pytest.raises(ValueError, match=r"`--step`: found 7, wanted 6 to 6, which"):
         plot.draw([file], tmp_path / "step.svg", 7)
     other = tmp_path / "bench.json"
     other.write_text(json.dumps(bench_record()))

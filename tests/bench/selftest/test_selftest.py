@@ -100,10 +100,10 @@ def children(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "9"], "`--ranks` is 9; wanted 1 to 8"),
-        (["--seconds", "3"], "`--seconds` is 3; wanted 20 to"),
-        (["--numel", "0"], "`--numel` is 0"),
-        (["--bandwidth-numel", "5"], "`--bandwidth-numel` is 5"),
+        (["--ranks", "9"], "`--ranks`: found 9, wanted 1 to 8"),
+        (["--seconds", "3"], "`--seconds`: found 3, wanted 20 to"),
+        (["--numel", "0"], "`--numel`: found 0"),
+        (["--bandwidth-numel", "5"], "`--bandwidth-numel`: found 5"),
         (["--json", "/nowhere/file"], "`--json`: cannot write /nowhere/file"),
     ],
 )
