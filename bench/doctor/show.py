@@ -15,7 +15,6 @@ from gradwire.bench.doctor.checks.transfers import LOST_SHARE, counted_loss
 from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
 from gradwire.bench.terminal import right_columns
 from gradwire.comms.plan import overlap
-from gradwire.comms.plan.machine_cluster import payload_share
 from gradwire.topology.nccl_variables import WANTED_HERE
 from gradwire.topology.wording import duration, nbytes, rate
 
@@ -183,6 +182,9 @@ def predict_command(facts: JobFacts, found: Sequence[Diagnosis] = ()) -> str:
     """
     counts = [len(node) for node in facts.nodes]
     ranks = counts[0] if len(set(counts)) == 1 else ",".join(str(each) for each in counts)
+    # Here, because one machine is examined without torch, which this module needs.
+    from gradwire.comms.plan.machine_cluster import payload_share
+
     # The command wants a NIC's rate, and takes what TCP leaves of it for nodes without GPUs; payload was measured.
     share = payload_share(has_gpus=facts.has_gpus)
     nics = [f"{max(1, round(8 * each / share / 1e6))}mbit" for each in rates_after_fixes(facts, found)]
