@@ -1,1 +1,1 @@
-"""What a running job says about itself: who is late, what hangs, a timeline, metrics."""
+"""Observation of a running job: stragglers, stalls, traces and metrics."""

@@ -152,7 +152,7 @@ def origin(stuck: Sequence[Stuck]) -> Stuck | None:
 def continues(stuck: Stuck, positions: Mapping[int, Position]) -> bool:
     """Whether training continues after a stall: each rank that waited has issued a later collective.
 
-    A collective that ends says nothing, because one that fails ends, too.
+    The end of a collective is no proof, because one that fails ends as well.
 
     Args:
         stuck: The stall, as it was reported.
@@ -209,7 +209,7 @@ def stall_in_words(
     waited_in: str = "in it",
     rank_of: Callable[[int], int] = lambda rank: rank,
 ) -> str:
-    """Says which ranks have not reached a collective, since when, who waits for them, and where they are.
+    """Returns a sentence about the ranks that have not reached a collective, those that wait, and where they are.
 
     Args:
         stuck: The stall.
@@ -218,7 +218,7 @@ def stall_in_words(
         lines: Rank -> line of the training script in which it is, of the missing ranks.
         absent: What the missing ranks have not done: `reached`, `sent`.
         waits: Clause about the ranks that wait; None leaves it out.
-        waited_in: In what they wait: `in it`, `in reduce_scatter intra_node`.
+        waited_in: What the ranks wait in, if none is missing: `in it`, `in reduce_scatter intra_node`.
         rank_of: Returns the rank that is shown for a rank of `stuck`.
     """
     if not stuck.missing and not stuck.silent:

@@ -23,7 +23,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_REQUEST_NBYTES = 8192
 """Most bytes of a request that are read: the usual limit of web servers for a request's line and headers."""
 
-ANSWER_SECONDS = 2.0
+RESPONSE_SECONDS = 2.0
 """Timeout of sending a response. It has some tens of kilobytes, which the kernel mostly buffers at once."""
 
 POLL_SECONDS = 5.0
@@ -87,24 +87,24 @@ class _Scrapes:
         with closing(PendingConnections(self._listener, _lacks)) as pending:
             while not self._closed:
                 try:
-                    callers = pending.next(POLL_SECONDS)
+                    clients = pending.next(POLL_SECONDS)
                 except (OSError, ValueError) as error:
                     # A closed listener has no descriptor.
                     if not self._closed:
                         raise
                     log.debug("the port of the metrics is closed: %s", error)
                     return
-                for caller, said in callers:
-                    with caller:
+                for client, request in clients:
+                    with client:
                         try:
-                            self._answer(caller, said)
+                            self._respond(client, request)
                         except Exception as error:  # noqa: BLE001 - one client's failure must not end the server
                             log.debug("a request for metrics cannot be responded to: %r", error)
 
-    def _answer(self, caller: socket.socket, said: bytes) -> None:
+    def _respond(self, client: socket.socket, request: bytes) -> None:
         """Responds to one request; ignores what is not HTTP."""
-        parts = said.partition(b"\r\n")[0].split(b" ")
-        if len(parts) != 3 or not parts[2].startswith(b"HTTP/1.") or b"\r\n\r\n" not in said:
+        parts = request.partition(b"\r\n")[0].split(b" ")
+        if len(parts) != 3 or not parts[2].startswith(b"HTTP/1.") or b"\r\n\r\n" not in request:
             return
         if parts[0] not in (b"GET", b"HEAD"):
             status, body = "405 Method Not Allowed", b"wanted GET\n"
@@ -113,14 +113,14 @@ class _Scrapes:
         else:
             status, body = "404 Not Found", b"wanted /metrics\n"
         head = f"HTTP/1.0 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
-        caller.settimeout(ANSWER_SECONDS)
-        caller.sendall(head.encode() + (b"" if parts[0] == b"HEAD" else body))
-        caller.shutdown(socket.SHUT_WR)
+        client.settimeout(RESPONSE_SECONDS)
+        client.sendall(head.encode() + (b"" if parts[0] == b"HEAD" else body))
+        client.shutdown(socket.SHUT_WR)
 
 
-def _lacks(heard: bytes) -> int:
+def _lacks(received: bytes) -> int:
     """Returns how many more bytes of a request may be read: none after the empty line that ends its headers."""
-    return 0 if b"\r\n\r\n" in heard else max(MOST_REQUEST_NBYTES - len(heard), 0)
+    return 0 if b"\r\n\r\n" in received else max(MOST_REQUEST_NBYTES - len(received), 0)
 
 
 class Metrics:

@@ -133,7 +133,7 @@ class Observer(StepListener):
                 if not self._config.elastic:
                     raise
                 log.debug(
-                    "a generation has ended while its ranks told each other about step %d: %s", step.number, error
+                    "a generation has ended while its ranks exchanged numbers about step %d: %s", step.number, error
                 )
                 self._trace_given_up |= self._trace is not None
                 self._stragglers = self._trace = self._communicator.executor.stats.recorder = None
@@ -168,8 +168,8 @@ class Observer(StepListener):
         from gradwire.comms.observe.share import Shared
         from gradwire.comms.observe.trace import Trace
 
-        told = Shared(self._communicator, [float(problem is not None)]).read()
-        if problem is not None or (told is not None and told[0][0]):
+        problems = Shared(self._communicator, [float(problem is not None)]).read()
+        if problem is not None or (problems is not None and problems[0][0]):
             reason = "see rank 0" if problem is None else problem.strerror
             raise OSError(
                 f"`file` is {file}, which rank 0 cannot write ({reason}): name a file in a folder that is there"
@@ -179,7 +179,7 @@ class Observer(StepListener):
     def export_metrics(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> int | None:
         """Exports metrics from the next step on; see `HookState.export_metrics`."""
         if file is None and port is None:
-            raise ValueError("neither `file` nor `port` is given: say where the metrics shall go")
+            raise ValueError("neither `file` nor `port` is given: give one of them")
         if self._metrics is None:
             from gradwire.comms.observe.metrics import Metrics
 

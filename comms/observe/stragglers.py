@@ -402,19 +402,19 @@ class _OwnSteps:
                     longest, step = excess, sample.step
         return Summary(_median(sorted(sum(sample.waits) for sample in window)), longest, step, length)
 
-    def breakdown(self, asked_step: int | None) -> Breakdown:
+    def breakdown(self, long_step: int | None) -> Breakdown:
         """Returns the breakdown of the last steps.
 
         Args:
-            asked_step: Step with a long wait that is to be explained; None without one.
+            long_step: Step with a long wait that is to be explained; None without one.
         """
         window, columns = self._window(), self.columns()
         length = _median(sorted(self._lengths)) if self._lengths else 0.0
-        asked = next((sample for sample in self._samples if sample.step == asked_step), None)
-        if asked is None or len(asked.waits) != self.count:
+        sample = next((each for each in self._samples if each.step == long_step), None)
+        if sample is None or len(sample.waits) != self.count:
             once = tuple(-1.0 for _ in columns)
         else:
-            once = tuple(asked.own[column] for column in columns)
+            once = tuple(sample.own[column] for column in columns)
         none = tuple(-1.0 for _ in columns)
         if len(window) < WINDOW:
             unknown = (-1.0,) * MOST_PHASES
@@ -486,19 +486,19 @@ class _Diagnosis:
         self._missed = 0
         self._slow_link: _SlowLink | None = None
 
-    def update(self, breakdowns: Sequence[Breakdown], columns: tuple[int, ...], asked: int | None) -> None:
+    def update(self, breakdowns: Sequence[Breakdown], columns: tuple[int, ...], long_step: int | None) -> None:
         """Updates the diagnosis.
 
         Args:
             breakdowns: Breakdowns of all ranks.
             columns: Bucket of each column.
-            asked: Step with a long wait that is to be explained; None without one.
+            long_step: Step with a long wait that is to be explained; None without one.
         """
         length = statistics.median(breakdown.step_seconds for breakdown in breakdowns)
         # Explain a single long wait, once.
-        repeated = self.once is not None and self.once.since_step == asked
-        if asked is not None and not repeated and (late := late_once(breakdowns)) is not None:
-            self.once = self._late((self._ranks[late.rank],), late, columns, length, asked, once=True)
+        repeated = self.once is not None and self.once.since_step == long_step
+        if long_step is not None and not repeated and (late := late_once(breakdowns)) is not None:
+            self.once = self._late((self._ranks[late.rank],), late, columns, length, long_step, once=True)
             self._log(self.once)
         if any(not breakdown.low or breakdown.low[0] < 0 for breakdown in breakdowns):
             return
@@ -662,7 +662,7 @@ class StragglerWatch:
         self._timed = 0
         self._summarized_at = self._broken_down_at = self._unseen_from = 0
         self._stride = SUMMARY_STEPS
-        self._asked_step: int | None = None
+        self._long_step: int | None = None
         self._breakdown_next = False
         self._least_waits: deque[float] = deque(maxlen=USUAL_SUMMARIES)
 
@@ -697,7 +697,7 @@ class StragglerWatch:
         if self._breakdown_next or due:
             self._breakdown_next = False
             self._steps.read()
-            self._start(step, self._steps.breakdown(self._asked_step).numbers(), breakdown=True)
+            self._start(step, self._steps.breakdown(self._long_step).numbers(), breakdown=True)
             self._fresh, self._summarized_at, self._broken_down_at = 0, step, step
         elif self._timed >= WINDOW and self._fresh >= 3 and step - self._summarized_at >= self._stride:
             self._steps.read()
@@ -720,17 +720,19 @@ class StragglerWatch:
         if rows is None:
             return
         if breakdown:
-            asked, self._asked_step = self._asked_step, None
-            self._diagnosis.update([Breakdown.of(row) for row in rows], columns, asked)
+            long_step, self._long_step = self._long_step, None
+            self._diagnosis.update([Breakdown.of(row) for row in rows], columns, long_step)
             return
         summaries = [Summary(*row) for row in rows]
         length = statistics.median(summary.step_seconds for summary in summaries)
         self._stride = max(SUMMARY_STEPS, ceil(SUMMARY_SECONDS / length)) if length > 0 else SUMMARY_STEPS
         longest = max(summaries, key=lambda summary: summary.longest_seconds)
-        self._asked_step = int(longest.longest_step) if longest.longest_seconds >= LONG_SECONDS else None
+        self._long_step = int(longest.longest_step) if longest.longest_seconds >= LONG_SECONDS else None
         differ = summaries_differ(summaries, self._diagnosis.named())
-        asked = self._asked_step is not None
-        self._breakdown_next = differ or asked or self._waits_grow(summaries, length) or bool(self._diagnosis.suspects)
+        explains = self._long_step is not None
+        self._breakdown_next = (
+            differ or explains or self._waits_grow(summaries, length) or bool(self._diagnosis.suspects)
+        )
         self._breakdown_next |= self._diagnosis.confirms_link
         self._diagnosis.confirms_link = False
 

@@ -133,7 +133,7 @@ class GroupWaits:
             del known[number]
 
     def cut(self) -> None:
-        """Cuts slices at the points that all ranks have."""
+        """Cuts the time into slices at the end points that all ranks have published."""
         common = sorted(set.intersection(*(set(points) for points in self._points)))
         if not common:
             return

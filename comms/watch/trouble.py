@@ -209,7 +209,7 @@ def what_in_words(stuck: Stuck, responses: Responses) -> str:
 def stuck_in_words(
     stuck: Stuck, statuses: Mapping[int, RankStatus], responses: Responses, hosts: Mapping[int, str]
 ) -> str:
-    """Says which ranks have not issued a collective, or not sent a message, and where they are.
+    """Returns a sentence about the ranks that have not issued a collective, or not sent a message.
 
     Args:
         stuck: The stall.
@@ -241,7 +241,7 @@ def stuck_in_words(
 def stalls_in_words(
     found: Sequence[Stuck], statuses: Mapping[int, RankStatus], responses: Responses, hosts: Mapping[int, str]
 ) -> tuple[Stuck, str]:
-    """Says what causes a stall: missing ranks that wait for no other rank, a send that was left out, or neither.
+    """Returns a sentence about the cause of a stall: missing ranks, a send that was left out, or a mutual wait.
 
     Args:
         found: Stuck groups and channels, the longest wait first; at least one.

@@ -202,7 +202,7 @@ def read_metrics(said: bytes) -> object:
         server = object.__new__(metrics._Scrapes)
         server._text = lambda: "x 1\n"
         try:
-            server._answer(there, said)
+            server._respond(there, said)
         except OSError as error:
             raise AssertionError(error) from error
         there.close()
