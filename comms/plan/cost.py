@@ -1,4 +1,4 @@
-"""What a phase costs on a cluster: alpha-beta seconds, the bytes that leave each unit, and what a compressor changes.
+"""The cost model: alpha-beta seconds of a phase, bytes that leave each unit, and the effect of a compressor.
 
 Notation: a unit at level l - 1 (a rank, a node, a rack) has one link towards its siblings at level l. A message of b
 bytes over it costs `alpha + b / bytes_per_second`. Formulas for one region of S bytes over m children:
@@ -35,18 +35,17 @@ EXCHANGE_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class CodecPrice:
-    """What a compressor does to one phase.
+    """Cost of a compressor for the phase that it compresses.
 
     Attributes:
-        name: As in `compressor=`.
+        name: Name of the compressor.
         ratio: Bytes on the wire over those of an exact all-reduce of the same shard.
-        seconds_per_byte: Of the shard, for encoding and decoding on one rank.
-        call_seconds: For each shard, whatever its size.
-        rounds: Times that every member hears from every other: 2 for an all_to_all and an all_gather, and for a ring's
-            all_reduce.
-        exchanged: Whether payloads go from every rank to every rank, and not around a ring.
-        owned: Part of the bytes that goes to owners as payloads, and comes back from them: where exact sums have equal
-            parts (`Cluster.equal_sums`), what is left of 1 has them too.
+        seconds_per_byte: Seconds of encoding and decoding on one rank for each byte of the shard.
+        call_seconds: Seconds for each shard, independent of its size.
+        rounds: Exchanges of every member with every other: 2 for an all_to_all and an all_gather, and for a ring.
+        exchanged: Whether payloads go from every rank to every rank instead of around a ring.
+        owned: Part of the bytes that goes to owners as payloads and comes back from them. If exact sums have equal
+            parts (`Cluster.equal_sums`), the rest has them too.
     """
 
     name: str
@@ -68,13 +67,13 @@ EXACT = CodecPrice("none")
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """What one phase costs: linear in the bytes it moves.
+    """Cost of one phase, linear in the bytes that it moves.
 
     Attributes:
-        alpha_seconds: Messages that follow one another.
-        seconds_per_byte: Of the slowest link, for each byte of bucket.
-        egress: Bytes that leave each unit, for each byte of bucket.
-        byte_share: Part of the time of the bytes for which the link is taken; other chunks fill the rest.
+        alpha_seconds: Latency of the messages that follow one another.
+        seconds_per_byte: Seconds of the slowest link for each byte of the bucket.
+        egress: Bytes that leave each unit for each byte of the bucket.
+        byte_share: Part of those seconds in which the link is busy; other chunks use the rest.
     """
 
     alpha_seconds: float
@@ -83,21 +82,21 @@ class PhaseCost:
     byte_share: float = 1.0
 
     def seconds(self, nbytes: float) -> float:
-        """Predicted time for `nbytes` on the wire in place of the bucket."""
+        """Returns the predicted seconds of `nbytes`."""
         return self.alpha_seconds + self.byte_seconds(nbytes)
 
     def byte_seconds(self, nbytes: float) -> float:
-        """That without the latency."""
+        """Returns the predicted seconds of `nbytes` without latency."""
         return nbytes * self.seconds_per_byte
 
 
 def mixed_cost(one: PhaseCost, other: PhaseCost, part: float) -> PhaseCost:
-    """The cost of a phase of which a part of the bytes travels one way, and the others another way.
+    """Returns the cost of a phase that sends a part of its bytes one way and the rest another way.
 
     Args:
-        one: That of the part.
-        other: That of the others; of the same messages.
-        part: 0 to 1.
+        one: Cost if all bytes went the first way.
+        other: Cost if all went the other way, with the same number of messages.
+        part: Part of the bytes that goes the first way, 0 to 1.
     """
     nbytes = tuple(
         part * own + (1 - part) * rest for own, rest in zip(one.egress.nbytes, other.egress.nbytes, strict=True)
@@ -109,12 +108,12 @@ def mixed_cost(one: PhaseCost, other: PhaseCost, part: float) -> PhaseCost:
 
 
 class CostModel:
-    """Costs of phases on one cluster.
+    """Predicts the cost of the phases of one plan on one cluster.
 
     Args:
-        cluster: Where the ranks are and what the links give.
-        parts: For each level with a reduce_scatter, the shards that a region is cut into.
-        part_shares: How large those are at the levels where they are not equal, in any measure.
+        cluster: Placement of the ranks, and link rates.
+        parts: Number of shards that a region is cut into, for each level with a reduce_scatter.
+        part_shares: Weights of those shards, for levels on which they are not equal.
     """
 
     def __init__(
@@ -130,13 +129,13 @@ class CostModel:
 
     @classmethod
     def of(cls, cluster: Cluster, phases: Iterable[Phase]) -> "CostModel":
-        """The model for the phases of one plan."""
+        """Makes the model for the phases of one plan."""
         scatters = [phase for phase in phases if phase.op == REDUCE_SCATTER]
         parts = {phase.level: phase.parts for phase in scatters}
         return cls(cluster, parts, {phase.level: phase.shares for phase in scatters if phase.shares})
 
     def phase(self, phase: Phase) -> PhaseCost:
-        """Seconds and bytes of one phase, for each byte of bucket."""
+        """Returns the cost of one phase, for each byte of the bucket."""
         if phase.whole:
             return _whole(self.cluster, phase.algorithm)
 
@@ -152,15 +151,15 @@ class CostModel:
         return PhaseCost(alpha, self.slowest(egress, spread=False), egress)
 
     def _booked(self, phase: Phase, sent: Floats) -> Egress:
-        """What leaves each unit, from what each rank sends for each byte of its regions."""
+        """Returns what leaves each unit, given what each rank sends for each byte of its regions."""
         everyone = np.arange(self.cluster.size)
         return self._shape.book(everyone, np.full_like(everyone, phase.level), sent * self.shares(phase.level))
 
     def _between_unequal(self, phase: Phase, alpha_seconds: float) -> PhaseCost:
-        """An all_reduce between owners of unequal parts (owners.py): two stages, each as long as its slowest link."""
+        """Returns the cost of an all_reduce between unequal owners: two stages, each as long as its slowest link."""
         counts, owned = self._shape.counts[phase.level], np.array(phase.shares, dtype=float)
         places, parents = self._shape.unit_ids[phase.level], self._shape.parents(phase.level)
-        _, first = np.unique(places, return_index=True)  # every rank of a unit stands for it
+        _, first = np.unique(places, return_index=True)  # The same for all ranks of a unit.
         total = np.bincount(parents[first], owned[first])[parents]
         fraction = np.divide(owned, total, out=1.0 / counts, where=total > 0)
         egress = self._booked(phase, 1 + (counts - 2) * fraction)
@@ -169,7 +168,7 @@ class CostModel:
         return PhaseCost(alpha_seconds, taken, egress, min(1.0, busy / taken) if taken else 1.0)
 
     def shares(self, level: int) -> Floats:
-        """The part of the bucket that each rank stands for at a level: the regions that it owns by then."""
+        """Returns the part of the bucket that each rank owns when a phase of that level begins."""
         shares = np.ones(self.cluster.size)
         for below in range(level):
             fractions = partial(_fractions, self.parts.get(below, 1), self.part_shares.get(below, ()))
@@ -177,12 +176,12 @@ class CostModel:
         return shares
 
     def messages(self, messages: Messages, *, ring: bool = False, spread: bool = True) -> PhaseCost:
-        """Seconds and bytes of messages that are all under way, for each byte of bucket.
+        """Returns the cost of messages that are all in flight together, for each byte of the bucket.
 
         Args:
-            messages: Of all ranks.
-            ring: Whether they go around a ring over all ranks, through sockets inside the nodes too.
-            spread: As in `Link.rate`.
+            messages: Messages of all ranks.
+            ring: Whether they go around one ring over all ranks, and so through sockets also inside nodes.
+            spread: As for `Link.rate`.
         """
         crossed = self._shape.crossings(messages.sources, messages.targets)
         egress = self._shape.book(messages.sources, crossed, messages.nbytes)
@@ -192,11 +191,11 @@ class CostModel:
         return PhaseCost(messages.critical_seconds(alphas[crossed]), slowest / share, egress)
 
     def slowest(self, egress: Egress, *, spread: bool) -> float:
-        """Seconds of the slowest link for what leaves each unit, for each byte of bucket.
+        """Returns the seconds of the slowest link, for each byte of the bucket.
 
         Args:
-            egress: Bytes for each byte of bucket.
-            spread: As in `Link.rate`.
+            egress: Bytes that leave each unit for each byte of the bucket.
+            spread: As for `Link.rate`.
         """
         slowest = 0.0
         for level, nbytes, senders in zip(self.cluster.levels, egress.nbytes, egress.senders, strict=True):
@@ -236,17 +235,17 @@ def exchange_cost(cluster: Cluster) -> PhaseCost:
 
 @lru_cache(maxsize=64)
 def _whole(cluster: Cluster, algorithm: str) -> PhaseCost:
-    """The cost of an all-reduce over all ranks in one collective: the same in every plan, so worked out once."""
+    """Returns the cost of one all-reduce over all ranks; the same in every plan, so computed once."""
     model = CostModel(cluster, {})
     return model.messages(flat_messages(shape_of(cluster), algorithm), ring=algorithm == RING)
 
 
 def busiest(cluster: Cluster, costs: Iterable[tuple[PhaseCost, float]]) -> dict[str, float]:
-    """The bytes of each level's busiest unit, all phases together, by the level's name.
+    """Returns the bytes that leave the busiest unit of each level in all phases together, by the name of the level.
 
     Args:
-        cluster: The one that the costs were worked out for.
-        costs: Each phase's cost and the bytes that it moves in place of the bucket.
+        cluster: Cluster of the costs.
+        costs: Cost of each phase, and the bytes that it moves.
     """
     priced = list(costs)
     most = {level.name: 0.0 for level in cluster.levels}
@@ -256,13 +255,13 @@ def busiest(cluster: Cluster, costs: Iterable[tuple[PhaseCost, float]]) -> dict[
 
 
 def _fractions(parts: int, sizes: Sequence[int], count: int) -> list[float]:
-    """The share of `parts` regions, of some sizes or all equal, that each of `count` children owns."""
+    """Returns the share of `parts` regions that each of `count` children owns; `sizes` are weights, empty if equal."""
     shares = _owned(parts, count, sizes)
     return [(stop - start) / shares[-1] for start, stop in pairwise(shares)]
 
 
 def _owned(parts: int, count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where what each of `count` children owns of `parts` regions begins and ends: `count + 1` ascending places."""
+    """Returns the `count + 1` ascending bounds of what each of `count` children owns of `parts` regions."""
     shares = child_shares(parts, count)
     if not sizes:
         return shares
@@ -271,14 +270,14 @@ def _owned(parts: int, count: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence[int] = ()) -> float:
-    """Bytes that member `index` of `count` sends in one collective over `nbytes`.
+    """Returns the bytes that member `index` of `count` sends in one collective over `nbytes`.
 
     Args:
         op: `all_reduce`, `reduce_scatter` or `all_gather`.
         nbytes: Bytes of the region that the members share.
-        count: Members.
-        index: Which one.
-        bounds: Ownership in any unit (elements, regions), `count + 1` entries; not needed for an all_reduce.
+        count: Number of members.
+        index: Index of the member.
+        bounds: Bounds of the members' parts in any measure, `count + 1` entries; unused for an all_reduce.
     """
     if op == ALL_REDUCE:
         return 2 * (count - 1) / count * nbytes
@@ -286,17 +285,18 @@ def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence
     if op == REDUCE_SCATTER:
         return nbytes - own
     owner = sole_owner(bounds)
-    if owner is not None:  # a broadcast: all but the last of the chain pass it on
+    # A broadcast goes down a chain: all but its last member pass it on.
+    if owner is not None:
         return 0.0 if (index + 1) % count == owner else nbytes
     return (count - 1) * own
 
 
 def busiest_resource(phases: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """What is occupied longest, and for how many seconds; (0, 0.0) where there is nothing.
+    """Returns the resource that is busy longest, and its seconds; (0, 0.0) without phases.
 
     Args:
-        phases: Level (or any other number for what else is shared) and seconds of each phase, for one chunk. Phases on
-            one level share its links, so they do not overlap with each other.
+        phases: Resource (a level, or `PROCESSOR` of the planner) and seconds of each phase of one chunk. Phases on one
+            resource do not overlap.
     """
     busy: dict[int, float] = {}
     for level, seconds in phases:

@@ -1,4 +1,4 @@
-"""Which plan: every candidate is priced with the cost model, and the flat one wins where hierarchy does not pay.
+"""The planner: predicts every candidate plan with the cost model, and takes a hierarchical one only if it is faster.
 
 Every rank plans by itself, and all must find the same. Python 3.12 and later round `sum` of floats otherwise than 3.11:
 what a plan depends on is added up by `math.fsum`.
@@ -45,36 +45,37 @@ MINIMUM_CHUNK_NBYTES = 512 * 1024
 """Chunks below this spend more on per-message cost than overlap returns (gloo over TCP, measured at 200 Mbit)."""
 
 CHUNK_TOLERANCE = 0.01
-"""Share of its time that more chunks may cost: of plans that differ in chunks alone the one with most is taken, as
-collectives in flight together fill each other's gaps, which no term of the model stands for. Measured at 4x4 on 200
-Mbit: 16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063 with 8 (`bench/studies/hook_speed.py`, 2-core EPYC VM,
-2026-11-21)."""
+"""Share of the predicted time that more chunks may cost.
+
+Of plans that differ only in chunks the one with most is taken, because collectives in flight together fill each other's
+gaps, which the model does not include. Measured at 4x4 on 200 Mbit: 16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063
+with 8 (`bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-21)."""
 
 UNKNOWN_RATE_TOLERANCE = 0.12
-"""The same where a rate is assumed: a slow link loses more by few chunks than a fast one by many. The plans for 10
-Gbit/s, which are assumed, had 2 to 4 chunks; over 200 Mbit they took 1058 ms at 4x2 and 1121 at 4x4, with 16 chunks
-1037 and 1066 (16 MB, `bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-22); fp16 at 2x2 took 399 ms with 4 chunks
-and 372 with 8."""
+"""`CHUNK_TOLERANCE` if a rate is assumed: a slow link loses more by few chunks than a fast one by many.
+
+The plans for 10 Gbit/s, which are assumed, had 2 to 4 chunks; over 200 Mbit they took 1058 ms at 4x2 and 1121 at 4x4,
+with 16 chunks 1037 and 1066 (16 MB, `bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-22); fp16 at 2x2 took 399 ms
+with 4 chunks and 372 with 8."""
 
 LEAST_CUT_RATIO = 0.1
-"""Not with a compressor that leaves less of a shard than that: headers and rests of blocks of every piece would count.
-Nor with one of more rounds than an exchange, a low rank: each piece of a matrix has factors of its own."""
+"""Least ratio of a compressor with which more chunks cost next to nothing: smaller payloads consist of headers and
+incomplete blocks in part. Compressors with more rounds than an exchange (low rank) have factors for each chunk."""
 
 OWNERS_CHUNK_COUNTS = (*CHUNK_COUNTS, 32, 48, 64)
 OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES = 0.02, 128 * 1024
-"""Owners of unequal parts work in two stages, each of which keeps the slowest link busy in one direction: all but the
-first and the last chunk of both overlap. So chunks may be smaller: what passes the slowest link in so many seconds, and
-not below so many bytes."""
+"""Smallest chunks with owners of unequal parts: seconds on the slowest link, and bytes. They exchange in two stages,
+each of which uses the slowest link in one direction, and all chunks but the first and the last overlap."""
 
 MINIMUM_GAIN = 0.02
-"""A plan replaces the flat one only where it is predicted to save more than this share of its time."""
+"""Share of the flat plan's time that another plan must be predicted to save to replace it."""
 
 NCCL_MINIMUM_GAIN = 0.10
-"""The same among GPUs whose links were not measured: NCCL's own estimates are no better than that."""
+"""`MINIMUM_GAIN` for GPUs whose links were not measured: NCCL's own estimates are no more accurate."""
 
 HIERARCHY_HOST_SECONDS = 40e-6
-"""And more than this for each chunk: a hierarchy keeps the host busy with three calls, events and streams, where one
-all-reduce is one call (what issuing a bucket may take at most, 60 us, less plain DDP's 20)."""
+"""Seconds that a hierarchy on GPUs must save for each chunk in addition: it makes three calls with events and streams
+instead of one (at most 60 us to issue a bucket, less the 20 of plain DDP)."""
 
 NCCL_NAMES = {RING: "NCCL's ring", TREE: "NCCL's tree", NVLS: "NCCL's NVLS", NVLS_TREE: "NCCL's NVLSTree"}
 
@@ -84,10 +85,10 @@ FLAT_ALGORITHMS = {"flat": RING, TREE: TREE, NVLS_TREE: NVLS_TREE, HALVING_DOUBL
 PLAN_NAMES = (*FLAT_ALGORITHMS, "hierarchical", "leader")
 
 COMPRESSED = "compressed"
-"""What stands in place of a compressor's name, where any has the same phases."""
+"""Placeholder for a compressor's name in phases that are the same for all compressors."""
 
 PROCESSOR = -1
-"""What encoding and decoding occupy, and phases through shared memory, in place of a level's link."""
+"""Resource used by encoding, decoding and phases through shared memory, instead of the link of a level."""
 
 
 def plan_all_reduce(
@@ -99,20 +100,21 @@ def plan_all_reduce(
     price: CodecPrice = EXACT,
     library: str = "gloo",
 ) -> Plan:
-    """The cheapest plan for an all-reduce of one bucket.
+    """Returns the fastest plan for an all-reduce of one bucket.
 
     Args:
-        cluster: Where the ranks are and what the links give.
+        cluster: Placement of the ranks, and link rates.
         nbytes: Size of the bucket.
         name: `auto`, or the plan to force: `flat`, `hierarchical`, `leader`.
-        chunks: Pieces to cut the bucket into; 0 chooses.
-        price: Of the compressor that shrinks the phase over the slowest level.
-        library: Who runs the flat plan: `gloo` runs a ring, `nccl` takes the fastest of ring, tree and, where the
+        chunks: Number of chunks; 0 chooses.
+        price: Cost of the compressor of the phase over the slowest level.
+        library: Library that runs the flat plan: `gloo` runs a ring, `nccl` the fastest of ring, tree and, if the
             cluster has a fabric, NVLSTree.
 
     Raises:
         ValueError: `name` is unknown.
     """
+    # Predict every candidate.
     names = ("flat", "hierarchical", "leader") if name == "auto" else (name,)
     assumed = presumed(cluster)
     plans = [
@@ -123,12 +125,14 @@ def plan_all_reduce(
     if library == "nccl" and not chunks and price.name == EXACT.name:
         # One call of NCCL fills its links by itself; the chunks' tolerance was measured on gloo.
         plans = [plan for plan in plans if plan.name not in FLAT_ALGORITHMS or plan.chunks == 1]
+    # Take the fastest, and if only the number of chunks differs, the one with most chunks.
     best = min(plans, key=lambda plan: plan.seconds) if library == "nccl" else _most_chunks(plans, CHUNK_TOLERANCE)
     taken = best
     if assumed and library != "nccl" and _may_be_cut(price) and best.name not in FLAT_ALGORITHMS:
         taken = _most_chunks([plan for plan in plans if plan.name == best.name], UNKNOWN_RATE_TOLERANCE)
     if name != "auto":
         return with_reason(taken, "No other plan was considered.")
+    # Keep the flat plan if there is no hierarchy, if rates are unknown, or if the gain is too small.
     flat = plans[0]
     if cluster.size == 1:
         return with_reason(flat, "There is one rank: nothing travels.")
@@ -151,19 +155,19 @@ def plan_all_reduce(
         return with_reason(rival, f"No hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster{against}.")
     than = "a flat ring" if rival is flat else "NCCL's tree"
     if assumed:
-        # Beside it a report has the rates that were seen since: a plan that a clock has chosen would vary bits.
+        # A report also shows rates measured since; they choose no plan, because bits must not depend on a clock.
         kept = "Rates measured since do not change the plan, so that results can be repeated."
         return with_reason(taken, f"Predicted faster than {than} at assumed rates. {kept}")
     return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
 
 
 def _may_be_cut(price: CodecPrice) -> bool:
-    """Whether more chunks cost a compressor next to nothing."""
+    """Returns whether more chunks cost a compressor next to nothing; see `LEAST_CUT_RATIO`."""
     return price.ratio >= LEAST_CUT_RATIO and price.rounds <= EXCHANGE_ROUNDS
 
 
 def _against_nccl(flat: Plan, hierarchies: list[Plan]) -> Plan:
-    """The best hierarchy where it gains enough over the best that NCCL does in one call."""
+    """Returns the fastest hierarchy if it gains enough over the fastest single NCCL call; else that call."""
     name = NCCL_NAMES[flat.phases[0].algorithm]
 
     def clear(plan: Plan) -> bool:
@@ -181,7 +185,7 @@ def _against_nccl(flat: Plan, hierarchies: list[Plan]) -> Plan:
 
 
 def presumed(cluster: Cluster) -> str:
-    """The levels in use of whose links nothing is known, in words; empty where there are none."""
+    """Returns the levels whose link rates are unknown, in words; empty if all are known."""
     unknown = [number for number in cluster.wide_levels if cluster.levels[number].link.presumed]
     if unknown[:2] == [0, 1]:
         places = ["inside and between the nodes"]
@@ -191,7 +195,7 @@ def presumed(cluster: Cluster) -> str:
 
 
 def _most_chunks(plans: list[Plan], tolerance: float) -> Plan:
-    """The cheapest plan, with as many chunks as cost no more than a share of its time."""
+    """Returns the fastest plan with the most chunks that cost no more than a share of its time."""
     best = min(plans, key=lambda plan: plan.seconds)
     alike = [plan for plan in plans if plan.name == best.name and plan.seconds <= best.seconds * (1 + tolerance)]
     return max(alike, key=lambda plan: plan.chunks)
@@ -206,21 +210,21 @@ def candidate_plans(
     *,
     by_links: bool | None = None,
 ) -> Iterator[Plan]:
-    """Every priced plan of one name: one for each number of chunks worth trying, one chunk first.
+    """Yields the plans of one name with their predictions, one for each number of chunks, one chunk first.
 
-    Where exact sums have equal parts (`Cluster.equal_sums`), payloads have them too unless owners by their links are
-    quicker: in few chunks, or with small payloads, they are not. Elsewhere links that differ always have such owners:
-    sums then keep one order whatever the size.
+    If exact sums have equal parts (`Cluster.equal_sums`), payloads have them too, unless unequal owners are faster;
+    with few chunks or small payloads they are not. Otherwise unequal links always have unequal owners, so that sums
+    keep one order for all sizes.
 
     Args:
-        cluster: Where the ranks are and what the links give.
+        cluster: Placement of the ranks, and link rates.
         nbytes: Size of the bucket.
-        name: `flat`, `hierarchical`, `leader`, `tree`, `nvls_tree` or `halving_doubling`. With a fabric `flat` is what
-            NCCL does best in one call, and comes in one chunk, if no other number is asked for.
-        chunks: The number of chunks asked for; 0 tries several.
-        price: What a compressor does to the phase that it compresses.
-        by_links: Whether the owners of payloads have parts by their links where exact sums have equal ones; None takes
-            what is quicker with the number of chunks that is best for each.
+        name: `flat`, `hierarchical`, `leader`, `tree`, `nvls_tree` or `halving_doubling`. With a fabric `flat` is the
+            fastest single NCCL call, in one chunk unless another number is given.
+        chunks: Number of chunks; 0 tries several.
+        price: Cost of the compressor of the phase that is compressed.
+        by_links: Whether owners of payloads have unequal parts although exact sums have equal ones; None takes the
+            faster of both.
 
     Raises:
         ValueError: There is no plan of that name, or not on this cluster.
@@ -238,12 +242,12 @@ def candidate_plans(
 
 
 def _phases_for(cluster: Cluster, name: str, price: CodecPrice) -> tuple[Phase, ...]:
-    """The phases of a plan with a compressor of that price, or without one."""
+    """Returns the phases of a plan with a compressor of that cost, or without one."""
     return make_phases(cluster, name, None if price.name == EXACT.name else price.name, owned=price.owned > 0)
 
 
 def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecPrice) -> Iterator[Plan]:
-    """The plans of `candidate_plans`, payloads going by the links if `price.owned` is above 0."""
+    """Yields the plans of `candidate_plans`, with unequal owners of payloads if `price.owned` is above 0."""
     exact = price.name == EXACT.name
     phases = _phases_for(cluster, name, price)
     model = None
@@ -311,21 +315,21 @@ def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecP
 
 
 def _taken(cluster: Cluster, phase: Phase) -> int:
-    """What a phase occupies: the links of its level, or the processor where that is what moves the bytes."""
+    """Returns the resource that a phase uses: the links of its level, or the processor for shared memory."""
     return PROCESSOR if cluster.levels[phase.level].link.on_processor else phase.level
 
 
 def nccl_seconds(
     model: "NcclModel", cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice
 ) -> Callable[[float], float]:
-    """What NCCL needs for one phase of a chunk, by its bytes.
+    """Returns the function from bytes of a chunk to the seconds that NCCL needs for one phase.
 
     Args:
-        model: Of the cluster.
-        cluster: Two levels.
-        phase: Of a plan.
-        cost: What the wire needs.
-        price: Of the phase's compressor, where it has one.
+        model: NCCL's model of the cluster.
+        cluster: Cluster of two levels.
+        phase: Phase of a plan.
+        cost: Cost of its bytes on the wire.
+        price: Cost of its compressor, if it has one.
     """
     if phase.compressor is None and phase.whole:
         return lambda part: model.flat(part)[phase.algorithm]
@@ -343,13 +347,13 @@ def nccl_seconds(
 
 
 def make_phases(cluster: Cluster, name: str, compressor: str | None = None, *, owned: bool = True) -> tuple[Phase, ...]:
-    """The phases of a plan, levels without siblings left out.
+    """Makes the phases of a plan, without levels that have a single unit.
 
     Args:
-        cluster: Where the ranks are and what the links give.
-        name: Of the plan.
-        compressor: Of the phase over the slowest level; None is exact.
-        owned: Whether any of the compressor's bytes go to owners: see `CodecPrice.owned`.
+        cluster: Placement of the ranks, and link rates.
+        name: Name of the plan.
+        compressor: Name of the compressor of the phase over the slowest level; None is exact.
+        owned: Whether any of the compressor's bytes go to owners; see `CodecPrice.owned`.
 
     Raises:
         ValueError: `name` is unknown.
@@ -378,7 +382,7 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None, *, o
 
 
 def compressed_cost(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice) -> PhaseCost:
-    """The cost of a phase that a compressor runs, for each byte of bucket."""
+    """Returns the cost of a compressed phase, for each byte of the bucket."""
     link = cluster.levels[phase.level].link
     if phase.whole and price.exchanged:
         cost = exchange_cost(cluster)
@@ -398,12 +402,12 @@ def compressed_cost(cluster: Cluster, phase: Phase, cost: PhaseCost, price: Code
 def _costs(
     cluster: Cluster, name: str, algorithm: str = RING, owned: float = 0.0
 ) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
-    """The cost of each phase of a plan, and the largest share of the bucket that one rank stands for in it.
+    """Returns the cost of each phase of a plan, and the largest share of the bucket that one rank handles in it.
 
     Args:
-        cluster: Where the ranks are and what the links give.
-        name: Of the plan.
-        algorithm: Takes the place of the ring in the flat plan.
+        cluster: Placement of the ranks, and link rates.
+        name: Name of the plan.
+        algorithm: Algorithm of the flat plan instead of a ring.
         owned: As in `CodecPrice`; 0 without a compressor.
     """
     if 0 < owned < 1 and cluster.equal_sums:
@@ -416,7 +420,7 @@ def _costs(
 def _known_costs(
     cluster: Cluster, name: str, algorithm: str, owned: bool
 ) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
-    """Those of `_costs`, where all of the bytes go to owners, or none: worked out once, whatever share a bucket has."""
+    """Returns `_costs` for payloads of which all bytes go to owners, or none; computed once for each cluster."""
     phases = make_phases(cluster, name, COMPRESSED if owned else None)
     if name == "flat":
         phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
@@ -426,7 +430,7 @@ def _known_costs(
 
 
 def with_reason(plan: Plan, why: str) -> Plan:
-    """The same plan with another reason."""
+    """Returns the plan with another reason."""
     return replace(plan, why=why)
 
 
