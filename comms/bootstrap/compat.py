@@ -306,9 +306,7 @@ def wrap_method(kind: type, name: str, call: Callable[..., Any]) -> Callable[[],
     return undo
 
 
-def make_gloo(
-    store: Store, rank: int, size: int, timeout: timedelta, interfaces: Sequence[str] = (), threads: int | None = None
-) -> TorchGroup:
+def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, interfaces: Sequence[str] = ()) -> TorchGroup:
     """Make a gloo group outside torch's registry: only its members take part in making it.
 
     Args:
@@ -316,18 +314,16 @@ def make_gloo(
         rank: Index of this rank in the group.
         size: Number of ranks.
         timeout: Timeout of connecting and of every collective.
-        interfaces: Network interfaces, used in rotation. Empty uses the one that the host name resolves to or, if
-            `threads` is None as well, the one in GLOO_SOCKET_IFNAME.
-        threads: Number of threads, each of which runs one collective at a time; None uses torch's two per interface.
+        interfaces: Network interfaces, used in rotation, with two threads each. Empty uses the one in
+            GLOO_SOCKET_IFNAME, or else the one that the host name resolves to.
     """
-    if not interfaces and threads is None:
+    if not interfaces:
         return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
     # torch's stubs lack _Options.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    made = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
-    options._devices = made or [dist.ProcessGroupGloo.create_default_device()]
-    options._threads = 2 * len(options._devices) if threads is None else threads
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    options._threads = 2 * len(options._devices)
     return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, options))
 
 

@@ -22,7 +22,6 @@ from gradwire.comms.plan.schedule import (
     equal_partition,
     even_partition,
     executable,
-    has_owners_by_links,
     member_shares,
 )
 from gradwire.compressors.base import Compressor, Layout, planned
@@ -276,11 +275,14 @@ class RankPlans:
         Returns:
             (Lane, ranks) -> True if ranks send each other parts of a bucket there, False for all-reduces alone.
         """
-        numel, compressor = self._evenly_divided_numel(), self._compressor
+        compressor = self._compressor
+        numel = ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))  # no empty part
         plans = [self.chooser.plan(nbytes, None)]
         name = self.chooser.compressed_name()
         if name is not None and compressor is not None:
-            plans.append(Plan(name, self._compressed_phases(name, compressor), 1, numel, 0.0, {}, ""))
+            owned = any(planned(each).has_owners for each in planned(compressor).every())
+            phases = make_phases(self.cluster, name, compressor.name, owned=owned)
+            plans.append(Plan(name, phases, 1, numel, 0.0, {}, ""))
         found: dict[LaneGroup, bool] = {}
         for plan in plans:
             plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
@@ -291,40 +293,12 @@ class RankPlans:
                 for number, step in enumerate(phase_steps * (EXCHANGE_ROUNDS if phase.compressor else 1)):
                     lane = (index, number) if number else lane
                     for transfer in step:
-                        back = number > 0 and has_owners_by_links(phase, transfer)
-                        key = ((lane[0], -lane[1]) if back else lane, transfer.members)
                         sends_parts = phase.compressor is not None or transfer.op != ALL_REDUCE
-                        found[key] = found.get(key, False) or sends_parts
+                        found[lane, transfer.members] = found.get((lane, transfer.members), False) or sends_parts
                 lane = (index + 1, 0) if phase.asynchronous else lane
         if name in ("hierarchical", "leader"):  # a compressor's state moves inside the node
             found.update((((0, 0), node), True) for node in self.cluster.nodes if len(node) > 1)
-        return found | dict.fromkeys(self._return_groups(), True)
-
-    def _evenly_divided_numel(self) -> int:
-        """Return a number of elements that every level divides without an empty part."""
-        return ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))
-
-    def _compressed_phases(self, name: str, compressor: Compressor) -> tuple[Phase, ...]:
-        owned = any(planned(each).has_owners for each in planned(compressor).every())
-        return make_phases(self.cluster, name, compressor.name, owned=owned)
-
-    def _return_groups(self) -> tuple[LaneGroup, ...]:
-        """The sets of ranks between which, on CUDA, owners of unequal parts send back what they have summed.
-
-        Also where the first buckets are too small for such owners: larger ones may have them, and nothing may connect
-        during a step. They do so through communicators of their own: see `RETURN_LANE` in transport/groups.py.
-        """
-        name, compressor = self.chooser.compressed_name(), self._compressor
-        if self._device_type != "cuda" or name is None or compressor is None:
-            return ()
-        phases, numel = self._compressed_phases(name, compressor), self._evenly_divided_numel()
-        found: dict[LaneGroup, None] = {}
-        plan = Plan(name, phases, 1, numel, 0.0, {}, "")
-        for phase, (transfers,) in zip(
-            phases, Schedule(self.cluster, plan).transfers(numel, equal_partition), strict=True
-        ):
-            found.update((((0, -1), each.members), None) for each in transfers if member_shares(phase, each))
-        return tuple(found)
+        return found
 
     def choose(self, plan: str, chunks: int, why: str) -> None:
         """Takes one plan for every size from the next bucket on.

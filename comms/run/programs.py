@@ -15,11 +15,10 @@ from torch import Tensor
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Transfer
 from gradwire.comms.plan.rank_plans import Chunk, PhasePart
-from gradwire.comms.plan.schedule import has_owners_by_links
 from gradwire.comms.run.all_reduces import RunningAllReduce
 from gradwire.comms.run.phase_stats import PhaseStats
 from gradwire.comms.streams import Mark
-from gradwire.comms.transport.groups import Groups, IssuesTogether, Transport, way_back
+from gradwire.comms.transport.groups import Groups, IssuesTogether, Transport
 from gradwire.comms.transport.sum_order import RingOrder
 from gradwire.comms.transport.works import Works
 from gradwire.compressors.base import Collective, Compressor, Layout, Member, Request, Work, weighted_bounds
@@ -140,8 +139,7 @@ class Programs:
                 works.clear()
             works = []
             for transfer in step:
-                by_links = number > 0 and has_owners_by_links(part.phase, transfer)
-                works.append(self.issue(flat, transfer, way_back(lane) if by_links else lane, scale, part.rings))
+                works.append(self.issue(flat, transfer, lane, scale, part.rings))
         return _Ended(works)
 
     def _compressed(
@@ -155,13 +153,11 @@ class Programs:
         shards = [run.flat[transfer.start : transfer.stop] for transfer in transfers]
         wide = [_contribution(shard, scale) for shard in shards]
         running: list[tuple[tuple[int, ...], Iterator[Request]]] = []
-        by_links: set[tuple[int, ...]] = set()
         for transfer, layout, shares, shard in zip(transfers, part.layouts, part.shares, wide, strict=True):
             place = transfer.members.index(self._rank)
             member = Member(place, len(transfer.members), shares)
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
             if shares:
-                by_links.add(transfer.members)
                 steps = self._by_owners(steps, shares, part.phase.in_ring_order)
             running.append((transfer.members, steps))
         # Each round issues the next collectives of all shards, then waits for them in the next lane.
@@ -177,8 +173,7 @@ class Programs:
                 if request is None:
                     continue
                 collectives = (request,) if isinstance(request, Collective) else request
-                issued_in = way_back(lane) if rounds and members in by_links else lane
-                works.append(issue_together(self._groups[issued_in, members], collectives))
+                works.append(issue_together(self._groups[lane, members], collectives))
                 sent_nbytes += sum(_sent_nbytes(each, len(members), members.index(self._rank)) for each in collectives)
             if not works:
                 break

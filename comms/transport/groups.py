@@ -116,31 +116,7 @@ class OfOneNode(Abortable, Protocol):
 
 
 FIRST_LANE: Lane = (0, 0)
-RETURN_LANE: Lane = (0, -1)
-"""Lane on CUDA of the all-gathers by owners of unequal parts, which have a communicator of their own.
-
-A node with a slow link owns little, so it mostly sends in the reduce-scatter and mostly receives in the all-gather. Its
-link is busy in both directions only if the two overlap, for different chunks, and a communicator of NCCL runs one
-collective after the other."""
-
-
-def way_back(lane: Lane) -> Lane:
-    """Return the lane whose transports owners of unequal parts use to send their sums to the other ranks.
-
-    Args:
-        lane: Lane that issues the all-gather, with a step above 0. Its order of issue stays.
-    """
-    return lane[0], -lane[1]
-
-
-RETURN_THREADS = 16
-"""Number of gloo's threads, and so of collectives in flight, for all-gathers by owners of unequal parts.
-
-A receiver tells its sender that it is ready over its own link, queued behind the data that it sends itself. With two
-collectives in flight the path to a node with a slow link was idle meanwhile. Reduce-scatters keep torch's two threads:
-more in flight would only delay the chunk that the other ranks wait for. Measured on 8 nodes, one at 50 Mbit/s and the
-others at 200, with 8 MB in 32 chunks: 1.60 s with 2 threads, 1.54 with 16; in 48 chunks 1.56 and 1.53 (2-core EPYC VM,
-another job running, 2026-11-22)."""
+"""Lane whose transports serve all lanes on CUDA, where collectives are issued in one order."""
 
 
 def check_transport(transport: str, device: torch.device | None = None) -> None:
@@ -198,9 +174,8 @@ class _GivenUp:
 class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
     """The transports of one rank: `groups[lane, members]` with the global ranks of the members, this one included.
 
-    All-gathers by owners of unequal parts have transports of their own (`way_back`). On CUDA all collectives are issued
-    in one order, so all lanes of a set of ranks share one NCCL communicator, and those all-gathers another one
-    (`RETURN_LANE`). The set of all ranks uses the user's own process group if that is one of NCCL.
+    On CUDA all collectives are issued in one order, so all lanes of a set of ranks share one NCCL communicator. The set
+    of all ranks uses the user's own process group if that is one of NCCL.
 
     Thread safety: `abort` and `disconnect` may be called from any thread. A lane's thread makes only transports of that
     lane.
@@ -301,10 +276,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 made.connect_for(nbytes // made.size)
 
     def _serving(self, lane: Lane) -> Lane:
-        """Return the lane whose transport serves `lane`: on CUDA one for each direction, elsewhere itself."""
-        if self._device.type != "cuda":
-            return lane
-        return RETURN_LANE if lane[1] < 0 else FIRST_LANE
+        """Return the lane whose transport serves `lane`: the first one on CUDA, elsewhere itself."""
+        return FIRST_LANE if self._device.type == "cuda" else lane
 
     def abort(self, reason: str) -> None:
         """End the waits of this rank, and of ranks that wait for it in shared memory or in NCCL.
@@ -349,7 +322,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             if self._device.type != "cuda":
                 if isinstance(group, OfOneNode):
                     group.close()
-            elif lane in (FIRST_LANE, RETURN_LANE):
+            elif lane == FIRST_LANE:
                 self._close_nccl(lane, members, max(0.0, deadline - time.monotonic()))
         self.clear()
 
@@ -365,7 +338,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         name = self._name_of(lane, members)
         index, size = members.index(self._rank), len(members)
         if self._device.type == "cuda":
-            return self._make_nccl(name, lane, members)
+            return self._make_nccl(name, members)
         if self._same_node(members):
             from gradwire.comms.transport.shm import ShmGroup
 
@@ -378,22 +351,20 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
 
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
         store = PrefixStore(f"gloo/{name}", self._store)
-        threads = RETURN_THREADS if lane[1] < 0 else None
-        return self._connect_gloo(store, index, size, threads=threads, peer_wait=partial(self.peer_wait, members))
+        return self._connect_gloo(store, index, size, peer_wait=partial(self.peer_wait, members))
 
     @staticmethod
     def _name_of(lane: Lane, members: tuple[int, ...]) -> str:
         return f"{lane[0]}.{lane[1]}/{'-'.join(map(str, members))}"
 
-    def _make_nccl(self, name: str, lane: Lane, members: tuple[int, ...]) -> "NcclTransport":
+    def _make_nccl(self, name: str, members: tuple[int, ...]) -> "NcclTransport":
         """Return a connected NCCL transport. `abort` reaches it while it still connects."""
         from gradwire.comms.transport import nccl
         from gradwire.comms.transport.launch_order import devices
 
         shared = self._nccl or nccl.NcclGroups(size=0)
         index, size = members.index(self._rank), len(members)
-        back = lane == RETURN_LANE
-        if self._users is not None and members == tuple(range(shared.size)) and not back:
+        if self._users is not None and members == tuple(range(shared.size)):
             made = self._users
         else:
             ranks = shared.global_ranks
@@ -402,7 +373,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 index,
                 size,
                 self._timeout,
-                name=f"gradwire/{shared.name}/{nccl.describe_ranks(members)}{'/back' if back else ''}",
+                name=f"gradwire/{shared.name}/{nccl.describe_ranks(members)}",
                 global_ranks=[ranks[member] for member in members] if ranks else members,
                 max_ctas=nccl.INTER_NODE_CTAS if shared.between_nodes(members) else None,
                 sums_in_switch=shared.sums_in_switch(members),

@@ -499,7 +499,6 @@ def connect_gloo(
     timeout: timedelta,
     alarm: Alarm | None = None,
     interface: str | None = None,
-    threads: int | None = None,
     connections: Callable[[float], int] | None = None,
     peer_wait: Callable[[], PeerWait] | None = None,
 ) -> GlooTransport:
@@ -515,7 +514,6 @@ def connect_gloo(
         timeout: Time-out of connecting and of every collective.
         alarm: See `TorchTransport`.
         interface: Name of a network interface of this host, such as `eth0`.
-        threads: Number of collectives that may be in flight at a time; None leaves it to torch, which has two.
         connections: See `GlooTransport`.
         peer_wait: Makes the liveness check while the other ranks connect; None checks the abort signal alone.
 
@@ -528,7 +526,7 @@ def connect_gloo(
     def connected(name: str) -> TorchGroup:
         own = PrefixStore(name, store)
         others = PeerWait(range(size), rank, None, alarm) if peer_wait is None else peer_wait()
-        return _within(timeout, others, lambda: make_gloo(own, rank, size, timeout, interfaces, threads))
+        return _within(timeout, others, lambda: make_gloo(own, rank, size, timeout, interfaces))
 
     return GlooTransport(connected, rank, size, alarm, connections=connections, timeout=timeout)
 

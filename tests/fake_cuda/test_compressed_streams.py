@@ -153,18 +153,10 @@ def test_owners_by_their_links(compressor: str, monkeypatch: pytest.MonkeyPatch)
             "abcd", steps, shapes=shapes, rates=rates, before=lambda job, step: stepping.add(job.rank), **settings
         )
         results, running = on_cuda(4, body)
-        back = [name for name in made if name.endswith("/back")]
-        assert len(back) == 4 * bool(payload) and sorted(ended) == sorted(back)  # the other one is the user's own
+        assert not ended  # the communicator is the user's own
         found += [torch.cat([step[0] for step in run]) for run in results]
         sent = running.exchange.sent  # type: ignore[attr-defined]
         left = [sum(nbytes for (one, other), nbytes in sent.items() if rank == one != other) for rank in range(4)]
-        out, way_back = (
-            {each["communicator"] for each in running.schedule()[0] if each["op"] == op}
-            for op in ("all_to_all", "alltoall")
-        )
-        assert out.isdisjoint(way_back) and len(out) == len(way_back) == bool(
-            payload
-        )  # so that two chunks' stages overlap
         assert left == [compressed * payload * (64 + 2 * share) // 64 for share in owner_shares(rates)]
     assert all(torch.equal(each, found[0]) for each in found)
     on_a_cpu = torch.cat([step[0] for step in on_cpu(4, body)[3]])

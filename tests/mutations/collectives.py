@@ -114,19 +114,11 @@ COLLECTIVES = (
     ),
     Mutation(
         "what the backend leaves to torch's NCCL takes no turn",
-        "comms/backend/inner_turns.py",
+        "comms/backend/inner_launches.py",
         "        return collective() if issuer is None else issuer.issue(collective)\n",
         "        return collective()\n",
         "FSDP2's all-gather on a group of the backend and a sum between replicas start in different orders.",
         ("tests/comms/transport/test_launch_order.py",),
-    ),
-    Mutation(
-        "what goes back travels on the communicator that goes there",
-        _PROGRAMS,
-        "                issued_in = way_back(lane) if rounds and members in by_links else lane\n",
-        "                issued_in = lane\n",
-        "Two chunks' stages do not overlap.",
-        ("tests/fake_cuda/test_compressed_streams.py::test_owners_by_their_links",),
     ),
     Mutation(
         "a failure aborts no communicator",

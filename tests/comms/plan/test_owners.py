@@ -28,8 +28,6 @@ from gradwire.comms.plan.planner import (
     plan_all_reduce,
 )
 from gradwire.comms.plan.schedule import executable
-from gradwire.comms.transport import groups
-from gradwire.comms.transport.torch_group import connect_gloo
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.registry import names
 from gradwire.compressors.routed import make_routed
@@ -256,20 +254,3 @@ def test_chunks_of_unequal_owners_are_as_small_as_their_slowest_link_bears(count
             ):  # many chunks: two stages after one another nearly take the time of one
                 alone = plan_all_reduce(cluster, nbytes, name="hierarchical", chunks=1)
                 assert plan.seconds < 0.6 * alone.seconds
-
-
-@pytest.mark.parametrize("compressor", [None, "int8"])
-def test_only_owners_of_unequal_parts_have_many_collectives_under_way(
-    compressor: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connect, threads = connect_gloo, []
-
-    def connecting(*arguments: Any, **named: Any) -> Any:
-        threads.append(named["threads"])
-        return connect(*arguments, **named)
-
-    monkeypatch.setattr(groups, "connect_gloo", connecting)
-    for rates, number in (([4e7, 4e7, 4e7], 0), ([4e7, 1e7, 4e7], 3)):
-        threads.clear()
-        run_with(rates, 1, compressor, 1)
-        assert threads.count(groups.RETURN_THREADS) == number and set(threads) <= {None, groups.RETURN_THREADS}
