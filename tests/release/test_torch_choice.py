@@ -12,7 +12,7 @@ from gradwire.comms.bootstrap.compat import GLOO_SUMS_KNOWN_UP_TO
 from gradwire.comms.bootstrap.requirement import OLDEST
 from support.cuda_wheel import listed_releases
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 PYTHON = """#!/bin/sh
 echo "$@" >> "$0.log"
