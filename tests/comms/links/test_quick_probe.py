@@ -46,7 +46,8 @@ SCRIPT = Path(__file__).parents[1] / "jobs" / "quick_probe_job.py"
 def make(store: Any, nodes: str, rank: int, **options: Any) -> Communicator:
     name = options.get("compressor")
     compressor = None if name is None else make_routed(name, options.get("compressor_options", {}))
-    config = Config(hostname=nodes[rank], **{"timeout": TIMEOUT, **options})
+    host = options.pop("rack", "") + nodes[rank]
+    config = Config(hostname=host, **{"timeout": TIMEOUT, **options})
     return Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="quick", compressor=compressor)
 
 
@@ -320,7 +321,7 @@ def test_nothing_is_measured_where_links_are_known_or_none_are_between_nodes() -
     cases: list[tuple[str, dict[str, Any]]] = [
         ("aa", {}),
         ("ab", {"nic_bytes_per_second": 1e9}),
-        ("ab", {"location": ("rack",)}),
+        ("ab", {"rack": "rack1/"}),
     ]
     for number, (nodes, options) in enumerate(cases):
 

@@ -57,6 +57,7 @@ ENDED_BY = {
         comms/outer/averaging.py: pending.future.wait
         comms/run/stream_executor.py: bucket.result().wait
         comms/sharded/state.py: future.wait
+        comms/step/compressed_steps.py: bucket.result().wait
     """,
     "a device: `deadline.Deadline` and NCCL's time-out end what waits on it": """
         comms/backend/work.py: self._passed.synchronize
@@ -73,19 +74,22 @@ ENDED_BY = {
     """,
     "it is done already": """
         comms/backend/work.py: self._future.wait
-        comms/watch/watch.py: told.get
+        comms/watch/watch.py: opened.get
     """,
     "a method of ours that has a deadline itself": """
         comms/backend/work.py: self.wait
         comms/backend/work.py: work.wait
         comms/bootstrap/threads.py: each.get
         comms/bootstrap/failure_reporter.py: self.failures.poll
+        comms/bootstrap/failure_reporter.py: self._abort.poll
         comms/bootstrap/liveness.py: self._connections.accept
         comms/bootstrap/threads.py: each.get
         comms/elastic/resilient_ops.py: self.synchronize
         comms/outer/outer.py: self.exchange.synchronize
         comms/sharded/overlap.py: self._reducing.pop(0).wait
         comms/sharded/overlap.py: submitted.wait
+        comms/watch/session.py: self._analyzer.poll
+        comms/watch/watch.py: session.poll
     """,
     "a thread of ours that has nothing to do: `close`, or the end of the process, wakes it": """
         comms/backend/node_collectives.py: self._calls.get
