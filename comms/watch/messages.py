@@ -75,13 +75,11 @@ class _Group:
         waited: Seconds that threads were in `wait` for them.
         begun: Calls of `send` and `recv` that have begun.
         done: Calls that have returned.
-        blocked: Threads in `wait`.
     """
 
     waited: float = 0.0
     begun: int = 0
     done: int = 0
-    blocked: int = 0
 
 
 @dataclass(slots=True)
@@ -157,7 +155,7 @@ class MessageNotes:
         self._undo = [
             wrap_method(group, "send", partial(self._message, sends=True)),
             wrap_method(group, "recv", partial(self._message, sends=False)),
-            wrap_method(group, "recv_anysource", self._counted),
+            wrap_method(group, "recv_anysource", self._anysource),
             wrap_method(Work, "wait", self._wait),
         ]
 
@@ -172,9 +170,8 @@ class MessageNotes:
         with self._lock:
             if self._world is not dist.group.WORLD:
                 return {}
-            return {
-                name: MessageCount(group.begun, group.done, group.blocked > 0) for name, group in self._groups.items()
-            }
+            blocked = {name for (name, _, _), channel in self._channels.items() if channel.blocked is not None}
+            return {name: MessageCount(each.begun, each.done, name in blocked) for name, each in self._groups.items()}
 
     @property
     def members(self) -> dict[str, tuple[int, ...]]:
@@ -216,23 +213,29 @@ class MessageNotes:
         self, issue: Callable[..., BackendWork], group: dist.ProcessGroup, *arguments: Any, sends: bool, **named: Any
     ) -> BackendWork:
         """Issues `send` or `recv` with its arguments (tensors, peer, tag), and notes it."""
-        message = None if len(arguments) < 2 else self._begin(group, arguments[0], arguments[1], sends=sends)
-        work = self._counted(issue, group, *arguments, **named)
-        if message is not None:
-            key = id(work)
-            self._open[key] = weakref.ref(work, lambda _: self._open.pop(key, None)), message
+        channel = None if len(arguments) < 2 else self._channel(group, group.rank(), arguments[1], sends=sends)
+        if channel is None:
+            return issue(group, *arguments, **named)
+        message = self._begin(channel, arguments[0][0])
+        work = self._issue(channel.group, issue, group, *arguments, **named)
+        key = id(work)
+        self._open[key] = weakref.ref(work, lambda _: self._open.pop(key, None)), message
         return work
 
-    def _counted(
+    def _anysource(
         self, issue: Callable[..., BackendWork], group: dist.ProcessGroup, *arguments: Any, **named: Any
     ) -> BackendWork:
-        """Issues a message, and counts it among those of its group."""
+        """Issues `recv_anysource`, which has no channel, and counts it among the messages of its group."""
         with self._lock:
             self._renew()
             counted = self._groups.setdefault(group.group_name, _Group())
             counted.begun += 1
+        return self._issue(counted, issue, group, *arguments, **named)
+
+    def _issue(self, counted: _Group, issue: Callable[..., BackendWork], *arguments: Any, **named: Any) -> BackendWork:
+        """Issues a message that has been counted as begun."""
         try:
-            work = issue(group, *arguments, **named)
+            work = issue(*arguments, **named)
         except BaseException:
             with self._lock:
                 counted.begun -= 1
@@ -241,16 +244,13 @@ class MessageNotes:
             counted.done += 1
         return work
 
-    def _begin(self, group: dist.ProcessGroup, tensors: list[Tensor], peer: int, *, sends: bool) -> _Message | None:
-        channel = self._channel(group, group.rank(), peer, sends=sends)
-        if channel is None:
-            return None
-        tensor = tensors[0]
+    def _begin(self, channel: _Channel, tensor: Tensor) -> _Message:
         with self._lock:
+            channel.group.begun += 1
             channel.issued += 1
             message = _Message(channel, channel.issued, tensor.shape, tensor.dtype, _users_line(), time.time())
             channel.last.append(message)
-            if sends:
+            if channel.sends:
                 channel.passed(message.number, time.monotonic())
         return message
 
@@ -261,16 +261,13 @@ class MessageNotes:
             return wait(work, *arguments, **named)
         message, began = known[1], time.monotonic()
         channel = message.channel
-        with self._lock:
-            channel.blocked = message.number, began
-            channel.group.blocked += 1
+        channel.blocked = message.number, began
         try:
             done = wait(work, *arguments, **named)
         finally:
             now = time.monotonic()
             with self._lock:
                 channel.blocked = None
-                channel.group.blocked -= 1
                 channel.group.waited += now - began
             self._open.pop(id(work), None)
         message.ended = time.time()
@@ -287,8 +284,9 @@ class MessageNotes:
 
     def _channel(self, group: dist.ProcessGroup, rank: int, peer: int, *, sends: bool) -> _Channel | None:
         """Returns the channel of a message; None for a group that torch.distributed does not know."""
-        with self._lock:
-            self._renew()
+        if dist.group.WORLD is not self._world:
+            with self._lock:
+                self._renew()
         name = group.group_name
         key = (name, rank, peer) if sends else (name, peer, rank)
         channel = self._channels.get(key)
