@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""
 
 NEED_TORCH = ("bench", "compare", "predict", "selftest")
-"""Commands that do nothing without torch, not even list their options."""
+"""Commands that need torch, even for --help."""
 
 
 def usage() -> str:
@@ -42,7 +42,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one sub-command and returns its exit status.
+    """Run one sub-command and return its exit status.
 
     Args:
         argv: Words after `gradwire`; the process's own by default.
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def _silent_of(
     interrupt: KeyboardInterrupt,
 ) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
-    """`sys.excepthook`, but for an exception that was told of already."""
+    """Return a `sys.excepthook` that prints nothing for `interrupt`, which was reported already."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -70,7 +70,7 @@ class LightningCallback(pytorch.Callback):
         self._saves = True
 
     def _accompany(self, strategy: pytorch.strategies.DDPStrategy) -> None:
-        """Has this rank's file written and removed with each checkpoint: only these calls know where that is."""
+        """Wrap the trainer's calls that write and remove checkpoints, so that this rank's file follows them."""
         if self._accompanied is not None and self._accompanied() is strategy:
             return
         self._accompanied = weakref.ref(strategy)

@@ -70,7 +70,7 @@ class TransformersCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Registers the hook, and loads its state where training resumes."""
+        """Register the hook, and load its state if training resumes."""
         trainer = self._trainer()
         if args.world_size == 1 or trainer is None:
             log.warning("one process: there are no gradients to average, and gradwire's hook is not registered")

@@ -14,7 +14,7 @@ _ROOM_FOR_TEXT = 1.75
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One configuration.
+    """A bar of the picture: one configuration.
 
     Attributes:
         name: At its left.
@@ -28,12 +28,12 @@ class Bar:
 
     @property
     def colour(self) -> str:
-        """Says whose it is."""
+        """Color by origin: gradwire, plain DDP, or others."""
         return OURS if "gradwire" in self.name else BASELINE if "plain DDP" in self.name else PEERS
 
 
 def draw_compare(record: PlotRecord, output: Path) -> None:
-    """Draws seconds per step as bars, the speed-up over plain DDP written on each.
+    """Draw seconds per step as bars, with the speed-up over plain DDP beside each.
 
     Args:
         record: What `gradwire compare --json` writes.
@@ -63,7 +63,7 @@ def _figures(result: PlotRecord) -> str:
 
 
 def draw_training(record: PlotRecord, output: Path) -> None:
-    """Draws seconds per step as bars, with the loss at the end beside each.
+    """Draw seconds per step as bars, with the loss at the end beside each.
 
     Args:
         record: What `make run` with `--json` writes.

@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read(file: Path) -> PlotRecord:
-    """One file.
+    """Read and recognize one file.
 
     Raises:
         ValueError: It is missing, or none of ours.
@@ -63,12 +63,12 @@ def read(file: Path) -> PlotRecord:
 
 
 def draw(files: list[Path], output: Path | None, step: int | None = None) -> list[Path]:
-    """Draws all files; returns the pictures.
+    """Draw all files and return the paths of the pictures.
 
     Args:
-        files: Of one kind.
+        files: JSON files of one kind.
         output: .png or .svg; None takes the first file's name.
-        step: Of a trace; None takes the one of median length.
+        step: Number of the step of a trace; None takes the one of median length.
 
     Raises:
         ValueError: A file is none of ours, or files of different kinds are mixed.

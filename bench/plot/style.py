@@ -1,4 +1,4 @@
-"""What all pictures have in common: matplotlib without a screen, colours, bare frames, a caption below."""
+"""Style of all pictures: colours, frames and captions; matplotlib is loaded without a screen."""
 
 import textwrap
 from pathlib import Path
@@ -36,16 +36,16 @@ def load_pyplot() -> Any:
 
 
 def strip(axes: "Axes") -> None:
-    """Takes away the lines at the top and on the right, which mean nothing."""
+    """Remove the frame's lines at the top and on the right."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
 def save(figure: "Figure", output: Path, notes: list[str]) -> None:
-    """Writes the picture with small print below it, and forgets it.
+    """Write a figure with a caption below it, and close it.
 
     Args:
-        figure: With everything else in it.
+        figure: The finished figure; closed afterwards.
         output: .png or .svg.
         notes: Paragraphs of the caption: machine, date, what the colours mean.
     """
@@ -58,7 +58,7 @@ def save(figure: "Figure", output: Path, notes: list[str]) -> None:
 
 
 def shown_command(words: list[str]) -> str:
-    """A command line for the caption, without the names of the files that it wrote.
+    """Return a command line for the caption, without the options that name its output files.
 
     Args:
         words: As the user wrote them.

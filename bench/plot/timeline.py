@@ -1,4 +1,4 @@
-"""One step of all ranks, drawn from a trace: when gradients were computed, what travelled when, who waited for whom."""
+"""Draws one step of all ranks from a trace: when gradients were computed, transfers ran, and ranks waited."""
 
 import statistics
 import textwrap
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 KIND = "gradwire trace"
-"""What such a file calls itself."""
+"""Value of `otherData.kind` in a trace file."""
 
 MOST_RANKS = 8
-"""Ranks drawn, of more the latest, the earliest and some between."""
+"""Most ranks that are drawn; of more, the earliest, the latest and some between."""
 
 BACKWARD, WAIT, CODEC, GATHER = "#cfd8dc", "#f2b8a0", "#7b4397", "#5fa8d3"
 COLOURS = {
@@ -36,7 +36,7 @@ CLOSE = 0.015
 """Share of the picture's width below which the numbers of two buckets would overlap."""
 
 _ROWS = {"step": "backward", "arrivals": "buckets"}
-"""What rows are called that are no lane's."""
+"""Row of a rank that belongs to no lane -> its label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,17 @@ class TimelineBar:
 
 
 def is_trace(record: PlotRecord) -> bool:
-    """Whether a file is one that `HookState.trace` wrote."""
+    """Return whether a file was written by `HookState.trace`."""
     about = record.get("otherData")
     return isinstance(about, dict) and about.get("kind") == KIND
 
 
 def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineBar]]]:
-    """Each rank's rows from top to bottom: the step, and what its lanes did in it.
+    """Return rank -> row -> bars of one step: the step itself, and what the rank's lanes did in it.
 
     Args:
         record: A trace.
-        step: Which.
+        step: Number of the step.
 
     Raises:
         ValueError: The trace does not hold the step.
@@ -129,7 +129,7 @@ def _in_flight(record: PlotRecord) -> Iterator[tuple[int, str, TimelineBar]]:
 
 
 def spans_of(record: PlotRecord) -> dict[int, tuple[float, float]]:
-    """When each step's first rank began and its last rank ended, in seconds."""
+    """Return step -> (begin on the first rank, end on the last rank), in seconds."""
     spans: dict[int, tuple[float, float]] = {}
     for event in record["traceEvents"]:
         if event["ph"] == "X" and event["cat"] in ("step", "buckets") and "step" in event["args"]:
@@ -141,7 +141,7 @@ def spans_of(record: PlotRecord) -> dict[int, tuple[float, float]]:
 
 
 def middle_step(record: PlotRecord) -> int:
-    """The step of median length.
+    """Return the number of the step of median length.
 
     Raises:
         ValueError: The trace holds no step.
@@ -154,12 +154,12 @@ def middle_step(record: PlotRecord) -> int:
 
 
 def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
-    """Draws one step of a trace.
+    """Draw one step of a trace.
 
     Args:
         record: What `HookState.trace` wrote.
         output: .png or .svg.
-        step: Which; None takes the one of median length.
+        step: Number of the step; None takes the one of median length.
 
     Raises:
         ValueError: The trace does not hold the step.
@@ -234,7 +234,7 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
 
 
 def shown_ranks(rows: dict[int, dict[str, list[TimelineBar]]]) -> list[int]:
-    """All ranks, or of many the ones whose last bucket came earliest and latest, and some between; ascending."""
+    """Return the ranks to draw, ascending: all, or those with the earliest and latest last bucket and some between."""
     ranks = sorted(rows, key=lambda rank: max((bar.began for bar in rows[rank]["arrivals"]), default=0.0))
     if len(ranks) > MOST_RANKS:
         ranks = [ranks[round(place * (len(ranks) - 1) / (MOST_RANKS - 1))] for place in range(MOST_RANKS)]

@@ -58,12 +58,12 @@ def train_on(
     show: bool = True,
     nic_bits_per_second: int | None = None,
 ) -> list[TrainingResult]:
-    """Runs the training once.
+    """Run the training once and return the results by hook.
 
     Args:
-        cluster: Where; None for logical nodes on this machine.
-        nic_bits_per_second: What logical nodes are to take their links for; None where nobody has said.
-        hooks: What to compare.
+        cluster: Emulated cluster to run on; None for logical nodes on this machine.
+        nic_bits_per_second: Link rate that logical nodes assume; None if unknown.
+        hooks: Names of the hooks to compare.
         steps: Optimizer steps of each hook.
         batch: Sequences per rank and step.
         device: Where the model trains: cpu or cuda.
@@ -101,21 +101,21 @@ def train_on(
 
 
 def readable_rate(nbytes: float, seconds: float) -> str:
-    """Returns the readable link rate at which so many bytes take nearest to so many seconds.
+    """Return the round link rate at which a number of bytes takes about a given time.
 
     Args:
-        nbytes: On the busiest link in a step.
-        seconds: That they shall take.
+        nbytes: Bytes on the busiest link in a step.
+        seconds: Wanted duration of their transfer.
     """
     mbit = nbytes * 8 / seconds / 1e6
     return f"{min(READABLE_MBIT, key=lambda readable: abs(readable / mbit - 1))}mbit"
 
 
 def steps_within(computation_seconds: float) -> int:
-    """Returns how many steps of each hook there is time for; says so where these are fewer than usual.
+    """Return the number of steps of each hook that fit into the time budget, and print it.
 
     Args:
-        computation_seconds: Of a step without communication.
+        computation_seconds: Duration of a step without communication.
     """
     round_seconds = STEPS_IN_COMPUTATIONS * computation_seconds
     steps = max(LEAST_STEPS, min(STEPS, round(BUDGET_SECONDS / round_seconds)))
@@ -126,7 +126,7 @@ def steps_within(computation_seconds: float) -> int:
 
 
 def calibrate(batch: int) -> tuple[str, float]:
-    """Measures plain DDP on links without a limit.
+    """Measure plain DDP on links without a rate limit.
 
     Args:
         batch: Sequences per rank and step.
@@ -149,7 +149,7 @@ def calibrate(batch: int) -> tuple[str, float]:
 
 
 def presume_rate(batch: int) -> str:
-    """Measures plain DDP on this machine's loopback, and returns the rate whose links would double its step.
+    """Measure plain DDP on loopback, and return the link rate that would double its step.
 
     Args:
         batch: Sequences per rank and step.
@@ -186,13 +186,13 @@ def result_table(results: list[TrainingResult], title: str, *, counted: bool = F
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Compares the hooks, prints the table, and tells what it comes to in the last lines.
+    """Compare the hooks, print the table, and summarize it in sentences.
 
     Args:
-        options: Of `main`.
+        options: Parsed options of `main`.
 
     Returns:
-        All of it, for programs.
+        The results, as JSON holds them.
     """
     bits_per_second = None
     reason = "asked for with --logical" if options.logical else available()

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def check_hook(hook: str) -> None:
-    """Raises ValueError unless a hook is known; what comes after gradwire's colon is for gradwire to judge.
+    """Raise ValueError unless a hook is known; the compressor after `gradwire:` is checked by gradwire.
 
     Args:
         hook: One of `HOOKS`.
@@ -48,12 +48,12 @@ def check_hook(hook: str) -> None:
 def attach_hook(
     model: DistributedDataParallel, hook: str, nic_bytes_per_second: float | None = None
 ) -> gradwire.HookState | None:
-    """Registers a communication hook.
+    """Register a communication hook.
 
     Args:
         model: Gets the hook; nothing is registered for `plain`.
         hook: One of `HOOKS`; the word after the colon is the name of a compressor.
-        nic_bytes_per_second: Of a node's link; None where it is not known, and gradwire presumes one.
+        nic_bytes_per_second: Rate of a node's link; None if unknown, then gradwire assumes one.
 
     Returns:
         The state of gradwire's hook; None for the others.
@@ -71,7 +71,7 @@ def attach_hook(
 
 
 class HookTraining:
-    """A model in training under one communication hook: what a configuration does in its turns."""
+    """A model, its optimizer and one communication hook; takes one training step when it is its turn."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class HookTraining:
         return sum(weights.numel() * weights.element_size() for weights in self.model.parameters())
 
     def take_step(self, _: int) -> None:
-        """Trains on `batch`; all ranks together."""
+        """Train on `batch`; all ranks call it together."""
         self._loss = loss_in_nats(self.model, *self.batch)
         self._loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
         self._optimizer.step()
@@ -118,13 +118,13 @@ class HookTraining:
             torch.cuda.synchronize(self.device)  # the clock stops when the step is done, not when it was asked for
 
     def end_step(self, _: int) -> None:
-        """What no clock shall see: the schedule's step, and the loss as a number."""
+        """Advance the schedule and read the loss, outside the timed part of a step."""
         self._schedule.step()
         self.losses.append(self._loss.item())
 
 
 def _share_of_peak(step: int, steps: int) -> float:
-    """The learning rate's share of its peak: a linear rise, then half a cosine down to a tenth."""
+    """Return the learning rate over its peak: a linear warm-up, then half a cosine down to a tenth."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     progress = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
@@ -141,7 +141,7 @@ FIRST_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """What a training run under one hook came to; the same on all ranks."""
+    """Results of a training under one hook; the same on all ranks."""
 
     hook: str
     steps: int
@@ -267,11 +267,11 @@ def summarize(
     context: int,
     counted: bool,
 ) -> TrainingResult:
-    """Brings the ranks' figures together.
+    """Combine the figures of all ranks.
 
     Args:
-        training: After its last step.
-        configuration: What its steps took.
+        training: The training, after its last step.
+        configuration: Times and bytes of its steps.
         validation: The validation text; uint8, 1-d.
         batch: Sequences at a time in validation.
         context: Bytes in a sequence.

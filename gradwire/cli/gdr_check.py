@@ -40,7 +40,7 @@ can be seen (ACS)."""
 
 
 def parser() -> CommandParser:
-    """The options of `gradwire gdr-check`."""
+    """Return the parser of `gradwire gdr-check`."""
     parse = CommandParser(
         prog="gradwire gdr-check",
         usage="%(prog)s [options]\n       [--root DIR | --from FILE | --example | --compare JSON...]",
@@ -172,7 +172,7 @@ def _report(host: Host, options: argparse.Namespace, *, prints: bool) -> int:
 
 
 def _compare(paths: list[Path], as_json: bool) -> int:
-    """Names the odd host out; 0 when all agree, 2 when one differs, 3 with a single host."""
+    """Name the host that differs from the others; return 0 if all agree, 2 if one differs, 3 for a single host."""
     results: list[dict[str, object]] = []
     for path in paths:
         try:

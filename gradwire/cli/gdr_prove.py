@@ -18,7 +18,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> float:
-    """Bus bandwidth of an all-reduce among all ranks, in Gb/s, as nccl-tests defines it.
+    """Measure the bus bandwidth of an all-reduce among all ranks, in Gb/s, as nccl-tests defines it.
 
     Keys in the store are prefixed with the label, so that several runs can share torchrun's store.
 
@@ -48,7 +48,7 @@ def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> floa
 
 
 def _timed(tensor: torch.Tensor) -> float:
-    """Seconds of one all-reduce, device work included."""
+    """Return the seconds of one all-reduce, device work included."""
     dist.barrier()
     start = time.perf_counter()
     dist.all_reduce(tensor)
@@ -58,7 +58,7 @@ def _timed(tensor: torch.Tensor) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints one JSON line with the rate, or with what went wrong."""
+    """Print one JSON line with the rate, or with the error."""
     parser = argparse.ArgumentParser(prog="gradwire.cli.gdr_prove", description=__doc__)
     parser.add_argument("--label", default="default", help="the same on every rank, different for every run")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")

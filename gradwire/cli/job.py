@@ -1,4 +1,4 @@
-"""What the commands that look at every host of a job share: the ranks meet, or it is said why they cannot."""
+"""Connects the ranks of commands that examine every host of a job."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 @contextmanager
 def joined_job(timeout: timedelta) -> Iterator["JobRank"]:
-    """Makes gloo the default process group of all ranks that torchrun started, and takes it down in the end.
+    """Make a gloo default process group of all ranks that torchrun started, and destroy it at the end of the block.
 
     Args:
-        timeout: Longest wait for a rank, here and in every collective.
+        timeout: Longest wait for a rank, here and in each collective.
 
     Yields:
         This rank of the job.
 
     Raises:
-        ValueError: torchrun's variables make no sense; nothing was started.
-        RuntimeError: The ranks do not meet.
+        ValueError: torchrun's variables are invalid; nothing was started.
+        RuntimeError: The ranks could not connect.
     """
     rank, size, address, port = torchrun_place(launcher_variables())
     import torch.distributed as dist  # here, because on one machine these commands need no torch

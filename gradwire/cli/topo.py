@@ -80,7 +80,7 @@ def _show_in_job(argv: list[str]) -> int:
 
 
 def show_machine(argv: list[str]) -> int:
-    """Shows one machine as the options say; returns 0.
+    """Show one machine as the options say, and return 0.
 
     Args:
         argv: Words after `gradwire topo`.
@@ -102,7 +102,7 @@ def show_machine(argv: list[str]) -> int:
 
 
 def _print(machine: Machine, options: argparse.Namespace) -> None:
-    """Prints what was asked for, the tree where nothing was."""
+    """Print the machine in the form that the options ask for, by default as a tree."""
     if options.json:
         print(json_form.write(machine))
     if options.matrix:
@@ -114,7 +114,7 @@ def _print(machine: Machine, options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankMachine:
-    """What one rank of a job reports: the host it is on, its machine as JSON, and what says which GPUs it sees."""
+    """Report of one rank of a job: its host, its machine as JSON, and the variables that select its GPUs."""
 
     host: tuple[str, ...]
     local_rank: int
@@ -124,7 +124,7 @@ class RankMachine:
 
 
 def show_job(reports: list[RankMachine]) -> int:
-    """Prints each kind of machine once, the ranks of each node, and what is wrong; 1 where something is."""
+    """Print each kind of machine once, the ranks of each node, and problems; return 1 if there are any."""
     console = CleanConsole(file=sys.stdout, emoji=False)
     hosts = list(dict.fromkeys(report.host for report in reports))
     machines = [json_form.read(next(report.machine for report in reports if report.host == host)) for host in hosts]
@@ -162,12 +162,12 @@ def show_job(reports: list[RankMachine]) -> int:
 
 
 def _kind(machine: Machine) -> Machine:
-    """What is the same on machines that are alike: neither the name nor the UUIDs."""
+    """Return a machine's description without its name and UUIDs, equal for machines of one kind."""
     return replace(machine, hostname=None, gpus=tuple(replace(gpu, uuid=None, slices=()) for gpu in machine.gpus))
 
 
 def _doubts(machine: Machine, reports: list[RankMachine], ranks: list[int]) -> dict[str, list[int]]:
-    """Why it is not known which GPUs ranks see, or why they are fewer than were named -> those ranks."""
+    """Return reason -> ranks whose GPUs are unknown, or are fewer than their variables name."""
     found: dict[str, list[int]] = {}
     for rank in ranks:
         if why := visible_gpus(machine, reports[rank].visible).why:
