@@ -22,6 +22,15 @@ XGMI_PER_LINK = {"gfx906": 24.0, "gfx908": 24.0, "gfx90a": 36.0, "910": 36.0, "g
 PCIE_PER_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 """GT/s -> 100 Mbit/s steps of one lane; GB/s = lanes * step / 80. Source: NCCL src/graph/topo.cc, kvDictPciGen."""
 
+GPU_MEMORY = {75: 320.0, 80: 2040.0, 86: 600.0, 89: 864.0, 90: 3350.0, 100: 8000.0, 110: 273.0,
+              120: 1792.0, 121: 273.0}  # fmt: skip
+"""Compute capability -> GB/s of a card's memory where the driver tells none: T4, A100 80 GB, A10, L40S, H100 SXM,
+B200, Thor, RTX 5090, GB10. One in between takes the entry below it. Source: NVIDIA's data sheets."""
+
+AMD_MEMORY = {"gfx90a": 3277.0, "gfx942": 5300.0, "gfx950": 8000.0, "gfx1151": 256.0}
+"""AMD architecture -> the same: MI250X, MI300X, MI355X, Radeon 8060S. ROCm's memory clock counts neither of the two
+doublings of HBM3 in one way. Source: AMD's data sheets."""
+
 INTEL_SOCKETS = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0), (0, 6.0))
 """(lowest model number, GB/s between two sockets), newest first."""
 AMD_SOCKETS, ARM_SOCKETS, POWER9_SOCKETS = 16.0, 6.0, 32.0
@@ -41,6 +50,20 @@ def pcie_bytes_per_second(link: PcieLink | None) -> float | None:
         return None
     step = PCIE_PER_LANE.get(link.gigatransfers_per_second)
     return None if step is None else link.lanes * step / 80 * GIGABYTE
+
+
+def memory_bytes_per_second(gpu: Gpu) -> float:
+    """Returns the peak bandwidth of a GPU's memory: the driver's figure, else a data sheet's of its generation.
+
+    Args:
+        gpu: One GPU; where nothing is known of it, the slowest card of the tables.
+    """
+    if gpu.memory_bytes_per_second:
+        return gpu.memory_bytes_per_second
+    if gpu.architecture in AMD_MEMORY:
+        return AMD_MEMORY[gpu.architecture] * GIGABYTE
+    known = [rate for capability, rate in GPU_MEMORY.items() if capability <= (gpu.compute_capability or 0)]
+    return (known[-1] if known else min(GPU_MEMORY.values())) * GIGABYTE
 
 
 def nvlink_bytes_per_second(gpu: Gpu, count: int) -> float | None:

@@ -128,6 +128,7 @@ class GpuFabric:
         amd_cpu: Whether the processors are AMD's, for which NCCL counts twice the time to post a message.
         network: `infiniband`, `roce`, `efa`, `slingshot` or `tcp`.
         network_seconds: What a message over this network takes more than over InfiniBand.
+        memory_bytes_per_second: Peak bandwidth of the memory of the slowest GPU.
     """
 
     compute_capability: int
@@ -137,6 +138,7 @@ class GpuFabric:
     amd_cpu: bool
     network: str
     network_seconds: float
+    memory_bytes_per_second: float
 
 
 @dataclass(frozen=True)

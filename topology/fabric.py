@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from gradwire.topology.assign import nics_of_gpus
-from gradwire.topology.bandwidth import ALPHA_SECONDS
+from gradwire.topology.bandwidth import ALPHA_SECONDS, memory_bytes_per_second
 from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.graph import Machine, Nic
 from gradwire.topology.paths import Distances, PathType
@@ -90,6 +90,7 @@ def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | No
         amd_cpu=any(cpu.vendor == "AuthenticAMD" for cpu in machine.cpus),
         network=kind,
         network_seconds=NETWORK_SECONDS[kind],
+        memory_bytes_per_second=min(memory_bytes_per_second(gpu) for gpu in gpus),
     )
 
 

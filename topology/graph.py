@@ -152,6 +152,8 @@ class Gpu(Endpoint):
     peers: bool | None = None
     """Whether it reaches the memory of the node's other GPUs itself; None if the source does not say."""
     memory_nbytes: int | None = None
+    memory_bytes_per_second: float | None = None
+    """Peak bandwidth of its memory, as the driver's figures have it; None where it tells none."""
     uuid: str | None = None
     """As the driver writes it: `GPU-8932f937-d72c-...`."""
     slices: tuple[str, ...] = ()

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gradwire.comms.plan.advise import WORTHWHILE, Advice, Candidate, Recommendation, Workload, advise, warning_of
-from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, measured_price, square_layout
+from gradwire.comms.plan.codec_price import codec_price, measured_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
+from gradwire.comms.plan.payloads import gpu_memory
 from gradwire.comms.plan.planner import presumed
 from gradwire.comms.report import wrapped
 from gradwire.comms.step.stepwatch import Observed
@@ -133,7 +134,7 @@ def advise_job(
         micro_seconds=observed.headroom_seconds,
         rest_seconds=max(0.0, observed.headroom_seconds - observed.backward_seconds),
     )
-    advice = advise(cluster, workload, prices(len(cluster.nodes), library), library=library)
+    advice = advise(cluster, workload, prices(len(cluster.nodes), library, gpu_memory(cluster)), library=library)
     if accumulate == 1:
         advice = _never_slower(advice, running, observed, optimizer)
     return JobAdvice(
@@ -185,15 +186,15 @@ def _slowest_is_known(cluster: Cluster) -> bool:
 
 
 @lru_cache(maxsize=8)
-def prices(nodes: int, library: str) -> tuple[CodecPrice, ...]:
+def prices(nodes: int, library: str, memory_bytes_per_second: float) -> tuple[CodecPrice, ...]:
     """What each compressor costs: timed once on a CPU, computed for a GPU, whose memory bandwidth is known.
 
     Args:
         nodes: Ranks that exchange a shard.
         library: `nccl` where gradients are on GPUs.
+        memory_bytes_per_second: What codecs move on such a GPU; not used on CPUs.
     """
     layout = square_layout(SAMPLE_NBYTES, side=256)
     if library == "nccl":
-        rate = min(GPU_BYTES_PER_SECOND.values())
-        return tuple(codec_price(name, layout, nodes, rate) for name in registry.names())
+        return tuple(codec_price(name, layout, nodes, memory_bytes_per_second) for name in registry.names())
     return tuple(measured_price(name, layout, nodes) for name in registry.names())

@@ -251,6 +251,7 @@ def _common(fabrics: Sequence[GpuFabric | None]) -> GpuFabric | None:
         amd_cpu=any(fabric.amd_cpu for fabric in known),
         network=slowest.network,
         network_seconds=slowest.network_seconds,
+        memory_bytes_per_second=min(fabric.memory_bytes_per_second for fabric in known),
     )
 
 

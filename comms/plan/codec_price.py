@@ -15,6 +15,7 @@ import torch
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.base import Compressor, Layout, Slice, planned
+from gradwire.topology.bandwidth import AMD_MEMORY, GIGABYTE, GPU_MEMORY
 
 if TYPE_CHECKING:  # compressors are loaded where one is priced: exact plans need none
     from gradwire.compressors.registry import Option
@@ -25,26 +26,11 @@ ELEMENT_NBYTES = 4
 CPU_BYTES_PER_SECOND = 20e9
 """What one core moves through memory in such kernels, payload buffers included: EPYC (Zen 4), 8 MiB gradients, 2026."""
 
-GPU_BYTES_PER_SECOND = {80: 1.4e12, 86: 0.42e12, 89: 0.6e12, 90: 2.3e12, 100: 5.6e12, 120: 1.25e12, 121: 0.19e12}
-"""Compute capability -> 0.7 of the card's memory bandwidth (A100 80 GB 2.04, A10 0.6, L40 0.86, H100 SXM 3.35, B200 8,
-RTX 5090 and RTX PRO 6000 1.79, GB10 0.27 TB/s). Source: NVIDIA's data sheets; memory-bound kernels reach 0.7."""
+GPU_MEMORY_SHARE = 0.7
+"""Share of a GPU's peak memory bandwidth that kernels reach which only move data."""
 
-
-AMD_BYTES_PER_SECOND = {"gfx90a": 2.2e12, "gfx942": 3.7e12, "gfx950": 5.6e12, "gfx1151": 0.18e12}
-"""AMD's architecture -> the same (MI250X 3.2, MI300X 5.3, MI355X 8, Radeon 8060S 0.256 TB/s).
-
-Source: AMD's data sheets.
-"""
-
-
-def gpu_bytes_per_second(compute_capability: int) -> float:
-    """What encoding and decoding move through a GPU's memory: of the youngest card known that is no younger.
-
-    Args:
-        compute_capability: 80 for A100, 90 for H100.
-    """
-    known = [rate for capability, rate in GPU_BYTES_PER_SECOND.items() if capability <= compute_capability]
-    return known[-1] if known else min(GPU_BYTES_PER_SECOND.values())
+SLOWEST_GPU_BYTES_PER_SECOND = GPU_MEMORY_SHARE * min(*GPU_MEMORY.values(), *AMD_MEMORY.values()) * GIGABYTE
+"""What codecs are taken to move on a GPU of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 from gradwire.comms.links.distance import over_distance
 from gradwire.comms.plan.codec_price import (
-    AMD_BYTES_PER_SECOND,
     CPU_BYTES_PER_SECOND,
-    GPU_BYTES_PER_SECOND,
-    gpu_bytes_per_second,
+    GPU_MEMORY_SHARE,
 )
 from gradwire.topology.assign import nics_of_gpus
+from gradwire.topology.bandwidth import memory_bytes_per_second
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from gradwire.topology.fabric import CHANNELS_PER_NIC, TCP_ALPHA_SECONDS, TCP_SHARE, fabric_of, sender_nics
 from gradwire.topology.graph import Machine
@@ -76,12 +75,8 @@ def codec_bytes_per_second(machine: Machine) -> float:
     Args:
         machine: Topology of one node.
     """
-    capabilities = [gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability is not None]
-    amd = [AMD_BYTES_PER_SECOND[gpu.architecture] for gpu in machine.gpus if gpu.architecture in AMD_BYTES_PER_SECOND]
-    if amd:
-        return min(amd)
     if machine.gpus:
-        return gpu_bytes_per_second(min(capabilities)) if capabilities else min(GPU_BYTES_PER_SECOND.values())
+        return GPU_MEMORY_SHARE * min(memory_bytes_per_second(gpu) for gpu in machine.gpus)
     return CPU_BYTES_PER_SECOND
 
 

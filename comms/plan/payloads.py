@@ -3,10 +3,10 @@
 from gradwire.comms.links.estimates import Links
 from gradwire.comms.plan.codec_price import (
     ELEMENT_NBYTES,
-    GPU_BYTES_PER_SECOND,
+    GPU_MEMORY_SHARE,
+    SLOWEST_GPU_BYTES_PER_SECOND,
     codec_facts,
     codec_seconds,
-    gpu_bytes_per_second,
     owned_share,
     wire_ratio,
 )
@@ -22,7 +22,7 @@ def gpu_memory(cluster: Cluster) -> float:
         cluster: Cluster of GPUs.
     """
     fabric = cluster.fabric
-    return min(GPU_BYTES_PER_SECOND.values()) if fabric is None else gpu_bytes_per_second(fabric.compute_capability)
+    return SLOWEST_GPU_BYTES_PER_SECOND if fabric is None else GPU_MEMORY_SHARE * fabric.memory_bytes_per_second
 
 
 class Payloads:

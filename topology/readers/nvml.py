@@ -24,6 +24,7 @@ from gradwire.topology.readers.nvml_calls import (
 
 PCIE_GENERATIONS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 REMOTE_GPU, REMOTE_SWITCH = 0, 2
+CLOCK_MEM = 2
 """nvmlIntNvLinkDeviceType_t."""
 FABRIC_COMPLETED = 3
 """NVML_GPU_FABRIC_STATE_COMPLETED: the GPU is registered."""
@@ -122,11 +123,22 @@ def _gpu(nvml: NvmlCalls, handle: object, index: int) -> Gpu:
         vendor=NVIDIA,
         compute_capability=int(pair[0]) * 10 + int(pair[1]) if pair else None,
         memory_nbytes=memory_nbytes,
+        memory_bytes_per_second=_memory_bytes_per_second(nvml, handle),
         pcie=PcieLink(gigatransfers_per_second=rate, lanes=lanes) if rate or lanes else None,
         uuid=nvml.text("nvmlDeviceGetUUID", handle),
         slices=_slices(nvml, handle),
         nvlink_domain=_nvlink_domain(nvml, handle),
     )
+
+
+def _memory_bytes_per_second(nvml: NvmlCalls, handle: object) -> float | None:
+    """Returns the peak bandwidth of a GPU's memory: two transfers a cycle of the memory clock, over its whole bus.
+
+    None where the driver tells clock or width as unsupported or zero, as GPUs do that share the host's memory.
+    """
+    megahertz = nvml.integer("nvmlDeviceGetMaxClockInfo", handle, CLOCK_MEM)
+    bits = nvml.integer("nvmlDeviceGetMemoryBusWidth", handle)
+    return 2 * megahertz * 1e6 * bits / 8 if megahertz and bits else None
 
 
 def _nvlink_domain(nvml: NvmlCalls, handle: object) -> str | None:

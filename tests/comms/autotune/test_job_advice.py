@@ -36,7 +36,7 @@ def test_the_rest_of_a_step_is_in_every_offer_and_weighs_a_gain() -> None:
 
 
 def test_advice_speaks_of_whole_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
+    monkeypatch.setattr(job_advice, "prices", lambda *of: tuple(prices(SLOW)))
     observed = Observed(step_seconds=2.0, backward_seconds=0.3, exposed_seconds=1.4, steps=50)
     found = job_advice.advise_job(SLOW, [NBYTES], observed, "sgd", "gloo", EXACT)
     text = str(found)
@@ -55,7 +55,7 @@ def test_what_is_recommended_is_never_slower_than_what_runs(
     monkeypatch: pytest.MonkeyPatch, running: str, share: float, backward: float
 ) -> None:
     """Neither than its steps as observed, nor than they are predicted."""
-    monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
+    monkeypatch.setattr(job_advice, "prices", lambda *of: tuple(prices(SLOW)))
     exposed = next(
         each.exposed_seconds
         for each in advise(SLOW, Workload(NBYTES, backward), prices(SLOW)).candidates
@@ -77,7 +77,7 @@ def test_what_is_recommended_is_never_slower_than_what_runs(
 
 
 def test_what_runs_faster_than_anything_is_predicted_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
+    monkeypatch.setattr(job_advice, "prices", lambda *of: tuple(prices(SLOW)))
     observed = Observed(step_seconds=0.35, backward_seconds=0.3, exposed_seconds=0.0001, steps=50)
     text = str(
         job_advice.advise_job(SLOW, [NBYTES], observed, "sgd", "gloo", job_advice.Running("hierarchical", "int8"))
@@ -87,7 +87,7 @@ def test_what_runs_faster_than_anything_is_predicted_is_kept(monkeypatch: pytest
 
 
 def test_what_to_write_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
+    monkeypatch.setattr(job_advice, "prices", lambda *of: tuple(prices(SLOW)))
     observed = Observed(step_seconds=3.0, backward_seconds=0.01, exposed_seconds=2.9, steps=50)
     found = job_advice.advise_job(SLOW, [NBYTES], observed, "adamw", "gloo", job_advice.Running("hierarchical", "none"))
     compressor = found.advice.recommend.compressor
@@ -101,7 +101,7 @@ def test_steps_farther_apart_than_what_is_saved_make_the_advice_unsure(
     monkeypatch: pytest.MonkeyPatch, high: float
 ) -> None:
     """Law: advice that the noise of the steps could turn round says so."""
-    monkeypatch.setattr(job_advice, "prices", lambda nodes, library: tuple(prices(SLOW)))
+    monkeypatch.setattr(job_advice, "prices", lambda *of: tuple(prices(SLOW)))
     observed = Observed(3.0, 0.01, 2.9, 50, middle_half=(2.9, high))
     text = str(
         job_advice.advise_job(SLOW, [NBYTES], observed, "adamw", "gloo", job_advice.Running("hierarchical", "none"))

@@ -173,7 +173,14 @@ def test_a_type_that_no_message_can_have_is_refused() -> None:
 
 
 FABRIC = GpuFabric(
-    compute_capability=90, nvlink=True, nvls=True, ll128=True, amd_cpu=False, network="roce", network_seconds=0.0
+    compute_capability=90,
+    nvlink=True,
+    nvls=True,
+    ll128=True,
+    amd_cpu=False,
+    network="roce",
+    network_seconds=0.0,
+    memory_bytes_per_second=3.35e12,
 )
 HARDWARE = Hardware(1e9, 2e9, "mlx5_0", fabric=FABRIC, fastest=("a", "b"))
 PEER_INFO = PeerInfo(

@@ -56,6 +56,8 @@ int nvmlDeviceGetPciInfo_v3(void *gpu, pci_info *info) { return fill(info, BUS[n
 int nvmlDeviceGetName(void *gpu, char *name, unsigned length) { snprintf(name, length, "NVIDIA H100 80GB HBM3"); return SUCCESS; }
 int nvmlDeviceGetCudaComputeCapability(void *gpu, int *major, int *minor) { *major = SM / 10; *minor = SM % 10; return SUCCESS; }
 int nvmlDeviceGetMemoryInfo(void *gpu, memory *m) { m->total = 80ull << 30; return SUCCESS; }
+int nvmlDeviceGetMaxClockInfo(void *gpu, int kind, unsigned *clock) { *clock = kind == 2 ? 2619 : 1980; return SUCCESS; }
+int nvmlDeviceGetMemoryBusWidth(void *gpu, unsigned *bits) { *bits = 5120; return SUCCESS; }
 int nvmlDeviceGetBAR1MemoryInfo(void *gpu, memory *m) { m->total = 128ull << 30; return SUCCESS; }
 int nvmlDeviceGetMaxPcieLinkGeneration(void *gpu, unsigned *generation) { *generation = 5; return SUCCESS; }
 int nvmlDeviceGetCurrPcieLinkWidth(void *gpu, unsigned *width) { *width = 16; return SUCCESS; }

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradwire.topology.graph import DeviceLink
+from gradwire.topology.bandwidth import GPU_MEMORY, memory_bytes_per_second
+from gradwire.topology.graph import DeviceLink, Gpu
 from gradwire.topology.readers import nvml
 
 
@@ -29,6 +30,8 @@ def library(
         "nvmlDeviceGetName": lambda handle: "NVIDIA H100 80GB HBM3",
         "nvmlDeviceGetCudaComputeCapability": lambda handle: capability,
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 << 30),
+        "nvmlDeviceGetMaxClockInfo": lambda handle, kind: 2619 if kind == 2 else 1980,
+        "nvmlDeviceGetMemoryBusWidth": lambda handle: 5120,
         "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: 5,
         "nvmlDeviceGetCurrPcieLinkWidth": lambda handle: 16,
         "nvmlDeviceGetNvLinkState": lambda handle, link: int(link < links),
@@ -49,6 +52,7 @@ def test_gpus_and_their_links_to_a_switch() -> None:
     gpu = reading.gpus[0]
     assert reading.reason is None
     assert (gpu.key, gpu.index, gpu.compute_capability, gpu.memory_nbytes) == ("0000:3b:00.0", 0, 90, 80 << 30)
+    assert gpu.memory_bytes_per_second == pytest.approx(3.352e12, rel=0.001)
     assert [switch.key for switch in reading.nvswitches] == ["0000:85:00.0"]
     assert [link.count for link in reading.links] == [18, 18]
     assert [link.bytes_per_second for link in reading.links] == pytest.approx([370.8e9] * 2)
@@ -97,11 +101,52 @@ def test_a_driver_without_gpus_says_so() -> None:
     assert nvml.read(library(nvmlDeviceGetCount=lambda: 0)).reason == "the NVIDIA driver reports no GPU"
 
 
+CARDS: dict[str, tuple[int | str, tuple[int, int] | None, int]] = {
+    "T4": (75, (5001, 256), 320),
+    "L4": (89, (6251, 192), 300),
+    "A10": (86, (6251, 384), 600),
+    "A100 80 GB": (80, (1593, 5120), 2039),
+    "RTX 3090": (86, (9751, 384), 936),
+    "RTX 4090": (89, (10501, 384), 1008),
+    "RTX 5090": (120, (14001, 512), 1792),
+    "RTX PRO 6000": (120, (14001, 512), 1792),
+    "H100 SXM": (90, (2619, 5120), 3350),
+    "H200": (90, (3201, 6144), 4800),
+    "B200": (100, (3996, 8192), 8000),
+    "GB10": (121, None, 273),
+    "Thor": (110, None, 273),
+    "MI300X": ("gfx942", None, 5300),
+    "MI355X": ("gfx950", None, 8000),
+}
+"""Capability or architecture; memory clock in MHz and bus width in bits, where NVML tells them; GB/s on paper."""
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_memory_bandwidth_is_the_data_sheets_within_a_third(card: str) -> None:
+    kind, told, wanted = CARDS[card]
+    if isinstance(kind, str):  # AMD's reader gives no bandwidth
+        gpu = Gpu(key="g", architecture=kind)
+    else:
+        fake = library(
+            capability=(kind // 10, kind % 10),
+            nvmlDeviceGetMaxClockInfo=(lambda handle, which: told[0]) if told else failing,
+            nvmlDeviceGetMemoryBusWidth=(lambda handle: told[1]) if told else failing,
+        )
+        [gpu, _] = nvml.read(fake).gpus
+        assert (gpu.memory_bytes_per_second is None) == (told is None)
+    assert memory_bytes_per_second(gpu) / 1e9 == pytest.approx(wanted, rel=0.3)
+
+
+def test_an_unknown_card_counts_as_the_slowest_of_all() -> None:
+    assert memory_bytes_per_second(Gpu(key="g")) == min(GPU_MEMORY.values()) * 1e9
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "nvmlDeviceGetPciInfo", "nvmlDeviceGetName", "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMemoryInfo",
         "nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetNvLinkState",
+        "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetMemoryBusWidth",
         "nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlShutdown",
         "nvmlDeviceGetFieldValues",
     ],
