@@ -25,13 +25,13 @@ from gradwire.comms.plan.traffic import Floats, Ints, Shape
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Who sends how much to whom.
+    """Messages of an algorithm, as arrays.
 
     Attributes:
         sources: Sending rank of each message.
         targets: Receiving rank.
-        nbytes: Bytes, for one byte of bucket.
-        critical_seconds: From the alpha of each message to the seconds of the longest chain of messages.
+        nbytes: Bytes of each message, for one byte of the bucket.
+        critical_seconds: Function from the latency of each message to that of the longest chain of messages.
     """
 
     sources: Ints
@@ -41,7 +41,11 @@ class Messages:
 
 
 def flat_messages(shape: Shape, algorithm: str) -> Messages:
-    """The messages of one all-reduce over all ranks.
+    """Returns the messages of one all-reduce over all ranks.
+
+    Args:
+        shape: Placement of the ranks.
+        algorithm: `ring`, `tree`, `nvls`, `nvls_tree` or `halving_doubling`.
 
     Raises:
         ValueError: `algorithm` is unknown.
@@ -66,7 +70,7 @@ def _ring(shape: Shape) -> Messages:
 
 
 def tree_edges(nodes: list[list[int]]) -> list[list[tuple[int, int]]]:
-    """The edges (child, parent) between ranks of the two trees; each carries half of the bucket up and down.
+    """Returns the edges (child, parent) between ranks of both trees; each carries half of the bucket up and down.
 
     Args:
         nodes: The ranks of each node: a chain whose first rank is the node's place in the tree.
@@ -82,7 +86,7 @@ def tree_edges(nodes: list[list[int]]) -> list[list[tuple[int, int]]]:
 
 
 def binary_tree_parent(index: int, size: int) -> int:
-    """The parent of `index` (1 to `size` - 1) in the in-order binary tree below 0: odd places are leaves."""
+    """Returns the parent of `index` (1 to `size` - 1) in the in-order binary tree below 0; odd indices are leaves."""
     lowest = index & -index
     parent = (index ^ lowest) | (lowest << 1)
     return parent if parent < size else index ^ lowest
@@ -104,7 +108,7 @@ def _tree(shape: Shape) -> Messages:
 
 
 def _nodes(shape: Shape) -> list[list[int]]:
-    """The ranks of each node."""
+    """Returns the ranks of each node."""
     inner = shape.unit_ids[1] if shape.depth > 1 else np.zeros(shape.size, dtype=np.intp)
     nodes: list[list[int]] = [[] for _ in range(int(inner.max()) + 1)]
     for rank, node in enumerate(inner.tolist()):
@@ -113,7 +117,7 @@ def _nodes(shape: Shape) -> list[list[int]]:
 
 
 def _nvls_tree(shape: Shape) -> Messages:
-    """Every GPU lets the switch read its bucket, writes its share of the sums, and passes that share between nodes."""
+    """Returns the messages of NVLSTree: the switch reads each GPU's bucket, and each GPU sends on a share of sums."""
     nodes = _nodes(shape)
     heads = min(map(len, nodes))
     inside = [(rank, ranks[(place + 1) % len(ranks)], 1.0 + (place < heads) / heads)
@@ -136,7 +140,7 @@ def _nvls_tree(shape: Shape) -> Messages:
 
 
 def _deepest(edges: list[tuple[int, int]], alphas: Floats) -> float:
-    """Twice (up and down again) the seconds from the farthest leaf to the root."""
+    """Returns twice (up and down) the latency from the farthest leaf to the root."""
     parents = {child: (parent, float(alpha)) for (child, parent), alpha in zip(edges, alphas, strict=True)}
     distance: dict[int, float] = {}
 
@@ -155,7 +159,7 @@ def _deepest(edges: list[tuple[int, int]], alphas: Floats) -> float:
 
 
 def halving_steps(size: int) -> tuple[int, list[int]]:
-    """Ranks that fold into a neighbour first (each even one of the first twice as many), and the distances of the rest.
+    """Returns the number of ranks that first fold into a neighbour, and the distances of partners in later steps.
 
     The nearest partners come first, so that the large messages stay inside the node.
     """
@@ -164,7 +168,7 @@ def halving_steps(size: int) -> tuple[int, list[int]]:
 
 
 def halving_ranks(size: int) -> Ints:
-    """The ranks that take part after the fold, in order."""
+    """Returns the ranks that take part after the fold, in order."""
     folded, distances = halving_steps(size)
     return np.concatenate((np.arange(folded) * 2 + 1, np.arange(2 * folded, size))) if distances else np.arange(size)
 

@@ -1,4 +1,4 @@
-"""Which plan a bucket of some size takes: what was asked for, or the cheapest, with a compressor or without."""
+"""The choice of a plan for each bucket size: the one asked for or the fastest, with or without a compressor."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from gradwire.comms.plan.payloads import Payloads
 
 COMPRESS_INSIDE_GAIN = 1.5
-"""What is compressed inside a single node of GPUs must be predicted to be so many times faster than exact. More than
-the 2 % of exact plans, because a codec changes the result, and because no prediction for GPUs has been measured yet."""
+"""Predicted speed-up over the exact plan with which buckets are compressed inside a single node of GPUs. More than the
+2 % of exact plans, because a codec changes the result, and because no prediction for GPUs has been measured yet."""
 
 OWNED = "Owners by the links' rates as measured at the start, which changes no bit."
-"""Note of a plan whose shares a quick probe has given."""
+"""Note of a plan whose shares follow rates measured at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class PlanChooser:
     """Chooses a plan for each size of bucket.
 
     Args:
-        links: Of the ranks.
-        config: The plan and the number of chunks that were asked for.
-        compressor: Compresses one phase of buckets that have a layout.
-        payloads: What the compressor sends; None without one.
+        links: Rates of the links between the ranks.
+        config: Configuration; its `plan` and `chunks` restrict the choice.
+        compressor: Compressor of one phase of buckets that have a layout; None if all is exact.
+        payloads: Cost of the compressor's payloads; None without a compressor.
         library: `nccl` on GPUs, else `gloo`.
 
     Attributes:
-        plan_name: `flat`, `hierarchical` or `leader`; `auto` goes by size.
-        chunks: Pieces of a bucket; 0 leaves it to the planner.
+        plan_name: `flat`, `hierarchical` or `leader`; `auto` chooses by size.
+        chunks: Number of chunks; 0 leaves it to the planner.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class PlanChooser:
         self._payloads = payloads
 
     def take(self, plan: str, chunks: int, why: str) -> None:
-        """Takes one plan for every size; see `RankPlans.choose`."""
+        """Uses one plan for every size; see `RankPlans.choose`."""
         self.plan_name, self.chunks, self._why = plan, chunks, why
 
     def best_for_all(self, nbytes: int) -> Plan | None:
-        """The best plan for one size, to be taken for all; None where a plan was asked for by name.
+        """Returns the best plan for one size, to be used for all sizes; None if a plan was asked for by name.
 
         Args:
-            nbytes: Size of a bucket.
+            nbytes: Size of a usual bucket.
         """
         if self._asked_for != "auto":
             return None
@@ -92,11 +92,11 @@ class PlanChooser:
         return Choice(self.repriced(plan, layout), equal_shares)
 
     def plan(self, nbytes: int, layout: Layout | None) -> Plan:
-        """The plan for a bucket, whose owners have equal shares.
+        """Returns the plan for a bucket with equal shares.
 
         Args:
             nbytes: Size of the bucket.
-            layout: Which parameter lies where, if it may be compressed.
+            layout: Parameters of the bucket, if it may be compressed.
         """
         if self._compressor is not None and layout is not None:
             assert self._payloads is not None
@@ -116,11 +116,15 @@ class PlanChooser:
         return plan
 
     def with_owners(self, plan: Plan, layout: Layout | None) -> Plan | None:
-        """The same plan with owners by the links' rates; None where they are alike, or where bits would depend on it.
+        """Returns the plan with shares that follow the links' rates; None if rates are equal, or if bits would change.
 
-        Exact sums are made in the order in which the plan makes them without; so how many chunks there are is free.
-        What is rounded element by element may be cut anywhere, too; other codecs would see other blocks, and what a
-        second stage leaves out would lie with other ranks in every start.
+        Exact sums keep the order of the plan with equal shares, so the number of chunks is free. Codecs that round each
+        element by itself may be cut anywhere, too. Other codecs would have other blocks, and residuals of the second
+        stage would belong to other ranks after each start.
+
+        Args:
+            plan: Plan with equal shares.
+            layout: As for `plan`.
         """
         compressed = any(phase.compressor for phase in plan.phases)
         if self._links.shares is None or not plan.phases or (compressed and not _is_by_element(self._compressor)):
@@ -144,10 +148,10 @@ class PlanChooser:
         return replace(made, phases=phases, why=plan.why, notes=(*plan.notes, OWNED))
 
     def repriced(self, plan: Plan, layout: Layout | None) -> Plan:
-        """The same plan with how long it takes over the links as they are known now.
+        """Returns the plan with predictions for the link rates known now.
 
         Args:
-            plan: Of a bucket.
+            plan: Plan of a bucket.
             layout: As for `plan`.
         """
         compressed, payloads = next((phase for phase in plan.phases if phase.compressor), None), self._payloads
@@ -169,7 +173,7 @@ class PlanChooser:
         )
 
     def compressed_name(self) -> str | None:
-        """The plan that a compressor's buckets take, if it finds anything to do."""
+        """Returns the name of the plan for compressed buckets; None if nothing is compressed."""
         if self._compressor is None or self._links.cluster.size == 1:
             return None
         if self._asked_for == "flat" or len(self._links.cluster.nodes) == 1:
@@ -179,7 +183,7 @@ class PlanChooser:
     def _compressed_plan(
         self, compressor: Compressor, payloads: "Payloads", nbytes: int, layout: Layout
     ) -> Plan | None:
-        """The plan with a compressor; None where there is nothing for it to do."""
+        """Returns the plan with a compressor; None if compression is of no use."""
         nodes, size, name = len(self._links.cluster.nodes), self._links.cluster.size, compressor.name
 
         def priced(plan_name: str, group_size: int, why: str) -> Plan:

@@ -74,14 +74,16 @@ def exact_shares(rates: Sequence[float], owning: float) -> list[float]:
 
 @lru_cache(maxsize=64)
 def rank_shares(cluster: Cluster, level: int) -> tuple[int, ...]:
-    """What each rank owns of what its unit exchanges with its siblings of one level.
+    """Returns the weight of each rank's part in an all_reduce between the units of one level.
+
+    A weight follows the link rate of the rank's unit, so that slower units own less.
 
     Args:
-        cluster: Where the ranks are, with the rates of the level's units.
-        level: Of an all_reduce: no level above it has a phase.
+        cluster: Placement of the ranks, with the rates of the level's units.
+        level: Level of the all_reduce, the outermost one with a phase.
 
     Returns:
-        Parts of a whole that depends on the unit above; empty where equal parts do as well.
+        Whole numbers, comparable among ranks of the same unit above; empty if equal parts are as good.
     """
     rates = cluster.levels[level].unit_rates
     if not rates:
@@ -97,18 +99,17 @@ def rank_shares(cluster: Cluster, level: int) -> tuple[int, ...]:
 
 
 def part_shares(cluster: Cluster, level: int, parts: int) -> tuple[int, ...]:
-    """How large the parts are that a reduce_scatter between the units of one level cuts a region into.
+    """Returns the weight of each part that a reduce_scatter between the units of one level cuts a region into.
 
-    The k-th part goes to the k-th child of every unit, and on to the level above. So the slowest of the k-th children
-    decides on it: exact where units are alike, and where one child of one unit is slow.
+    The k-th part goes to the k-th child of every unit, so the slowest of all k-th children decides its weight.
 
     Args:
-        cluster: Where the ranks are, with the rates of the level's units.
-        level: Of a reduce_scatter.
-        parts: Into how many parts.
+        cluster: Placement of the ranks, with the rates of the level's units.
+        level: Level of the reduce_scatter.
+        parts: Number of parts.
 
     Returns:
-        One whole number for each part; empty where equal parts do as well.
+        One whole number for each part; empty if equal parts are as good.
     """
     rates = cluster.levels[level].unit_rates
     if not rates or parts == 1:

@@ -41,18 +41,17 @@ LaneGroup = tuple[tuple[int, int], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PhasePart:
-    """What one rank does in one phase, for one chunk.
+    """One rank's part in one phase of one chunk.
 
     Attributes:
         phase: The phase.
-        steps: This rank's transfers, step by step. A compressed phase is one step, whose transfers are its shards.
-        layouts: Of a compressed phase, which parameter lies where in each shard; else empty.
-        shares: Of a compressed phase, what each member of a shard's group owns of it; empty for equal parts.
-        whole_chunk: Whether one transfer of the first step takes all of the chunk: a factor is then applied in its
-            pass.
-        shards: Regions of the bucket that this rank has a part in.
-        logical_numel: Elements of those.
-        sent_numel: Elements that this rank sends; of a compressed phase unknown beforehand, and 0.
+        steps: Transfers of this rank, step by step. A compressed phase has one step, with a transfer for each shard.
+        layouts: Layout of each shard of a compressed phase; empty for an exact one.
+        shares: Weights of the members' parts for each shard of a compressed phase; empty for equal parts.
+        whole_chunk: Whether one transfer of the first step covers the chunk, so that it can apply a factor in its pass.
+        shards: Number of regions of the bucket in which this rank takes part.
+        logical_numel: Elements of those regions.
+        sent_numel: Elements that this rank sends; 0 for a compressed phase, whose payloads are counted when sent.
         owners: Of a compressed phase, all ranks that have a shard in it, ascending; else empty.
         rings: Of an exact all_reduce whose sums are made in the order of rings: the runs of elements, one beside the
             other, that one ring each would sum.
@@ -72,12 +71,12 @@ class PhasePart:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of a bucket, and what this rank does with it.
+    """A range of elements of a bucket, and this rank's part in each phase for it.
 
     Attributes:
         start: First element.
-        stop: One past the last.
-        parts: Phase by phase.
+        stop: One past the last element.
+        parts: Parts of this rank, one for each phase.
     """
 
     start: int
@@ -87,14 +86,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """A plan cut to one size of bucket, for one rank.
+    """One rank's part in a plan, for one bucket size.
 
     Attributes:
-        plan: What is done.
-        chunks: The pieces that the bucket is cut into, in order.
-        lanes: The lanes that each chunk visits on every rank: one more after each asynchronous phase.
-        turn: Phases of the way up: behind them come all-gathers alone.
-        direct: Whether all of it is one all-reduce over all ranks, as without a plan.
+        plan: The plan.
+        chunks: Chunks of the bucket, in order.
+        lanes: Lanes that each chunk visits on every rank; one more after each asynchronous phase.
+        turn: Number of phases before those that are all-gathers only.
+        direct: Whether the plan is one all-reduce over all ranks, as without gradwire.
     """
 
     plan: Plan
@@ -104,7 +103,7 @@ class RankPlan:
     direct: bool
 
     def compressed_shards(self) -> list[tuple[int, int]]:
-        """The runs of elements that this rank compresses."""
+        """Returns the ranges of elements that this rank compresses."""
         return [
             (transfer.start, transfer.stop)
             for chunk in self.chunks
@@ -115,7 +114,7 @@ class RankPlan:
 
     @property
     def shares_ownership(self) -> bool:
-        """Whether the ranks of a node compress different shards of one sum; else each rank has residuals of its own."""
+        """Whether ranks of a node compress different shards of its sum; else each has residuals of its own."""
         return not any(phase.whole for phase in self.plan.phases if phase.compressor)
 
 
@@ -189,19 +188,19 @@ class RankPlans:
         return self._unlisted[numel, dtype]
 
     def clear(self) -> None:
-        """Forgets all plans."""
+        """Forgets all plans, so that they are chosen again."""
         self.planned.clear()
         self._unlisted.clear()
 
     def along(self, numel: int, plan: Plan, layout: Layout | None = None, base: Plan | None = None) -> RankPlan:
-        """This rank's part of a bucket along any plan, whatever the planner thinks of it.
+        """Returns this rank's part in a given plan.
 
         Args:
             numel: Elements of the bucket.
             plan: The plan.
-            layout: Which parameter lies where, if it may be compressed.
-            base: The plan with equal shares whose bits a plan in the order of rings is to give. Not wanted where a
-                phase is compressed: its whole shard is one ring.
+            layout: Parameters of the bucket, if it may be compressed.
+            base: Plan with equal shares whose order of sums is kept, for an exact plan that sums in the order of rings;
+                None for all others.
 
         Raises:
             ValueError: The plan compresses a phase, and there is no compressor or no layout to do so with; or the
@@ -301,33 +300,41 @@ class RankPlans:
         return found
 
     def choose(self, plan: str, chunks: int, why: str) -> None:
-        """Takes one plan for every size from the next bucket on.
+        """Uses one plan for every size from the next bucket on.
 
         Args:
-            plan: `flat`, `hierarchical` or `leader`; `auto` goes by size again.
-            chunks: Pieces of a bucket; 0 leaves it to the planner.
-            why: The reason, as a sentence, for the report.
+            plan: `flat`, `hierarchical` or `leader`; `auto` chooses by size again.
+            chunks: Number of chunks; 0 leaves it to the planner.
+            why: Reason as a sentence, for reports.
         """
         self.chooser.take(plan, chunks, why)
         self.clear()
 
     def settle(self, nbytes: int) -> None:
-        """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
+        """Uses the best plan for `nbytes` for every size, so that sums have one order whatever the size of a bucket.
+
+        Args:
+            nbytes: Size of a usual bucket.
+        """
         if (best := self.chooser.best_for_all(nbytes)) is not None:
             self.choose(best.name, self.chooser.chunks, best.why)
 
     def measured(self, levels: Sequence[Level]) -> None:
-        """Plans with these links from now on, and with nothing else: what NCCL says of its own gives way to them."""
+        """Chooses plans by these link rates from now on, instead of assumed ones or those of NCCL's model.
+
+        Args:
+            levels: Levels with measured links.
+        """
         self.links.decide(levels)
         self.clear()
 
     def learned(self, levels: Sequence[Level], *, at_start: bool = False) -> None:
-        """Predicts with these links from now on, and gives the bits that it gave before: a clock must change none.
+        """Predicts with these link rates from now on; keeps the plans, because bits must not depend on a clock.
 
         Args:
-            levels: With the links as they were seen.
-            at_start: Nothing has travelled yet. Where units' rates differ they own by them from now on what they
-                exchange, in plans whose bits do not depend on it.
+            levels: Levels with the rates that were seen.
+            at_start: Whether nothing was sent yet. Units with slower links then own smaller parts, in plans whose bits
+                do not depend on that.
         """
         self.links.learn(levels, at_start=at_start)
         if at_start:
@@ -341,7 +348,7 @@ class RankPlans:
             self.planned[key] = replace(rank_plan, plan=plan)
 
     def plans(self) -> list[Plan]:
-        """The plans in use."""
+        """Returns the plans in use."""
         return [rank_plan.plan for rank_plan in self.planned.values()]
 
     def _part(

@@ -1,7 +1,7 @@
-"""What leaves each rank, node, rack and region: the bytes of a collective, booked on every link they pass.
+"""Traffic of collectives: the bytes that leave each rank, node, rack and region.
 
-Everything here is for one byte of bucket: bytes are linear in the bucket's size, so a plan of any size is priced by
-one multiplication. Arrays instead of loops keep a cluster of 16,384 ranks well below a second.
+All numbers are for one byte of the bucket: bytes are linear in the size of the bucket, so a plan of any size is
+predicted by one multiplication. Arrays instead of loops keep a cluster of 16,384 ranks well below a second.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +31,7 @@ class Egress:
     senders: tuple[Ints, ...]
 
     def of_busiest_rank(self, level: int) -> float:
-        """What the busiest rank sends at one level of two; above level 0 its part of what leaves its node."""
+        """Returns the bytes that the busiest rank sends at a level; above level 0 its part of its node's bytes."""
         if level == 0:
             return float(self.nbytes[0].max())
         leaving, senders = self.nbytes[1], self.senders[1]
@@ -39,13 +39,13 @@ class Egress:
 
 
 class Shape:
-    """A cluster as arrays.
+    """The placement of ranks as arrays.
 
     Attributes:
-        unit_ids: For each level and rank the number of the unit below that level: the rank itself at level 0, its
-            node at level 1; numbers in the order of the lowest rank.
-        places: For each level and rank the place of that unit among its siblings.
-        counts: For each level and rank how many siblings there are, itself included.
+        unit_ids: Number of each rank's unit below each level: the rank itself at level 0, its node at level 1. Units
+            are numbered in the order of their lowest rank.
+        places: Index of that unit among its siblings, for each level and rank.
+        counts: Number of those siblings, itself included, for each level and rank.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -67,15 +67,15 @@ class Shape:
             self.counts.append(count[ids])
 
     def parents(self, level: int) -> Ints:
-        """The number, for each rank, of the unit in which the units below `level` are siblings."""
+        """Returns the number of each rank's unit at `level`, whose children are the siblings."""
         return self.unit_ids[level + 1] if level + 1 < self.depth else np.zeros(self.size, dtype=np.intp)
 
     def by_child(self, level: int, values: Callable[[int], Sequence[float]]) -> Floats:
-        """A value for each rank that depends on its place among the siblings at one level.
+        """Returns a value for each rank, chosen by its index among its siblings.
 
         Args:
-            level: Of the siblings' parent: 0 for ranks inside a node.
-            values: The number of siblings -> a value for each of them.
+            level: Level of the siblings' parent: 0 for ranks inside a node.
+            values: Function from the number of siblings to a value for each of them.
         """
         found = np.zeros(self.size)
         for count in np.unique(self.counts[level]):
@@ -84,19 +84,19 @@ class Shape:
         return found
 
     def crossings(self, sources: Ints, targets: Ints) -> Ints:
-        """The highest level whose link each message takes; 0 inside a node."""
+        """Returns the highest level whose link each message uses; 0 inside a node."""
         crossed = np.zeros(len(sources), dtype=np.intp)
         for level in range(1, self.depth):
             crossed[self.unit_ids[level][sources] != self.unit_ids[level][targets]] = level
         return crossed
 
     def book(self, sources: Ints, crossed: Ints, nbytes: Floats) -> Egress:
-        """Books messages on every link that they leave a unit by.
+        """Adds up the bytes that messages send over the link of each unit.
 
         Args:
-            sources: The rank that sends each message.
-            crossed: The highest level that it crosses.
-            nbytes: Its bytes for one byte of bucket.
+            sources: Sending rank of each message.
+            crossed: Highest level that it crosses.
+            nbytes: Its bytes, for one byte of the bucket.
         """
         booked: list[Floats] = []
         senders: list[Ints] = []
@@ -112,14 +112,14 @@ class Shape:
 
 
 def nbytes_by_level(cluster: Cluster, transfers: Iterable[Transfer], element_nbytes: int) -> dict[str, float]:
-    """The bytes that leave each level's busiest unit in some transfers, all of them together, by the level's name.
+    """Returns the bytes that leave the busiest unit of each level in some transfers together, by the name of the level.
 
-    Slices travel straight to their owner or from it, an all_reduce around a ring, a broadcast down a chain.
+    Slices are sent directly to their owner or from it, an all_reduce goes around a ring, a broadcast down a chain.
 
     Args:
-        cluster: Where the ranks are.
-        transfers: Of all ranks.
-        element_nbytes: Size of an element on the wire.
+        cluster: Placement of the ranks.
+        transfers: Transfers of all ranks.
+        element_nbytes: Bytes of an element on the wire.
     """
     shape = shape_of(cluster)
     total = [np.zeros(int(ids.max()) + 1) for ids in shape.unit_ids]
@@ -136,7 +136,7 @@ def nbytes_by_level(cluster: Cluster, transfers: Iterable[Transfer], element_nby
 
 
 def sole_owner(bounds: Sequence[int]) -> int | None:
-    """The member that owns everything, where there is one: a reduce or broadcast instead of a scatter or gather."""
+    """Returns the index of the only member that owns anything, or None: such a transfer is a reduce or a broadcast."""
     return next(
         (
             index
@@ -148,7 +148,7 @@ def sole_owner(bounds: Sequence[int]) -> int | None:
 
 
 def _around(members: Ints, transfer: Transfer) -> tuple[Ints, Ints, Floats]:
-    """Messages around a ring (all_reduce), or down a chain from the owner (broadcast): sources, targets, elements."""
+    """Returns (sources, targets, elements) of the messages of a ring all_reduce, or of a broadcast down a chain."""
     count, numel = len(members), transfer.stop - transfer.start
     if transfer.op == ALL_REDUCE:
         return members, np.roll(members, -1), np.full(count, 2 * (count - 1) / count * numel)
@@ -157,7 +157,7 @@ def _around(members: Ints, transfer: Transfer) -> tuple[Ints, Ints, Floats]:
 
 
 def _exchanged(shape: Shape, members: Ints, owned: Floats, op: str) -> list[Floats]:
-    """What leaves each unit where every member sends to (or, gathering, is sent by) the owner of each slice."""
+    """Returns what leaves each unit if members send each slice to its owner, or get it from there (all_gather)."""
     leaving: list[Floats] = []
     for level, ids in enumerate(shape.unit_ids):
         units = int(ids.max()) + 1
@@ -175,12 +175,12 @@ def _exchanged(shape: Shape, members: Ints, owned: Floats, op: str) -> list[Floa
 
 @lru_cache(maxsize=64)
 def shape_of(cluster: Cluster) -> Shape:
-    """The arrays of a cluster, worked out once."""
+    """Returns the arrays of a cluster, computed once."""
     return Shape(cluster)
 
 
 def _among_siblings(parents: Ints) -> tuple[Ints, Ints]:
-    """The place of each child, given the number of its parent, among the parent's children, and how many there are."""
+    """Returns the index of each child among the children of its parent, and their number, given the parent of each."""
     order = np.argsort(parents, kind="stable")
     counts = np.bincount(parents)
     starts = np.cumsum(counts) - counts

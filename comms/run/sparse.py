@@ -1,9 +1,9 @@
-"""Sparse gradients (`nn.Embedding(sparse=True)`): rows are added up inside the nodes first, then between them.
+"""Sums of sparse gradients (`nn.Embedding(sparse=True)`): first inside the nodes, then between them.
 
-A rank of each node owns a share of the rows, and gets them from the others of its node: a row that several of them
-have looked up leaves the node once. Owners of the same rows exchange those between the nodes, as rows, or as a dense
-tensor where that is smaller, and give the sum to their node. Sizes depend on what was looked up, so the ranks tell each
-other how many rows they have, and each decision is taken by ranks that have seen the same numbers.
+Each rank owns a share of the rows and receives those rows from the other ranks of its node, so a row that several of
+them have looked up leaves the node once. Owners of the same rows exchange them between the nodes, as rows or as a dense
+tensor, whichever is smaller, and send the sum to their node. Sizes depend on the batch, so ranks first exchange their
+numbers of rows, and every decision is made by ranks that have the same numbers.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -25,24 +25,24 @@ LANES: tuple[Lane, ...] = ((-3, 0), (-3, 1), (-3, 2))
 again), in a communicator whose plans have lanes from (0, 0) on."""
 
 BETWEEN = 1
-"""Place among them of what crosses between the nodes."""
+"""Index in `LANES` of the exchange between the nodes."""
 
 KEY_NBYTES = 8
-"""Bytes of a row's number, an int64."""
+"""Bytes of a row index, an int64."""
 
 AUTO = "auto"
 
 Book = Callable[[int, str, int, float], None]
-"""Counts a collective: (place in `LANES`, operation, bytes of gradient, bytes sent)."""
+"""Function that counts a collective: (index in `LANES`, operation, bytes of gradient, bytes sent)."""
 
 
 @dataclass(slots=True)
 class Rows:
-    """Some rows of a tensor, each once, ascending.
+    """Some rows of a tensor, each once, in ascending order.
 
     Attributes:
-        keys: int64, 1-D: which.
-        values: (rows, width).
+        keys: Indices of the rows, int64, 1-D.
+        values: Their values, of shape (rows, width).
     """
 
     keys: Tensor
@@ -50,18 +50,18 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
+        """Bytes of `keys` and `values`."""
         return self.keys.nbytes + self.values.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who owns which rows, and with whom a rank exchanges them.
+    """Assignment of rows to owners, and the ranks with which a rank exchanges them.
 
     Attributes:
-        node: The ranks that add up among themselves first, this one among them.
-        owners: How many of them own rows: those of number `key % owners`, the first ones of the node.
-        rail: The owners of the same rows on all nodes, in the order of the nodes; empty for a rank that owns none.
+        node: Ranks that sum among themselves first, with this one.
+        owners: Number of owners, the first ranks of the node; owner k owns the rows with `key % owners == k`.
+        rail: Owners of the same rows on all nodes, in the order of the nodes; empty for a rank that owns none.
     """
 
     node: tuple[int, ...]
@@ -70,11 +70,11 @@ class Sharing:
 
     @classmethod
     def of(cls, cluster: Cluster, rank: int, plan: str) -> "Sharing":
-        """How a plan of that name shares the rows out.
+        """Makes the assignment for a plan.
 
         Args:
-            cluster: Where the ranks are.
-            rank: This one.
+            cluster: Placement of the ranks.
+            rank: This rank.
             plan: `flat` makes every rank a node of its own, `leader` has one owner a node; others use all ranks.
         """
         nodes = tuple((each,) for each in range(cluster.size)) if plan == "flat" else cluster.nodes
@@ -85,7 +85,10 @@ class Sharing:
 
 
 def check_sparse(sparse: Tensor) -> None:
-    """Refuses what cannot be summed.
+    """Refuses a tensor that cannot be summed.
+
+    Args:
+        sparse: Gradient from DDP.
 
     Raises:
         TypeError: `sparse` has another layout than torch.sparse_coo, or does not hold floating-point numbers.
@@ -105,7 +108,7 @@ def check_sparse(sparse: Tensor) -> None:
 def sum_sparse(
     sparse: Tensor, groups: Groups, rank: int, sharing: Sharing, *, scale: float, as_dense: bool | str, book: Book
 ) -> Generator[Hop, None, Tensor]:
-    """Sums a sparse tensor over all ranks: a walk through `LANES`.
+    """Sums a sparse tensor over all ranks: a coroutine that passes through `LANES`.
 
     Args:
         sparse: torch.sparse_coo, floating-point, of one shape and dtype on all ranks; not changed.
@@ -141,7 +144,7 @@ def sum_sparse(
 
 
 def _rows(sparse: Tensor, scale: float) -> Rows:
-    """This rank's rows, each once."""
+    """Returns the rows of a sparse tensor, each once."""
     coalesced, sparse_dim = sparse.coalesce(), sparse.sparse_dim()
     keys = coalesced.indices()[0].clone()
     for size, index in zip(sparse.shape[1:sparse_dim], coalesced.indices()[1:], strict=True):
@@ -150,12 +153,12 @@ def _rows(sparse: Tensor, scale: float) -> Rows:
 
 
 def _owned(sharing: Sharing, rank: int, shape: Sequence[int]) -> range:
-    """The rows that a rank owns, of all that there may be."""
+    """Returns the number of rows that a rank owns, of all rows of the tensor."""
     return range(sharing.node.index(rank), prod(shape), sharing.owners)
 
 
 def _summed(parts: Sequence[Rows]) -> Rows:
-    """The sum of some parts, in their order: no part has a row twice, so that every rank gets the same bits."""
+    """Sums some parts in their order. No part has a row twice, so all ranks get the same bits."""
     keys = torch.unique(torch.cat([part.keys for part in parts]))
     dtype, width = parts[0].values.dtype, parts[0].values.shape[1]
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -166,14 +169,14 @@ def _summed(parts: Sequence[Rows]) -> Rows:
 
 
 def _counts(transport: Transport, own: Sequence[int], like: Tensor) -> tuple[Tensor, Work]:
-    """Has every rank of a group say some numbers: what they say, (ranks, numbers), once the work is done."""
+    """Gathers some numbers of each rank of a group, as (ranks, numbers); valid once the work is done."""
     source = torch.tensor(own, dtype=torch.int64, device=like.device)
     found = source.new_empty(transport.size, len(own))
     return found, transport.all_gather(found, source)
 
 
 def _to_owners(own: Rows, transport: Transport, owners: int, book: Book) -> Rows:
-    """Sends each row to the rank of the node that owns it, and adds up what arrives."""
+    """Sends each row to its owner on this node, and sums the rows that this rank receives."""
     size, width = transport.size, own.values.shape[1]
     owner = own.keys % owners
     parts = [(owner == place).nonzero().view(-1) for place in range(size)]
@@ -196,7 +199,7 @@ def _to_owners(own: Rows, transport: Transport, owners: int, book: Book) -> Rows
 def _between(
     own: Rows, groups: Groups, rail: tuple[int, ...], owned: range, as_dense: bool | str, book: Book
 ) -> Generator[Hop, None, Rows]:
-    """Sums an owner's rows over the nodes."""
+    """Sums the rows of an owner over the nodes."""
     size, width, element_nbytes = len(rail), own.values.shape[1], own.values.element_size()
     counts: list[int] = []
     if as_dense is True:
@@ -224,7 +227,7 @@ def _between(
 
 
 def _gathered(own: Rows, transport: Transport, counts: Sequence[int]) -> tuple[list[Rows], list[Work]]:
-    """The rows of every rank of a group, once the works are done."""
+    """Gathers the rows of every rank of a group; valid once the works are done."""
     bounds = tuple(accumulate(counts, initial=0))
     width, start, stop = own.values.shape[1], bounds[transport.rank], bounds[transport.rank + 1]
     keys, values = own.keys.new_empty(bounds[-1]), own.values.new_empty((bounds[-1], width))
@@ -237,7 +240,7 @@ def _gathered(own: Rows, transport: Transport, counts: Sequence[int]) -> tuple[l
 
 
 def _to_all(own: Rows, transport: Transport, book: Book) -> Rows:
-    """Gives the owners' sums to all ranks of the node; the ranks behind them have none."""
+    """Gathers the sums of the node's owners on all ranks of the node; ranks that own no rows contribute nothing."""
     found, work = _counts(transport, [own.keys.numel()], own.keys)
     work.wait()
     parts, works = _gathered(own, transport, found.view(-1).tolist())
