@@ -26,14 +26,14 @@ class Ask(Protocol):
     """Prices one model on one cluster."""
 
     def __call__(self, model: PublicModel, nodes: int, rate: str, cards: int, *, halved: bool = False) -> Advice:
-        """Everything that was priced.
+        """Return the predictions for a model on a cluster.
 
         Args:
-            model: Which.
-            nodes: How many; one has no network.
-            rate: Of a card.
-            cards: Of a node.
-            halved: Each gradient is sent in 16 bits, by whatever plan.
+            model: The model.
+            nodes: Number of nodes; one has no network.
+            rate: Rate of a NIC, such as `10gbit`.
+            cards: Number of NICs a node.
+            halved: Whether all gradients are sent in 16 bits.
         """
 
 
@@ -42,11 +42,11 @@ class ModelRow:
     """One model on one cluster.
 
     Attributes:
-        model: Which.
-        nodes: How many.
-        link: In words.
-        alone_seconds: A step on one node.
-        seconds: Column -> a step.
+        model: The model.
+        nodes: Number of nodes.
+        link: The link in words.
+        alone_seconds: Duration of a step on one node.
+        seconds: Column -> duration of a step.
     """
 
     model: PublicModel
@@ -56,12 +56,12 @@ class ModelRow:
     seconds: dict[str, float]
 
     def gain(self, column: str) -> float:
-        """How many times as much as one node all of them train."""
+        """Return the throughput of all nodes relative to one."""
         return self.nodes * self.alone_seconds / self.seconds[column]
 
 
 def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
-    """Prices every model on every link.
+    """Yield predictions of every model on every link.
 
     Plain DDP and torch's fp16 hook are a flat all-reduce by the faster of NCCL's algorithms, of the gradients and of
     half as many bytes. Outer sums exactly inside the node at every step, and between nodes every `OUTER_EVERY` steps
@@ -95,7 +95,7 @@ def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
 
 
 def _flat(advice: Advice) -> Candidate:
-    """One exact all-reduce over all ranks by the fastest algorithm that NCCL has."""
+    """Return the exact all-reduce over all ranks by NCCL's fastest algorithm."""
     known = [candidate for candidate in advice.candidates if candidate.plan.name in ("flat", "tree", "nvls_tree")]
     return min(
         (candidate for candidate in known if candidate.compressor == "none"),
@@ -108,7 +108,7 @@ def _best(advice: Advice) -> Candidate:
 
 
 def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
-    """Prints a table for each number of nodes.
+    """Print a table for each number of nodes.
 
     Args:
         console: Where to; one that highlights nothing.
@@ -131,7 +131,7 @@ def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
 
 
 def as_markdown(found: Sequence[ModelRow], machine: str) -> str:
-    """The same for a page.
+    """Return the tables in Markdown.
 
     Args:
         found: What `rows` gave.
@@ -151,12 +151,12 @@ def as_markdown(found: Sequence[ModelRow], machine: str) -> str:
 
 
 def _cell(row: ModelRow, column: str) -> str:
-    """Milliseconds; marked where all the nodes train less than one of them alone."""
+    """Format milliseconds, with a mark if all nodes together train slower than one."""
     return f"{1e3 * row.seconds[column]:.0f}{'!' if row.gain(column) <= 1 else ''}"
 
 
 def as_objects(found: Sequence[ModelRow]) -> list[dict[str, object]]:
-    """The same for programs.
+    """Return the rows as dictionaries.
 
     Args:
         found: What `rows` gave.

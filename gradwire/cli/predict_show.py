@@ -19,20 +19,20 @@ from gradwire.topology.wording import ms, rate
 Object = dict[str, object]
 
 RARELY_OR_ALONE = "one node alone, or gradwire.Outer, which exchanges every few steps"
-"""What comes before anything that sends gradients at every step, where one node alone is faster than that."""
+"""Recommended first if one node alone is faster than every plan that sends gradients at each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """How many times as much several nodes train as one of them does alone, at the same batch a rank.
+    """Throughput of several nodes relative to one of them, at the same batch a rank.
 
     Attributes:
-        nodes: How many there are.
-        flat: With one all-reduce over all ranks, as plain DDP has it.
-        exact: With the best exact plan.
-        recommended: With what is recommended.
-        plain: What `flat` is, in words.
-        one: What the one node has, in words.
+        nodes: Number of nodes.
+        flat: Relative throughput with one all-reduce over all ranks, as in plain DDP.
+        exact: Relative throughput with the best exact plan.
+        recommended: Relative throughput with the recommended plan and compressor.
+        plain: Name of `flat` in the printed sentence.
+        one: Name of the one node in the printed sentence.
     """
 
     nodes: int
@@ -44,12 +44,12 @@ class Gains:
 
     @classmethod
     def over_one_node(cls, nodes: int, advice: Advice, alone: Advice) -> "Gains":
-        """Compares the steps.
+        """Compute the gains from predicted step times.
 
         Args:
-            nodes: How many there are.
-            advice: For all of them.
-            alone: For one of them, which takes the best exact plan.
+            nodes: Number of nodes.
+            advice: Predictions for all of them.
+            alone: Predictions for one of them, which is taken with its best exact plan.
         """
         one = min(candidate.step_seconds for candidate in exact_candidates(alone))
         best = next(candidate for candidate in advice.candidates if _is_recommended(candidate, advice))
@@ -62,15 +62,15 @@ class Gains:
 
     @property
     def one_is_faster(self) -> bool:
-        """Whether one node alone trains at least as much as all of them, whatever they send at every step."""
+        """Whether one node alone trains at least as fast as all of them with any plan here."""
         return max(self.exact, self.flat, self.recommended) <= 1
 
     def as_json(self) -> dict[str, float]:
-        """The numbers as a plain dictionary."""
+        """Return the relative throughputs as a dictionary."""
         return {"flat": self.flat, "exact": self.exact, "recommended": self.recommended}
 
     def __str__(self) -> str:
-        """One sentence."""
+        """Return the gains in one sentence."""
         said = f"{self.nodes} nodes train {self.flat:.2f} times as much as {self.one} with {self.plain}"
         said += f", {self.exact:.2f} times with the best exact plan" if self.exact > 1.01 * self.flat else ""
         lossy = self.recommended > 1.01 * max(self.exact, self.flat)
@@ -85,16 +85,16 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[Load, Found]):
-    """What a question comes to.
+    """Predictions for one cluster and workload.
 
     Attributes:
-        cluster: Where.
-        workload: What is moved in a step.
-        advice: What was found.
-        planning_seconds: How long finding it took.
-        gains: Of the nodes over one of them, where they are known.
-        torch_hook: What torch's own fp16 hook would take; None where it saves nothing, or is not asked for.
-        assumed_compute: For which device the time of computing was assumed, in words; empty where it was given.
+        cluster: The cluster.
+        workload: Gradients and computation of one step.
+        advice: Predictions and recommendation.
+        planning_seconds: Time that predicting took.
+        gains: Throughput relative to one node; None if the computing time is unknown.
+        torch_hook: Prediction for torch's fp16 hook; None if it saves nothing, or was not asked for.
+        assumed_compute: Device that the computing time was assumed for, in words; empty if the time was given.
     """
 
     cluster: Cluster
@@ -106,10 +106,10 @@ class Answer(Generic[Load, Found]):
     assumed_compute: str = ""
 
     def around(self, rest: Object) -> Object:
-        """The answer as a plain dictionary.
+        """Return the answer as a dictionary.
 
         Args:
-            rest: What is in it of this kind of training alone.
+            rest: Entries of this kind of training.
         """
         return {
             "cluster": self.cluster.describe(),
@@ -121,10 +121,10 @@ class Answer(Generic[Load, Found]):
 
 
 def as_json(answer: Answer[Workload, Advice]) -> Object:
-    """The advice as plain dictionaries.
+    """Return the advice as dictionaries that JSON can hold.
 
     Args:
-        answer: What was found.
+        answer: The predictions.
     """
     cluster, workload, advice, gains = answer.cluster, answer.workload, answer.advice, answer.gains
     return answer.around(
@@ -157,13 +157,13 @@ def as_json(answer: Answer[Workload, Advice]) -> Object:
 
 
 def break_even(nodes: int, advice: Advice) -> str:
-    """The step from which on the nodes beat one of them, where how long one takes was not given; empty for one node.
+    """Return a sentence with the computing time a step above which several nodes beat one; empty for one node.
 
-    By the model of `comms/plan/overlap.py`.
+    For questions that give no computing time; by the model of `comms/plan/overlap.py`.
 
     Args:
-        nodes: How many there are.
-        advice: For all of them.
+        nodes: Number of nodes.
+        advice: Predictions for all of them.
     """
     if nodes < 2:
         return ""
@@ -175,10 +175,10 @@ def break_even(nodes: int, advice: Advice) -> str:
 
 
 def dense_steps(compressor: str) -> int:
-    """How many steps a compressor's gradients travel exactly at first, by its defaults.
+    """Return the number of first steps in which a compressor sends exact gradients, by its defaults.
 
     Args:
-        compressor: By name.
+        compressor: Name of the compressor.
     """
     steps = options_of(compressor).get("warmup_steps", 0)
     assert isinstance(steps, int)
@@ -186,7 +186,7 @@ def dense_steps(compressor: str) -> int:
 
 
 def exact_candidates(advice: Advice) -> list[Candidate]:
-    """What a job can take that loses nothing, and one all-reduce over all ranks."""
+    """Return the candidates without a compressor that a job can use, and the flat all-reduce."""
     return [
         candidate
         for candidate in advice.candidates
@@ -206,7 +206,7 @@ def _candidate(one: Candidate) -> Object:
 def as_table(
     console: Console, answer: Answer[Workload, Advice], *, everything: bool = False, assumed: str = ""
 ) -> None:
-    """Prints the advice: what the nodes gain, the recommendation, then the rows that bear on it.
+    """Print the advice: the gain of the nodes, the recommendation, then the rows that matter for it.
 
     Args:
         console: Where to; one that highlights nothing.
@@ -278,7 +278,7 @@ def as_table(
 
 
 def table_of(*headings: str) -> Table:
-    """A table without rows, whose numbers stand at the right."""
+    """Return an empty table with right-aligned columns of numbers."""
     table = Table(box=SIMPLE_HEAD, padding=0)
     for heading in headings:
         table.add_column(heading, justify="right" if heading.endswith(("ms", "MB")) else "left", overflow="fold")
@@ -286,7 +286,7 @@ def table_of(*headings: str) -> Table:
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """Its nodes and ranks, and what a node has towards the others."""
+    """Describe a cluster: its nodes, ranks, and the rate of a node towards the others."""
     nic = cluster.levels[-1].link
     by_node = [rate(each) for each in cluster.levels[-1].unit_rates]
     shown = f"{', '.join(by_node)} of data by node" if by_node else f"{rate(nic.bytes_per_second)} of data a node"
@@ -294,16 +294,16 @@ def describe_cluster(cluster: Cluster) -> str:
 
 
 def describe_effort(planning_seconds: float, left_out: int) -> str:
-    """How long planning took, and how many rows are not shown."""
+    """Return a line with the planning time and the number of rows not shown."""
     return f"planned in {planning_seconds * 1e3:.0f} ms" + (f"; --all shows {left_out} more rows" if left_out else "")
 
 
 def candidates_that_matter(advice: Advice, torch_hook: Candidate | None) -> tuple[Candidate, ...]:
-    """What plain DDP does, torch's fp16 hook, the best exact plan, and what is recommended.
+    """Return the rows for most readers: plain DDP, torch's fp16 hook, the best exact plan and the recommendation.
 
     Args:
-        advice: Everything that was priced.
-        torch_hook: Priced beside it, or None.
+        advice: All predictions.
+        torch_hook: Prediction for torch's fp16 hook, or None.
     """
     kept = [
         candidate for candidate in advice.candidates if _is_recommended(candidate, advice) or candidate.name == "flat"
@@ -355,23 +355,23 @@ LINES = (
     "hierarchical+powersgd",
     "hierarchical+dgc",
 )
-"""What is drawn; leader and halving_doubling lie on other lines."""
+"""Candidates that are drawn; the curves of leader and halving_doubling coincide with others."""
 
 
 def node_counts(most: int) -> list[int]:
-    """Powers of two from 1 to `most`, and at least to 16, and `most` itself."""
+    """Return the node counts to draw: powers of two up to `most` or 16, and `most` itself."""
     highest = max(most, 16)
     counts = {1 << power for power in range(highest.bit_length()) if 1 << power <= highest}
     return sorted(counts | {most})
 
 
 def draw(file: Path, advice_for: Callable[[int], Advice], nodes: int) -> None:
-    """Writes the picture; its kind goes by the file's ending.
+    """Draw predicted step times over node counts; the format follows the file's ending.
 
     Args:
-        file: Where to.
-        advice_for: Number of nodes -> what is predicted for them.
-        nodes: The number that was asked for, marked in the picture.
+        file: File to write.
+        advice_for: Number of nodes -> predictions for them.
+        nodes: Number of nodes that was asked for; marked in the picture.
 
     Raises:
         RuntimeError: matplotlib is not installed.
